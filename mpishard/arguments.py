@@ -1,4 +1,4 @@
-"""Arguments of public calls: numbers and flags, checked, and values that are given as a whole or field by field.
+"""Arguments of public calls: numbers, flags, lists, mappings, and values given as a whole or field by field: checked.
 
 Numbers and flags become plain Python values.  NumPy's are taken too.  True and False are no numbers, and numbers or
 strings are no flags.  No MPI.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -149,6 +150,60 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool):
         raise TypeError(f"{name}={shown(value)} must be True or False")
     return bool(value)
+
+
+def entries(name: str, value: Any, kind: str) -> tuple[Any, ...]:
+    """The entries of a list, a tuple, or what else has an order, as a tuple.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument, for the message.
+    value : object
+        What was given.
+    kind : str
+        What the entries must be, in the plural; for the message.  They are not checked.
+
+    Returns
+    -------
+    tuple
+        Of the entries.
+
+    Raises
+    ------
+    TypeError
+        If it has no entries, or is a text, a mapping, or a set, whose order can differ between ranks.
+    """
+    if isinstance(value, str | bytes | Mapping | set | frozenset) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}={shown(value)} must be a list of {kind}")
+    return tuple(value)
+
+
+def mapping(name: str, value: Any, kind: str) -> Mapping[Any, Any]:
+    """A mapping, such as a dict, as it is.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument, for the message.
+    value : object
+        What was given.
+    kind : str
+        What it must map, such as ``"names to values"``; for the message.  The items are not checked.
+
+    Returns
+    -------
+    mapping
+        `value`.
+
+    Raises
+    ------
+    TypeError
+        If it is no mapping.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={shown(value)} must be a dictionary of {kind}")
+    return value
 
 
 def shown(value: Any) -> str:

@@ -5,6 +5,8 @@ No MPI.  It imports nothing of mpishard, so that every package can import it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 VERSION = "0.1.0"
 
 _PACKAGES = {
@@ -26,10 +28,27 @@ def versions() -> dict[str, str]:
         By package its version.
     """
     import platform
+
+    return {"mpishard": VERSION, "Python": platform.python_version(), **installed(_PACKAGES)}
+
+
+def installed(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Versions of what is installed; nothing is imported.
+
+    Parameters
+    ----------
+    packages : dict
+        By name the distributions that may bring it, of which the first that is installed counts.
+
+    Returns
+    -------
+    dict
+        By name its version.
+    """
     from importlib import metadata
 
-    found = {"mpishard": VERSION, "Python": platform.python_version()}
-    for name, distributions in _PACKAGES.items():
+    found: dict[str, str] = {}
+    for name, distributions in packages.items():
         for distribution in distributions:
             try:
                 found.setdefault(name, metadata.version(distribution))

@@ -51,6 +51,12 @@ class Agreement:
 
         self.world = world.Dup()  # a communicator of its own: a test's leftovers cannot match its messages
         self.rank, self.size = world.rank, world.size
+        # Messages of each to each have one round; a collective has several, and each waits until ranks look again.
+        self.failed = np.zeros(self.size, dtype=np.int8)
+        flags = [self.failed[rank : rank + 1] for rank in range(self.size)]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.requests = [self.world.Recv_init(flags[rank], rank) for rank in others]
+        self.requests += [self.world.Send_init(flags[self.rank], rank) for rank in others]
         self.limit = float(config.getini("faulthandler_timeout") or 120)
         self.collection_errors: list[str] = []
         self.death_monitor = DeathMonitor.over(world)  # one for all meshes of these ranks
@@ -72,12 +78,13 @@ class Agreement:
 
         Polls, because a blocked MPI call can be neither timed out nor interrupted.
         """
-        mine = np.array([failure is not None], dtype=np.int8)
-        flags = np.zeros(self.size, dtype=np.int8)
-        request = self.world.Iallgather(mine, flags)
+        from mpi4py import MPI
+
+        self.failed[self.rank] = failure is not None
+        MPI.Prequest.Startall(self.requests)
         start, reported = time.monotonic(), False
         limit = self.limit if failure is None else AFTER_FAILURE
-        while not request.Test():
+        while not MPI.Prequest.Testall(self.requests):
             waited = time.monotonic() - start
             if failure is not None and not reported and waited > QUIET:
                 self.say(f"failed in {where}:\n{failure}")
@@ -86,7 +93,7 @@ class Agreement:
                 self.say(f"{where}: other ranks did not follow within {limit:.0f} s; ending the job")
                 self.world.Abort(1)
             time.sleep(0.0005)
-        if not flags.any():
+        if not self.failed.any():
             return {}
         texts = self.world.allgather(failure)
         return {rank: text for rank, text in enumerate(texts) if text is not None}
@@ -140,6 +147,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "every_variant(short=True): part of every sample, since its variants follow the ranks; short=False: of all but"
         " the short ones",
     )
+    if config.getoption("--cuda-checks"):
+        import cuda_on_host
+
+        if not cuda_on_host.CAN_CHECK:
+            raise pytest.UsageError("--cuda-checks wants g++ and addr2line")
+        cuda_on_host.checked = True
     if with_mpi(config):
         from mpi4py import MPI
 
@@ -165,6 +178,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", action="store_true", help=text)
     text = "fewer steps and combinations, as plain `tox` takes; `tox -e full` has all of them"
     parser.addoption("--short", action="store_true", help=text)
+    text = "check CUDA functions on the host for races and accesses outside of arrays, see cuda_checks.cpp; wants g++"
+    parser.addoption("--cuda-checks", action="store_true", help=text)
 
 
 def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False) -> set[str]:
@@ -174,17 +189,21 @@ def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False
     MPICH, and is to be short.  Elsewhere half of the tests, and of each a share of the variants, at least one; other
     places have others.  Chosen by a hash of names, since a fixed stride would leave out whole values of a parameter.
     Tests marked ``every_variant`` are part of every sample, those marked ``every_variant(short=False)`` of all but the
-    short ones.  What is `short` in one sample runs whole in the other at `WHOLE` ranks.
+    short ones.  What is `short` in one sample runs whole in the other at `WHOLE` ranks.  Variants on CuPy are part of
+    every sample, of none where there is no CuPy: hundreds of tests that all ranks skip together take seconds.
     """
+    has_cupy = importlib.util.find_spec("cupy") is not None
     kept: set[str] = set()
     variants: dict[str, list[str]] = {}
     family, ranks = where
     for item in items:
         whole = not short and ranks == WHOLE and "short" in getattr(item, "fixturenames", ())
         every = item.get_closest_marker("every_variant")
+        on_gpu = item.get_closest_marker("gpu") is not None
         every_variant = every is not None and (not short or every.kwargs.get("short", True))
-        if HERE / "mpi" not in item.path.parents or every_variant or whole:
-            kept.add(item.nodeid)
+        if HERE / "mpi" not in item.path.parents or every_variant or whole or on_gpu:
+            if has_cupy or not on_gpu:
+                kept.add(item.nodeid)
         else:
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
     for test, names in variants.items():
@@ -218,6 +237,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def short(request: pytest.FixtureRequest) -> bool:
     """Whether to take fewer steps and combinations: ``--short``."""
     return bool(request.config.getoption("--short"))
+
+
+@pytest.fixture(params=["standin", pytest.param("cupy", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    """Each kind of device arrays, see ``devices.py``; ``mpi/conftest.py`` has more of them for tests on ranks."""
+    from devices import make_device
+
+    return make_device(request.param)
+
+
+@pytest.fixture(scope="module", params=["standin", pytest.param("cupy", marks=pytest.mark.gpu)])
+def chosen_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For files of tests of CUDA functions: their ``devices.chosen`` makes arrays of each kind in turn."""
+    import cuda_on_host
+    import devices
+
+    if request.param == "standin" and cuda_on_host.COMPILER is None:
+        pytest.skip("no C++ compiler, which the stand-in needs for CUDA functions")
+    devices.chosen.device = devices.make_device(request.param)
+    yield
+    devices.chosen.device = None
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import problems
-from standin import DeviceArray
-from standin import empty as empty_on_device
+from devices import Device
 from thread_ranks import Team, ThreadSpace
 
-from mpishard.backend.array import copy_to_device, to_host
+from mpishard.backend.array import to_host
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
@@ -164,26 +163,20 @@ def check_ranks(method: Method, problem: Problem, limits: Limits, cuts: Sequence
     return [space for _, space in results]
 
 
-def check_device(method: Method, problem: Problem, limits: Limits) -> None:
+def check_device(device: Device, method: Method, problem: Problem, limits: Limits) -> None:
     """Minimise in device memory: the end has the bits of the host."""
-
-    def moved(array: Vector) -> DeviceArray:
-        copy = empty_on_device(array.shape, array.dtype)
-        copy_to_device(np.ascontiguousarray(array), copy)
-        return copy
-
     host = minimized(method, problem, limits)
-    own = Limits(**{name: moved(value) for name, value in vars(limits).items() if value is not None})
-    point = moved(problem.start)
-    vectors = moved(np.zeros((len(method.slots), point.size)))
+    own = Limits(**{name: device.put(value) for name, value in vars(limits).items() if value is not None})
+    point = device.put(problem.start)
+    vectors = device.put(np.zeros((len(method.slots), point.size)))
     minimizer = method.make(LocalSpace(point.size, point), vectors, point, own)
     minimizer.begin()
     while minimizer.wanted is not Wanted.NOTHING:
         where = to_host(minimizer.point)
         if minimizer.wanted is Wanted.GRADIENT:
             value, gradient = problem.gradient(where)
-            minimizer.tell(value, moved(gradient))
+            minimizer.tell(value, device.put(gradient))
         else:
-            minimizer.tell_product(moved(problem.product(where, to_host(minimizer.direction))))
+            minimizer.tell_product(device.put(problem.product(where, to_host(minimizer.direction))))
     assert minimizer.progress == host.progress
     np.testing.assert_array_equal(to_host(minimizer.point), host.point)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 from mpishard.layout.boxes import split
 from mpishard.layout.local_layout import Piece, cut_holding
@@ -58,3 +63,33 @@ def assert_is_at(found, step, rank=0, size=1, elements=50):
     wanted = state(step, rank, size, elements)
     for got, expected in zip(found.shards, wanted.shards, strict=True):
         assert np.array_equal(got.array, expected.array), (got.kind, step, got.array, expected.array)
+
+
+def at(step, mesh, **options):
+    return state(step, mesh.rank, mesh.size, **options)
+
+
+def check_load(checkpoints, step, **options):
+    mesh = checkpoints.mesh
+    found = at(0, mesh, empty=True, **options)
+    contents = checkpoints.load(found)
+    assert contents is not None and contents.facts["step"] == step
+    assert_is_at(found, step, mesh.rank, mesh.size, **options)
+    return contents
+
+
+def check_nothing_unfinished(mesh, run):
+    mesh.world.barrier()
+    assert not [name for name in os.listdir(run) if name.startswith(".")]
+    mesh.world.barrier()
+
+
+@contextlib.contextmanager
+def warns_on_rank_0(mesh, match):
+    if mesh.rank:
+        yield
+    else:
+        with pytest.warns(RuntimeWarning, match=match) as caught:
+            yield
+        # The line of the caller, which is a test, and not one of ours.
+        assert all(Path(__file__).parent in Path(each.filename).parents for each in caught)

@@ -1,8 +1,8 @@
 """A stand-in for a device array: memory that the host cannot read, and work that is done when its stream is waited for.
 
 `DeviceArray` has what mpishard asks of a CuPy array.  Its pages are closed to the process (a stray touch is a
-segmentation fault) except while a staging copy or a kernel runs, and a kernel runs no sooner than its stream is
-synchronised.  `AwareArray` plays memory under a CUDA-aware MPI: open, and offered through
+segmentation fault) except while a staging copy or a kernel runs, and a kernel runs no sooner than somebody waits for
+its stream, or for an event on it.  `AwareArray` plays memory under a CUDA-aware MPI: open, and offered through
 ``__cuda_array_interface__``, but just as late, so that whoever reads it before
 `mpishard.backend.array.ready` reads garbage.
 
@@ -17,53 +17,44 @@ import functools
 import math
 import mmap
 import operator
+import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType, SimpleNamespace
 from typing import Any
 
+import cuda_on_host
+import fake_cublas
 import numpy as np
+from standin_streams import Event, Stream, current_stream
 
-from mpishard.backend.array import Backend, Kernel, copy_to_device, register_backend, runs_overlap
+from mpishard.backend.array import Kernel, copy_to_device
+from mpishard.backend.cuda_source import CudaFunction
+from mpishard.backend.kinds import Backend, register_backend, runs_overlap
 
 GARBAGE = 0xFF  # NaN in every floating-point type
 PROT_NONE = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Stream:
-    """Work in the order in which it was queued, none of it done before `synchronize`."""
-
-    def __init__(self) -> None:
-        self.queue: list[tuple[Callable[..., object], Sequence[DeviceArray]]] = []
-
-    def launch(self, work: Callable[..., object], *arrays: DeviceArray) -> None:
-        """Queue ``work(*host_views_of_arrays)``."""
-        self.queue.append((work, arrays))
-
-    def synchronize(self) -> None:
-        while self.queue:
-            work, arrays = self.queue.pop(0)
-            with contextlib.ExitStack() as stack:
-                work(*(stack.enter_context(array.opened()) for array in arrays))
-
-
-stream = Stream()
-
-
 class Memory:
     """Pages that are closed unless `opened`."""
+
+    by_page: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
     def __init__(self, nbytes: int, closed: bool) -> None:
         self._pages = mmap.mmap(-1, max(1, nbytes))
         self.bytes = np.frombuffer(self._pages, np.uint8)
+        self.address = self.bytes.ctypes.data
+        for first in range(self.address, self.address + self.bytes.size, mmap.PAGESIZE):
+            self.by_page[first // mmap.PAGESIZE] = self
         self.bytes[:] = GARBAGE
         self._closed = closed
         self._users = 0
         self._protect(PROT_NONE)
 
     def _protect(self, access: int) -> None:
-        address = ctypes.c_void_p(self.bytes.ctypes.data)
-        if self._closed and _libc.mprotect(address, ctypes.c_size_t(self.bytes.size), access):
+        if self._closed and _libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.bytes.size), access):
             raise OSError(ctypes.get_errno(), "mprotect failed")
 
     @contextlib.contextmanager
@@ -95,6 +86,7 @@ class DeviceArray:
         self._memory, self._host = memory, host
         self.shape, self.dtype = host.shape, host.dtype
         self.size, self.ndim, self.itemsize, self.nbytes = host.size, host.ndim, host.itemsize, host.nbytes
+        self.strides = host.strides
         self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
 
     def _view(self, host: np.ndarray) -> Any:
@@ -156,6 +148,8 @@ class DeviceArray:
         shape = value.shape if isinstance(value, DeviceArray) else ()
         if shape != target.shape and np.broadcast_shapes(shape, target.shape) != target.shape:
             raise ValueError(f"cannot assign {shape} to {target.shape}")
+        if isinstance(value, DeviceArray) and (shape, value.strides) == (target.shape, target.strides):
+            _check_as_cupy_copies(target._host, value._host)
         enqueue(_copy, target, value)
 
     def fill(self, value: float) -> None:
@@ -173,8 +167,8 @@ class DeviceArray:
 
     def __float__(self) -> float:
         host = np.empty(self.shape, self.dtype)
-        stream.launch(lambda device: np.copyto(host, device), self)
-        stream.synchronize()
+        current_stream().launch(lambda device: np.copyto(host, device), self)
+        current_stream().synchronize()
         return float(host)
 
 
@@ -182,6 +176,17 @@ def _is_basic(key: Any) -> bool:
     """Whether indexing by `key` gives a view."""
     parts = key if isinstance(key, tuple) else (key,)
     return all(part is None or isinstance(part, int | np.integer | slice | EllipsisType) for part in parts)
+
+
+def _check_as_cupy_copies(target: np.ndarray, value: np.ndarray) -> None:
+    """Raise where an assignment of CuPy's differs from NumPy's, for arrays of the same shape and strides."""
+    first, other = target.ctypes.data, value.ctypes.data
+    if target.size and first == other and target.dtype != value.dtype:
+        raise ValueError(
+            f"CuPy takes {value.dtype} and {target.dtype} at one address for one array, and copies nothing"
+        )
+    if target.flags.c_contiguous and first != other and runs_overlap(first, target.nbytes, other, value.nbytes):
+        raise ValueError("CuPy copies contiguous memory at once, and CUDA forbids that the two overlap")
 
 
 def _copy(target: np.ndarray, value: Any) -> None:
@@ -211,7 +216,7 @@ def enqueue(function: Callable[..., Any], /, *arguments: Any, **options: Any) ->
         filled = [fill(argument) for argument in arguments]
         results.append(function(*filled, **{name: fill(argument) for name, argument in options.items()}))
 
-    stream.launch(work, *(each for each in given if isinstance(each, DeviceArray)))
+    current_stream().launch(work, *(each for each in given if isinstance(each, DeviceArray)))
     return results
 
 
@@ -220,7 +225,7 @@ def compute(kind: type[DeviceArray], function: Callable[..., Any], /, *arguments
     results = enqueue(function, *arguments, **options)
     if "out" in options:
         return options["out"]
-    stream.synchronize()
+    current_stream().synchronize()
     if not isinstance(results[0], np.ndarray | np.generic):
         return results[0]
     made = empty(results[0].shape, results[0].dtype, kind=kind)
@@ -323,24 +328,36 @@ class Module:
         return function
 
 
+# Of this process; `nccl_double` and tests set them.
+nccl_module: Any = None
+device_name = f"GPU {os.getpid()}"
+_device = contextlib.nullcontext()
+
+
 class StandIn(Backend):
     """What `mpishard.backend.array` needs to work on `kind`."""
 
     device = True
+    compiles_cuda = cuda_on_host.COMPILER is not None
+    has_cublas = True
 
     def __init__(self, kind: type[DeviceArray]) -> None:
         self.module = Module(kind)
 
     def ready(self, array: DeviceArray) -> None:
-        stream.synchronize()
+        current_stream().synchronize()
 
     def to_host(self, source: DeviceArray, target: np.ndarray) -> None:
-        stream.launch(lambda host: np.copyto(target, host), source)
-        stream.synchronize()
+        if not target.flags.forc:
+            raise RuntimeError("`out` cannot be specified when copying to non-contiguous ndarray")
+        current_stream().launch(lambda host: np.copyto(target, host), source)
+        current_stream().synchronize()
 
     def to_device(self, source: np.ndarray, target: DeviceArray) -> None:
-        stream.launch(lambda host: np.copyto(host, source), target)
-        stream.synchronize()
+        if not target._host.flags.forc:
+            raise RuntimeError("Cannot set to non-contiguous array")
+        current_stream().launch(lambda host: np.copyto(host, source), target)
+        current_stream().synchronize()
 
     def empty(self, size: Any, dtype: Any, like: DeviceArray) -> Any:
         return empty(size, dtype, kind=type(like))
@@ -353,10 +370,81 @@ class StandIn(Backend):
 
     def launch(self, kernel: Kernel, arrays: Sequence[DeviceArray], scalars: Sequence[float]) -> list[float]:
         tops: list[float] = []
-        stream.launch(lambda *hosts: tops.extend(kernel.on_host(hosts, scalars)), *arrays)
+        current_stream().launch(lambda *hosts: tops.extend(kernel.on_host(hosts, scalars)), *arrays)
         if kernel.largest:  # numbers wait for the stream
-            stream.synchronize()
+            current_stream().synchronize()
         return tops
+
+    def launch_cuda(
+        self,
+        function: CudaFunction,
+        blocks: int,
+        threads: int,
+        arguments: Sequence[Any],
+        reached: Sequence[DeviceArray] = (),
+    ) -> None:
+        arrays = [each for each in arguments if isinstance(each, DeviceArray)]
+
+        def work(*hosts: np.ndarray) -> None:
+            views = iter(hosts)
+            given = [next(views) if isinstance(each, DeviceArray) else each for each in arguments]
+            cuda_on_host.run(function, blocks, threads, given, reached=list(views))
+
+        current_stream().launch(work, *arrays, *reached)
+
+    def current_stream(self, like: DeviceArray) -> Stream:
+        return current_stream()
+
+    def new_stream(self, like: DeviceArray) -> Stream:
+        return Stream()
+
+    def record(self, like: DeviceArray, stream: Stream) -> Event:
+        return stream.record()
+
+    def is_over(self, event: Event) -> bool:
+        return event.done
+
+    def current_device(self) -> int:
+        return 0
+
+    def use_device(self, number: int) -> None:
+        assert number == 0
+
+    def start_to_host(self, source: DeviceArray, target: np.ndarray, stream: Stream) -> None:
+        assert source.flags.c_contiguous and target.flags.c_contiguous
+        stream.launch(lambda host: np.copyto(target, host), source)
+
+    def start_to_device(self, source: np.ndarray, target: DeviceArray, stream: Stream) -> None:
+        assert source.flags.c_contiguous and target.flags.c_contiguous
+        stream.launch(lambda host: np.copyto(host, source), target)
+
+    def address(self, array: DeviceArray) -> int:
+        return array._host.ctypes.data
+
+    def cublas(self, like: DeviceArray, routine: str, *arguments: int) -> None:
+        fake_cublas.ROUTINES[routine](fake_cublas.HANDLE, *arguments)
+
+    def device_number(self, array: DeviceArray) -> int:
+        return 0
+
+    def nccl(self) -> Any:
+        if nccl_module is None:
+            raise ImportError("the stand-in has no NCCL")
+        return nccl_module
+
+    def on_device_of(self, like: DeviceArray) -> Any:
+        return _device
+
+    def device_name(self, like: DeviceArray) -> str:
+        return device_name
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None) -> DeviceArray:
+    """The device array at an address that `StandIn.address` has given, for doubles of libraries that take addresses."""
+    memory = Memory.by_page.get(address // mmap.PAGESIZE)
+    if memory is None or address >= memory.address + memory.bytes.size:
+        raise ValueError(f"no device memory at {address:#x}")
+    return DeviceArray(memory, np.ndarray(shape, dtype, memory.bytes, address - memory.address, strides))
 
 
 register_backend(DeviceArray, StandIn(DeviceArray))

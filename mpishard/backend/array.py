@@ -1,7 +1,7 @@
 """One interface to two kinds of arrays: NumPy on the host, CuPy on a device.
 
-All code that must distinguish the kinds is here: memory, staging, the readiness gate and element-wise kernels.  CuPy is
-imported when the first CuPy array appears, and not before.
+What differs between the kinds is in `mpishard.backend.kinds`: memory, copies, the readiness gate, how kernels are
+started.  CuPy is imported when the first CuPy array appears, and not before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import numpy as np
 
 from mpishard.backend.compiled import HostFunction
 from mpishard.backend.elementwise import Formula
+from mpishard.backend.formula_source import FormulaSource
+from mpishard.backend.kinds import backend_of, cupy_backend, find_backend, name_of_kind
+from mpishard.backend.ranges import Ranges
 
 Array = Any
 FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})  # dtypes of parameters
@@ -46,11 +49,15 @@ class Kernel:
         self.largest: tuple[str, ...] = translated.largest
         self.c_body: str = translated.c_body
         self._translated = translated
-        self._device: Any = None
+        self._device: dict[tuple[str, ...], Any] = {}  # by the types of the written arrays
 
     @functools.cached_property
     def _host(self) -> HostFunction:
         return HostFunction(self._translated.as_function())
+
+    @functools.cached_property
+    def _cuda(self) -> FormulaSource:
+        return FormulaSource(self)
 
     def __repr__(self) -> str:
         return f"Kernel({self.name}: {', '.join(self.arrays)} / {', '.join(self.scalars)})"
@@ -78,7 +85,7 @@ class Kernel:
             wanted = ", ".join((*self.arrays, *self.scalars))
             raise TypeError(f"{self.name} takes the arguments {wanted}, got {len(arguments)} of them")
         arrays, scalars, first = arguments[:count], arguments[count:], arguments[0]
-        backend, kind, dtype, shape = _backend(first), type(first), first.dtype, first.shape
+        backend, kind, dtype, shape = backend_of(first), type(first), first.dtype, first.shape
         like_first = [
             type(array) is kind and array.dtype is dtype and array.shape == shape and array.flags.c_contiguous
             for array in arrays
@@ -90,12 +97,49 @@ class Kernel:
         tops = backend.launch(self, arrays, tuple(map(float, scalars)))
         return [top if math.isfinite(top) else math.inf for top in tops] if tops else tops
 
+    def over_ranges(self, rows: Sequence[Sequence[Array]], ranges: Ranges, scalars: Sequence[Sequence[float]]) -> None:
+        """Apply the formula to parts of arrays, with scalars of their own: one launch on a device that compiles CUDA.
+
+        The bits are those of one call for each range.  The ranges that are written must not overlap.
+
+        Parameters
+        ----------
+        rows : sequence of sequences of arrays
+            Each row has the arrays of one call, as for `__call__`; all of one dtype, and on one device.
+        ranges : Ranges
+            Which parts of them.  Keep it from call to call: it knows what the device knows.
+        scalars : sequence of sequences of float
+            The sets of scalars that the ranges choose from.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for a call.  Also if the formula asks for largest values.
+        """
+        if self.largest:
+            raise TypeError(f"{self.name} returns largest values, which are of one call; call it for each range")
+        if not (rows and runs_cuda(rows[0][0])):
+            for number, start, stop, choice in ranges.all:
+                row = rows[number]
+                parts = row if stop - start == row[0].size else [array[start:stop] for array in row]
+                self(*parts, *scalars[choice])
+            return
+        if any(len(each) != len(self.scalars) for each in scalars):
+            raise TypeError(f"{self.name} takes the scalars {', '.join(self.scalars)}")
+        for row in rows:
+            if len(row) != len(self.arrays):
+                raise TypeError(f"{self.name} takes the arrays {', '.join(self.arrays)}, got {len(row)} of them")
+            if any(array.dtype != rows[0][0].dtype for array in row):
+                raise TypeError(f"{self.name}: arrays of all ranges must be of one dtype")
+            self._check(row)
+        self._cuda.over_ranges(rows, ranges, [tuple(map(float, each)) for each in scalars])
+
     def _check(self, arrays: Sequence[Array]) -> None:
         """Raise unless the arrays fit the formula and each other."""
-        backend, first = _backend(arrays[0]), arrays[0]
+        backend, first = backend_of(arrays[0]), arrays[0]
         for name, array in zip(self.arrays, arrays, strict=True):
-            if type(array) is not type(first) and _backend(array) is not backend:
-                kinds = f"{self.arrays[0]} is a {_kind(first)} but {name} is a {_kind(array)}"
+            if type(array) is not type(first) and backend_of(array) is not backend:
+                kinds = f"{self.arrays[0]} is a {name_of_kind(first)} but {name} is a {name_of_kind(array)}"
                 raise TypeError(f"{self.name}: arrays must all be in one kind of memory, but {kinds}")
             is_mask = array.dtype == np.bool_ and name in self.written
             if not is_mask and (array.dtype != first.dtype or array.dtype not in FLOATS):
@@ -120,29 +164,29 @@ class Kernel:
         return np.array(tops, np.int64).view(np.float64).tolist() if self.largest else []
 
     def on_cupy(self, cupy: Any, arrays: Sequence[Any], scalars: Sequence[float]) -> list[float]:
-        """Queue a ``cupy.ElementwiseKernel`` of the same formula; returns the largest absolute values."""
-        tops = [cupy.empty_like(arrays[0]) for _ in self.largest]
-        if self._device is None:
+        """Queue a ``cupy.ElementwiseKernel`` of the same formula; returns the largest absolute values.
+
+        With these it is a CUDA function of mpishard's own: CuPy's have no maximum besides the elements.
+        """
+        if self.largest:
+            return self._cuda.with_largest(arrays, scalars)
+        named = dict(zip(self.arrays, arrays, strict=True))
+        kinds = tuple("bool" if named[name].dtype == np.bool_ else "T" for name in self.written)
+        if kinds not in self._device:
             read = [name for name in self.arrays if name not in self.written]
-            kinds = {name: "bool" if a.dtype == np.bool_ else "T" for name, a in zip(self.arrays, arrays, strict=True)}
-            found = [f"array_largest{number}" for number in range(len(tops))]
-            absolute = [f"{each} = fabs({name}_);" for each, name in zip(found, self.largest, strict=True)]
-            self._device = cupy.ElementwiseKernel(
+            self._device[kinds] = cupy.ElementwiseKernel(
                 ", ".join([*(f"T array_{name}" for name in read), *(f"T {name}_" for name in self.scalars)]),
-                ", ".join(
-                    [*(f"{kinds[name]} array_{name}" for name in self.written), *(f"T {name}" for name in found)]
-                ),
-                "\n".join([self.c_body, *absolute]),
+                ", ".join(f"{kind} array_{name}" for kind, name in zip(kinds, self.written, strict=True)),
+                self.c_body,
                 f"mpishard_{self.name}",
                 # Contracting a * b + c would give other bits than the host.
                 options=("--fmad=false",),
                 no_return=True,
             )
-        named = dict(zip(self.arrays, arrays, strict=True))
         real = arrays[0].dtype.type
         inputs = [array for name, array in named.items() if name not in self.written]
-        self._device(*inputs, *map(real, scalars), *(named[name] for name in self.written), *tops)
-        return [float(top.max()) for top in tops]
+        self._device[kinds](*inputs, *map(real, scalars), *(named[name] for name in self.written))
+        return []
 
 
 def elementwise(formula: Callable[..., Any]) -> Kernel:
@@ -186,122 +230,54 @@ def largest(name: float) -> float:
     return abs(name)
 
 
-class Backend:
-    """The functions that mpishard needs for one kind of array.  This class implements them for NumPy."""
-
-    module: Any = np
-    device = False
-
-    def ready(self, array: Array) -> None:
-        pass
-
-    def to_host(self, source: Array, target: np.ndarray) -> None:
-        np.copyto(target, source)
-
-    def to_device(self, source: np.ndarray, target: Array) -> None:
-        np.copyto(target, source)
-
-    def pinned_empty(self, size: Any, dtype: Any, like: Array) -> np.ndarray:
-        return np.empty(size, dtype)
-
-    def empty(self, size: Any, dtype: Any, like: Array) -> Array:
-        return np.empty(size, dtype)
-
-    def zeros(self, size: Any, dtype: Any, like: Array) -> Array:
-        return np.zeros(size, dtype)
-
-    def overlap(self, one: Array, other: Array) -> bool:
-        return np.may_share_memory(one, other)
-
-    def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> list[float]:
-        return kernel.on_host(arrays, scalars)
-
-
-class _CuPy(Backend):
-    device = True
-
-    def __init__(self) -> None:
-        import cupy
-
-        self.module = cupy
-
-    def ready(self, array: Array) -> None:
-        with array.device:
-            self.module.cuda.get_current_stream().synchronize()
-
-    def to_host(self, source: Array, target: np.ndarray) -> None:
-        with source.device:
-            source.get(out=target)
-            self.module.cuda.get_current_stream().synchronize()
-
-    def to_device(self, source: np.ndarray, target: Array) -> None:
-        with target.device:
-            target.set(source)
-            self.module.cuda.get_current_stream().synchronize()
-
-    def pinned_empty(self, size: Any, dtype: Any, like: Array) -> np.ndarray:
-        if not np.prod(size):
-            return np.empty(size, dtype)
-        with like.device:
-            nbytes = int(np.prod(size)) * np.dtype(dtype).itemsize
-            return np.ndarray(size, dtype, buffer=self.module.cuda.alloc_pinned_memory(nbytes))
-
-    def empty(self, size: Any, dtype: Any, like: Array) -> Array:
-        with like.device:
-            return self.module.empty(size, dtype)
-
-    def zeros(self, size: Any, dtype: Any, like: Array) -> Array:
-        with like.device:
-            return self.module.zeros(size, dtype)
-
-    def overlap(self, one: Array, other: Array) -> bool:
-        return runs_overlap(one.data.ptr, one.nbytes, other.data.ptr, other.nbytes)
-
-    def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> list[float]:
-        with arrays[0].device:
-            return kernel.on_cupy(self.module, arrays, scalars)
-
-
-_backends: dict[type, Backend | None] = {np.ndarray: Backend()}
-
-
-def register_backend(kind: type, backend: Backend) -> None:
-    """Use `backend` for arrays of the class `kind`."""
-    _backends[kind] = backend
-
-
-def _kind(array: Any) -> str:
-    return f"{type(array).__module__}.{type(array).__name__}"
-
-
-def _find(array: Any) -> Backend | None:
-    kind = type(array)
-    if kind not in _backends:
-        if isinstance(array, np.ndarray):
-            _backends[kind] = _backends[np.ndarray]
-        elif kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray":
-            _backends[kind] = _CuPy()
-        else:
-            _backends[kind] = None
-    return _backends[kind]
-
-
-def _backend(array: Any) -> Backend:
-    backend = _find(array)
-    if backend is None:
-        raise TypeError(f"expected a NumPy or CuPy array, got {_kind(array)}")
-    return backend
+def check_module(module: Any) -> None:
+    """Raise TypeError unless `module` makes arrays, and RuntimeError if it is CuPy and there is no GPU."""
+    if not callable(getattr(module, "zeros", None)):
+        raise TypeError(f"module is {module!r}; it must be the module numpy or cupy itself")
+    if getattr(module, "__name__", "") == "cupy":
+        try:
+            module.cuda.runtime.getDevice()
+        except Exception as error:  # CuPy's own, of a driver or a device that is missing
+            raise RuntimeError(
+                f"module=cupy needs a GPU, and CuPy finds none ({error}); `mpishard info` shows what this process "
+                "sees, and module=numpy computes without a GPU"
+            ) from None
 
 
 def is_array(a: Any) -> bool:
     """Whether `a` is an array of a kind that mpishard works on."""
-    return _find(a) is not None
+    return find_backend(a) is not None
 
 
 def is_device(a: Any) -> bool:
     """Whether `a` is an array in device memory; False if it is no array."""
-    backend = _find(a)
+    if type(a) is np.ndarray:
+        return False  # what follows, for the most frequent case
+    backend = find_backend(a)
     return backend is not None and backend.device
+
+
+def check_current(a: Array) -> None:
+    """Raise ValueError for an array on another device than the current one of this thread.
+
+    CuPy would compute there, reading through the bus what other streams may not have written.
+    """
+    if is_device(a):
+        backend = backend_of(a)
+        own, current = backend.device_number(a), backend.current_device()
+        if own != current:
+            raise ValueError(
+                f"the arrays are on GPU {own}, but this thread computes on GPU {current}: begin with "
+                f"cupy.cuda.Device({own}).use()"
+            )
+
+
+def runs_cuda(a: Any) -> bool:
+    """Whether `a` is a device array for which CUDA functions are compiled (see `mpishard.backend.cuda_source`)."""
+    if type(a) is np.ndarray:
+        return False  # what follows, for the most frequent case
+    backend = find_backend(a)
+    return backend is not None and backend.compiles_cuda
 
 
 def device_count() -> int:
@@ -319,7 +295,7 @@ def device_count() -> int:
 def can_pin(nbytes: int = 2**20) -> bool:
     """Whether CuPy is installed and can pin `nbytes` bytes of host memory."""
     try:
-        _CuPy().module.cuda.alloc_pinned_memory(nbytes)
+        device_module().cuda.alloc_pinned_memory(nbytes)
     except Exception:  # ImportError, or one of several CuPy errors
         return False
     return True
@@ -327,12 +303,12 @@ def can_pin(nbytes: int = 2**20) -> bool:
 
 def device_module() -> Any:
     """CuPy; ModuleNotFoundError where it is not installed."""
-    return _CuPy().module
+    return cupy_backend().module
 
 
 def module_of(a: Array) -> Any:
     """The module of the array `a`: ``numpy`` or ``cupy``."""
-    return _backend(a).module
+    return backend_of(a).module
 
 
 def ready(a: Array) -> None:
@@ -341,7 +317,7 @@ def ready(a: Array) -> None:
     For CuPy this synchronises the current stream of the calling thread on the device of `a`: call it in the thread, and
     with the stream, that computed `a`.  For NumPy it does nothing.
     """
-    _backend(a).ready(a)
+    backend_of(a).ready(a)
 
 
 def copy_to_host(device_array: Array, host_array: np.ndarray) -> None:
@@ -352,14 +328,14 @@ def copy_to_host(device_array: Array, host_array: np.ndarray) -> None:
     """
     _check_copy(device_array, host_array)
     if host_array.size:
-        _backend(device_array).to_host(device_array, host_array)
+        backend_of(device_array).to_host(device_array, host_array)
 
 
 def copy_to_device(host_array: np.ndarray, device_array: Array) -> None:
     """Copy `host_array` into `device_array` of the same shape and dtype; done on return, as `copy_to_host`."""
     _check_copy(device_array, host_array)
     if host_array.size:
-        _backend(device_array).to_device(host_array, device_array)
+        backend_of(device_array).to_device(host_array, device_array)
 
 
 def _check_copy(device_array: Array, host_array: np.ndarray) -> None:
@@ -374,17 +350,13 @@ def _check_copy(device_array: Array, host_array: np.ndarray) -> None:
 
 def pinned_empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> np.ndarray:
     """Uninitialised pinned host memory, which the device of `like` copies at full speed; plain memory for NumPy."""
-    return _backend(like).pinned_empty(size, dtype, like)
+    return backend_of(like).pinned_empty(size, dtype, like)
 
 
 def overlap(one: Array, other: Array) -> bool:
-    """Whether two contiguous arrays of one kind share memory."""
-    return _backend(one).overlap(one, other)
-
-
-def runs_overlap(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
-    """Whether two runs of bytes, given by address and length, overlap."""
-    return max(one, other) < min(one + one_nbytes, other + other_nbytes)
+    """Whether two contiguous arrays share memory; those of two kinds never do, nor an empty one with any."""
+    backend = backend_of(one)
+    return backend is backend_of(other) and backend.overlap(one, other)
 
 
 def to_host(a: Array) -> np.ndarray:
@@ -407,17 +379,18 @@ def on_device_of(host_array: np.ndarray, like: Array) -> Array:
 
 def empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
     """A new uninitialised array on the device of `like`."""
-    return _backend(like).empty(size, dtype, like)
+    return backend_of(like).empty(size, dtype, like)
 
 
 def zeros(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
     """A new array of zeros on the device of `like`."""
-    return _backend(like).zeros(size, dtype, like)
+    return backend_of(like).zeros(size, dtype, like)
 
 
 def aligned_copy(a: Array) -> Array:
     """A copy of `a` that JAX can share: on the host it begins at a multiple of 64 bytes, unlike most NumPy arrays."""
     if is_device(a):
+        check_current(a)
         return a.copy()
     copy = _aligned_empty(a.size, a.dtype).reshape(a.shape)
     np.copyto(copy, a)
@@ -426,8 +399,9 @@ def aligned_copy(a: Array) -> Array:
 
 def joined(parts: Sequence[Array]) -> Array:
     """The elements of arrays one after the other in a new flat array, which JAX can share as an `aligned_copy`."""
-    flat = [part.reshape(-1) for part in parts]
+    flat = tuple(part.reshape(-1) for part in parts)
     if is_device(flat[0]):
+        check_current(flat[0])
         return module_of(flat[0]).concatenate(flat)
     return np.concatenate(flat, out=_aligned_empty(sum(part.size for part in flat), flat[0].dtype))
 

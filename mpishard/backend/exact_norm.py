@@ -9,13 +9,16 @@ The quantum depends on the number of terms, and terms are scaled by the largest;
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from struct import Struct
 from typing import Any
 
 import numpy as np
 
-from mpishard.backend.array import is_device, module_of
+from mpishard.backend import device_norms
+from mpishard.backend.array import is_device, module_of, runs_cuda
 from mpishard.backend.compiled import HostFunction
+from mpishard.backend.ranges import Ranges
 
 Array = Any
 
@@ -42,7 +45,11 @@ def largest(array: Array) -> float:
     if not array.size:
         return 0.0
     if type(array) is not np.ndarray and is_device(array):
-        return float(abs(array).max())
+        if not (runs_cuda(array) and array.flags.c_contiguous):
+            return float(abs(array).max())
+        found = device_norms.LargestValues(1, array.dtype, array)
+        found.take_whole(array)
+        return float(found.values()[0])
     integer, mask, bits, real = _BITS[array.dtype.itemsize]
     return float(real.unpack(bits.pack(_largest_bits((array.view(integer),), (mask,))))[0])
 
@@ -63,14 +70,52 @@ def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
     """
     if not array.size or top == 0:
         return np.zeros(2)
-    scale = 2.0 ** -_exponent(top)  # a power of two loses no bit
-    coarse, fine = _shifts(terms)
+    scale, coarse, fine = _scalars(top, terms)
     if is_device(array):
+        if runs_cuda(array) and array.flags.c_contiguous:
+            return device_norms.sums_of_squares([array], Ranges.whole([array]), [(scale, coarse, fine)])[0]
         squares = (array.astype(module_of(array).float64) * scale) ** 2
         rounded = (squares + coarse) - coarse
         rest = ((squares - rounded) + fine) - fine
         return np.array([float(rounded.sum()), float(rest.sum())])
     return np.array(_binned_squares((array,), (scale, coarse, fine)))
+
+
+def largest_of(arrays: Sequence[Array], ranges: Ranges) -> list[float]:
+    """`largest` of each range of arrays; on a device one launch and one copy for all of them.
+
+    Parameters
+    ----------
+    arrays : sequence of arrays
+        Flat, float32 or float64, of one dtype, on the host or one GPU: the rows of the ranges.
+    ranges : Ranges
+        Keep them from call to call.
+    """
+    if arrays and runs_cuda(arrays[0]):
+        found = device_norms.LargestValues(len(ranges), arrays[0].dtype, arrays[0])
+        found.take(arrays, ranges)
+        return found.values().tolist()
+    return [largest(arrays[row][start:stop]) for row, start, stop, _ in ranges.all]
+
+
+def sums_of_squares(arrays: Sequence[Array], ranges: Ranges, tops: Sequence[float], terms: Sequence[int]) -> np.ndarray:
+    """`sum_of_squares` of each range of arrays, float64 (ranges, 2); on a device two launches and one copy.
+
+    Parameters
+    ----------
+    arrays : sequence of arrays
+        As for `largest_of`.
+    ranges : Ranges
+        The choice of a range is the number of its top and of its terms.
+    tops, terms : sequence of float, sequence of int
+        What ranges choose from.
+    """
+    if arrays and runs_cuda(arrays[0]):
+        sums = device_norms.sums_of_squares(arrays, ranges, list(map(_scalars, tops, terms)))
+        sums[[tops[each.choice] == 0 for each in ranges.all]] = 0.0
+        return sums
+    found = [sum_of_squares(arrays[row][start:stop], tops[k], terms[k]) for row, start, stop, k in ranges.all]
+    return np.array(found).reshape(-1, 2)
 
 
 def norm(parts: np.ndarray, top: float) -> float:
@@ -106,6 +151,11 @@ def expect(dtype: np.dtype, squares: bool) -> None:
 def _exponent(top: float) -> int:
     """The power of two by which values up to `top` are divided to be below 4; two to it is a normal number."""
     return max(-1022, min(1022, math.frexp(top)[1]))
+
+
+def _scalars(top: float, terms: int) -> tuple[float, float, float]:
+    """The factor on values, a power of two, which loses no bit, and the `_shifts`."""
+    return 2.0 ** -_exponent(top), *_shifts(terms)
 
 
 def _shifts(terms: int) -> tuple[float, float]:

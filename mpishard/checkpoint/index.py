@@ -20,6 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from mpishard.arguments import mapping
 from mpishard.checkpoint import checks, virtual_tensors
 from mpishard.checkpoint.contents import INDEX, Contents, Origin
 from mpishard.checkpoint.disk import DiskFile
@@ -127,7 +128,7 @@ def _table(
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
-    """Raise ValueError unless an index can store these facts.  Not collective.
+    """Raise unless an index can store these facts.  Not collective.
 
     Parameters
     ----------
@@ -136,10 +137,12 @@ def check_facts(facts: Mapping[str, Any]) -> None:
 
     Raises
     ------
+    TypeError
+        If they are no mapping.
     ValueError
         With the name of the first that it cannot.
     """
-    for name, value in facts.items():
+    for name, value in mapping("facts", facts, "names and values").items():
         _check_fact(name, value)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
+from mpishard.backend.kinds import backend_of
+from mpishard.backend.streams import copy_together
 from mpishard.checkpoint.pieces import PieceValues
 from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard
@@ -79,30 +81,38 @@ class Snapshot:
     def take(self, shards: Sequence[Shard]) -> list[PieceValues]:
         """Copy the primary pieces; complete on return.  The last copies are overwritten.
 
-        Contiguous pieces are copied together.  Device arrays are copied through pinned memory.
+        Contiguous pieces are copied together.  Device arrays are copied to pinned memory, by a stream of their device
+        that waits for their computation; the host waits once, for all of them.
         """
-        kept = self._buffers
-        # Buffers of kinds that no longer exist are freed before others are made.
-        self._buffers = {shard.kind: kept[shard.kind] for shard in shards if shard.kind in kept}
+        # Buffers that no longer fit are freed before others are made.
+        fitting = {shard.kind: self._buffers[shard.kind] for shard in shards if self._fits(shard)}
+        gone, self._buffers = len(self._buffers) > len(fitting), fitting
+        for backend in {backend_of(shard.array) for shard in shards} if gone else ():
+            backend.release_pinned()
         parts: list[PieceValues] = []
+        copies: list[tuple[Array, np.ndarray]] = []
         for shard in shards:
             buffer = self._buffer(shard)
             offset = 0
             for run in _runs(shard.counted):
                 start, size = run[0].start, sum(piece.size for piece in run)
-                arrays.copy_to_host(shard.array[start : start + size], buffer[offset : offset + size])
+                copies.append((shard.array[start : start + size], buffer[offset : offset + size]))
                 for piece in run:
                     parts.append(_part(shard.kind, piece, buffer[offset : offset + piece.size]))
                     offset += piece.size
+        copy_together(copies)
         return parts
 
     def _buffer(self, shard: Shard) -> np.ndarray:
-        size = sum(piece.size for piece in shard.counted)
-        kept = self._buffers.get(shard.kind)
-        if kept is None or kept.size != size or kept.dtype != shard.array.dtype:
-            self._buffers.pop(shard.kind, None)
+        if not self._fits(shard):
+            size = sum(piece.size for piece in shard.counted)
             self._buffers[shard.kind] = arrays.pinned_empty(size, shard.array.dtype, like=shard.array)
         return self._buffers[shard.kind]
+
+    def _fits(self, shard: Shard) -> bool:
+        kept = self._buffers.get(shard.kind)
+        size = sum(piece.size for piece in shard.counted)
+        return kept is not None and kept.size == size and kept.dtype == shard.array.dtype
 
 
 def _part(kind: str, piece: Piece, values: np.ndarray) -> PieceValues:

@@ -78,6 +78,8 @@ def estimate(
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Split norms by rows.")] = False,
     recompute: Annotated[bool, typer.Option("--recompute", help="Compute blocks again for the backward.")] = False,
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    device: Annotated[bool, typer.Option("--device", help="Memory is that of GPUs.")] = False,
+    half: Annotated[bool, typer.Option("--half", help="With compute_dtype on GPUs; implies --device.")] = False,
     slots: Annotated[int, typer.Option(help="Numbers of optimizer state a parameter (2 for Adam).")] = 2,
     bucket: Annotated[int, typer.Option(help="minimum_parameter_group_size of the configuration.")] = 1024,
     memory_limit: Annotated[str | None, typer.Option(help="Mark layouts above it: 4GB, 500MB, ...")] = None,
@@ -166,8 +168,10 @@ def estimate(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
+    if half and dtype != "float32":
+        raise ValueError(f"--half rounds operands of float32 products, but --dtype is {dtype}")
     itemsize = np.dtype(dtype).itemsize
-    workload = Workload(1, length, microbatches, itemsize, slots, minimum_parameter_group_size=bucket)
+    workload = Workload(1, length, microbatches, itemsize, slots, bucket, device or half, half)
     found = table(candidates, architecture, batch, workload, machine)
     if not found:
         architecture.check(tensor or 1, pipeline or 1)
@@ -183,11 +187,16 @@ def estimate(
     if len(found) == 1:
         details(found[0], tokens, machine)
     overview(found, limit, len(found) if show_all else rows, tokens)
-    nodes = f", {machine.ranks_per_node} ranks a node." if machine.network else ", all ranks on one node."
-    typer.echo(f"Times are predicted for {machine.name}" + (nodes if machine is not TYPICAL else _MEASURE))
+    nodes = f", {machine.ranks_per_node} ranks a node" if machine.network else ", all ranks on one node"
+    if (device or half) and flops is None:
+        typer.echo(f"Memory is that of GPUs, but times are those of processors: {machine.name}{nodes}.\n{_OF_GPUS}")
+    else:
+        typer.echo(f"Times are predicted for {machine.name}" + (f"{nodes}." if machine is not TYPICAL else _MEASURE))
 
 
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
+# mpishard bench measures processors only.
+_OF_GPUS = "For times of GPUs give their speeds: --flops, --bandwidth, --latency and --memory-bandwidth."
 
 
 def _model(

@@ -22,6 +22,7 @@ _MEMORY = {
     "buckets": "buckets",
     "activations": "activ.",
     "scratch": "scratch",
+    "rounded": "rounded",
     "total": "total",
 }
 

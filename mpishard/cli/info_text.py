@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 import typer
@@ -12,9 +13,16 @@ from mpishard.backend.products.choice import VARIABLE
 from mpishard.backend.products.libraries import NUMPY
 from mpishard.cli.estimate_text import size
 from mpishard.environment import Facts, Finding, launch_of
-from mpishard.environment.findings import cores_of, count, limit_of, nodes
+from mpishard.environment.findings import cores_of, count, gpus_in_use, limit_of, nodes
 
 _SHOWN_NODES = 6
+# What mpishard uses libraries for GPUs for; those that are not here serve one of these.
+_USED_FOR = {
+    "cuBLAS": "products",
+    "cuDNN frontend": "attention",
+    "nvmath": "epilogues",
+    "NCCL": "Mesh(collectives='nccl')",
+}
 
 
 def show(facts: Sequence[Facts], found: Sequence[Finding]) -> None:
@@ -46,7 +54,7 @@ def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         found.append(("", f"{setup.mpirun_on_path.path} ({setup.mpirun_on_path.family}) on the PATH"))
     found += [
         ("deaths", _deaths(first)),
-        ("GPUs", _gpus(first)),
+        *zip(["GPUs", "", "", ""], _gpus(nodes(facts)[0]), strict=False),
         ("HDF5", f"{first.versions['HDF5']}, h5py {first.versions['h5py']}, {_h5py(first)}"),
         ("BLAS", _blas(first)),
         ("products", _products(first)),
@@ -79,11 +87,30 @@ def _deaths(first: Facts) -> str:
     return "end the job; ULFM is there, but off" if first.mpi_setup.could_heal else "end the job"
 
 
-def _gpus(first: Facts) -> str:
+def _gpus(node: Sequence[Facts]) -> list[str]:
+    """Of the first node: its GPUs and who shares them, CuPy, how arrays travel, and libraries."""
+    first, devices = node[0], node[0].devices
     if not first.memory.gpus:
-        return "none"
-    way = "MPI takes device pointers" if first.mpi.device_buffers else "arrays travel through the host"
-    return f"{first.memory.gpus}; {way}"
+        return ["none"]
+    known = Counter((gpu.name, gpu.memory) for gpu in devices.gpu_list)
+    gpus = ", ".join(f"{number} x {name} with {size(memory)}" for (name, memory), number in known.items())
+    lines = [gpus or str(first.memory.gpus)]
+    if devices.driver_cuda:
+        lines[0] += f"; driver for CUDA {devices.driver_cuda}"
+    if used := len(gpus_in_use(node)):
+        share = "one for each rank" if used == len(node) else f"{count(len(node), 'rank')} on {used}"
+        lines[0] += f"; {share}"
+    cupy = first.versions.get("CuPy")
+    of_cuda = f" for CUDA {devices.cupy_cuda}" if devices.cupy_cuda else ""
+    way = "MPI takes device pointers" if first.mpi.device_buffers else "arrays travel through pinned host memory"
+    lines.append(f"CuPy {cupy}{of_cuda}; {way}" if cupy else "no CuPy")
+    found = [
+        f"{name} {version}" + (f" ({_USED_FOR[name]})" if name in _USED_FOR else "")
+        for name, version in devices.device_libraries.items()
+    ]
+    if cupy:
+        lines.append("; ".join(found) or "no libraries as packages; those of a CUDA toolkit are not looked for")
+    return lines
 
 
 def _h5py(first: Facts) -> str:

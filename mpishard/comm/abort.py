@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn, Protocol
@@ -25,6 +26,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.death_monitor import silence_death_monitors
 from mpishard.comm.ledger import Ledger
 from mpishard.launch.exit_code import INTERRUPTED
+from mpishard.launch.job_notes import ALIKE
 from mpishard.launch.tracebacks import describe
 
 # How long other ranks leave to the first to report an error that all have; it ends them by then.
@@ -188,8 +190,10 @@ class _AbortOnException:
         if 0 in dead and len(failed) == comm.size:
             abort("")  # rank 0 has reported the error of all
         if dead and (isinstance(error, MPI.Exception) or 0 in dead):
-            why = text.splitlines()[-1]
+            why = traceback.format_exception_only(error or kind())[0].splitlines()[-1]  # without its notes
             abort(f"mpishard: rank {comm.rank} of {comm.size} ends{step} after rank {dead[0]} has: {why}")
+        if not failed and getattr(error, ALIKE, 0) == comm.size:
+            failed = list(range(comm.size))
         if len(failed) < 2:
             abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")
         some = f"ranks {', '.join(map(str, failed))} of {comm.size}"

@@ -15,7 +15,9 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.mesh_facts import in_words
 from mpishard.comm.model_parallel_group import ModelParallelGroup
+from mpishard.launch.job_notes import raised_by_all
 
 _MOST_SHOWN = 4
 WAY_OUT = "give the same on every rank"
@@ -90,14 +92,15 @@ def differing(
         for rank, each in by_rank.items():
             holders.setdefault(each.get(name, "not there"), []).append(rank)
         if len(holders) > 1:
-            shown = [f"{value} on {_ranks(members)}" for value, members in holders.items()]
+            shown = [f"{value} on {in_words('rank', members)}" for value, members in holders.items()]
             more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
             # For a schedule, the first step that differs is enough.
             found.setdefault(name.partition("(")[0], f"{name} is {', '.join(shown[:_MOST_SHOWN])}{more}")
     shown = [text for name, text in found.items() if not name.endswith("scalars")]  # they follow from other settings
     shown = shown or list(found.values())
     more = f"; and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
-    return ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {way_out}")
+    error = ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {way_out}")
+    return raised_by_all(error, len(by_rank))
 
 
 def fingerprint(settings: Mapping[str, str]) -> int:
@@ -153,10 +156,3 @@ def text_of(value: Any) -> str:
         inside = (f"{field.name}={text_of(getattr(value, field.name))}" for field in fields(value) if field.compare)
         return f"{type(value).__name__}({', '.join(inside)})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Ranks in words."""
-    shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
-    more = f" and {len(ranks) - _MOST_SHOWN} others" if len(ranks) > _MOST_SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -15,7 +15,8 @@ from mpishard.comm.communicator import Communicator
 from mpishard.comm.ledger import Ledger
 from mpishard.deprecated import renamed_method
 from mpishard.io import log
-from mpishard.launch.job_notes import ECHO
+from mpishard.launch.job_notes import ECHO, raised_by_all
+from mpishard.launch.tracebacks import in_users_code
 
 # The errors that `raise_if_any` can raise on a rank whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -33,6 +34,14 @@ def _known_kind(problem: BaseException) -> str:
 def _text(problem: BaseException) -> str:
     """What other ranks say of the error: with its class, where theirs is another and its text alone may say little."""
     return str(problem) if type(problem).__name__ in _KNOWN_ERRORS else f"{type(problem).__name__}: {problem}"
+
+
+def _place(problem: BaseException, rank: int) -> str:
+    """What other ranks add to the error: where in the user's code it was raised, which their tracebacks cannot show."""
+    if hasattr(problem, ECHO):
+        return "\n".join(getattr(problem, "__notes__", ()))
+    frames = in_users_code(problem)
+    return f"On rank {rank}:\n{frames.rstrip()}" if frames else ""
 
 
 def _exit_code(problem: BaseException) -> int | None:
@@ -77,6 +86,9 @@ class Axis(Communicator):
         A duplicate of `comm` for the ``start_*`` forms; default: made here, collectively.
     matching : CallMatching, optional
         In debug mode: compares the calls of the ranks.
+    said : set of str, optional
+        Collectives of device buffers go by NCCL where they can; the set has what this rank has said of it already.
+        Default: by MPI.
     """
 
     def __init__(
@@ -88,11 +100,25 @@ class Axis(Communicator):
         members: Sequence[int] | None = None,
         later: MPI.Intracomm | None = None,
         matching: CallMatching | None = None,
+        said: set[str] | None = None,
     ) -> None:
-        super().__init__(name, comm, ledger, members=members, later=later, matching=matching)
+        super().__init__(name, comm, ledger, members=members, later=later, matching=matching, said=said)
         # The names of `subgroup` by ranks, which stay; and the axes by ranks, or by the name of `split`.
         self._names: dict[tuple[int, ...], str] = {}
         self._subgroups: dict[tuple[int, ...] | str, Axis | None] = {}
+
+    def withhold_device_buffers(self, withhold: bool) -> None:
+        """Hand no device memory to MPI until `rebind`; False: where `probe` has found that it can be.  Not collective.
+
+        Parameters
+        ----------
+        withhold : bool
+            Alike on all ranks, see `agree_on_device_buffers`.  Its sub-groups do the same.
+        """
+        self._channel.withholds_device_buffers = self._channel_of_started.withholds_device_buffers = withhold
+        for part in self._subgroups.values():
+            if part is not None:
+                part.withhold_device_buffers(withhold)
 
     @classmethod
     def single(cls, name: str = "single") -> Axis:
@@ -125,13 +151,17 @@ class Axis(Communicator):
     ) -> None:
         """Become the axis of other ranks; every holder of this object sees the change.  Collective over `comm`.
 
-        The old communicators are not freed, and its sub-groups are forgotten; see `regain_subgroups`.
+        The old communicators are not freed (those of NCCL are aborted), and its sub-groups are forgotten; see
+        `regain_subgroups`.
 
         Parameters
         ----------
         comm, members, later, matching : as for `Axis`
             Of the new ranks.
         """
+        for part in self._subgroups.values():
+            if part is not None and part._link is not None:
+                part._link.abort()
         self._bind(comm, members, later, matching)
         self._subgroups = {}
 
@@ -142,12 +172,26 @@ class Axis(Communicator):
                 part.revoke()
         self._channel.revoke()
         self._channel_of_started.revoke()
+        if self._link is not None:
+            self._link.abort()
+
+    def finish(self) -> None:
+        """Wait until MPI is done with the collectives that were started and not waited for; errors are ignored.
+
+        Collective, if there are any.
+        """
+        for part in self._subgroups.values():
+            if part is not None:
+                part.finish()
+        self._channel_of_started.finish()
 
     def free(self) -> None:
         """Free its communicators, and those of its sub-groups.  Collective."""
         for part in self._subgroups.values():
             if part is not None:
                 part.free()
+        if self._link is not None:
+            self._link.free()
         self._channel_of_started.free()
         self._channel.free()
 
@@ -213,7 +257,7 @@ class Axis(Communicator):
             assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
             ranks = MPI.Group.Translate_ranks(now.group, None, self.comm.group)
             members = [self.members[rank] for rank in ranks]
-            part = Axis(name, now, self.ledger, members=members, later=later, matching=self._matching)
+            part = self._axis_of(name, now, later, members)
             self._subgroups[name] = part
         return part
 
@@ -223,7 +267,12 @@ class Axis(Communicator):
             return None
         assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
         members = [self.members[rank] for rank in key]
-        return Axis(self._names[key], now, self.ledger, members=members, later=later, matching=self._matching)
+        return self._axis_of(self._names[key], now, later, members)
+
+    def _axis_of(self, name: str, now: MPI.Intracomm, later: MPI.Intracomm, members: list[int]) -> Axis:
+        part = Axis(name, now, self.ledger, members=members, later=later, matching=self._matching, said=self._said)
+        part.withhold_device_buffers(self._channel.withholds_device_buffers)
+        return part
 
     # -- small values, and errors -------------------------------------------------------------------------------------
 
@@ -292,15 +341,22 @@ class Axis(Communicator):
         Exception
             As `raise_if_any`.
         """
-        own = None if problem is None else (_known_kind(problem), _text(problem), _exit_code(problem))
+        own: tuple[str, str, int | None, str] | None = None
+        if problem is not None:
+            own = _known_kind(problem), _text(problem), _exit_code(problem), _place(problem, self.rank)
         problems = self.allgather_object(own)
-        rank, (kind, text, code) = next((rank, known) for rank, known in enumerate(problems) if known is not None)
+        rank, first = next((rank, known) for rank, known in enumerate(problems) if known is not None)
+        kind, text, code, place = first
         if code is not None and self.rank == 0 and self.size > 1:
             log.warn(f"rank {rank} called sys.exit in the run; all ranks end with its code {code}")
         if problem is not None:
+            if all(known is not None and known[:2] == first[:2] for known in problems):
+                raised_by_all(problem, self.size)
             raise problem
         if code is not None:
             raise SystemExit(code)
         error = _KNOWN_ERRORS.get(kind, RuntimeError)(f"rank {rank} of axis {self.name!r}: {text}")
         setattr(error, ECHO, True)
+        if place:
+            error.add_note(place)
         raise error

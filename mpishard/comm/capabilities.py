@@ -9,7 +9,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 from mpi4py import MPI
+
+from mpishard.backend.array import device_count
 
 # Set by launchers in the environment of a rank; a child process that keeps them would take itself for that rank.
 _LAUNCHER_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPIR_", "HYDRA_", "MPIEXEC_", "SLURM_")
@@ -99,7 +102,7 @@ def probe(device: bool = False) -> Capabilities:
     """
     library, version = MPI.get_vendor()
     standard = MPI.Get_version()
-    proven = _probe_device() if device and _claims_cuda() else ""
+    proven = _probe_device() if device and claims_device_buffers() else ""
     return Capabilities(
         library=library,
         version=".".join(map(str, version)),
@@ -110,8 +113,40 @@ def probe(device: bool = False) -> Capabilities:
     )
 
 
-def _claims_cuda() -> bool:
-    """Whether the library claims to take CUDA pointers."""
+def agree_on_device_buffers(comm: MPI.Intracomm) -> bool:
+    """Whether the ranks of a mesh may hand device memory to MPI: all that have devices, or none.
+
+    Collective over `comm`.  The trial of `probe` may fail on some ranks alone, but how large buffers are cut depends on
+    it.  The ranks agree when the mesh is made, also for a run that will use NumPy arrays only: there is no later moment
+    that all ranks come to.  A collective or a message may have a device array on one rank and a NumPy array on another,
+    and the rank with the NumPy array would not come to the agreement, so that the others would wait for ever.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        All ranks of a mesh.
+
+    Returns
+    -------
+    bool
+        The same on all ranks: whether no trial has failed.
+    """
+    trial = claims_device_buffers() and device_count() > 0
+    proven = np.array([not trial or probe(device=True).device_buffers], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, proven, MPI.MIN)
+    return bool(proven[0])
+
+
+def claims_device_buffers() -> bool:
+    """Whether the MPI library says that it takes CUDA pointers; `probe` finds out whether it does.
+
+    Not collective.
+
+    Returns
+    -------
+    bool
+        False for a library that cannot be asked.
+    """
     this = ctypes.CDLL(None)
     for library in (this, _mpi_library()):
         query = getattr(library, "MPIX_Query_cuda_support", None)

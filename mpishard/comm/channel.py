@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -12,8 +14,9 @@ from mpi4py import MPI
 from mpishard.backend import array as arrays
 from mpishard.comm.call_matching import CallMatching, CollectiveMismatchError, Late
 from mpishard.comm.capabilities import probe
+from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Call, Ledger
-from mpishard.comm.request import Fields
+from mpishard.comm.request import Fields, Request
 
 Array = Any
 
@@ -48,6 +51,12 @@ class Channel:
         How many collectives this rank has begun, and how many messages.
     largest_count : int or None
         The most elements that one MPI call takes here; None: no limit.
+    compares_memory : bool
+        Whether debug mode compares the kind of memory, too: where that decides which way a call goes.
+    withholds_device_buffers : bool
+        Whether no device memory is handed to MPI, although `probe` may have found on this rank that it could.
+    under_way : WeakSet of Request
+        Of collectives that were started; those that are over may be among them.
     """
 
     def __init__(
@@ -70,12 +79,29 @@ class Channel:
         self._is_self = comm == MPI.COMM_SELF
         self.rank, self.size = (0, 1) if self._is_self else (comm.rank, comm.size)
         self.largest_count: int | None = _MOST if self._is_self or not probe().large_counts else None
+        self.compares_memory = False
+        self.withholds_device_buffers = False
+        self.under_way: WeakSet[Request] = WeakSet()
         self.matching = matching if self.size > 1 else None
         self._unique_name = "" if self.matching is None else self.matching.name(comm)
+
+    def finish(self) -> None:
+        """Wait until MPI is done with the collectives that were started and not waited for; errors are ignored.
+
+        Collective, if there are any.  Open MPI 5 frees a communicator at once, and crashes when it goes on with them.
+        """
+        for request in list(self.under_way):
+            if not request.is_over:
+                self.ledger.active = (time.perf_counter(), *request.call[1:])
+                try:
+                    request.abandon()
+                finally:
+                    self.ledger.active = None
 
     def free(self) -> None:
         """Free the communicator, if this rank has one: a spare of an elastic run has none.  Collective."""
         if not self._is_self and self.comm != MPI.COMM_NULL:
+            DEFERRED.flush()
             self.comm.Free()
 
     def revoke(self) -> None:
@@ -91,6 +117,9 @@ class Channel:
         detail: str = "",
         counts: Sequence[int] | None = None,
         peer: int | None = None,
+        *,
+        deferred: bool = False,
+        form: str = "",
     ) -> Fields:
         """Check what this rank can check alone, and describe the call; in debug mode compare it with the other ranks'.
 
@@ -105,6 +134,10 @@ class Channel:
         counts : sequence of int, optional
         peer : int, optional
             The other end of a message: a rank of the communicator, or one of MPI's special numbers below zero.
+        deferred : bool
+            Whether the call goes to the queue of `mpishard.comm.deferred`.  Others begin after all that is there.
+        form : str
+            How it is done, where ranks with the buffer in other memory would make other calls of MPI; else empty.
 
         Returns
         -------
@@ -124,6 +157,8 @@ class Channel:
             raise ValueError(f"{op} needs a contiguous buffer, got a strided one of shape {buffer.shape}")
         if op in ("all_reduce", "reduce_scatter") and detail not in OPS:
             raise ValueError(f"{op} knows the operations {', '.join(OPS)}, got {detail!r}")
+        if DEFERRED.waiting and (not deferred or self.matching is not None):
+            DEFERRED.flush()
         if peer is None:
             self.calls += 1
         else:
@@ -132,7 +167,9 @@ class Channel:
         number = self.calls if peer is None else self.messages
         call = self.ledger.begin(self.name, number, op, buffer.dtype, buffer.size, label, members, self.started)
         if peer is None and self.matching is not None:
-            self._compare(self.matching, call, detail, counts)
+            if self.compares_memory and arrays.is_device(buffer):
+                detail += " on the device"
+            self._compare(self.matching, call, detail, counts, form)
         return call
 
     def fits(self, count: int) -> bool:
@@ -146,13 +183,15 @@ class Channel:
             return [staged]
         return [staged[start : start + limit] for start in range(0, staged.size, limit)]
 
-    def _compare(self, matching: CallMatching, fields: Fields, detail: str, counts: Sequence[int] | None) -> None:
+    def _compare(
+        self, matching: CallMatching, fields: Fields, detail: str, counts: Sequence[int] | None, form: str
+    ) -> None:
         """Compare the calls that the members are about to make; all raise where they differ.  Collective."""
         call = Call(*fields).placed(sys._getframe())
         # The sizes of the buffers of an all_to_all may differ between ranks.
         size = "" if call.op == "all_to_all" else f"{call.elements} x "
         cut = "" if counts is None else f" cut as {list(counts)}"
-        what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut})"
+        what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut}){f' {form}' if form else ''}"
         self.ledger.active = fields
         try:
             said = matching.meet(self._unique_name, call.axis, self.members, what, call.site)

@@ -7,6 +7,7 @@ the started form of each, and says what the arguments are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ from mpi4py import MPI
 from mpishard.backend import array as arrays
 from mpishard.comm.capabilities import probe
 from mpishard.comm.channel import OPS, Channel
+from mpishard.comm.deferred import DEFERRED
+from mpishard.comm.deferred_request import DeferredRequest
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.comm.request import Fields, Request
-from mpishard.comm.staging import stage_in, stage_out
+from mpishard.comm.staged_collectives import HostCalls, Runs, StagedCollectives
+from mpishard.comm.staging import is_staged, stage_in, stage_out
 from mpishard.layout.boxes import counts as run_lengths
-from mpishard.layout.boxes import split
+from mpishard.layout.boxes import split, starts_of
 
 Array = Any
 Counts = Sequence[int] | None
@@ -49,6 +53,10 @@ class Collectives:
     the non-blocking one for all but reductions: the blocking all-gather of MPICH 5 takes twice as long as the
     non-blocking one if pieces differ in size (1 MB and more, 2 and 4 ranks of one node), and a non-blocking all-reduce
     of Open MPI 5 up to twice as long as the blocking one.
+
+    Device memory that MPI reads itself is ready when MPI's calls begin: the host waits for that in a blocking call, and
+    a `DeferredRequest` begins the others later.  Its `reduce_scatter` is MPI's own, and that of NumPy arrays may be an
+    exchange: a buffer for it is in device memory on all ranks or on none, and debug mode compares that.
     """
 
     def __init__(self, channel: Channel, *, nonblocking: bool) -> None:
@@ -57,6 +65,11 @@ class Collectives:
         self._nonblocking = nonblocking
         self._ledger = channel.ledger
         self._rank, self._size = channel.rank, channel.size
+        self._staged = StagedCollectives(
+            channel,
+            HostCalls(self.gather, self._exchanges, self._start_exchange, self.exchange_runs),
+            started=nonblocking,
+        )
         self._spare: list[np.ndarray] = []  # memory for arriving pieces that no exchange is using, in bytes
 
     def is_plain(self, buffer: Array, op: str = "sum", counts: Counts = None) -> bool:
@@ -74,81 +87,111 @@ class Collectives:
 
     def all_reduce(self, buffer: Array, out: Array | None, op: str, label: str) -> Request:
         """Start an all-reduce."""
-        channel, ledger = self.channel, self._ledger
-        call = channel.begin("all_reduce", buffer, label, op)
-        if out is None:
+        channel = self.channel
+        devices = _on_device(buffer, out)
+        through_host, way = self._way("all_reduce", buffer, devices)
+        call = channel.begin("all_reduce", buffer, label, op, **way)
+        if through_host:
+            if out is not None:
+                check_alike(buffer, out)
+            sent = all_reduce_elements(buffer.size, self._size, self._rank) * buffer.itemsize
+            return self._staged.all_reduce(call, sent, buffer, buffer if out is None else out, op)
+        if out is None or out is buffer:
             out = buffer
             target = stage_out(buffer, arithmetic=True)
             sources: list[Any] = [MPI.IN_PLACE for _ in channel.parts(target)]
         else:
-            _check_alike(buffer, out)
-            target = stage_out(out, reads=False, arithmetic=True)
-            sources = channel.parts(stage_out(buffer, arithmetic=True))
+            check_alike(buffer, out)
+            target = stage_out(out, arithmetic=True)
+            sources = channel.parts(_apart(stage_out(buffer, arithmetic=True), target))
         parts = list(zip(sources, channel.parts(target), strict=True))
-        requests = self._calls(call, "allreduce", [(source, part, OPS[op]) for source, part in parts])
+        calls = [(source, part, OPS[op]) for source, part in parts]
         sent = all_reduce_elements(buffer.size, self._size, self._rank) * buffer.itemsize
-        return Request(ledger, call, sent, requests, lambda: stage_in(target, out), sources)
+        start = partial(self._calls, call, "allreduce", calls)
+        return self._request(call, sent, start, lambda: stage_in(target, out), sources, devices)
 
     def reduce_scatter(self, buffer: Array, out: Array | None, counts: Counts, op: str, label: str) -> Request:
         """Start a reduce-scatter."""
         channel, rank = self.channel, self._rank
-        call = channel.begin("reduce_scatter", buffer, label, op, counts)
+        devices = _on_device(buffer, out)
+        through_host, way = self._way("reduce_scatter", buffer, devices)
+        call = channel.begin("reduce_scatter", buffer, label, op, counts, **way)
         counts = self.counts(buffer, counts)
         sent = ring_elements("reduce_scatter", counts, rank) * buffer.itemsize
+        if through_host:
+            if out is None:
+                out = buffer.reshape(-1)[: counts[rank]]
+            check_piece(out, counts[rank], buffer)
+            return self._staged.reduce_scatter(call, sent, buffer, out, counts, op)
         staged = stage_out(buffer, arithmetic=True)
         in_place = out is None
         if out is None:
             out = buffer.reshape(-1)[: counts[rank]]
             target = staged[: counts[rank]]
         else:
-            _check_piece(out, counts[rank], buffer)
-            target = stage_out(out, reads=False, arithmetic=True)
+            check_piece(out, counts[rank], buffer)
+            target = stage_out(out, arithmetic=True)
         if channel.fits(staged.size) and self._exchanges(staged, op, counts):
-            exchange, add = self._start_exchange(staged, target, counts)
-            return Request(self._ledger, call, sent, [exchange], lambda: stage_in(add(), out), [staged])
+            total = np.empty(target.size, target.dtype) if devices else target  # `out` alone is on a device
+            add: list[Callable[[], Array]] = []
+
+            def exchange() -> list[MPI.Request]:
+                request, then = self._start_exchange(staged, total, counts)
+                add.append(then)
+                return [request]
+
+            return self._request(call, sent, exchange, lambda: stage_in(add.pop()(), out), [staged], devices)
         into = target
-        if not in_place and (not target.size or arrays.module_of(staged).may_share_memory(staged, target)):
-            # MPI takes no buffers that overlap, and MPICH none that begin at one address, be they empty.
-            into = arrays.module_of(staged).empty_like(target)
+        if not in_place and (not target.size or arrays.overlap(staged, target)):
+            into = arrays.empty(target.size, target.dtype, like=target)
+        if channel.fits(staged.size):
+            arguments = (MPI.IN_PLACE, staged) if in_place else (staged, into)
+            start = partial(self._calls, call, "reduce_scatter", [(*arguments, counts, OPS[op])])
+        else:
+            start = partial(self._calls, call, "reduce", self._reductions(staged, into, counts, op, in_place))
+            if in_place:
+                first = starts_of(counts)[rank]
+                into = staged[first : first + counts[rank]]
 
         def finish() -> Array:
             if into is not target:
-                target[...] = into
+                target[...] = _apart(into, target)
             return stage_in(target, out)
 
-        requests: list[MPI.Request] = []
-        if not channel.fits(staged.size):
-            self._reduce_pieces(call, staged, into, counts, op, in_place)
-        else:
-            arguments = (MPI.IN_PLACE, staged) if in_place else (staged, into)
-            requests = self._calls(call, "reduce_scatter", [(*arguments, counts, OPS[op])])
-        return Request(self._ledger, call, sent, requests, finish, [staged])
+        return self._request(call, sent, start, finish, [staged], devices)
 
     def all_gather(self, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
         """Start an all-gather."""
         channel, rank = self.channel, self._rank
-        call = channel.begin("all_gather", buffer, label, "", counts)
+        devices = _on_device(buffer, piece)
+        through_host, way = self._way("all_gather", buffer, devices)
+        call = channel.begin("all_gather", buffer, label, "", counts, **way)
         counts = self.counts(buffer, counts)
-        starts = _starts(counts)
-        staged = stage_out(buffer, reads=piece is None)
+        if piece is not None:
+            check_piece(piece, counts[rank], buffer)
+        sent = ring_elements("all_gather", counts, rank) * buffer.itemsize
+        if through_host:
+            return self._staged.all_gather(call, sent, buffer, piece, counts)
+        starts = starts_of(counts)
+        staged = stage_out(buffer)
         source: Any = MPI.IN_PLACE
         if piece is not None:
-            _check_piece(piece, counts[rank], buffer)
-            source = stage_out(piece)
-        if channel.fits(staged.size):
-            requests = [self.gather(source, staged, counts)]
-        else:
-            if piece is not None:
-                staged[starts[rank] : starts[rank] + counts[rank]] = source
-                arrays.ready(staged)
+            source = _apart(stage_out(piece), staged)
+        fits = channel.fits(staged.size)
+        if not fits and piece is not None:
+            staged[starts[rank] : starts[rank] + counts[rank]] = source
+
+        def start() -> list[MPI.Request]:
+            if fits:
+                return [self.gather(source, staged, counts)]
             # Above the count limit the owner of each piece broadcasts it, in parts.
-            requests = [
+            return [
                 self._comm.Ibcast(part, owner)
-                for owner, start in enumerate(starts)
-                for part in channel.parts(staged[start : start + counts[owner]])
+                for owner, first in enumerate(starts)
+                for part in channel.parts(staged[first : first + counts[owner]])
             ]
-        sent = ring_elements("all_gather", counts, rank) * buffer.itemsize
-        return Request(self._ledger, call, sent, requests, lambda: stage_in(staged, buffer), [source])
+
+        return self._request(call, sent, start, lambda: stage_in(staged, buffer), [source], devices)
 
     def gather(self, source: Any, buffer: Array, counts: Sequence[int]) -> MPI.Request:
         """MPI's call of an all-gather.
@@ -163,36 +206,93 @@ class Collectives:
         self, buffer: Array, out: Array, counts: Counts, out_counts: Counts, keep_own: bool, label: str
     ) -> Request:
         """Start an all-to-all."""
-        channel, comm = self.channel, self._comm
-        call = channel.begin("all_to_all", buffer, label)
+        devices = _on_device(buffer, out)
+        through_host, way = self._way("all_to_all", buffer, devices)
+        call = self.channel.begin("all_to_all", buffer, label, **way)
         counts, out_counts = self.counts(buffer, counts), self.counts(out, out_counts)
         if buffer.dtype != out.dtype:
             raise TypeError(f"all_to_all from {buffer.dtype} to {out.dtype}; both buffers need one dtype")
-        staged, target = stage_out(buffer), stage_out(out, reads=False)
-        starts, out_starts = _starts(counts), _starts(out_counts)
+        starts, out_starts = starts_of(counts), starts_of(out_counts)
         if keep_own:
             counts[self._rank] = 0
-        if self._all_fit(call, max(staged.size, target.size)):
-            requests = [comm.Ialltoallv([staged, (counts, starts)], [target, (out_counts, out_starts)])]
-        else:
-            runs = [target[start : start + count] for start, count in zip(out_starts, out_counts, strict=True)]
-            requests = [comm.Irecv(part, rank) for rank, run in enumerate(runs) for part in channel.parts(run)]
-            runs = [staged[start : start + count] for start, count in zip(starts, counts, strict=True)]
-            requests += [comm.Isend(part, rank) for rank, run in enumerate(runs) for part in channel.parts(run)]
         sent = ring_elements("all_to_all", counts, self._rank) * buffer.itemsize
-        return Request(self._ledger, call, sent, requests, lambda: stage_in(target, out), [staged])
+        runs, arriving = (counts, starts), (out_counts, out_starts)
+        fits = self._all_fit(call, max(buffer.size, out.size))
+        if through_host:
+            return self._staged.all_to_all(call, sent, buffer, out, runs, arriving, fits)
+        target = stage_out(out)
+        staged = _apart(stage_out(buffer), target)
+        start = partial(self.exchange_runs, staged, target, runs, arriving, fits)
+        return self._request(call, sent, start, lambda: stage_in(target, out), [staged], devices)
+
+    def exchange_runs(self, staged: Array, target: Array, runs: Runs, arriving: Runs, fits: bool) -> list[MPI.Request]:
+        """MPI's calls of an all-to-all; `fits`: whether one takes the buffers of all ranks."""
+        comm, parts = self._comm, self.channel.parts
+        if fits:
+            buffers = [_own_if_empty(each) for each in (staged, target)]
+            return [comm.Ialltoallv([buffers[0], runs], [buffers[1], arriving])]
+        requests = []
+        for rank, (count, start) in enumerate(zip(*arriving, strict=True)):
+            requests += [comm.Irecv(part, rank) for part in parts(target[start : start + count])]
+        for rank, (count, start) in enumerate(zip(*runs, strict=True)):
+            requests += [comm.Isend(part, rank) for part in parts(staged[start : start + count])]
+        return requests
 
     def broadcast(self, buffer: Array, root: int, label: str) -> Request:
         """Start a broadcast."""
         channel = self.channel
         if not 0 <= root < self._size:
             raise ValueError(f"broadcast from rank {root} of axis {channel.name!r}, which has {self._size} ranks")
-        call = channel.begin("broadcast", buffer, label, f"root {root}")
-        staged = stage_out(buffer, reads=self._rank == root)
-        requests = [self._comm.Ibcast(part, root) for part in channel.parts(staged)]
+        devices = _on_device(buffer)
+        through_host, way = self._way("broadcast", buffer, devices)
+        call = channel.begin("broadcast", buffer, label, f"root {root}", **way)
         last = self._rank == (root - 1) % self._size
         sent = 0 if last else buffer.nbytes
-        return Request(self._ledger, call, sent, requests, lambda: stage_in(staged, buffer))
+        if through_host:
+            return self._staged.broadcast(call, sent, buffer, root)
+        staged = stage_out(buffer)
+
+        def start() -> list[MPI.Request]:
+            return [self._comm.Ibcast(part, root) for part in channel.parts(staged)]
+
+        return self._request(call, sent, start, lambda: stage_in(staged, buffer), [], devices)
+
+    def _defers(self, devices: Sequence[Array]) -> bool:
+        """Whether a call with these buffers in device memory goes to the queue of `mpishard.comm.deferred`."""
+        return self._nonblocking and bool(devices)
+
+    def _request(
+        self,
+        call: Fields,
+        sent: int,
+        start: Callable[[], Sequence[MPI.Request]],
+        finish: Callable[[], Array],
+        read: Sequence[Array],
+        devices: Sequence[Array],
+    ) -> Request:
+        """The request of MPI's calls, which `start` makes when the buffers in device memory are ready."""
+        if self._defers(devices):
+            request: Request = DeferredRequest(self._ledger, call, sent, start, finish, read, devices)
+        else:
+            for each in devices:
+                arrays.ready(each)
+            request = Request(self._ledger, call, sent, start(), finish, read)
+        if self._nonblocking and self._size > 1:
+            self.channel.under_way.add(request)
+        return request
+
+    def _is_staged(self, *buffers: Array) -> bool:
+        return is_staged(*buffers, withheld=self.channel.withholds_device_buffers)
+
+    def _way(self, op: str, buffer: Array, devices: Sequence[Array]) -> tuple[bool, dict[str, Any]]:
+        """Whether a call goes through host memory, and what `Channel.begin` has to know of its way."""
+        through_host = bool(devices) and self._is_staged(*devices)
+        form = ""
+        if through_host and op != "all_to_all" and arrays.is_array(buffer) and self._staged.in_pieces(buffer):
+            form = "in pieces from device memory"
+        elif not through_host and op == "reduce_scatter" and arrays.is_device(buffer):
+            form = "by device pointers"  # for NumPy arrays it may be an exchange
+        return through_host, {"deferred": self._defers(devices), "form": form}
 
     def _calls(self, call: Fields, name: str, calls: Sequence[tuple[Any, ...]]) -> list[MPI.Request]:
         """Make MPI's calls of this name with these arguments; returns what is still under way."""
@@ -222,14 +322,14 @@ class Collectives:
         self, staged: Array, target: Array, counts: Sequence[int]
     ) -> tuple[MPI.Request, Callable[[], Array]]:
         """Start to send each rank its piece; the function that is returned then adds up this rank's in `target`."""
-        starts, rank, count = _starts(counts), self._rank, counts[self._rank]
+        starts, rank, count = starts_of(counts), self._rank, counts[self._rank]
         own = staged[starts[rank] : starts[rank] + count]
         sent, arriving = list(counts), [count] * self._size
         sent[rank] = arriving[rank] = 0
         size = count * (self._size - 1) * staged.itemsize
         memory = self._memory(size)
         received = memory[:size].view(staged.dtype)
-        exchange = self._comm.Ialltoallv([staged, (sent, starts)], [received, (arriving, _starts(arriving))])
+        exchange = self._comm.Ialltoallv([staged, (sent, starts)], [received, (arriving, starts_of(arriving))])
 
         def add() -> Array:
             total = own
@@ -251,30 +351,27 @@ class Collectives:
             self._spare.pop()  # makes room
         return np.empty(size, np.uint8)
 
-    def _reduce_pieces(
-        self, call: Fields, staged: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
-    ) -> None:
-        """Reduce_scatter above the count limit: each piece is reduced to its owner, in parts, one after another."""
-        comm, parts = self._comm, self.channel.parts
-        self._ledger.active = call
-        for rank, (start, count) in enumerate(zip(_starts(counts), counts, strict=True)):
-            piece = staged[start : start + count]
-            if rank != self._rank:
-                for part in parts(piece):
-                    comm.Reduce(part, None, OPS[op], rank)
-            elif in_place:
-                for part in parts(piece):
-                    comm.Reduce(MPI.IN_PLACE, part, OPS[op], rank)
-                target[...] = piece
-            else:
-                for part, into in zip(parts(piece), parts(target), strict=True):
-                    comm.Reduce(part, into, OPS[op], rank)
-        self._ledger.active = None
+    def _reductions(
+        self, staged: Array, into: Array, counts: Sequence[int], op: str, in_place: bool
+    ) -> list[tuple[Any, ...]]:
+        """The reductions of a reduce_scatter above the count limit: of each piece to its owner, in parts."""
+        calls: list[tuple[Any, ...]] = []
+        for owner, (first, count) in enumerate(zip(starts_of(counts), counts, strict=True)):
+            sources: list[Any] = self.channel.parts(staged[first : first + count])
+            targets: list[Any] = [None] * len(sources)
+            if owner == self._rank and in_place:
+                sources, targets = [MPI.IN_PLACE] * len(sources), sources
+            elif owner == self._rank:
+                targets = self.channel.parts(into)
+            calls += [(*buffers, OPS[op], owner) for buffers in zip(sources, targets, strict=True)]
+        return calls
 
     def _all_fit(self, call: Fields, count: int) -> bool:
         """Whether the buffers of all ranks fit; for calls whose buffers differ in size between ranks.  Collective."""
         if self.channel.largest_count is None:
             return True
+        if DEFERRED.waiting:
+            DEFERRED.flush()
         largest = np.array([count], np.int64)
         self._ledger.active = call
         self._comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
@@ -296,21 +393,34 @@ class Collectives:
         return len(counts) == self._size and sum(counts) == buffer.size and min(counts) >= 0
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    starts = [0]
-    for count in counts[:-1]:
-        starts.append(starts[-1] + count)
-    return starts
+def _on_device(*buffers: Array | None) -> list[Array]:
+    """Those of the buffers of a call that are in device memory."""
+    return [each for each in buffers if arrays.is_device(each)]
 
 
-def _check_alike(one: Array, other: Array) -> None:
+def _own_if_empty(buffer: Array) -> Array:
+    """The buffer, or an array of its own in the place of an empty slice, which begins where its array does.
+
+    MPICH refuses one address for two buffers, be they empty, and Open MPI 5 takes it as "in place".
+    """
+    return buffer if buffer.size else arrays.empty(0, buffer.dtype, like=buffer)
+
+
+def _apart(source: Array, target: Array) -> Array:
+    """The source, or a copy if it has memory of the target: neither MPI nor a copy of CUDA takes two that overlap."""
+    return source.copy() if arrays.overlap(source, target) else _own_if_empty(source)
+
+
+def check_alike(one: Array, other: Array) -> None:
+    """Raise ValueError unless source and target are alike."""
     if one.shape != other.shape or one.dtype != other.dtype:
         raise ValueError(
             f"the two buffers differ: {one.dtype} {one.shape} and {other.dtype} {other.shape}; they must be alike"
         )
 
 
-def _check_piece(piece: Array, count: int, whole: Array) -> None:
+def check_piece(piece: Array, count: int, whole: Array) -> None:
+    """Raise ValueError unless a piece has so many elements, of the dtype of the whole."""
     if piece.size != count or piece.dtype != whole.dtype:
         raise ValueError(
             f"this rank's piece must have {count} elements of {whole.dtype}, got {piece.size} of {piece.dtype}"

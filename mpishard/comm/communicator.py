@@ -16,8 +16,11 @@ from mpi4py import MPI
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.channel import NOTHING, OPS, Channel
 from mpishard.comm.collectives import Collectives
+from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
 from mpishard.comm.messages import Messages
+from mpishard.comm.nccl import NcclLink
+from mpishard.comm.nccl_collectives import NcclCollectives
 from mpishard.comm.request import Request
 
 Array = Any
@@ -43,18 +46,26 @@ class Communicator:
     `send`, `recv`     `start_send` ...         ``Isend``, ``Irecv``; not collective
     ================== ======================== =======================================
 
+    With ``Mesh(collectives="nccl")`` the collectives of device buffers go by NCCL if all ranks can.  Messages go by
+    MPI: a rank that sends need not wait for the one that receives, and they have tags; those of NCCL are otherwise.
+
     All but messages are collective: all ranks must call them in one order.  The started collectives have a
     communicator of their own, so that a blocking call may come before them on one rank and after them on another.  What
     a rank can check alone raises on it alone: TypeError if a buffer is no array or has the wrong dtype, ValueError if
     it is strided or its size does not fit.  In debug mode (`Mesh`) all ranks raise CollectiveMismatchError if their
     calls do not match.
 
+    Device arrays travel in pieces through the host, unless MPI takes them itself.  Their results are in stream order,
+    and a started call does not wait for the device.  `mpishard.comm.staged_collectives` says which ranks may then have
+    a NumPy array, and `mpishard.comm.collectives` where MPI takes them.  The two buffers of a call may overlap: what
+    MPI reads is then copied first.
+
     The class is long since it has what a user of MPI looks for in one place.  Two thirds of it are docstrings; how a
     collective is done is in `mpishard.comm.collectives`, a message in `mpishard.comm.messages`.
 
     Parameters
     ----------
-    name, comm, ledger, members, later, matching : as for `Axis`
+    name, comm, ledger, members, later, matching, said : as for `Axis`
         What it is made of.
 
     Attributes
@@ -65,6 +76,8 @@ class Communicator:
     members : list of int
         Ranks of the whole mesh that are in it.
     ledger : Ledger
+    times_bound : int
+        How often it has got communicators: more than once if its ranks have changed.
     """
 
     def __init__(
@@ -76,9 +89,13 @@ class Communicator:
         members: Sequence[int] | None = None,
         later: MPI.Intracomm | None = None,
         matching: CallMatching | None = None,
+        said: set[str] | None = None,
     ) -> None:
         self.name = name
         self.ledger = ledger
+        self.times_bound = 0
+        self._said = said
+        self._link: NcclLink | None = None
         self._bind(comm, members, later, matching)
 
     def _bind(
@@ -89,17 +106,54 @@ class Communicator:
         matching: CallMatching | None,
     ) -> None:
         """Use these communicators from now on; see `Axis.rebind`."""
+        DEFERRED.flush()
         later = comm.Dup() if later is None else later  # first: if a rank dies in it, all stays as it was
-        self.comm = comm
+        if self._link is not None:
+            self._link.abort()
+        self._comm = comm
+        self.times_bound += 1
         self._matching = matching
         self.members: list[int] = list(range(comm.size) if members is None else members)
         self._channel = Channel(comm, self.name, self.ledger, self.members, matching)
         self._channel_of_started = Channel(later, self.name, self.ledger, self.members, matching, started=True)
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
-        self._blocking = Collectives(self._channel, nonblocking=False)
-        self._started = Collectives(self._channel_of_started, nonblocking=True)
+        blocking = Collectives(self._channel, nonblocking=False)
+        started = Collectives(self._channel_of_started, nonblocking=True)
+        self._blocking: Collectives | NcclCollectives = blocking
+        self._started: Collectives | NcclCollectives = started
         self._messages = Messages(self._channel)
+        if self._said is not None:
+            self._link = NcclLink(self._channel, self._said)
+            self._blocking = NcclCollectives(blocking, self._link, started=False)
+            self._started = NcclCollectives(started, self._link, started=True)
+
+    @property
+    def device_collectives(self) -> str | None:
+        """How collectives of device buffers travel: ``"mpi"`` or ``"nccl"``.
+
+        None: ``Mesh(collectives="nccl")`` asks for NCCL, and no device buffer has come.
+        """
+        return "mpi" if self._link is None else self._link.way
+
+    @property
+    def why_not_nccl(self) -> str:
+        """Why they travel by MPI although ``Mesh(collectives="nccl")`` asks for NCCL; else empty."""
+        return "" if self._link is None else self._link.reason
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator, for calls of MPI that mpishard has no method for.
+
+        What was started and waits for a copy from a device begins first, since such a call may block.
+        """
+        if DEFERRED.waiting:
+            DEFERRED.flush()
+        return self._comm
+
+    @comm.setter
+    def comm(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
 
     def all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Array:
         """Combine `buffer` over all ranks; every rank gets the result.  Collective.
@@ -122,7 +176,7 @@ class Communicator:
         if out is not None or not self._blocking.is_plain(buffer, op):
             return self._blocking.all_reduce(buffer, out, op, label).wait()
         sent = all_reduce_elements(buffer.size, self.size, self.rank)
-        self._call("all_reduce", buffer, sent, label, self.comm.Allreduce, MPI.IN_PLACE, buffer, OPS[op])
+        self._call("all_reduce", buffer, sent, label, self._comm.Allreduce, MPI.IN_PLACE, buffer, OPS[op])
         return buffer
 
     def reduce_scatter(
@@ -153,7 +207,7 @@ class Communicator:
         counts = self._blocking.counts(buffer, counts)
         sent = ring_elements("reduce_scatter", counts, self.rank)
         arguments = (MPI.IN_PLACE, buffer, counts, OPS[op])
-        self._call("reduce_scatter", buffer, sent, label, self.comm.Reduce_scatter, *arguments)
+        self._call("reduce_scatter", buffer, sent, label, self._comm.Reduce_scatter, *arguments)
         return buffer.reshape(-1)[: counts[self.rank]]
 
     def all_gather(self, buffer: Array, piece: Array | None = None, counts: Counts = None, *, label: str = "") -> Array:
@@ -234,7 +288,7 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until all ranks have called this.  Collective."""
         call = self._channel.begin("barrier", NOTHING, "")
-        Request(self.ledger, call, 0, [self.comm.Ibarrier()], lambda: None).wait()
+        Request(self.ledger, call, 0, [self._comm.Ibarrier()], lambda: None).wait()
 
     # The fast path of blocking collectives: a large buffer has evicted the interpreter from the caches, so that every
     # function call costs microseconds.  A rank takes it if its own arguments are plain (`Collectives.is_plain`); the
@@ -245,6 +299,8 @@ class Communicator:
     ) -> None:
         """Make a call of MPI by which this rank sends so many elements, and note it."""
         channel, ledger = self._channel, self.ledger
+        if DEFERRED.waiting:
+            DEFERRED.flush()
         channel.calls += 1
         ledger.active = call = ledger.begin(
             self.name, channel.calls, op, buffer.dtype, buffer.size, label, self.members

@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -166,6 +167,8 @@ class Ledger:
         self._entries: list[tuple[tuple[Any, ...], int, float]] = []
         self._summed = 0
         self._totals: dict[tuple[str, str, str], Total] = {}
+        # Calls that a device is to do, and whether it has done each.
+        self._queued: deque[tuple[tuple[Any, ...], Callable[[], bool]]] = deque()
 
     @property
     def step(self) -> int:
@@ -278,6 +281,20 @@ class Ledger:
         if len(self._entries) >= 2 * _KEEP:
             self._sum_up()
 
+    def note_queued(self, call: tuple[Any, ...], is_over: Callable[[], bool]) -> None:
+        """Note a call that is queued on a device, for which no host waits: this rank waits in it until it is over.
+
+        Parameters
+        ----------
+        call : tuple
+            The fields of its `Call`.
+        is_over : callable
+            ``is_over()`` tells whether the device has done it; other threads call it too.
+        """
+        while self._queued and self._queued[0][1]():
+            self._queued.popleft()
+        self._queued.append((call, is_over))
+
     def _sum_up(self) -> None:
         for call, sent, seconds in self._entries[self._summed :]:
             _, axis, _, op, _, _, label, *_ = call
@@ -318,8 +335,10 @@ class Ledger:
 
     @property
     def waiting(self) -> Call | None:
-        """The call in which the main thread of this rank may be waiting now."""
+        """The call in which the main thread of this rank, or its device, may be waiting now."""
         active = self.active
+        if active is None and self._queued:
+            active = next((call for call, is_over in self._queued.copy() if not is_over()), None)
         return None if active is None else Call(*active).placed(sys._current_frames().get(_MAIN))
 
     def sent(self, axis: str | None = None, op: str | None = None, label: str | None = None) -> int:

@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.arguments import flag
+from mpishard.arguments import flag, shown
 from mpishard.backend.blas_threads import limit_blas_threads
 from mpishard.backend.products.choice import Common
 from mpishard.comm.abort import abort_on_exception
-from mpishard.comm.axis import Axis, allgather_values
+from mpishard.comm.axis import Axis
 from mpishard.comm.call_matching import CallMatching
-from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.capabilities import agree_on_device_buffers, heals_in_place
+from mpishard.comm.deferred import flush
 from mpishard.comm.ledger import Ledger
+from mpishard.comm.mesh_facts import exchange_facts
 from mpishard.comm.product_choice import agree_on_products
 from mpishard.comm.watchdog import Watchdog
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
@@ -57,6 +59,11 @@ class Mesh:
         Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all ranks where
         they differ; compare the copies of replicated parameters after every step; and at the start of `optimize` check
         that the function of the problem returns sums.  Default from ``MPISHARD_DEBUG`` (1 or 0).
+    collectives : {"mpi", "nccl"}
+        What moves device buffers.  With "nccl" the collectives of an axis whose ranks are all on one node, each with a
+        GPU of its own, go by NCCL, through CuPy; if some rank of an axis cannot, all of them use MPI, and say why once.
+        Buffers of the host and messages go by MPI always.  A buffer of a collective is then on the device of all ranks
+        or of none, and the host does not wait for it.
 
     Attributes
     ----------
@@ -72,6 +79,8 @@ class Mesh:
         Threads that BLAS may use in this rank; see `mpishard.backend.blas_threads`.
     product_libraries : Common
         The libraries for matrix products that all ranks have; see `mpishard.backend.products.choice`.
+    collectives : str
+        As above.  What an axis has come to is `Axis.device_collectives`.
     ledger : Ledger
         What this rank has communicated over all axes.
     initial_values : bool
@@ -80,13 +89,15 @@ class Mesh:
     Raises
     ------
     ValueError
-        On every rank, if the product of the sizes is not the number of ranks, or if each rank is alone in its world
-        since the launcher belongs to another MPI; this second check is left out with MPI.COMM_SELF.
+        On every rank, if the product of some rank's sizes is not the number of ranks, or if each rank is alone in its
+        world since the launcher belongs to another MPI; this second check is left out with MPI.COMM_SELF.  On every
+        rank, too, if `collectives` is not known, or if it, a size, or the version of mpishard differs between ranks.
     TypeError, ValueError
-        On this rank, if `timeout` or `debug` make no sense.
+        On this rank, if `comm`, `timeout` or `debug` make no sense.
     """
 
     debug: bool
+    collectives: str
     ledger: Ledger
     shape: dict[str, int]
     coordinates: dict[str, int]
@@ -108,27 +119,50 @@ class Mesh:
         pipeline: int = 1,
         timeout: float | None = None,
         debug: bool | None = None,
+        collectives: str = "mpi",
     ) -> None:
         if comm is None:
             comm = MPI.COMM_WORLD
+        if not isinstance(comm, MPI.Intracomm):
+            raise TypeError(
+                f"comm={shown(comm)} must be a communicator of mpi4py, such as MPI.COMM_WORLD; "
+                "sizes are given by name, as Mesh(data=4)"
+            )
         if comm == MPI.COMM_WORLD:
             _check_launcher()
         cell = spawned_cell()
         if cell is not None and comm.size == MPI.COMM_WORLD.size:
             data, (tensor, pipeline) = -1, cell
-        data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
+        problem: Exception | None = None
+        try:
+            data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
+        except ValueError as error:
+            # Raised when the others know of it, so that the error of all ranks can say that it is one.
+            problem, (data, tensor, pipeline) = error, (comm.size, 1, 1)
         timeout = _timeout(timeout)
         self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else flag("debug", debug)
+        self.collectives = collectives
+        self._said: set[str] | None = set() if collectives == "nccl" else None
         self.ledger = Ledger()
+        flush()
         world = comm.Dup()
         self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
         abort_on_exception(self.ledger, watchdog=self._watchdog)
         self._parent: Mesh | None = None
         self._axes: dict[str, Axis] = {}
-        self._split(world, data, tensor, pipeline)
+        problem = self._split(world, data, tensor, pipeline, problem)
+        if problem is not None:
+            self.free()
+            raise problem
 
-    def _split(self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int) -> None:
-        """Make the axes over the ranks of `world`, or bind those that there are to them.  Collective."""
+    def _split(
+        self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int, problem: Exception | None = None
+    ) -> Exception | None:
+        """Make the axes over the ranks of `world`, or bind those that there are to them.  Collective.
+
+        `problem` is why this rank cannot have the mesh.  Returned is what to raise, on every rank, if some rank cannot,
+        or if ranks differ in what must be the same; the mesh can then only be freed.
+        """
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
         if self._parent is None:
             self._matching = CallMatching(world) if self.debug else None
@@ -147,7 +181,7 @@ class Mesh:
             if name in self._axes:
                 self._axes[name].rebind(now, **of_now)
             else:
-                self._axes[name] = Axis(name, now, self.ledger, **of_now)
+                self._axes[name] = Axis(name, now, self.ledger, **of_now, said=self._said)
             return self._axes[name]
 
         def split(color: int, place: int) -> list[MPI.Comm]:
@@ -160,13 +194,20 @@ class Mesh:
         self.pipeline = axis("pipeline", *split(pipelines, stage))
         self.pipeline.regain_subgroups(world, pipelines)  # ties between stages, which stay whatever the data size is
         self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
-        self.nodes: list[int] = allgather_values(world, min(self.node.members))
+        self._children: dict[tuple[int, int, int], Mesh] = {}
+        self._freed = False
+        self.nodes: list[int]
+        self.nodes, problem = exchange_facts(world, min(self.node.members), self.collectives, self.sizes, problem)
+        if problem is not None:
+            return problem
         self.blas_threads = limit_blas_threads(world, self.node.members)
+        withhold = not agree_on_device_buffers(world)
+        for each in self._axes.values():
+            each.withhold_device_buffers(withhold)
         self.product_libraries = agree_on_products(
             self.world, spawned=self._parent is None and spawned_cell() is not None
         )
-        self._children: dict[tuple[int, int, int], Mesh] = {}
-        self._freed = False
+        return None
 
     @property
     def place(self) -> ModelParallelRank:
@@ -253,13 +294,17 @@ class Mesh:
         Raises
         ------
         ValueError
-            On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes.
+            On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes, or if `collectives`
+            or the version of mpishard differs between ranks.
         """
         assert not self.is_reshaped
+        flush()
         if tensor is not None or pipeline is not None:
             self.pipeline.forget_subgroups()  # other models have other ties, and make their axes again
         sizes = {"tensor": tensor or self.shape["tensor"], "pipeline": pipeline or self.shape["pipeline"]}
-        self._split(comm, *_sizes(comm.size, data=-1, **sizes))
+        problem = self._split(comm, *_sizes(comm.size, data=-1, **sizes))
+        if problem is not None:
+            raise problem
 
     def release(self) -> None:
         """Free the communicators, to `rebind` afterwards.  Collective."""
@@ -313,12 +358,17 @@ class Mesh:
             self.free()
 
     def free(self) -> None:
-        """Free every communicator that the mesh made.  Collective; a second call does nothing."""
+        """Free every communicator that the mesh made.  Collective; a second call does nothing.
+
+        Collectives that were started and not waited for are finished first.
+        """
         if self._freed:
             return
         self._freed = True
         for child in self._children.values():
             child.free()
+        for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
+            axis.finish()
         if self._watchdog is not None:
             self._watchdog.close()
         self.release()
@@ -329,10 +379,14 @@ class _ReshapedMesh(Mesh):
 
     def __init__(self, parent: Mesh, data: int, tensor: int, pipeline: int) -> None:
         self.debug, self.ledger = parent.debug, parent.ledger
+        self.collectives, self._said = parent.collectives, parent._said
         self._watchdog = None
         self._parent = parent
         self._axes = {}
-        self._split(parent.world.comm.Dup(), data, tensor, pipeline)
+        problem = self._split(parent.world.comm.Dup(), data, tensor, pipeline)
+        if problem is not None:
+            self.free()
+            raise problem
 
 
 def spawned_cell() -> tuple[int, int] | None:

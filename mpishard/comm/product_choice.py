@@ -12,6 +12,7 @@ from mpishard.backend.products import choice
 from mpishard.backend.products.choice import VARIABLE, Choice, Common, Status
 from mpishard.backend.products.libraries import TAKES, loadable, multiplies_bfloat16
 from mpishard.comm.axis import Axis
+from mpishard.launch.job_notes import raised_by_all
 
 # The mark of a rank without the variable that joins others; larger than all marks.
 _ANY = 2**40
@@ -56,10 +57,11 @@ def agree_on_products(world: Axis, *, spawned: bool = False) -> Common:
     if 0 <= most[-1] != least[-1]:
         texts = world.allgather_object(forced)
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
-        raise ValueError(
+        error = ValueError(
             f"{VARIABLE} is {texts[0] or 'unset'} on rank 0 and {texts[other] or 'unset'} on rank {other}; "
             "set it alike on all ranks, with the launcher's option for environment variables"
         )
+        raise raised_by_all(error, world.size)
     common = [name for name, low, high in zip(TAKES, least, most, strict=False) if low == high != 0]
     if least[-1] not in (0, _ANY):
         forced = world.comm.bcast(forced, source)
@@ -68,10 +70,11 @@ def agree_on_products(world: Axis, *, spawned: bool = False) -> Common:
         found = Choice.parse(forced)
         if lacking := {*found.libraries.values()}.difference(common):
             name = min(lacking)
-            raise ValueError(
+            error = ValueError(
                 f"{VARIABLE}={forced} wants {name}, but not every rank has the same version of it; "
                 f"pip install 'mpishard[{name}]' in the environment of all ranks, or unset {VARIABLE}"
             )
+            raise raised_by_all(error, world.size)
     elif common:
         found = Choice.parse(world.comm.bcast(_own_text(common) if world.rank == source else "", source))
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger
 
 Array = Any
@@ -59,6 +60,11 @@ class Request:
         self._started_s = ledger.spend(call, call[0])
 
     @property
+    def is_over(self) -> bool:
+        """Whether it was waited for, or abandoned."""
+        return self._call is None
+
+    @property
     def call(self) -> Fields:
         """The fields of its `Call`, until it is over."""
         assert self._call is not None
@@ -77,6 +83,11 @@ class Request:
         MPI.Exception
             If somebody has died or revoked the axis (ULFM).
         """
+        if DEFERRED.waiting:
+            DEFERRED.progress()
+        return self._is_complete()
+
+    def _is_complete(self) -> bool:
         # Not Get_status: in Open MPI 5 it never reports the end or the failure of a message.
         tested = zip(self._requests, self._statuses, strict=True)
         return all(not request or request.Test(status) for request, status in tested)
@@ -103,15 +114,21 @@ class Request:
             call, self._call = self._call, None
             self._ledger.active = (began, *call[1:])
             try:
-                for request, status in zip(self._requests, self._statuses, strict=True):
-                    if request:  # else `test` has completed it
-                        request.Wait(status)
+                self._complete()
                 self._result = self._finish()
                 self._read = ()
             finally:
                 self._ledger.active = None
             self._ledger.enter(call, self._sent, self._started_s + self._ledger.spend(call, began))
         return self._result
+
+    def _complete(self) -> None:
+        """Wait for MPI."""
+        if DEFERRED.waiting:  # other ranks may wait for these before they come to this call
+            DEFERRED.until(self.test)
+        for request, status in zip(self._requests, self._statuses, strict=True):
+            if request:  # else `test` has completed it
+                request.Wait(status)
 
 
 class ChainedRequest:

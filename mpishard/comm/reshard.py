@@ -212,7 +212,7 @@ def _check_models(descriptions: Sequence[tuple[_Model | None, _Model | None]]) -
         raise ValueError("no rank has a state to reshard from")
     tensors, kinds = sources[0]
     for other, _ in (*sources[1:], *targets):
-        check_same_tensors("the source state", tensors, other)
+        check_same_tensors("the source state", tensors, other, "Give source and target the same tensors on every rank")
     for _, other_kinds in sources[1:]:
         if other_kinds != kinds:
             raise ValueError(f"the source states of two ranks have {', '.join(kinds)} and {', '.join(other_kinds)}")

@@ -1,6 +1,7 @@
-"""The buffer to hand to MPI for an array: the array itself where MPI can take it, else a staged or widened copy.
+"""The buffer to hand to MPI for an array: the array itself where MPI can take it, else a widened or aligned copy.
 
-This is the one place that makes a device buffer ready before MPI or the host reads it.
+Device memory that MPI cannot take travels through the host in pieces (`is_staged`, `StagedRequest`).  What MPI takes
+itself must be ready: see `Collectives` and `DeferredRequest`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ from mpishard.comm.capabilities import probe
 Array = Any
 
 
-def stage_out(buffer: Array, *, reads: bool = True, arithmetic: bool = False) -> Array:
+def stage_out(buffer: Array, *, arithmetic: bool = False) -> Array:
     """The flat array to hand to MPI for a buffer.  Not collective.
 
     Parameters
     ----------
     buffer : array
-        Contiguous, of any shape; NumPy or device.
-    reads : bool
-        Whether the call needs the content.
+        Contiguous, of any shape: NumPy, or device memory that is not staged.
     arithmetic : bool
         Whether MPI computes with the elements, not only moves them.  MPI has no bfloat16 and seldom float16 arithmetic,
         so these are then widened to float32.
@@ -31,23 +30,16 @@ def stage_out(buffer: Array, *, reads: bool = True, arithmetic: bool = False) ->
     Returns
     -------
     array, (buffer.size,)
-        `buffer` itself, or memory of the host: as float32 or uint16 for half precision.
+        `buffer` itself, or a copy: as float32 or uint16 for half precision.  Device memory may not be ready.
     """
     flat = buffer.reshape(-1)
     if type(buffer) is np.ndarray and buffer.itemsize != 2 and flat.flags.aligned:
         return flat  # what follows, for the most frequent case
-    half = is_half(flat.dtype)
     if arrays.is_device(buffer):
-        arrays.ready(buffer)  # the readiness gate: the work queued on the stream is done now
-        if not half and _takes_device_pointers(buffer):
-            return flat
-        staged = arrays.pinned_empty(flat.size, flat.dtype, like=buffer)
-        if reads:
-            arrays.copy_to_host(flat, staged)
-        flat = staged
-    elif not flat.flags.aligned:
+        return flat
+    if not flat.flags.aligned:
         flat = flat.copy()  # MPI has no type for unaligned elements
-    if half:
+    if is_half(flat.dtype):
         return flat.astype(np.float32) if arithmetic else flat.view(np.uint16)
     return flat
 
@@ -69,15 +61,38 @@ def stage_in(staged: Array, buffer: Array) -> Array:
     """
     if type(staged) is np.ndarray is type(buffer) and np.may_share_memory(staged, buffer):
         return buffer  # what follows, for the most frequent case
-    if arrays.is_device(staged) or (not arrays.is_device(buffer) and np.may_share_memory(staged, buffer)):
+    if arrays.is_device(buffer):
+        if not arrays.is_device(staged):
+            arrays.copy_to_device(staged, buffer.reshape(-1))
+        return buffer
+    if np.may_share_memory(staged, buffer):
         return buffer
     widened = is_half(buffer.dtype) and staged.dtype == np.float32
-    values = staged.astype(buffer.dtype) if widened else staged.view(buffer.dtype)
-    if arrays.is_device(buffer):
-        arrays.copy_to_device(values, buffer.reshape(-1))
-    else:
-        buffer.reshape(-1)[...] = values
+    buffer.reshape(-1)[...] = staged.astype(buffer.dtype) if widened else staged.view(buffer.dtype)
     return buffer
+
+
+def is_staged(*buffers: Array, withheld: bool = False) -> bool:
+    """Whether a call on these buffers goes through host memory that is copied from and to a device.  Not collective.
+
+    Parameters
+    ----------
+    *buffers : array or None
+        Of one call.
+    withheld : bool
+        Whether the ranks have agreed to hand no device memory to MPI, see `agree_on_device_buffers`.
+
+    Returns
+    -------
+    bool
+        True if one of them is device memory that this MPI does not take, or half precision in device memory.
+    """
+    return any(
+        type(buffer) is not np.ndarray
+        and arrays.is_device(buffer)
+        and (withheld or is_half(buffer.dtype) or not _takes_device_pointers(buffer))
+        for buffer in buffers
+    )
 
 
 def is_half(dtype: np.dtype) -> bool:

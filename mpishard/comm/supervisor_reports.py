@@ -21,14 +21,15 @@ from mpi4py import MPI
 from mpishard.comm.abort import abort_on_exception
 from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import Ending
-from mpishard.launch.job_notes import ECHO, Ended, Failure, JobNotes, RunLost
+from mpishard.launch.job_notes import ALIKE, ECHO, Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
 
 _POLL_S = 0.25
 _FINALIZE_S = 3.0
 # Prefixes of files that are not the user's: Python, installed packages, this package, code compiled from a string.
 _NOT_THE_USERS = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
-_NOT_THE_USERS += (str(Path(__file__).parents[1]) + os.sep, "<")
+_OWN = str(Path(__file__).parents[1]) + os.sep
+_NOT_THE_USERS += (_OWN, "<")
 
 
 def watch_script() -> None:
@@ -69,6 +70,21 @@ def note_training(under_way: bool, tells: bool) -> None:
         Reports.this.note_training(under_way, tells)
 
 
+def take_restart() -> bool:
+    """Whether the supervisor has started this process's job again; True to one caller only.  Not collective.
+
+    Returns
+    -------
+    bool
+        False also without a supervisor.
+    """
+    reports = Reports.this
+    restarted = reports is not None and reports.restarted
+    if reports is not None:
+        reports.restarted = False
+    return restarted
+
+
 def give_up() -> None:
     """Report the exit code of a script that has ended in the middle of a run, unless the code is 0.  Not collective."""
     if Reports.this is not None:
@@ -86,6 +102,7 @@ class Reports:
 
     def __init__(self, run: JobNotes) -> None:
         self.is_silent = False
+        self.restarted: bool = run.is_restart  # until somebody has told of it
         self._has_trained = False
         self._run = run
         self._process = os.getpid()
@@ -111,7 +128,15 @@ class Reports:
         if not isinstance(error, Exception):
             return
         with contextlib.suppress(OSError):  # the traceback is still to be printed
-            failure = Failure(type(error).__name__, str(error)[:500], _where(error), step, self._has_trained)
+            refused = type(error) in (ValueError, TypeError) and _is_own(error)
+            failure = Failure(
+                type(error).__name__,
+                str(error)[:500],
+                _where(error),
+                step,
+                self._has_trained,
+                alike=refused and getattr(error, ALIKE, 0) == MPI.COMM_WORLD.size,
+            )
             self._run.note_failure(failure, echo=hasattr(error, ECHO))
 
     def _note_abort(self) -> None:
@@ -178,6 +203,14 @@ def _where(error: BaseException) -> str:
             place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether code of this package raised it, and no function of the user's or of another package."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN)
 
 
 def finalize_in_time() -> None:

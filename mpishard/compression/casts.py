@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.compiled import HostFunction
-from mpishard.compression import kernels
+from mpishard.compression import device_kernels, kernels
 from mpishard.compression.compressor import FusedCompressor, padded
 
 Array = Any
@@ -18,6 +18,8 @@ Array = Any
 class _Cast(FusedCompressor):
     _to: ClassVar[HostFunction]
     _from: ClassVar[HostFunction]
+    _device_dtype: ClassVar[Any]
+    _largest: ClassVar[float]
 
     def nbytes(self, size: int, dtype: np.dtype) -> int:
         return padded(2 * size)
@@ -28,12 +30,20 @@ class _Cast(FusedCompressor):
     def _decompress_on_host(self, wire: np.ndarray, values: np.ndarray, add: bool) -> None:
         self._from((values, _bits(wire, values.size)), (add,))
 
+    def _compress_by_cuda(self, values: Array, wire: Array, rest: Array) -> None:
+        halves = _bits(wire, values.size).view(self._device_dtype)
+        device_kernels.to_halves(values, halves, rest, self._largest)
+
+    def _decompress_by_cuda(self, wire: Array, values: Array, add: bool) -> None:
+        device_kernels.from_halves(_bits(wire, values.size).view(self._device_dtype), values, add)
+
 
 @dataclass(frozen=True)
 class Float16Compressor(_Cast):
     """IEEE half precision: 11 bits, up to 65504; a larger value is sent as 65504, and its remainder in later steps."""
 
     _to, _from = kernels.to_float16, kernels.from_float16
+    _device_dtype, _largest = np.float16, kernels.LARGEST_HALF
 
     def _compress_on_device(self, values: Array, wire: Array) -> None:
         module, largest = arrays.module_of(values), kernels.LARGEST_HALF
@@ -49,6 +59,7 @@ class BFloat16Compressor(_Cast):
     """The upper half of a float32: 8 bits of precision, and the range of a float32."""
 
     _to, _from = kernels.to_bfloat16, kernels.from_bfloat16
+    _device_dtype, _largest = np.uint16, np.inf
 
     # In integers, since CuPy has no bfloat16.
     def _compress_on_device(self, values: Array, wire: Array) -> None:

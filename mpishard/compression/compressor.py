@@ -193,15 +193,18 @@ class PieceCompressor(Compressor):
 
 
 class FusedCompressor(PieceCompressor):
-    """A compressor with compiled loops for NumPy arrays, and whole-array operations for device arrays.
+    """A compressor with compiled loops for NumPy arrays and for device arrays.
 
-    Both give the same bytes, except for the bits of NaN, and of sums within 1e-16 of a tie in rounding.
+    Where no CUDA functions are compiled, device arrays take operations on whole arrays.  All give the same bytes,
+    except for the bits of NaN, and of sums within 1e-16 of a tie in rounding.
     """
 
     def compress(self, values: Array, wire: Array) -> None:
         if not values.size:
             return
-        if arrays.is_device(values):
+        if arrays.runs_cuda(values):
+            self._compress_by_cuda(values, wire, values[:0])
+        elif arrays.is_device(values):
             self._compress_on_device(values, wire)
         else:
             self._compress_on_host(values, wire, np.empty(0, values.dtype))
@@ -209,21 +212,31 @@ class FusedCompressor(PieceCompressor):
     def decompress(self, wire: Array, values: Array) -> None:
         if not values.size:
             return
-        if arrays.is_device(values):
+        if arrays.runs_cuda(values):
+            self._decompress_by_cuda(wire, values, False)
+        elif arrays.is_device(values):
             self._decompress_on_device(wire, values)
         else:
             self._decompress_on_host(wire, values, False)
 
     def split(self, values: Array, wire: Array, rest: Array) -> None:
-        if arrays.is_device(values):
+        if not values.size:
+            return
+        if arrays.runs_cuda(values):
+            self._compress_by_cuda(values, wire, rest)
+        elif arrays.is_device(values):
             super().split(values, wire, rest)
-        elif values.size:
+        else:
             self._compress_on_host(values, wire, rest)
 
     def add(self, wire: Array, total: Array) -> None:
-        if arrays.is_device(total):
+        if not total.size:
+            return
+        if arrays.runs_cuda(total):
+            self._decompress_by_cuda(wire, total, True)
+        elif arrays.is_device(total):
             super().add(wire, total)
-        elif total.size:
+        else:
             self._decompress_on_host(wire, total, True)
 
     @abstractmethod
@@ -233,6 +246,14 @@ class FusedCompressor(PieceCompressor):
     @abstractmethod
     def _decompress_on_host(self, wire: np.ndarray, values: np.ndarray, add: bool) -> None:
         """`add`, or `decompress`."""
+
+    @abstractmethod
+    def _compress_by_cuda(self, values: Array, wire: Array, rest: Array) -> None:
+        """As `_compress_on_host`."""
+
+    @abstractmethod
+    def _decompress_by_cuda(self, wire: Array, values: Array, add: bool) -> None:
+        """As `_decompress_on_host`."""
 
     @abstractmethod
     def _compress_on_device(self, values: Array, wire: Array) -> None: ...

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.arguments import integer
 from mpishard.backend import array as arrays
-from mpishard.compression import kernels
+from mpishard.compression import device_kernels, kernels
 from mpishard.compression.compressor import FusedCompressor, padded
 
 Array = Any
@@ -72,6 +72,12 @@ class Int8Compressor(_Blockwise):
         scales, codes = self._parts(wire, values.size)
         kernels.from_int8((values, scales, codes.view(np.int8)), (int(self.block), add))
 
+    def _compress_by_cuda(self, values: Array, wire: Array, rest: Array) -> None:
+        device_kernels.to_int8(values, *self._parts(wire, values.size), rest, self.block)
+
+    def _decompress_by_cuda(self, wire: Array, values: Array, add: bool) -> None:
+        device_kernels.from_int8(*self._parts(wire, values.size), values, self.block, add)
+
     def _compress_on_device(self, values: Array, wire: Array) -> None:
         module = arrays.module_of(values)
         scales, codes = self._parts(wire, values.size)
@@ -115,6 +121,12 @@ class SignCompressor(_Blockwise):
 
     def _decompress_on_host(self, wire: np.ndarray, values: np.ndarray, add: bool) -> None:
         kernels.from_signs((values, *self._parts(wire, values.size)), (int(self.block), add))
+
+    def _compress_by_cuda(self, values: Array, wire: Array, rest: Array) -> None:
+        device_kernels.to_signs(values, *self._parts(wire, values.size), rest, self.block)
+
+    def _decompress_by_cuda(self, wire: Array, values: Array, add: bool) -> None:
+        device_kernels.from_signs(*self._parts(wire, values.size), values, self.block, add)
 
     def _compress_on_device(self, values: Array, wire: Array) -> None:
         module = arrays.module_of(values)

@@ -62,7 +62,8 @@ class FullState:
             (name, shape), (other, other_shape) = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
                 f"the state is of other parameters: it has {len(saved)} tensors and this model {len(wanted)}; "
-                f"they differ first at {brief(name)} {shape} against {brief(other)} {other_shape}"
+                f"they differ first at {brief(name)} {shape} against {brief(other)} {other_shape}; "
+                "make the model as it was when the state was saved, or begin without its state"
             )
         if self.dtype != dtype:
             raise ValueError(f"the state is {self.dtype}, but the parameters are {dtype}")

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import exact_norm
+from mpishard.backend.ranges import Range, Ranges
 from mpishard.comm.ledger import users_level
+from mpishard.data_parallel.largest_gradients import LargestGradients
 from mpishard.data_parallel.owned_parts import spans_of
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.parameters.flat import FlatParameters
@@ -50,12 +52,11 @@ class Inspection:
     def __init__(self, strategy: Strategy, parameters: FlatParameters, looks: bool) -> None:
         self._strategy = strategy
         self._team = strategy.team
-        self._pieces = parameters.pieces
         self._elements = sum(spec.size for spec in parameters.specs)
         self._sums_are_everywhere = strategy.sums_are_everywhere and parameters.size <= _SHORT
         parts = strategy.ownership.owned_parts if self._sums_are_everywhere else strategy.ownership.counted_parts
-        self._spans = spans_of(parts)
-        self._nonfinite = ""
+        self._spans = Ranges([Range(*span) for span in spans_of(parts)])
+        self._largest = LargestGradients(parameters.pieces, self._spans)
         self._first_steps = _FIRST_STEPS
         self.nonfinite_loss = ""
         self.finite_loss = True
@@ -64,7 +65,8 @@ class Inspection:
 
     def forget(self) -> None:
         """Forget what was found; the next gradients belong to another step."""
-        self._nonfinite = self.nonfinite_loss = ""
+        self._largest.forget()
+        self.nonfinite_loss = ""
 
     @property
     def is_first(self) -> bool:
@@ -72,15 +74,8 @@ class Inspection:
         return self._first_steps > 0
 
     def look(self, bucket: Bucket, gradient: Array) -> None:
-        """Remember this rank's first tensor with a NaN or infinite gradient, before the sum with other ranks."""
-        if self._nonfinite or math.isfinite(exact_norm.largest(gradient)):
-            return
-        start = 0
-        for piece in self._pieces[bucket.first : bucket.last]:
-            if not math.isfinite(exact_norm.largest(gradient[start : start + piece.size])):
-                self._nonfinite = piece.name
-                return
-            start += piece.size
+        """Find this rank's first tensor with a NaN or infinite gradient, before the sum with other ranks."""
+        self._largest.look(bucket, gradient)
 
     def norm(self, measure: bool, exchange_status: bool) -> float:
         """Agree on whether the summed gradients and the losses are finite, and on whether to stop.  Collective.
@@ -99,9 +94,8 @@ class Inspection:
             every logical element once; else NaN.
         """
         gradients = self._strategy.gradients()
-        counted = [gradients[owned][start:stop] for owned, start, stop in self._spans]
-        tops = [exact_norm.largest(part) for part in counted]
-        finite = not self._nonfinite and all(map(math.isfinite, tops))
+        tops = self._largest.of_spans(gradients)
+        finite = not self._largest.nonfinite and all(map(math.isfinite, tops))
         # MPI leaves the maximum with a NaN undefined, so that infinity stands for NaN too.
         top = max(tops, default=0.0) if finite else math.inf
         if self._sums_are_everywhere and not exchange_status:
@@ -119,8 +113,8 @@ class Inspection:
         if not math.isfinite(top) or not measure:
             return math.nan if math.isfinite(top) else math.inf
         squares = np.zeros(2)
-        for part in counted:
-            squares += exact_norm.sum_of_squares(part, top, self._elements)
+        for part in exact_norm.sums_of_squares(gradients, self._spans, [top], [self._elements]):
+            squares += part
         if not self._sums_are_everywhere:
             self._team.all_reduce(squares, label="control")
         return exact_norm.norm(squares, top)
@@ -128,7 +122,11 @@ class Inspection:
     def culprits(self, step: int, what: str = "gradient") -> str:
         """A message that names the tensors and samples that were not finite, and their ranks.  Collective."""
         found = list(
-            zip(self._team.members, self._team.allgather_object((self.nonfinite_loss, self._nonfinite)), strict=True)
+            zip(
+                self._team.members,
+                self._team.allgather_object((self.nonfinite_loss, self._largest.nonfinite)),
+                strict=True,
+            )
         )
         losses = [f"{loss} on rank {rank}" for rank, (loss, _) in found if loss]
         tensors = [f"{name!r} on rank {rank}" for rank, (_, name) in found if name]

@@ -11,29 +11,30 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import exact_norm
+from mpishard.backend.ranges import Ranges
 from mpishard.comm.axis import Axis
 from mpishard.comm.model_parallel_group import ModelParallelGroup
-from mpishard.data_parallel.owned_parts import OwnedPart
 from mpishard.layout.specs import ParameterSpec
 
 Array = Any
 
 
 def norms(
-    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Sequence[OwnedPart], arrays: Sequence[Array]
+    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Ranges, arrays: Sequence[Array]
 ) -> list[float]:
     """The 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
 
-    Every element must be in `parts` on exactly one rank of the axis; `arrays` has one array for each owned range.
-    Collective over `axis`, the team of a strategy.
+    Every element must be in `parts` on exactly one rank of the axis, and chooses the number of its tensor; `arrays` has
+    one array for each owned range.  On a device the host waits twice, whatever the number of tensors.  Collective over
+    `axis`, the team of a strategy.
     """
     tops = np.zeros(len(specs))
-    for tensor, owned, start, stop in parts:
-        tops[tensor] = max(tops[tensor], exact_norm.largest(arrays[owned][start:stop]))
+    for part, top in zip(parts.all, exact_norm.largest_of(arrays, parts), strict=True):
+        tops[part.choice] = max(tops[part.choice], top)
     axis.all_reduce(tops, op="max", label="norms")
     sums = np.zeros((len(specs), 2))
-    for tensor, owned, start, stop in parts:
-        part = arrays[owned][start:stop]
-        sums[tensor] += exact_norm.sum_of_squares(part, float(tops[tensor]), specs[tensor].size)
+    found = exact_norm.sums_of_squares(arrays, parts, tops.tolist(), [spec.size for spec in specs])
+    for part, squares in zip(parts.all, found, strict=True):
+        sums[part.choice] += squares
     axis.all_reduce(sums, label="norms")
     return [exact_norm.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]

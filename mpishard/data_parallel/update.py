@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from mpishard.backend import array as arrays
+from mpishard.backend.array import Kernel
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.slots import EMA
-from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.trust_ratio_norms import norms
 from mpishard.data_parallel.validation import check_copies
 from mpishard.optim import Rule
@@ -48,6 +48,14 @@ class NormBased(Protocol):
         ...
 
 
+class Factors(NamedTuple):
+    """On the learning rate, and on gradients."""
+
+    rate_factor: float
+    divisor: float
+    clip: float
+
+
 def update(
     optimizer: Configured,
     binding: Binding,
@@ -76,8 +84,9 @@ def update(
         counters.steps += 1
         config.mesh.ledger.step = counters.clock
         if config.max_gradient_value is not None:
-            for gradient in strategy.gradients():
-                clip_by_value(gradient, divisor, config.max_gradient_value)
+            rows = [(gradient,) for gradient in strategy.gradients()]
+            ranges = on_rank.rule_ranges.of_all(clip_by_value)
+            clip_by_value.over_ranges(rows, ranges, [(divisor, config.max_gradient_value)])
             divisor = 1.0
         apply_rule(rule, on_rank, counters.steps, rate_factor=rate_factor, divisor=divisor, clip=clip)
         strategy.publish_parameters()
@@ -128,35 +137,64 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
     strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()
     states = strategy.ownership.states_of(slots)
-    directions = None
+    rows = [(values, gradient, *state) for values, gradient, state in zip(owned, gradients, states, strict=True)]
     if rule.norm_based:
-        directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
-    for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, rate_factor):
-        values, gradient, state = owned[number], gradients[number], states[number]
-        if stop - start != values.size:
-            values, gradient = values[start:stop], gradient[start:stop]
-            state = [part[start:stop] for part in state]
-        if directions is None:
+        _apply_by_norms(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+    elif owned and arrays.runs_cuda(owned[0]) and rule.is_one_formula:
+        _at_once(rule, rule.kernel, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+    else:
+        for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, rate_factor):
+            values, gradient, *state = _part(rows[number], start, stop)
             own_rule.update(values, gradient, state, step, divisor=divisor, clip=clip)
-        else:
-            out = directions[number][start:stop]
-            cast(NormBased, own_rule).direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
-    if directions is not None:
-        rules = [each.scaled(rate_factor) for each in on_rank.rule_ranges.by_tensor(rule)]
-        _apply_by_norms([cast(NormBased, each) for each in rules], strategy, owned, directions, step)
     if rule.ema_decay is not None:
         keep = rule.ema_decay if step > 1 else 0.0
-        for values, average in zip(owned, strategy.ownership.state_views(on_rank.slots[EMA]), strict=True):
-            moving_average(average, values, keep, 1 - keep)
+        averages = strategy.ownership.state_views(on_rank.slots[EMA])
+        pairs, ranges = list(zip(averages, owned, strict=True)), on_rank.rule_ranges.of_all(moving_average)
+        moving_average.over_ranges(pairs, ranges, [(keep, 1 - keep)])
+
+
+def _at_once(
+    rule: Rule, kernel: Kernel, on_rank: RankState, rows: Sequence[Sequence[Array]], step: int, factors: Factors
+) -> None:
+    """Apply a formula with the scalars of the rules to all ranges."""
+    rules, ranges = on_rank.rule_ranges.at_once(rule, factors.rate_factor)
+    kernel.over_ranges(rows, ranges, [(factors.divisor, factors.clip, *each.scalars(step)) for each in rules])
+
+
+def _part(row: Sequence[Array], start: int, stop: int) -> Sequence[Array]:
+    """Elements ``[start, stop)`` of each array of a row."""
+    return row if stop - start == row[0].size else [array[start:stop] for array in row]
 
 
 def _apply_by_norms(
-    rules: Sequence[NormBased], strategy: Strategy, owned: Sequence[Array], directions: Sequence[Array], step: int
+    rule: Rule, on_rank: RankState, rows: Sequence[Sequence[Array]], step: int, factors: Factors
 ) -> None:
     """Take a step that scales by the norms of whole tensors, of which this rank may own only parts."""
-    team, specs = strategy.team, strategy.parameters.specs
-    before = norms(team, specs, strategy.ownership.counted_parts, owned)
-    after = norms(team, specs, strategy.ownership.counted_parts, directions)
-    for tensor, number, start, stop in strategy.ownership.owned_parts:
-        ratio = rules[tensor].trust_ratio(before[tensor], after[tensor])
-        rules[tensor].apply(owned[number][start:stop], directions[number][start:stop], step, ratio)
+    strategy, ranges = on_rank.strategy, on_rank.rule_ranges
+    owned = [row[0] for row in rows]
+    directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
+    rows = [(*row, direction) for row, direction in zip(rows, directions, strict=True)]
+    rules = [each.scaled(factors.rate_factor) for each in ranges.by_tensor(rule)]
+    halves = rule.halves if owned and arrays.runs_cuda(owned[0]) else None
+    # Before anything changes: a learning rate may be refused.
+    rates = [] if halves is None else [each.learning_rate(step) for each in rules]
+    if halves is not None:
+        _at_once(rule, halves[0], on_rank, rows, step, factors)
+    else:
+        for own_rule, number, start, stop in ranges.of(rule, factors.rate_factor):
+            values, gradient, *state, out = _part(rows[number], start, stop)
+            own = cast(NormBased, own_rule)
+            own.direction(values, gradient, state, step, divisor=factors.divisor, clip=factors.clip, out=out)
+    specs = strategy.parameters.specs
+    before = norms(strategy.team, specs, ranges.counted[0], owned)
+    after = norms(strategy.team, specs, ranges.counted[1], directions)
+    ratios = dict.fromkeys(range(len(specs)), 1.0)
+    for tensor in {part.choice for part in ranges.owned.all}:
+        ratios[tensor] = cast(NormBased, rules[tensor]).trust_ratio(before[tensor], after[tensor])
+    if halves is not None:
+        scalars = [(rate * ratios[tensor],) for tensor, rate in enumerate(rates)]
+        halves[1].over_ranges(list(zip(owned, directions, strict=True)), ranges.owned, scalars)
+        return
+    for number, start, stop, tensor in ranges.owned.all:
+        own = cast(NormBased, rules[tensor])
+        own.apply(owned[number][start:stop], directions[number][start:stop], step, ratios[tensor])

@@ -17,7 +17,7 @@ from mpishard.estimate.estimates import estimate
 from mpishard.estimate.layouts import Layout, layouts
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.workload import Workload
-from mpishard.nn.described import architecture_of
+from mpishard.nn.described import MODEL, architecture_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import Objective
 
@@ -75,7 +75,7 @@ class AutoLayouts:
         ValueError
             If the problem does not know the model's architecture.
         """
-        found, start = problem.facts.get("model.json"), problem.start
+        found, start = problem.facts.get(MODEL), problem.start
         architecture = None if found is None else architecture_of(found)
         if architecture is None or not isinstance(start, FlatParameters):
             raise ValueError(

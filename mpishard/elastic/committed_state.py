@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.elastic.buddies import buddies, needs_copy
 from mpishard.layout.local_layout import LocalLayout
@@ -63,7 +64,7 @@ class Committed:
         self.state = state
         self._axis = axis
         self._versions = versions
-        self._before = [np.empty_like(shard.array) for shard in state.shards]
+        self._before = [arrays.empty(each.array.shape, each.array.dtype, like=each.array) for each in state.shards]
         self._facts: dict[str, Any] | None = None
         self.facts: Mapping[str, Any] | None = None
         layouts = axis.allgather_object(tuple(shard.holding for shard in state.shards))
@@ -94,7 +95,7 @@ class Committed:
         """Copy the arrays before a step, those that were written since their last copy.  Not collective."""
         versions = self._versions()
         for kind in self._written(self._kept, versions):
-            np.copyto(self._before[kind], self.state.shards[kind].array)
+            self._before[kind][...] = self.state.shards[kind].array
         self._kept = versions
         self._facts, self.facts = dict(facts), None
 
@@ -105,11 +106,14 @@ class Committed:
             return
         pending = []
         self._sent = self._versions()
-        for kind in self._written(self._copied, self._sent):
+        written = self._written(self._copied, self._sent)
+        # First what goes to memory of the host: it would wait until the copies of device arrays before it are over.
+        for kind in written:
             if self._keeps[kind]:
                 size = sum(piece.size for piece in self._theirs[kind])
                 self._fresh[kind] = self._room(size, self.state.shards[kind].array.dtype)
                 pending.append(axis.start_recv(self._fresh[kind], self._source, tag=kind, label="buddy"))
+        for kind in written:
             if self._gives[kind]:
                 pending.append(axis.start_send(self.state.shards[kind].array, self._to, tag=kind, label="buddy"))
         try:
@@ -134,7 +138,7 @@ class Committed:
         facts, self._facts = self._facts, None
         if facts is not None:
             for before, shard in zip(self._before, self.state.shards, strict=True):
-                np.copyto(shard.array, before)
+                shard.array[...] = before
         self._spare += self._fresh.values()
         self._fresh = {}
         return facts
@@ -150,7 +154,7 @@ class Committed:
                 continue
             own = shard.array.size
             theirs = tuple(replace(piece, start=piece.start + own) for piece in self._theirs[kind])
-            array = np.concatenate([shard.array, self._copies[kind]])
+            array = arrays.joined([shard.array, arrays.on_device_of(self._copies[kind], like=shard.array)])
             shards.append(Shard(shard.kind, array, (*shard.holding, *theirs), (*shard.counted, *theirs)))
         return replace(self.state, shards=tuple(shards))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.mesh_choice import MeshSizes
-from mpishard.nn.described import architecture_of
+from mpishard.nn.described import MODEL, architecture_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import Objective
 
@@ -28,7 +28,7 @@ class MeshLimits:
         self._tensor = config.mesh.tensor.size
         same_bits = config.reproducible and not config.allow_different_bits
         self._keeps_tensor = same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
-        architecture = problem.facts.get("model.json")
+        architecture = problem.facts.get(MODEL)
         self._architecture = None if architecture is None else architecture_of(architecture)
 
     def __call__(self, sizes: MeshSizes) -> str:

@@ -145,7 +145,7 @@ class ElasticOptimizer:
                 raise TypeError("ElasticOptimizer of a rule needs a Mesh or a ShardingConfiguration")
             if isinstance(config, Mesh):
                 config = ShardingConfiguration(config, reproducible=True)
-            optimizer = optimizer_of(optimizer, config)
+            optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
         elif config is not None:
             raise TypeError("an optimizer has its configuration; leave config out")
         self.optimizer = optimizer

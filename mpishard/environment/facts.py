@@ -10,7 +10,7 @@ import platform
 import resource
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -21,8 +21,15 @@ from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.blas_threads import chosen_by_user, cpu_quota, own_cores
 from mpishard.backend.products.choice import Choice, chosen_by_variable
 from mpishard.backend.products.libraries import NUMPY, installed, loadable
-from mpishard.comm.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
+from mpishard.comm.capabilities import (
+    Capabilities,
+    claims_device_buffers,
+    could_heal_in_place,
+    heals_in_place,
+    probe,
+)
 from mpishard.deprecated import warn_renamed
+from mpishard.environment.gpus import Devices, collect_devices
 from mpishard.launch.detection import Launch, launches
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.version import versions
@@ -193,7 +200,9 @@ class Facts:
     processor : Processor
         Cores and BLAS.
     memory : Memory
-        GPUs and memory.
+        How many GPUs, and memory.
+    devices : Devices
+        Which GPUs, and the libraries for them.
     """
 
     process: Process
@@ -203,6 +212,7 @@ class Facts:
     h5py: H5py
     processor: Processor
     memory: Memory
+    devices: Devices = field(default_factory=Devices)
 
     def flat(self) -> dict[str, Any]:
         """The facts by name, without their groups, as ``mpishard info --json`` prints them.
@@ -230,14 +240,21 @@ class Facts:
             return getattr(getattr(self, group), name)
 
 
-_GROUPS = {"process": Process, "mpi_setup": MpiSetup, "h5py": H5py, "processor": Processor, "memory": Memory}
-_GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in fields(kind)}
+_GROUPS = {
+    "process": Process,
+    "mpi_setup": MpiSetup,
+    "h5py": H5py,
+    "processor": Processor,
+    "memory": Memory,
+    "devices": Devices,
+}
+_GROUP_OF = {each.name: group for group, kind in _GROUPS.items() for each in fields(kind)}
 
 
 def _also_without_groups(init: Callable[..., None]) -> Callable[..., None]:
     """The `__init__` of `Facts` that, deprecated, also takes facts by their own names, or all in their order."""
-    of_group = {group: [field.name for field in fields(kind)] for group, kind in _GROUPS.items()}
-    in_order = [name for field in fields(Facts) for name in of_group.get(field.name, [field.name])]
+    of_group = {group: [each.name for each in fields(kind)] for group, kind in _GROUPS.items()}
+    in_order = [name for each in fields(Facts) for name in of_group.get(each.name, [each.name])]
 
     @functools.wraps(init)
     def initialize(facts: Facts, *values: Any, **named: Any) -> None:
@@ -276,7 +293,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
         Those of this rank; ``comm.allgather`` gives them to all.
     """
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    node = shared.bcast(comm.rank)
+    node, rank_of_node = shared.bcast(comm.rank), shared.rank
     shared.Free()
     gpus = device_count()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -318,6 +335,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             shared_memory=shared_memory,
             shared_memory_free=shared_memory_free,
         ),
+        devices=collect_devices(gpus, rank_of_node, gpus > 0 and claims_device_buffers()),
     )
 
 

@@ -20,6 +20,7 @@ _SHARED_MEMORY_WANTED, _SHARED_MEMORY_NEEDED = 16 * 2**20, 4 * 2**20
 # Network cards and GPUs need locked buffers; most systems allow 8 MiB by default.
 _LOCKED_MEMORY = 2**30
 _SHOWN_HOSTS = 3
+_EXTRAS = (13, 12)  # cuda13x and cuda12x: the versions of CUDA for which an extra brings CuPy
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,7 @@ def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
     if not with_gpus:
         return
     first = with_gpus[0]
+    devices = first.devices
     where = f"{first.process.host} has {count(first.memory.gpus, 'GPU')}"
     limits = [each.memory.locked_memory for each in with_gpus if each.memory.locked_memory is not None]
     if limits and min(limits) < _LOCKED_MEMORY:
@@ -311,16 +313,95 @@ def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
         )
     if "CuPy" not in first.versions:
         what = f"{where}, but this Python has no CuPy"
-        yield Finding(NOTE, "gpu", what, "to compute there, pip install cupy-cuda13x (or 12x) as its driver needs")
+        yield Finding(NOTE, "gpu", what, f"to compute there, {cupy_for(devices.driver_cuda)}")
+        return
+    mixed = next((each.devices for each in with_gpus if len(each.devices.cupy_packages) > 1), None)
+    if mixed is not None:
+        what = f"{' and '.join(mixed.cupy_packages)} are installed at once, and each overwrites files of the other"
+        way_out = f"pip uninstall {' '.join(mixed.cupy_packages)}, then {cupy_for(mixed.driver_cuda)}"
+        yield Finding(WARNING, "gpu", what, way_out)
+    older = [each for each in with_gpus if _is_too_new(each)]
+    if older:
+        poor = older[0].devices
+        what = f"CuPy {first.versions['CuPy']} is for CUDA {poor.cupy_cuda}, but the driver of {older[0].process.host}"
+        way_out = cupy_for(poor.driver_cuda)
+        if way_out.startswith("pip"):
+            way_out = f"pip uninstall cupy-cuda{poor.cupy_cuda}x, then {way_out}, or update the driver"
+        yield Finding(WRONG, "gpu", f"{what} takes CUDA {poor.driver_cuda} at most", way_out)
         return
     if not all(each.memory.pins_memory for each in with_gpus):
         what = f"{where}, but CuPy {first.versions['CuPy']} cannot pin host memory, through which its arrays travel"
         yield Finding(WRONG, "gpu", what, "see what cupy.cuda.alloc_pinned_memory(1) raises")
-    if not all(each.mpi.device_buffers for each in with_gpus):
+    lying = [each for each in with_gpus if each.devices.claims_device_buffers and not each.mpi.device_buffers]
+    if lying:
+        what = f"{first.mpi.library} says that it takes device pointers, but a trial of it on {lying[0].process.host}"
+        way_out = "build the MPI with the CUDA and the UCX of this machine, or leave it: results are right either way"
+        yield Finding(WARNING, "gpu", f"{what} failed: arrays travel through pinned host memory", way_out)
+    elif not all(each.mpi.device_buffers for each in with_gpus):
         what = f"{where}, but this {first.mpi.library} was not seen to take device pointers"
         yield Finding(
             NOTE, "gpu", f"{what}: arrays travel through the host", "an MPI built with CUDA sends them directly"
         )
+
+    for node in nodes(facts):
+        used = gpus_in_use(node)
+        if "NCCL" in node[0].devices.device_libraries and used and len(node) > len(used):
+            what = f"{count(len(node), 'rank')} of {node[0].process.host} share {count(len(used), 'GPU')}"
+            what += ", which NCCL refuses: collectives='nccl' of a mesh goes by MPI there"
+            yield Finding(NOTE, "gpu", what, f"start {count(len(used), 'rank')} there to have NCCL")
+            return
+
+
+def gpus_in_use(node: Sequence[Facts]) -> list[str]:
+    """The GPUs that the ranks of a node take, each once.
+
+    Not collective.
+
+    Parameters
+    ----------
+    node : sequence of Facts
+        Of the ranks of one node.
+
+    Returns
+    -------
+    list of str
+        Their UUIDs, in the order of the ranks.
+    """
+    return list(dict.fromkeys(each.devices.own.uuid for each in node if each.devices.own is not None))
+
+
+def _is_too_new(facts: Facts) -> bool:
+    """Whether CuPy is known to be for a newer CUDA than the driver takes; drivers take older ones."""
+    devices = facts.devices
+    known = devices.cupy_cuda and devices.driver_cuda and len(devices.cupy_packages) < 2
+    return bool(known) and int(devices.cupy_cuda) > int(_major(devices.driver_cuda))
+
+
+def cupy_for(driver_cuda: str) -> str:
+    """How to get a CuPy that a driver takes: drivers take older versions of CUDA than their own, none newer.
+
+    Not collective.
+
+    Parameters
+    ----------
+    driver_cuda : str
+        The newest CUDA that the driver takes; empty if it is not known.
+
+    Returns
+    -------
+    str
+        What to do.
+    """
+    fitting = [major for major in _EXTRAS if not driver_cuda or major <= int(_major(driver_cuda))]
+    if not fitting:
+        return f"update its driver, which takes CUDA {driver_cuda} at most, to one for CUDA {_EXTRAS[-1]} or later"
+    if not driver_cuda:
+        return f"pip install 'mpishard[{' or '.join(f'cuda{major}x' for major in fitting)}]', as its driver needs"
+    return f"pip install 'mpishard[cuda{fitting[0]}x]', as its driver needs"
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
 
 
 def _deaths(facts: Sequence[Facts]) -> Iterator[Finding]:

@@ -15,8 +15,12 @@ from mpishard.estimate.holdings import VirtualStage
 from mpishard.estimate.layouts import Layout
 from mpishard.layout.boxes import nested_split
 from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.device_mixing import BLOCK as DEVICE_BLOCK
+from mpishard.nn.device_mixing import group_sizes
 from mpishard.nn.mixing import BLOCK, GROUP_SCORES
 from mpishard.nn.slices import most_sums, nodes_by_rank, summed_by_mpi
+
+HALF_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,15 @@ class Activations:
     layout : Layout
     length : int
         Tokens of a sequence.
+    device, half : bool
+        As in `mpishard.estimate.Workload`; with `half` the elements are of float32, and two in half precision are one.
     """
 
     architecture: DecoderArchitecture
     layout: Layout
     length: int
+    device: bool = False
+    half: bool = False
 
     def share(self, size: int) -> int:
         """The largest part that a tensor rank gets of `size` columns or rows."""
@@ -75,18 +83,28 @@ class Activations:
         """Elements of the activation passed from unit to unit and from stage to stage."""
         return self.own_rows(rows) * self.architecture.width
 
+    def halved(self, elements: int) -> int:
+        """Elements of memory for what is stored rounded with `half`."""
+        return -(-elements // 2) if self.half else elements
+
+    def for_products(self, elements: int) -> int:
+        """Elements of memory for a result that only products take, which is rounded unless ranks exchange its rows."""
+        return elements if self.layout.sequence_parallel else self.halved(elements)
+
     def of_block(self, rows: int) -> int:
         """Elements that one block keeps, without its input."""
         block = self.block
-        norms = 2 * (self.passed(rows) + block.statistics * self.own_rows(rows))
-        attention = rows * (self.share(block.qkv) + self.share(block.mixed) + block.heads // self.layout.tensor)
+        norms = 2 * (self.for_products(self.passed(rows)) + block.statistics * self.own_rows(rows))
+        attention = self.halved(rows * self.share(block.qkv))
+        attention += rows * (self.share(block.mixed) + block.heads // self.layout.tensor)
         attention += rows * block.normed_heads // self.layout.tensor * (block.head_width + 1)
-        hidden = block.kept_hidden * rows * self.share(block.hidden)
+        hidden = rows * self.share(block.hidden)
+        hidden = (block.kept_hidden - 1) * hidden + self.for_products(hidden)
         return norms + attention + hidden + 2 * self.passed(rows)
 
     def of_head(self, rows: int) -> int:
         """Elements that the output head keeps: its norm, and the logits, whose memory their gradient reuses."""
-        norm = self.passed(rows) + self.block.statistics * self.own_rows(rows)
+        norm = self.for_products(self.passed(rows)) + self.block.statistics * self.own_rows(rows)
         return norm + rows * self.share(self.architecture.vocabulary_size)
 
     def put_off(self, part: VirtualStage, rows: int) -> int:
@@ -117,6 +135,32 @@ class Activations:
             kept += self.of_head(rows)
         return kept + self.put_off(part, rows)
 
+    def _host_scores(self) -> int:
+        """Elements of the blocks of scores, and of what is computed with them."""
+        sizes, length = self.block, self.length
+        group = min(self.slice_of(sizes.groups), max(1, GROUP_SCORES // length**2))
+        scores = group * length * (length + min(BLOCK, length))
+        if sizes.heads > sizes.groups:
+            scores += group * min(BLOCK, length) * sizes.head_width
+        return scores
+
+    def device_scores(self, rows: int) -> int:
+        """Elements of the largest block of scores on a device, of a micro-batch of `rows` tokens."""
+        of_head = min(self.length, DEVICE_BLOCK) * self.length
+        sequences, heads = group_sizes(self.slice_of(self.block.groups), of_head)
+        return min(rows // self.length, sequences) * heads * of_head
+
+    def operands(self, parts: tuple[VirtualStage, ...], rows: int) -> int:
+        """Elements of the most operands that are in half precision at once for a product, without weights."""
+        sizes, width = self.block, self.architecture.width
+        needed = 0
+        if any(part.blocks for part in parts):
+            attention = 2 * self.device_scores(rows)  # probabilities, and gradients by scores
+            needed = max(attention, rows * (self.share(sizes.hidden) + width), rows * (self.share(sizes.qkv) + width))
+        if any(part.head for part in parts):
+            needed = max(needed, rows * self.share(self.architecture.vocabulary_size))
+        return needed
+
     def scratch(self, parts: tuple[VirtualStage, ...], rows: int, microbatches: int) -> int:
         """Elements of memory that all micro-batches and chunks of a rank use in turns."""
         if rows == 0:
@@ -128,22 +172,20 @@ class Activations:
         needed = 0
         if blocks:
             sizes = self.block
-            group = min(self.slice_of(sizes.groups), max(1, GROUP_SCORES // length**2))
-            scores = group * length * (length + min(BLOCK, length))
-            if sizes.heads > sizes.groups:
-                scores += group * min(BLOCK, length) * sizes.head_width
+            scores = 2 * self.device_scores(rows) if self.device else self._host_scores()
             hidden, mixed, qkv = (self.share(each) for each in (sizes.hidden, sizes.mixed, sizes.qkv))
-            gradients = rows * (hidden + 2 * width + mixed + self.slice_of(sizes.mixed) + qkv)
+            gradients = rows * (hidden + 2 * width + mixed + qkv) + self.halved(rows * self.slice_of(sizes.mixed))
             gradients += rows * (sizes.gated * width + sizes.turned * qkv)
             gradients += rows * self.slice_of(sizes.normed_heads) * sizes.head_width
-            needed += scores + gradients + rows * self.slice_of(sizes.heads) + BLOCK
+            needed += scores + gradients + rows * self.slice_of(sizes.heads)
+            needed += min(length, DEVICE_BLOCK) if self.device else BLOCK
             needed += own if architecture.dropout else 0
         if head:
             needed += rows * width + own + (3 * rows if max(self.layout.tensor, architecture.shards) > 1 else 0)
         if self.layout.sequence_parallel:
             # Gathered activations with all rows, terms of sums over the ranks, and gradients of this rank's rows.
             needed += 2 * rows * width + (2 * blocks + head) * own
-        if microbatches > 1:
+        if microbatches > 1 and not self.device:  # devices add products to gradients as they compute them
             sizes, vocabulary = self.block, self.slice_of(architecture.vocabulary_size)
             columns = max(self.slice_of(sizes.hidden), self.slice_of(sizes.qkv))
             needed += max(blocks * width * columns, head * width * vocabulary)

@@ -42,6 +42,8 @@ class Tensor(NamedTuple):
         Whether two units on this rank use it.
     stage, unit : int
         Virtual stage on this rank, and unit in it.
+    multiplied : bool
+        Whether it is an operand of products: a matrix, and not one of which rows are looked up only.
     """
 
     size: int
@@ -51,6 +53,7 @@ class Tensor(NamedTuple):
     shared: bool
     stage: int
     unit: int
+    multiplied: bool
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,11 @@ def holding(
     for stage, part in enumerate(parts):
         kinds = [*([EMBEDDINGS] * part.embeddings), *(["blocks.0"] * part.blocks), *([OUTPUT_HEAD] * part.head)]
         for unit, kind in enumerate(kinds):
-            for name, size, everywhere, partial in _tensors(architecture, kind, tensor, sequence_parallel):
+            for name, size, everywhere, partial, matrix in _tensors(architecture, kind, tensor, sequence_parallel):
                 used_twice = architecture.tied and name == TABLE
-                found = Tensor(size, everywhere, partial, used_twice and not whole, used_twice and both, stage, unit)
+                tied, shared = used_twice and not whole, used_twice and both
+                multiplied = matrix and (kind != EMBEDDINGS or shared)
+                found = Tensor(size, everywhere, partial, tied, shared, stage, unit, multiplied)
                 if not (used_twice and kind == OUTPUT_HEAD):
                     tensors.append(found)
                 elif not both:
@@ -143,12 +148,12 @@ def buckets_of(
 @functools.lru_cache(maxsize=256)
 def _tensors(
     architecture: DecoderArchitecture, unit: str, tensor: int, sequence_parallel: bool
-) -> Sequence[tuple[str, int, int, bool]]:
+) -> Sequence[tuple[str, int, int, bool, bool]]:
     found = []
     for spec in architecture.specs_of(unit, sequence_parallel=sequence_parallel):
         size = box_size(ModelParallelRank(0, tensor).box(spec))
         everywhere = spec.size * (tensor if spec.tensor_dim is None else 1)
-        found.append((spec.name, size, everywhere, spec.partial and tensor > 1))
+        found.append((spec.name, size, everywhere, spec.partial and tensor > 1, len(spec.shape) == 2))
     return found
 
 

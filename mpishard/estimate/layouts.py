@@ -9,6 +9,9 @@ from mpishard.estimate.zero import STAGES
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.pipeline.schedule import SCHEDULES, check_chunks
 
+# MPI counts them by ints of C.
+_MOST_RANKS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -124,10 +127,12 @@ def layouts(
     Raises
     ------
     ValueError
-        If `ranks` is below 1, or `chunks` below 2 with "interleaved".
+        If `ranks` is below 1 or above 2**31 - 1, or `chunks` below 2 with "interleaved".
     """
     if ranks < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
+    if ranks > _MOST_RANKS:
+        raise ValueError(f"the number of ranks is {ranks}; MPI has at most {_MOST_RANKS}")
     if "interleaved" in schedules:
         check_chunks("interleaved", chunks)
     for tensor_size in _divisors(ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from mpishard.estimate.activations import Activations
+from mpishard.estimate.activations import HALF_BYTES, Activations
 from mpishard.estimate.holdings import Holding, VirtualStage, buckets_of, holding
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.pipeline_time import peak_in_flight
@@ -42,6 +42,9 @@ class Memory:
         Activations of all micro-batches in flight.
     scratch : int
         Memory that layers use in turns.
+    rounded : int
+        Weights in half precision, each from its first product in a step to the end of the step; on devices only, and
+        none with ZeRO-3.
     """
 
     parameters: int
@@ -51,6 +54,7 @@ class Memory:
     buckets: int
     activations: int
     scratch: int
+    rounded: int = 0
 
     @property
     def total(self) -> int:
@@ -148,7 +152,8 @@ class Plan:
         # One of the blocks is of a sum under way; there is none on one data rank.  With zb-h1 the first half of a
         # backward pass begins all gradients, and the second half finishes them.
         open_buckets = min(blocks - (layout.data == 1), len(buckets)) if layout.schedule != "zb-h1" else len(buckets)
-        activations = Activations(self.architecture, layout, self.shape.length)
+        workload, weights = self.workload, [tensor.size for tensor in held.tensors if tensor.multiplied]
+        activations = Activations(self.architecture, layout, self.shape.length, workload.device, workload.half)
         peaks = peak_in_flight(layout.schedule, layout.pipeline, microbatches, layout.chunks, rank)
         elements = dict(
             parameters=owned if layout.zero_stage == 3 else held.size,
@@ -163,9 +168,15 @@ class Plan:
             ),
             scratch=activations.scratch(parts, self.shape.rows[0], microbatches),
         )
-        memory = {what: self.workload.itemsize * count for what, count in elements.items()}
+        memory = {what: workload.itemsize * count for what, count in elements.items()}
         # Tokens and targets of the batch, in 8 bytes each.
         memory["scratch"] += 2 * 8 * sum(self.shape.rows)
+        if workload.half:
+            memory["scratch"] += HALF_BYTES * activations.operands(parts, self.shape.rows[0])
+            if layout.zero_stage == 3:
+                memory["scratch"] += HALF_BYTES * max(weights, default=0)
+            else:
+                memory["rounded"] = HALF_BYTES * sum(weights)
         return Memory(**memory)
 
     def largest_rows(self, flights: int) -> list[int]:

@@ -31,11 +31,16 @@ class Workload:
         Elements of optimizer state per parameter: 2 for Adam.
     minimum_parameter_group_size : int
         As in `mpishard.ShardingConfiguration`.
+    device : bool
+        Whether arrays are on devices, where attention is computed in larger blocks.
+    half : bool
+        Whether products round their operands to half precision there, as with `compute_dtype` of `mpishard.nn.GPT`.
+        Attention and GELU are taken to be computed by mpishard, not by cuDNN and cuBLASLt, which need less memory.
 
     Raises
     ------
     ValueError
-        If a number is too small.
+        If a number is too small, or `half` is given without `device` or with another `itemsize` than 4.
     """
 
     batch: int = 1
@@ -44,12 +49,18 @@ class Workload:
     itemsize: int = 4
     slots: int = 2
     minimum_parameter_group_size: int = 1024
+    device: bool = False
+    half: bool = False
 
     def __post_init__(self) -> None:
         for what, least in (("batch", 0), ("microbatches", 1), ("slots", 0), ("itemsize", 1)):
             value = getattr(self, what)
             if value is not None and value < least:
                 raise ValueError(f"{what}={value} must be at least {least}")
+        if self.half and not (self.device and self.itemsize == 4):
+            raise ValueError(
+                f"half=True needs device=True and itemsize=4, got device={self.device} and itemsize={self.itemsize}"
+            )
 
     def batch_shape(self, architecture: DecoderArchitecture, layout: Layout) -> BatchShape:
         """The batch of a data rank, with the defaults of this model and layout.

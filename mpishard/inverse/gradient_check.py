@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, number, shown
+from mpishard.arguments import entries, flag, integer, number, shown
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.line import Evaluation, Line, Part
 from mpishard.inverse.taylor import TaylorTest, taylor_test
@@ -187,7 +187,7 @@ def _steps(steps: Sequence[float] | None, dtype: np.dtype) -> list[float]:
     if steps is None:
         count, ratio = _ROWS[dtype]
         return [_FIRST * ratio**-index for index in range(count)]
-    row = [number("steps", step, above=0) for step in steps]
+    row = [number("steps", step, above=0) for step in entries("steps", steps, "numbers")]
     if len(row) < 3 or sorted(set(row), reverse=True) != row:
         raise ValueError(f"steps={shown(steps)} must be at least 3, descending")
     return row

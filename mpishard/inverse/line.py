@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import returned
+from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.random import uniform_in_box
 from mpishard.comm.axis import Axis
@@ -150,11 +150,14 @@ class Line:
             for vector, name in ((self.d, "direction"), (self.w, "other direction")):
                 numbers = uniform_in_box(seed, f"{name} {spec.name}", spec.shape, piece.box)
                 vector[own] = numbers.reshape(-1) * (scale if np.isfinite(scale) and scale else 1.0)
+        problem: Exception | None = None
         if direction is not None:
             given = direction.flat if isinstance(direction, FlatParameters) else direction
-            self.d = np.array(arrays.to_host(given), np.float64).reshape(-1)
-        problem: Exception | None = None
-        if self.d.size != point.size or not np.isfinite(self.d).all():
+            try:
+                self.d = np.array(arrays.to_host(given), np.float64).reshape(-1)
+            except (TypeError, ValueError):
+                problem = TypeError(f"direction={shown(direction)} must be an array of numbers, like x")
+        if problem is None and (self.d.size != point.size or not np.isfinite(self.d).all()):
             problem = ValueError(f"direction must have {point.size} finite elements, like x; it has {self.d.size}")
         part.world.raise_if_any(problem)
         if not self._sum(float(np.abs(self.d).sum()))[0]:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from mpishard.arguments import flag, shown
+from mpishard.comm.supervisor_reports import take_restart
 from mpishard.inverse.mesh_run import MeshRun
 from mpishard.inverse.run import Run
 from mpishard.io import log
@@ -61,6 +62,8 @@ class RunFiles:
             checkpoints.rehearse()
             if resume:
                 self._resume()
+        if run.speaks and not resume and not self._optimizer.clock and take_restart():
+            log.warn(f"this job was started again, and the minimization begins from x0 again; {self._way_on}")
         if record is not None:
             parameters = run.parameters
             record.begin(
@@ -101,6 +104,13 @@ class RunFiles:
             self._value = float(saved["progress"]["value"])
             begun = found.facts.get(_START, {}).get("norm", self._start)
             self.doubtful = not math.isnan(self._value) and bool(saved["stop_reason"] or begun != self._start)
+
+    @property
+    def _way_on(self) -> str:
+        """A sentence on how to continue."""
+        if self._checkpoints is None:
+            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
+        return f"minimize(..., resume=True) goes on from the checkpoint in {self._checkpoints.folder}"
 
     def _norm_of_start(self) -> float:
         """The 2-norm of the start, by which one can be told from another on any ranks.  Collective over the mesh."""
@@ -162,12 +172,8 @@ class RunFiles:
         if self._checkpoints is not None:
             self._save()
             self._checkpoints.wait()
-            way_on = f"minimize(..., resume=True) goes on from the checkpoint in {self._checkpoints.folder}"
-        else:
-            way_on = "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
-        if reason != "signal":
-            way_on = ""
-        elif self._run.speaks:
+        way_on = self._way_on if reason == "signal" else ""
+        if way_on and self._run.speaks:
             log.inform(f"stopped after step {self._optimizer.clock}; {way_on}")
         if self._record is not None:
             self._record.end(self._optimizer.clock, reason, way_on)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.backend.kinds import backend_of
 
 Array = Any
 _THREADS = "tf_XLAEigen"  # the name of those of XLA that divide an operation
@@ -29,8 +30,8 @@ def as_jax(array: Array) -> Any:
     Returns
     -------
     jax.Array
-        Of the shape and dtype of the array, on its device.  On the host JAX shares memory that begins at a multiple of
-        64 bytes, as that of FlatParameters does; other memory is copied.
+        Of the shape and dtype of the array, on its device.  JAX shares memory that begins at a multiple of 64 bytes on
+        the host and of 16 on a GPU, as that of FlatParameters does; other memory is copied.
 
     Raises
     ------
@@ -38,8 +39,11 @@ def as_jax(array: Array) -> Any:
         For float64, if JAX would make it float32.
     """
     check_precision(array.dtype)
-    if isinstance(array, np.ndarray) and array.ctypes.data % 64:
-        array = arrays.aligned_copy(array)  # which JAX would make with a warning, or without
+    if isinstance(array, np.ndarray):
+        if array.ctypes.data % 64:
+            array = arrays.aligned_copy(array)  # which JAX would make with a warning, or without
+    elif backend_of(array).address(array) % 16:
+        array = arrays.aligned_copy(array)  # JAX would share it, and each program of XLA refuse it
     return jnp.from_dlpack(array)
 
 
@@ -56,7 +60,9 @@ def as_array(values: Any, like: Array) -> Array:
     Returns
     -------
     array
-        Of the kind of `like`; only to be read.  Nothing is copied, unless it is NumPy's for a device.
+        Of the kind of `like`; only to be read.  Nothing is copied, unless it is NumPy's for a device.  XLA takes memory
+        that nobody holds without waiting for CuPy's stream: who reads the array waits (`mpishard.backend.array.ready`)
+        before `values` and it are gone.
     """
     module = arrays.module_of(like)
     if module is np:

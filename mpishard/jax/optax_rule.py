@@ -213,6 +213,7 @@ class OptaxRule(Rule):
             new, kept, later = jax.block_until_ready(results)
             for target, source in zip((own[0], *own[2:]), (new, *kept), strict=True):
                 target[...] = as_array(source, target)[: target.size]
+        arrays.ready(parameters)  # before the last results are gone, see `as_array`; the others outlast their copies
         if later is not None:
             steps.note(step + 1, dtype, later)
 

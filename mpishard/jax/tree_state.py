@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpishard.backend.array import joined
+from mpishard.backend.array import joined, ready
 from mpishard.backend.blas_threads import blas_threads
 from mpishard.comm.axis import Axis
 from mpishard.io import log
@@ -49,6 +49,7 @@ class TreeState:
         specs = [ParameterSpec(name, tuple(leaf.shape)) for name, leaf in leaves.named.items()]
         like = module.empty(0, str(next(iter(leaves.named.values())).dtype))
         flat = joined([as_array(leaf, like) for leaf in leaves.named.values()])
+        ready(flat)  # before the leaves are gone, see `as_array`
         self.parameters: FlatParameters = FlatParameters.over(flat, specs)
         self.parameters.carried = self
         self.rank = 0
@@ -96,6 +97,7 @@ class TreeState:
             else:
                 view[...] = gradient
             reducer.mark_ready(name)
+        ready(view)  # before the leaves are gone, see `as_array`
 
     def _other(self, paths: Any, structure: Any) -> str:
         """How a structure differs."""

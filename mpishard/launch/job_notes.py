@@ -11,13 +11,36 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpishard.io.atomic_json import read_note, remove_notes, write_note
 
-_FOLDER, _ATTEMPT = "MPISHARD_RUN", "MPISHARD_ATTEMPT"
+E = TypeVar("E", bound=BaseException)
+
+_FOLDER, _ATTEMPT, _FIRST = "MPISHARD_RUN", "MPISHARD_ATTEMPT", "MPISHARD_FIRST_ATTEMPT"
 # An attribute of errors that a process raises because another one has failed.
 ECHO = "mpishard_echo"
+# An attribute of errors that all ranks of a communicator raise alike, as they have told each other: how many they are.
+ALIKE = "mpishard_alike"
+
+
+def raised_by_all(error: E, ranks: int) -> E:
+    """Mark an error as one that all ranks of a communicator raise alike.
+
+    Parameters
+    ----------
+    error : Exception
+        That of this rank.
+    ranks : int
+        How many ranks there are.
+
+    Returns
+    -------
+    Exception
+        `error`.
+    """
+    setattr(error, ALIKE, ranks)
+    return error
 
 
 class RunLost(RuntimeError):
@@ -40,6 +63,8 @@ class Failure:
         The step under way, or 0.
     trained : bool
         Whether the elastic run of the script had ended.
+    alike : bool
+        Whether a check of mpishard has refused what all ranks gave: they have told each other, and raise alike.
     """
 
     kind: str
@@ -47,6 +72,7 @@ class Failure:
     where: str
     step: int
     trained: bool = False
+    alike: bool = False
 
     def __str__(self) -> str:
         when = f" in step {self.step}" if self.step else ""
@@ -145,10 +171,13 @@ class JobNotes:
         The folder.
     attempt : int
         Number of the start, unique in this folder; notes of other starts are ignored.
+    first : int
+        That of the first start of this run; an earlier run may have had the folder.
     """
 
     path: Path
     attempt: int = 0
+    first: int = 0
 
     @classmethod
     def create(cls, path: Path) -> JobNotes:
@@ -174,7 +203,8 @@ class JobNotes:
             path.mkdir(mode=0o700)
         names = ("started", "training", "step", "ended", "given-up", "failure", "echo", "aborted", "healed", "ending")
         remove_notes(path, *(f"{name}-" for name in names))
-        return cls(path.absolute(), -1).next()
+        begun = cls(path.absolute(), -1).next()
+        return replace(begun, first=begun.attempt)
 
     def next(self) -> JobNotes:
         """The same folder for the next start; this start is over from now on.
@@ -204,7 +234,10 @@ class JobNotes:
             Those to which this process adds.
         """
         path, attempt = environment.get(_FOLDER), environment.get(_ATTEMPT, "")
-        return cls(Path(path), int(attempt)) if path and attempt.isdigit() else None
+        first = environment.get(_FIRST, "")
+        if not path or not attempt.isdigit():
+            return None
+        return cls(Path(path), int(attempt), int(first if first.isdigit() else attempt))
 
     def environment(self) -> dict[str, str]:
         """The variables that `from_environment` reads.
@@ -214,7 +247,7 @@ class JobNotes:
         dict of str to str
             For the environment of the job.
         """
-        return {_FOLDER: str(self.path), _ATTEMPT: str(self.attempt)}
+        return {_FOLDER: str(self.path), _ATTEMPT: str(self.attempt), _FIRST: str(self.first)}
 
     def note_started(self) -> None:
         """Note that a process of the job runs the script."""
@@ -292,6 +325,11 @@ class JobNotes:
     def note_aborted(self) -> None:
         """Note that a process ends the job."""
         self._write("aborted", "")
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether the run was started before."""
+        return self.attempt > self.first
 
     @property
     def is_over(self) -> bool:

@@ -175,6 +175,10 @@ def decide(
             return Stop(code, f"{what}: the same twice, so another start would end like this one")
         if not outcome.notes.started and not early:
             return Stop(code, what)
+        step = 0 if failure is None else failure.step or outcome.notes.step
+        if failure is not None and failure.alike and not step and not history.restarts:
+            # No rank has been lost, so that another start would have the same ranks and give the same.
+            return Stop(code, f"{what} on all ranks alike, before any step: another start would end like this one")
     if failure is not None and failure.trained:
         return Stop(code, what)
     if failure is not None and failure.same_as(history.failure):

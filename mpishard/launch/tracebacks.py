@@ -39,8 +39,30 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
     left_out = 0
     if os.environ.get(_FULL, "0") in ("", "0"):
         left_out = sum(_shorten(each, of) for each, of in _chain(report, error, trace))
-    note = f"({left_out} frames of mpishard are left out; {_FULL}=1 shows them)\n" if left_out else ""
+    some = "1 frame of mpishard is" if left_out == 1 else f"{left_out} frames of mpishard are"
+    note = f"({some} left out; {_FULL}=1 shows all)\n" if left_out else ""
     return note + "".join(report.format())
+
+
+def in_users_code(error: BaseException) -> str:
+    """Where in code of the user's an exception was raised, as lines of a traceback.
+
+    Parameters
+    ----------
+    error : BaseException
+        The exception, which may have been raised or not.
+
+    Returns
+    -------
+    str
+        At most ten frames; "" if no frame is the user's.
+    """
+    trace = error.__traceback__
+    report = traceback.TracebackException(type(error), error, trace)
+    if trace is None or not any(_are_users(report.stack)):
+        return ""
+    _shorten(report, (error, trace))
+    return "".join(traceback.StackSummary.from_list(report.stack[-10:]).format())
 
 
 def innermost(frame: FrameType | None, most: int) -> list[traceback.FrameSummary]:
@@ -80,10 +102,7 @@ def _shorten(report: traceback.TracebackException, of: tuple[BaseException, Trac
     """Drop frames of mpishard; returns how many."""
     error, trace = of
     ours = [frame.filename.startswith(_PACKAGE) for frame in report.stack]
-    users = [
-        not inside and not frame.filename.startswith((*_LIBRARIES, "<frozen"))
-        for frame, inside in zip(report.stack, ours, strict=True)
-    ]
+    users = _are_users(report.stack)
     last = max((index for index, is_users in enumerate(users) if is_users), default=None)
     if last is None:
         return 0
@@ -94,6 +113,11 @@ def _shorten(report: traceback.TracebackException, of: tuple[BaseException, Trac
         keep[-1] = True
     report.stack[:] = [frame for frame, kept in zip(report.stack, keep, strict=True) if kept]
     return keep.count(False)
+
+
+def _are_users(stack: traceback.StackSummary) -> list[bool]:
+    """For each frame whether it is of the user's code: neither of mpishard nor of a library."""
+    return [not frame.filename.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) for frame in stack]
 
 
 def _raises(error: BaseException, trace: TracebackType) -> bool:

@@ -87,6 +87,25 @@ def counts(offsets: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
+def starts_of(counts: Sequence[int]) -> list[int]:
+    """Where each run begins in a buffer that is cut into runs of these lengths.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Elements of each run.
+
+    Returns
+    -------
+    list of int
+        One for each run.
+    """
+    starts = [0]
+    for count in counts[:-1]:
+        starts.append(starts[-1] + count)
+    return starts
+
+
 def whole_box(shape: Sequence[int]) -> Box:
     """The box that covers a whole tensor.
 

@@ -146,7 +146,10 @@ def counted_pieces(holding: LocalLayout, specs: Sequence[ParameterSpec], place: 
 
 
 def check_same_tensors(
-    what: str, saved: Sequence[tuple[str, tuple[int, ...]]], wanted: Sequence[tuple[str, tuple[int, ...]]]
+    what: str,
+    saved: Sequence[tuple[str, tuple[int, ...]]],
+    wanted: Sequence[tuple[str, tuple[int, ...]]],
+    way_out: str,
 ) -> None:
     """Raise unless both name the same tensors with the same shapes, in whatever order.
 
@@ -156,11 +159,13 @@ def check_same_tensors(
         What was saved, for the message.
     saved, wanted : sequence of (str, tuple of int)
         Names and shapes.
+    way_out : str
+        The remedy, for the message.
 
     Raises
     ------
     ValueError
-        If they differ; the message names some of the differences.
+        If they differ; the message names some of the differences, and how many more there are.
     """
     ours, theirs = dict(wanted), dict(saved)
     if ours == theirs:
@@ -173,9 +178,11 @@ def check_same_tensors(
         *(f"it has {name} {theirs[name]} besides" for name in surplus[:2]),
         *(f"{name} is {theirs[name]} there and {ours[name]} here" for name in changed[:2]),
     ]
+    more = len(missing) + len(surplus) + len(changed) - len(differences)
+    tensors = f"{len(theirs)} tensor{'s' if len(theirs) != 1 else ''}"
     raise ValueError(
-        f"{what} is of another model: it has {len(theirs)} tensors and this model {len(ours)}; "
-        f"{'; '.join(map(brief, differences))}"
+        f"{what} is of another model: it has {tensors} and this model {len(ours)}; "
+        f"{'; '.join(map(brief, differences))}{f'; and {more} more differ' if more else ''}.  {way_out}"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from mpishard.arguments import flag, integer, shown
+from mpishard.arguments import entries, flag, integer, shown
 from mpishard.layout.boxes import Box, whole_box
 
 
@@ -52,13 +52,11 @@ class ParameterSpec:
 
     def __post_init__(self) -> None:
         _check_name(self.name)
-        shape: object = self.shape
-        if isinstance(shape, str) or not isinstance(shape, Iterable):
-            raise TypeError(f"parameter {self.name!r}: shape={shown(shape)} must be a tuple of whole numbers")
         what = f"parameter {self.name!r}: {{}}".format
-        object.__setattr__(self, "shape", tuple(integer(what("extent"), extent) for extent in self.shape))
+        shape, copies = entries(what("shape"), self.shape, "extents"), entries(what("copies"), self.copies, "stages")
+        object.__setattr__(self, "shape", tuple(integer(what("extent"), extent) for extent in shape))
         object.__setattr__(self, "stage", integer(what("stage"), self.stage, least=0))
-        object.__setattr__(self, "copies", tuple(integer(what("copy"), stage, least=0) for stage in self.copies))
+        object.__setattr__(self, "copies", tuple(integer(what("copy"), stage, least=0) for stage in copies))
         object.__setattr__(self, "slices", integer(what("slices"), self.slices, least=1))
         object.__setattr__(self, "partial", flag(what("partial"), self.partial))
         if self.tensor_dim is not None:

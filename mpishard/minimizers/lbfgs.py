@@ -74,7 +74,7 @@ class LBFGS(Method):
         name = type(self).__name__
         for field in ("history", "maxls"):
             object.__setattr__(self, field, integer(f"{name}: {field}", getattr(self, field), least=1))
-        if not isinstance(self.line_search, LineSearch) and self.line_search not in _SEARCHES:
+        if not isinstance(self.line_search, LineSearch) and self.line_search not in tuple(_SEARCHES):
             known = ", ".join(map(repr, _SEARCHES))
             raise ValueError(f"{name}: line_search={shown(self.line_search)} must be {known} or a line search")
         if self.damping not in _DAMPING:

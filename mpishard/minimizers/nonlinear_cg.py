@@ -80,7 +80,7 @@ class NonlinearCG(Method):
         object.__setattr__(self, "eta", number("NonlinearCG: eta", self.eta, above=0))
         if self.restart is not None:
             object.__setattr__(self, "restart", integer("NonlinearCG: restart", self.restart, least=1))
-        if not isinstance(self.line_search, LineSearch) and self.line_search not in _SEARCHES:
+        if not isinstance(self.line_search, LineSearch) and self.line_search not in tuple(_SEARCHES):
             known = ", ".join(map(repr, _SEARCHES))
             raise ValueError(f"NonlinearCG: line_search={shown(self.line_search)} must be {known} or a line search")
 

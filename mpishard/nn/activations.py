@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpishard.backend.convert import BITS
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.units import Batch
 from mpishard.nn.workspace import Workspace
@@ -81,8 +82,8 @@ class _Recording(Workspace):
         self.recorded[name] = array, True
         return array
 
-    def save_bits(self, name: str, *shape: int) -> Array:
-        array = super().save_bits(name, *shape)
+    def save_bits(self, name: str, *shape: int, dtype: np.dtype = BITS) -> Array:
+        array = super().save_bits(name, *shape, dtype=dtype)
         self.recorded[name] = array, True
         return array
 

@@ -7,15 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from mpishard.backend.convert import convert
 from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.head_norms import HeadNorms
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
 from mpishard.nn.mixing import CausalMixing
+from mpishard.nn.products import rounded_dtype
 from mpishard.nn.rotary import Rotary
 from mpishard.nn.workspace import Workspace
 
 Array = Any
+# Memory for heads before they are rounded, and for gradients by heads.
+_BY_HEADS = "gradients by heads"
 
 
 @dataclass(frozen=True)
@@ -145,11 +151,17 @@ class CausalSelfAttention(Layer):
             The rows that this rank holds, in the memory of `work`.
         """
         qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
-        heads_lsbhtd = work.save(f"{self.role}.heads", *self._shape_of_heads(qkv_nd, length))
-        slices, kinds, *rest = heads_lsbhtd.shape
+        shape = self._shape_of_heads(qkv_nd, length)
+        slices, kinds, *rest = shape
+        half = self._half_of_heads() if work.cache is None else None
+        name = f"{self.role}.heads"
+        kept_lsbhtd = work.save(name, *shape) if half is None else work.save_bits(name, *shape, dtype=half)
+        # Norms and rotary positions change them before they are rounded.
+        apart_from_kept = half is not None and self._changes_heads
+        heads_lsbhtd = work.borrow(_BY_HEADS, *shape) if apart_from_kept else kept_lsbhtd
         mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs)
         logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, kinds - 2, *rest[:3])
-        work.kept[self.role] = x_nc, heads_lsbhtd, mixed_nc, logsum_lsbht
+        work.kept[self.role] = x_nc, kept_lsbhtd, mixed_nc, logsum_lsbht
         apart, cut = self.tensor.slices.apart, self.tensor.slices.cut
         qkv_lnd, biases = apart(qkv_nd, self.qkv.outputs), cut(self._bias(work), self.qkv.outputs, 0)
         for qkv, bias, heads in zip(qkv_lnd, biases, heads_lsbhtd, strict=True):
@@ -163,8 +175,10 @@ class CausalSelfAttention(Layer):
                 self._rotate_from(heads_lsbhtd, work.cache.starts)
         if work.cache is not None:
             work.cache.store(self.name, heads_lsbhtd[:, -2], heads_lsbhtd[:, -1])
+        if apart_from_kept:
+            convert(heads_lsbhtd, kept_lsbhtd)
         mixed_lnc = apart(mixed_nc, self.output.inputs)
-        for index, (heads, mixed, logsum) in enumerate(zip(heads_lsbhtd, mixed_lnc, logsum_lsbht, strict=True)):
+        for index, (heads, mixed, logsum) in enumerate(zip(kept_lsbhtd, mixed_lnc, logsum_lsbht, strict=True)):
             mixed_sbhtd = self._by_heads(mixed, kinds - 2, length)
             if work.cache is None or work.cache.fresh:
                 self.mixing.forward(heads[:-2], heads[-2], heads[-1], mixed_sbhtd, logsum, work)
@@ -193,19 +207,20 @@ class CausalSelfAttention(Layer):
         dmixed_nc = self.output.backward(dy_nc, work)
         dqkv_nd = work.borrow("qkv", len(mixed_nc), self.qkv.local_outputs)
         _, kinds, *rest = heads_lsbhtd.shape
-        dmixed_sbhtd = work.borrow("dmixed by heads", kinds - 2, *rest)
+        dmixed_sbhtd = work.scratch("dmixed by heads", (kinds - 2, *rest), self._half_of_heads() or work.dtype)
         inner_sbht = work.borrow("attention inner", kinds - 2, *rest[:3])
         apart = self.tensor.slices.apart
         mixed_lnc, dmixed_lnc = apart(mixed_nc, self.output.inputs), apart(dmixed_nc, self.output.inputs)
         dqkv_lnd = apart(dqkv_nd, self.qkv.outputs)
-        if self.norms is None and self.rotary is None:
+        if not self._changes_heads:
             dheads_lsbhtd = [self._by_heads(dqkv, kinds, length) for dqkv in dqkv_lnd]
         else:
-            dheads_lsbhtd = work.borrow("gradients by heads", *heads_lsbhtd.shape)
+            dheads_lsbhtd = work.borrow(_BY_HEADS, *heads_lsbhtd.shape)
         for index, (heads, logsum, dheads) in enumerate(zip(heads_lsbhtd, logsum_lsbht, dheads_lsbhtd, strict=True)):
             self.ops.split_with_products(dmixed_lnc[index], mixed_lnc[index], dmixed_sbhtd, inner_sbht)
-            self.mixing.backward(heads, logsum, dmixed_sbhtd, inner_sbht, dheads, work)
-        if self.norms is not None or self.rotary is not None:
+            mixed_sbhtd = self._by_heads(mixed_lnc[index], kinds - 2, length)
+            self.mixing.backward(heads, logsum, mixed_sbhtd, dmixed_sbhtd, inner_sbht, dheads, work)
+        if self._changes_heads:
             self._before_rotation(dheads_lsbhtd, work)
             for dqkv, dheads in zip(dqkv_lnd, dheads_lsbhtd, strict=True):
                 self.ops.merge_heads(dqkv, dheads)
@@ -214,6 +229,18 @@ class CausalSelfAttention(Layer):
         self.qkv.bias_gradient(dqkv_nd, work)
         self.qkv.weight_gradient(x_nc, shared_nd, work)
         return dx_nc
+
+    @property
+    def _changes_heads(self) -> bool:
+        """Whether queries and keys are others than those that the product gives."""
+        return self.norms is not None or self.rotary is not None
+
+    def _half_of_heads(self) -> np.dtype | None:
+        """The half precision in which heads are kept, as only products that round them read them; None: they are not.
+
+        Products of heads on the host take float32.
+        """
+        return None if self.module is np else rounded_dtype(self.matmul)
 
     def _before_rotation(self, dheads_lsbhtd: Array, work: Workspace) -> None:
         """Gradients by queries and keys before norm and rotation, in place of those after it."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpishard.nn.attention import CausalSelfAttention
 from mpishard.nn.dropout import Dropout, checked_rate
+from mpishard.nn.epilogues import choose_epilogues
 from mpishard.nn.gated import GatedMLP
 from mpishard.nn.layers import GELU, Layer
 from mpishard.nn.linear import Linear
@@ -61,6 +62,17 @@ class MLP(Layer):
             The rows that this rank holds, in the memory of `work`.
         """
         work.kept[self.role] = x_nc
+        inner = self.expand.local_outputs
+        epilogues = choose_epilogues(self.matmul, self.tensor, x_nc, inner, work)
+        work.kept[f"{self.role}.epilogues"] = epilogues
+        if epilogues is not None:
+            y_nd, before_nd = (
+                work.save_bits(f"{layer.role}.y", len(x_nc), inner, dtype=epilogues.half)
+                for layer in (self.activation, self.expand)
+            )
+            work.kept[self.activation.role] = before_nd
+            epilogues.forward(x_nc, self.parameters[self.expand.weight_name], self.expand.bias, before_nd, y_nd)
+            return self.contract.forward(y_nd, work, residual_nc)
         hidden_nd = self.expand.product(x_nc, work)
         return self.contract.forward(self.activation.forward(hidden_nd, work, self.expand.bias), work, residual_nc)
 
@@ -79,10 +91,21 @@ class MLP(Layer):
         array, shape (n, width)
             In the memory of `work`.
         """
-        dhidden_nd = self.contract.backward(dy_nc, work)
         bias_name = self.expand.bias_name
         assert bias_name is not None
-        self.activation.backward(dhidden_nd, work, self._gradient_to_add_to(bias_name))
+        epilogues = work.kept[f"{self.role}.epilogues"]
+        if epilogues is None:
+            dhidden_nd = self.contract.backward(dy_nc, work)
+            self.activation.backward(dhidden_nd, work, self._gradient_to_add_to(bias_name))
+        else:
+            before_nd, weight_name = work.kept[self.activation.role], self.contract.weight_name
+            dbias_d = work.borrow("gradient of bias", self.expand.local_outputs)
+
+            def by_epilogue(dy_nc: Array, work: Workspace) -> Array:
+                return epilogues.backward(dy_nc, self.parameters[weight_name], before_nd, dbias_d, work)
+
+            dhidden_nd = self.contract.backward(dy_nc, work, by_epilogue)
+            self._add_to_gradient(bias_name, dbias_d)
         self._finished(bias_name, work)
         dhidden_nd = self.expand.shared(dhidden_nd, work)
         dx_nc = self.expand.input_gradient(dhidden_nd, work)

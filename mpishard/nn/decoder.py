@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import integer, no_others, whole_or_fields
+from mpishard.backend.array import check_module
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.chunk import Chunk
 from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.device_products import weights_stay
 from mpishard.nn.generation import Generation, agreed_request, lengths_of_change, ranks_of_one_model
 from mpishard.nn.inputs import Inputs
 from mpishard.nn.local_chunks import LocalChunks
@@ -73,7 +76,9 @@ class Decoder:
     Raises
     ------
     ValueError, TypeError
-        On all ranks, before memory is taken, for sizes that do not fit each other.
+        On all ranks, before memory is taken, for sizes that do not fit each other, or a `module` that is none.
+    RuntimeError
+        On this rank, for CuPy without a GPU.
     """
 
     def __init__(
@@ -97,8 +102,9 @@ class Decoder:
         memory = whole_or_fields(call, "memory", MemoryOptions, memory, options)
         seed = integer("seed", seed)
         no_others(call, options)
+        check_module(module)
         if precision.compute_dtype is not None:
-            check_compute_dtype(precision.compute_dtype, precision.dtype, module)
+            check_compute_dtype(precision.compute_dtype, precision.dtype)
         if memory.sharded_parameters and mesh is None:
             raise ValueError("sharded_parameters needs a mesh, over whose data axis to share them; pass mesh=")
         self.mesh = mesh
@@ -180,7 +186,7 @@ class Decoder:
         """
         samples = self._samples_for_dropout(samples)
         self._traced_products.follow_trace()
-        with np.errstate(**self._expected):
+        with np.errstate(**self._expected), self._rounded_weights():
             return self.pipeline.train(
                 self._inputs.micro_batches(tokens, targets, self.microbatches, samples, self.parameters.step)
             )
@@ -207,8 +213,16 @@ class Decoder:
         """
         pairs = [(*each[:2], self._samples_for_dropout(each[2] if len(each) > 2 else None)) for each in batches]
         self._traced_products.follow_trace()
-        with np.errstate(**self._expected):
+        with np.errstate(**self._expected), self._rounded_weights():
             return self.pipeline.train_each(self._inputs.each_batch(pairs, self.parameters.step))
+
+    def _rounded_weights(self) -> AbstractContextManager[None]:
+        """For a step, in which no weight changes, and weights that are not sharded stay where they are.
+
+        Sharded ones, as an optimizer for ZeRO-3 makes them at its start, are gathered anew for each micro-batch, in
+        memory that other units use in between.
+        """
+        return weights_stay(self.parameters.sharded is None)
 
     def loss(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a batch, without gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from mpishard.nn.architecture import Architecture
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.llama_architecture import LlamaArchitecture
 
+MODEL = "model.json"  # the fact of a checkpoint that has them
+# Fields that are left out where they have these values: earlier versions have no such fields, and read the file too.
+_USUAL = {"shards": 1, "dropout": 0.0}
 _KINDS: dict[str, type[Any]] = {"Architecture": Architecture, "LlamaArchitecture": LlamaArchitecture}
 
 
@@ -29,9 +33,9 @@ def described(architecture: Any) -> dict[str, Any] | None:
     if not is_dataclass(architecture) or isinstance(architecture, type):
         return None
     fields = asdict(architecture)
-    for name, usual in (("shards", 1), ("dropout", 0.0)):
+    for name, usual in _USUAL.items():
         if fields.get(name) == usual:
-            del fields[name]  # so that earlier versions, which have no such field, read the file too
+            del fields[name]
     kind = type(architecture).__name__
     if isinstance(architecture, DecoderArchitecture) and kind != Architecture.__name__:
         fields["kind"] = kind
@@ -55,3 +59,21 @@ def architecture_of(fields: Mapping[str, Any]) -> DecoderArchitecture | None:
     kind = _KINDS.get(given.pop("kind", "Architecture"))
     found: DecoderArchitecture | None = None if kind is None else kind(**given)
     return found
+
+
+def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """In what two architectures differ, as JSON stores them.  Not collective.
+
+    Parameters
+    ----------
+    now, then : mapping
+        Of `described`, maybe from files.
+
+    Returns
+    -------
+    dict of str to (object, object)
+        By the field, the value now and then; None where there is none.
+    """
+    new, old = {**_USUAL, **now}, {**_USUAL, **then}
+    pairs = {name: (new.get(name), old.get(name)) for name in {**new, **old}}
+    return {name: pair for name, pair in pairs.items() if len({json.dumps(each, sort_keys=True) for each in pair}) > 1}

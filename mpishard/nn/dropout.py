@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +86,17 @@ class Dropout(Layer):
         keys_b = np.array(
             [key(draws.seed, "dropout", draws.step, each, self.name) for each in draws.samples], np.uint64
         )
-        rows_n = np.arange(first, first + len(x_nc))
-        keys_n = keys_b.view(np.int64)[rows_n // draws.length]
-        asarray = self.module.asarray
-        self.ops.drop(x_nc, asarray(keys_n), asarray(rows_n % draws.length), self.rate)
+        samples_n, positions_n = _places(first, first + len(x_nc), draws.length, self.module)
+        self.ops.drop(x_nc, self.module.asarray(keys_b.view(np.int64))[samples_n], positions_n, self.rate)
         return x_nc
+
+
+# One entry serves all layers of a model, forward and backward.
+@functools.lru_cache(maxsize=16)
+def _places(start: int, stop: int, length: int, module: Any) -> tuple[Array, Array]:
+    """For the rows from `start` to `stop`: the number of the sequence, and the position in it."""
+    rows_n = np.arange(start, stop)
+    return module.asarray(rows_n // length), module.asarray(rows_n % length)
 
 
 def checked_rate(rate: Any) -> float:

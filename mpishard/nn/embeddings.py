@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpishard.layout.specs import ParameterSpec
 from mpishard.nn.layers import Layer
 from mpishard.nn.workspace import Workspace
@@ -117,6 +119,9 @@ class PositionEmbedding(Embedding):
             The position of the first token of each sequence; default: 0.
         """
         length = x_btc.shape[1]
+        if starts is None and self.module is not np:
+            x_btc += self.parameters[self.weight_name][:length]
+            return
         # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
         for x_tc, first in zip(x_btc, starts or [0] * len(x_btc), strict=True):
             x_tc += self.parameters[self.weight_name][first : first + length]
@@ -132,6 +137,9 @@ class PositionEmbedding(Embedding):
             That of the forward pass.
         """
         rows_tc = self._gradient_to_add_to(self.weight_name)[: dx_btc.shape[1]]
-        for dx_tc in dx_btc:
-            rows_tc += dx_tc
+        if self.module is not np:
+            rows_tc += dx_btc.sum(axis=0)
+        else:
+            for dx_tc in dx_btc:
+                rows_tc += dx_tc
         self._finished(self.weight_name, work)

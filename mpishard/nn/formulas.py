@@ -1,8 +1,9 @@
 """The element-wise, row-wise and gather operations of the layers as formulas of any array module.
 
-These are the definitions: readable, and what runs on device arrays.  ``kernels`` holds the same functions compiled
-for NumPy arrays, and the tests compare the two.  Arrays are C-contiguous and come before the scalars; every function
-writes its results into arrays of the caller.
+These are the definitions: readable, and what runs on device arrays where nothing compiles CUDA.  ``kernels`` holds the
+same functions compiled for NumPy arrays, ``device_kernels`` those for CUDA, and the tests compare them.  Arrays are
+C-contiguous and come before the scalars; every function writes its results into arrays of the caller.  Results that
+only products take may be in half precision (uint16: the bits of bfloat16).
 
 Axes: n tokens (n = b * t), c channels, v vocabulary, b batch, h heads, g heads of a group, t positions, d channels of a
 head or of all that is computed of a token, p pairs of these, s kinds (queries, key, value), k keys, q queries.
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import module_of
+from mpishard.backend.convert import BITS, convert
 
 Array = Any
 
@@ -25,6 +27,14 @@ GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
 # Of splitmix64.
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _store(y: Array, values: Array) -> None:
+    """``y = values``, where `y` may have the bits of bfloat16."""
+    if y.dtype == BITS:
+        convert(values, y)
+    else:
+        y[...] = values
 
 
 def lookup(weight_vc: Array, indices_n: Array, y_nc: Array, first: int) -> None:
@@ -59,7 +69,7 @@ def layer_norm(
     mean_n[...] = x_nc.mean(axis=1)
     centered_nc = x_nc - mean_n[:, None]
     scale_n[...] = 1 / xp.sqrt((centered_nc**2).mean(axis=1) + epsilon)
-    y_nc[...] = centered_nc * scale_n[:, None] * weight_c + bias_c
+    _store(y_nc, centered_nc * scale_n[:, None] * weight_c + bias_c)
 
 
 def layer_norm_backward(
@@ -91,7 +101,7 @@ def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
     h = x_nc + bias_c
     with np.errstate(over="ignore"):
         s = 1 / (1 + xp.exp(-GELU_SLOPE * h * (1 + GELU_CUBIC * h * h)))
-    y_nc[...] = h * s
+    _store(y_nc, h * s)
     x_nc[...] = s + h * s * (1 - s) * GELU_SLOPE * (1 + 3 * GELU_CUBIC * h * h)
 
 
@@ -108,7 +118,7 @@ def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon:
     """
     xp = module_of(x_nc)
     scale_n[...] = 1 / xp.sqrt((x_nc**2).mean(axis=1) + epsilon)
-    y_nc[...] = x_nc * scale_n[:, None] * weight_c
+    _store(y_nc, x_nc * scale_n[:, None] * weight_c)
 
 
 def rms_norm_backward(
@@ -130,7 +140,7 @@ def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
     with np.errstate(over="ignore"):
         s = 1 / (1 + xp.exp(-gate_nc))
     silu = gate_nc * s
-    y_nc[...] = silu * up_nc
+    _store(y_nc, silu * up_nc)
     gate_nc[...] = up_nc * (s + silu * (1 - s))
     up_nc[...] = silu
 
@@ -160,7 +170,7 @@ def drop(x_nc: Array, keys_n: Array, positions_n: Array, rate: float) -> None:
 def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
     """Adds the bias and sorts the columns, ordered (head, kind, channel), by kind (query, key, value) and head."""
     kinds, batch, heads, length, width = heads_sbhtd.shape
-    heads_sbhtd[...] = (x_nd + bias_d).reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4)
+    _store(heads_sbhtd, (x_nd + bias_d).reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4))
 
 
 def merge_heads(x_nd: Array, heads_sbhtd: Array) -> None:
@@ -195,7 +205,7 @@ def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int
 def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: Array) -> None:
     """Sorts `dy` as `split_heads` does, and takes for each row of a head the inner product of `dy` and `y`."""
     kinds, batch, heads, length, width = dy_sbhtd.shape
-    dy_sbhtd[...] = dy_nc.reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4)
+    _store(dy_sbhtd, dy_nc.reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4))
     inner_bths = (dy_nc * y_nc).reshape(batch, length, heads, kinds, width).sum(axis=4)
     inner_sbht[...] = inner_bths.transpose(3, 0, 2, 1)
 
@@ -205,16 +215,24 @@ def _future(xp: Any, keys: int, queries: int, offset: int) -> Array:
     return xp.arange(keys)[:, None] > xp.arange(queries)[None, :] + offset
 
 
-def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: int, scale: float) -> None:
-    """Turn scores into attention probabilities in place: a softmax over the keys of each query.
+def causal_softmax(
+    scores_gkq: Array,
+    logsum_gt: Array,
+    total_t: Array,
+    offset: int,
+    scale: float,
+    rounded_gkq: Array | None = None,
+) -> None:
+    """Turn scores into attention probabilities: a softmax over the keys of each query.
 
     Scores lie transposed, (heads of a group, keys, queries), so that sums over keys run over whole rows.
 
     Parameters
     ----------
     scores_gkq : array
-        Products of keys and queries, not yet scaled; overwritten by the probabilities.  Keys start at position 0,
-        queries at position `offset`; keys later than the query get probability 0.
+        Products of keys and queries, not yet scaled; overwritten by the probabilities.  Where `rounded` is given, what
+        it holds after the call is not defined.  Keys start at position 0, queries at position `offset`; keys later than
+        the query get probability 0.
     logsum_gt : array
         Out, at the positions of the queries: logarithm of the sum of the exponentials of the scaled scores.
     total_t : array
@@ -223,6 +241,8 @@ def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: 
         Position of the first query.
     scale : float
         Factor of the scores inside the exponential.
+    rounded_gkq : array, optional
+        Out, in half precision: the probabilities.  Not in ``kernels``, as products on the host take float32.
     """
     xp = module_of(scores_gkq)
     _, keys, queries = scores_gkq.shape
@@ -230,13 +250,19 @@ def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: 
     top_gq = z_gkq.max(axis=1)
     total_gq = xp.exp(z_gkq - top_gq[:, None]).sum(axis=1)
     logsum_gt[:, offset : offset + queries] = top_gq + xp.log(total_gq)
-    scores_gkq[...] = xp.exp(z_gkq - top_gq[:, None]) / total_gq[:, None]
+    _store(scores_gkq if rounded_gkq is None else rounded_gkq, xp.exp(z_gkq - top_gq[:, None]) / total_gq[:, None])
 
 
 def causal_softmax_backward(
-    scores_gkq: Array, dscores_gtt: Array, logsum_gt: Array, inner_gt: Array, scale: float
+    scores_gkq: Array,
+    dscores_gtt: Array,
+    logsum_gt: Array,
+    inner_gt: Array,
+    scale: float,
+    rounded_gkq: Array | None = None,
+    drounded_gtt: Array | None = None,
 ) -> None:
-    """Recompute a block of probabilities, and turn their gradient into that of the scores, both in place.
+    """Recompute a block of probabilities, and turn their gradient into that of the scores, in place or rounded.
 
     Dao et al. (2022, FlashAttention), appendix B.4.
 
@@ -254,6 +280,9 @@ def causal_softmax_backward(
         attention output and its gradient.
     scale : float
         Factor of the scores inside the exponential.
+    rounded_gkq, drounded_gtt : array, optional
+        Out, in half precision, both or none: what otherwise overwrites `scores` and `dscores`.  What these hold after
+        the call is then not defined.
     """
     xp = module_of(scores_gkq)
     _, keys, queries = scores_gkq.shape
@@ -263,6 +292,9 @@ def causal_softmax_backward(
     dscores_gkq = dscores_gtt[:, start : start + keys, start:]
     inner_gkq = scores_gkq * (dscores_gkq - inner_gt[:, None, start:]) * scale
     dscores_gkq[...] = xp.where(_future(xp, keys, queries, 0), 0, inner_gkq)
+    if rounded_gkq is not None and drounded_gtt is not None:
+        _store(rounded_gkq, scores_gkq)
+        _store(drounded_gtt[:, start : start + keys, start:], dscores_gkq)
 
 
 def cross_entropy(logits_nv: Array, targets_n: Array) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
-from mpishard.nn.products import shared_operand
+from mpishard.nn.products import multiply_into, shared_operand
 from mpishard.nn.workspace import Workspace
 
 Array = Any
@@ -107,14 +107,15 @@ class GatedMLP(Layer):
     def _input_gradient(self, dgate_nd: Array, dup_nd: Array, work: Workspace) -> Array:
         """Gradient by `x`: the sum of two products for each slice, added up over the slices."""
         rows, width = len(dgate_nd), self.gate.inputs
-        product_nc = work.borrow("gated product", rows, width)
         weights = self.gate._weights(rows), self.up._weights(rows)
         dys = self.gate._outputs_apart(dgate_nd), self.up._outputs_apart(dup_nd)
 
         def term(index: int, out_nc: Array) -> None:
-            for weight, dy, out in zip(weights, dys, (out_nc, product_nc), strict=True):
-                self.matmul(dy[index], weight[index].T, out=out)
-            out_nc += product_nc
+            for number, (weight, dy) in enumerate(zip(weights, dys, strict=True)):
+                multiply_into(self.matmul, dy[index], weight[index].T, out_nc, number > 0, product_memory)
+
+        def product_memory() -> Array:
+            return work.borrow("gated product", rows, width)
 
         def memory(depth: int) -> Array:
             return work.borrow(f"terms {depth}" if depth else f"{self.role}.dx", rows, width)

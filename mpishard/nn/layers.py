@@ -13,8 +13,8 @@ split tensors, and layers compute with these slices, one by one (`mpishard.nn.sl
 those of this rank: all of them, or with sequence parallelism some.
 
 Arrays that a layer returns belong to the workspace and are overwritten by the next pass.  What only products take, such
-as the result of a norm, may be the bits of numbers rounded to bfloat16 (uint16): where the layer that takes it says so
-(`Layer.only_multiplies`).
+as the result of a norm, may be the bits of numbers rounded to bfloat16 (uint16), on devices float16 too: where the
+layer that takes it says so (`Layer.only_multiplies`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import module_of
+from mpishard.backend.kinds import backend_of
 from mpishard.backend.random import normal
 from mpishard.layout.boxes import box_shape
 from mpishard.layout.specs import ParameterSpec
-from mpishard.nn import formulas, kernels
-from mpishard.nn.products import Matmul, make_matmul, takes_bits
+from mpishard.nn import device_kernels, formulas, kernels
+from mpishard.nn.products import Matmul, make_matmul, rounded_dtype
 from mpishard.nn.tensor_parallel import ALONE, TensorParallel
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
@@ -39,8 +40,10 @@ Array = Any
 
 
 def operations(array: Array) -> Any:
-    """The functions of ``formulas`` for arrays like `array`: compiled for NumPy, as they stand for others."""
-    return kernels if isinstance(array, np.ndarray) else formulas
+    """The functions of ``formulas`` for arrays like `array`: compiled for NumPy and CUDA, as they stand for others."""
+    if isinstance(array, np.ndarray):
+        return kernels
+    return device_kernels if backend_of(array).compiles_cuda else formulas
 
 
 class Layer:
@@ -166,10 +169,12 @@ class Layer:
         return self._save_for_products(work, *shape) if self.gives_bits else work.save(f"{self.role}.y", *shape)
 
     def _save_for_products(self, work: Workspace, *shape: int) -> Array:
-        """Memory for a result that only products take; for its bits if they would round it, in either pass."""
+        """Memory for a result that only products take; in half precision if they would round it, in either pass."""
+        half = rounded_dtype(self.matmul)
         # Rows that ranks exchange before the product are exchanged as they are.
-        rounded = takes_bits(self.matmul) and not self.tensor.splits_rows
-        return (work.save_bits if rounded else work.save)(f"{self.role}.y", *shape)
+        if half is None or self.tensor.splits_rows:
+            return work.save(f"{self.role}.y", *shape)
+        return work.save_bits(f"{self.role}.y", *shape, dtype=half)
 
     def _finished(self, name: str, work: Workspace) -> None:
         """Mark the gradient of `name` ready, now or with the deferred work of `work`."""
@@ -207,7 +212,7 @@ class GELU(Layer):
         Returns
         -------
         array, shape (n, c)
-            In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
+            In the memory of `work`; in half precision if products round it and `gives_bits` is set.
         """
         if bias_c is None:
             bias_c = work.scratch("no bias", (x_nc.shape[1],), work.dtype)

@@ -6,12 +6,12 @@ Shoeybi et al., "Megatron-LM" (2019), section 3.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpishard.layout.specs import ParameterSpec
 from mpishard.nn.layers import Layer
-from mpishard.nn.products import Matmul, make_matmul, shared_operand
+from mpishard.nn.products import Matmul, make_matmul, multiply_into, rounded_weight, shared_operand
 from mpishard.nn.tensor_parallel import Memory
 from mpishard.nn.workspace import Workspace
 
@@ -188,7 +188,9 @@ class Linear(Layer):
             y_no += residual_no
         return y_no
 
-    def backward(self, dy_no: Array, work: Workspace) -> Array:
+    def backward(
+        self, dy_no: Array, work: Workspace, input_gradient: Callable[[Array, Workspace], Array] | None = None
+    ) -> Array:
         """Gradient by `x`; the gradients of weight and bias go to the gradient buffer.
 
         Parameters
@@ -197,6 +199,8 @@ class Linear(Layer):
             Gradient of the loss by the output, of its shape.
         work : Workspace
             That of the forward pass.
+        input_gradient : callable, optional
+            In the place of the method of that name, for callers that fuse it with what comes before the layer.
 
         Returns
         -------
@@ -207,7 +211,7 @@ class Linear(Layer):
         if self.split == 0:
             all_no = self.tensor.leave.backward(dy_no, work.rows, functools.partial(work.borrow, "all rows"))
         shared_no = self.shared(all_no, work)
-        dx_ni = self.input_gradient(shared_no, work)
+        dx_ni = (input_gradient or self.input_gradient)(shared_no, work)
         self.bias_gradient(dy_no, work)
         self.weight_gradient(work.kept[self.role], shared_no, work)
         return dx_ni
@@ -225,7 +229,7 @@ class Linear(Layer):
         Returns
         -------
         array, shape (n, local_outputs)
-            `dy`, or the bits of its numbers as bfloat16 (uint16), in memory that the next call overwrites.
+            `dy`, or its numbers in half precision, in memory that the next call overwrites.
         """
         # A product that is done later takes it from other memory.
         return shared_operand(self.matmul, dy_no) if work.deferred is None else dy_no
@@ -302,7 +306,7 @@ class Linear(Layer):
             self._finished(self.weight_name, work)
             return
         # The memory of x belongs to this micro-batch, that of dy is used again by the layers below.
-        kept_no = work.save(f"{self.role}.dy", *dy_no.shape)
+        kept_no = work.saved(f"{self.role}.dy", dy_no.shape, dy_no.dtype)
         kept_no[...] = dy_no
         work.deferred.append(functools.partial(self._add_product, x_ni, kept_no, work))
         self._finished(self.weight_name, work)
@@ -345,7 +349,7 @@ class Linear(Layer):
         if rows == 1 and self.tensor.slices.ordered:
             # OpenBLAS's products of a matrix and a vector, unlike others, have other bits for a strided matrix.
             return [self.module.ascontiguousarray(weight) for weight in weights]
-        return weights
+        return [rounded_weight(self.matmul, weight) for weight in weights]
 
     def _inputs_apart(self, x_ni: Array) -> Sequence[Array]:
         """The slices of an array of inputs; the array if they are not split."""
@@ -370,12 +374,9 @@ class Linear(Layer):
 
 def _product_into(matmul: Matmul, a: Array, b: Array, out: Array, accumulate: bool, work: Workspace) -> None:
     """``out = a b``, or ``out += a b``."""
-    if not accumulate:
-        matmul(a, b, out=out)
-        return
-    product = work.scratch("product", (out.size,), work.dtype).reshape(out.shape)
-    matmul(a, b, out=product)
-    out += product
+    multiply_into(
+        matmul, a, b, out, accumulate, lambda: work.scratch("product", (out.size,), work.dtype).reshape(out.shape)
+    )
 
 
 class TiedLinear(Linear):

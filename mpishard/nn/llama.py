@@ -70,7 +70,9 @@ class Llama(Decoder):
     Raises
     ------
     ValueError, TypeError
-        On all ranks, before memory is taken, for sizes that do not fit each other.
+        On all ranks, before memory is taken, for sizes that do not fit each other, or a `module` that is none.
+    RuntimeError
+        On this rank, for CuPy without a GPU.
     """
 
     architecture: LlamaArchitecture

@@ -1,4 +1,4 @@
-"""Causal attention of given queries, keys and values, one block of queries of one head at a time.
+"""Causal attention of given queries, keys and values, on the host one block of queries of one head at a time.
 
 So the scores stay in cache.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.nn.fused_mixing import choose_mixing
 from mpishard.nn.layers import Layer
 from mpishard.nn.workspace import Workspace
 
@@ -22,17 +23,15 @@ Array = Any
 BLOCK = 96
 # Scores at a time: heads of a sequence are computed together up to this number, which still stays in cache.
 GROUP_SCORES = 4 * 256 * 256
-# On a device small pieces cost more to launch than the masked half costs to compute: whole sequences, and this many
-# scores at a time, so that memory stays bounded.
-DEVICE_SCORES = 2**27
 
 
 class CausalMixing(Layer):
     """Mixes values by the softmax of the products of queries and keys, in which a position sees what came before.
 
     Scores are never stored: the backward pass computes them again from queries, keys and the logarithm of each query's
-    normaliser (Dao et al., 2022).  Blocks that are masked entirely are not computed.  The largest temporary is the
-    gradient of all scores of one head of one sequence, or of a few heads of a short sequence.
+    normaliser (Dao et al., 2022).  Blocks that are masked entirely are not computed.  The largest temporary on the host
+    is the gradient of all scores of one head of one sequence, or of a few heads of a short sequence; device arrays are
+    computed in larger pieces (`mpishard.nn.device_mixing`), or by a library (`mpishard.nn.fused_mixing`).
 
     Each key and value head serves the queries of all kinds s (grouped queries; one kind: as many queries as keys).
     Axes: s kinds of queries, b sequences, h key and value heads, t positions, d channels.
@@ -61,12 +60,16 @@ class CausalMixing(Layer):
         q_sbhtd, k_bhtd, v_bhtd : array
             Of axes as above.  If there are more keys than queries, the queries are those of the last positions.
         mixed_sbhtd, logsum_sbht : array
-            Overwritten; `logsum` has as many positions as there are keys.
+            Overwritten; `logsum`, C-contiguous, has as many positions as there are keys.
         work : Workspace
             Memory of the micro-batch.
         """
+        if self.module is not np:
+            mixing = choose_mixing(self.matmul, self.ops, self.scale, q_sbhtd, k_bhtd.shape[2], work)
+            mixing.forward(q_sbhtd, k_bhtd, v_bhtd, mixed_sbhtd, logsum_sbht, work)
+            return
         kinds, batch, count, length, _ = q_sbhtd.shape
-        matmul, block = self.matmul, self._queries_at_a_time(length)
+        matmul, block = self.matmul, BLOCK
         keys = k_bhtd.shape[2]
         before = keys - length
         total = work.borrow("attention total", block)
@@ -87,6 +90,7 @@ class CausalMixing(Layer):
         self,
         heads_sbhtd: Array,
         logsum_sbht: Array,
+        mixed_sbhtd: Array,
         dmixed_sbhtd: Array,
         inner_sbht: Array,
         dheads_sbhtd: Array,
@@ -100,6 +104,8 @@ class CausalMixing(Layer):
             The queries of all kinds, then the keys, then the values.
         logsum_sbht : array
             As `forward` left it.
+        mixed_sbhtd : array
+            As `forward` left them.
         dmixed_sbhtd : array
             Gradient of the loss by the mixed values.
         inner_sbht : array
@@ -109,6 +115,11 @@ class CausalMixing(Layer):
         work : Workspace
             That of the forward pass.
         """
+        if self.module is not np:
+            length = dmixed_sbhtd.shape[3]
+            mixing = choose_mixing(self.matmul, self.ops, self.scale, dmixed_sbhtd, length, work)
+            mixing.backward(heads_sbhtd, logsum_sbht, mixed_sbhtd, dmixed_sbhtd, inner_sbht, dheads_sbhtd, work)
+            return
         kinds, batch, count, length, _ = dmixed_sbhtd.shape
         for sequence, heads in self._groups(batch, count, length**2):
             k, v = heads_sbhtd[kinds, sequence, heads], heads_sbhtd[kinds + 1, sequence, heads]
@@ -134,7 +145,7 @@ class CausalMixing(Layer):
     ) -> None:
         """The gradients of one kind of queries of a few heads; keys and values may have some of other kinds."""
         matmul, (count, length, _) = self.matmul, q.shape
-        block = self._queries_at_a_time(length)
+        block = BLOCK
         dscores = self._block(work, "dscores", count, length, length)
         for first in range(0, length, block):
             last = min(first + block, length)
@@ -154,13 +165,9 @@ class CausalMixing(Layer):
             last = min(first + block, length)
             matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
 
-    def _queries_at_a_time(self, length: int) -> int:
-        return BLOCK if self.module is np else length
-
     def _groups(self, batch: int, heads: int, scores_of_head: int) -> Iterator[tuple[int, slice]]:
         """Sequences and the heads of each that are computed at a time."""
-        scores = GROUP_SCORES if self.module is np else DEVICE_SCORES
-        size = min(heads, max(1, scores // scores_of_head))
+        size = min(heads, max(1, GROUP_SCORES // scores_of_head))
         for sequence in range(batch):
             for first in range(0, heads, size):
                 yield sequence, slice(first, first + size)

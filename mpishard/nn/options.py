@@ -78,9 +78,9 @@ class Precision:
     compute_dtype : dtype, optional
         Multiply matrices in float16 or ml_dtypes.bfloat16, with weights and activations in float32, see
         `mpishard.nn.products.make_matmul`.  Train in float16 with ``ShardingConfiguration(loss_scale="dynamic")``.
-        For arrays of CuPy, and bfloat16 for those of NumPy where a library multiplies it, see
-        `mpishard.backend.products`, but for products of attention, which then stay in float32; elsewhere it is slow,
-        and warns.
+        It is fast for arrays of CuPy, attention included.  For those of NumPy it is fast in bfloat16 where a library
+        multiplies it, see `mpishard.backend.products`, and products of attention stay in float32 then; otherwise it is
+        slow, and a warning says so.
     storage_dtype : dtype, optional
         Keep activations between forward and backward in float16 or ml_dtypes.bfloat16.
     wire_dtype : dtype, optional

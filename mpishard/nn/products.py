@@ -6,7 +6,6 @@ rounded to half precision, and the terms of a product are summed in float32.
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import products
+from mpishard.backend.convert import BITS
 from mpishard.comm.ledger import users_level
 from mpishard.comm.staging import is_half
 from mpishard.compression.kernels import to_bfloat16
-from mpishard.nn.workspace import BITS, Pool
+from mpishard.nn.device_products import DeviceProduct
+from mpishard.nn.workspace import Pool
 
 Array = Any
 # Called like ``numpy.matmul(a, b, out=out)``.
@@ -36,12 +37,18 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
     compute_dtype : dtype or None
         float16, or bfloat16 of ml_dtypes.  What is too large for it becomes infinite, without a warning.  For NumPy's
         arrays a library multiplies bfloat16 where one was chosen (see `mpishard.backend.products`), and batches, which
-        are of attention, stay in float32; else the rounded operands are multiplied in the dtype of the arrays.  CuPy's
-        products sum in float32 as well, and round the result to half precision, once, before it becomes float32 again.
+        are of attention, stay in float32; else the rounded operands are multiplied in the dtype of the arrays.  cuBLAS
+        multiplies device arrays; it sums rounded operands in float32, and the result is not rounded.
+
+    Returns
+    -------
+    callable
+        That of devices is a `DeviceProduct`, which can add the product to `out`.
     """
-    if module is np:
-        return products.matmul if compute_dtype is None else _OfRounded(np.dtype(compute_dtype))
-    return module.matmul if compute_dtype is None else functools.partial(_of_halves, module, np.dtype(compute_dtype))
+    half = None if compute_dtype is None else np.dtype(compute_dtype)
+    if module is not np:
+        return DeviceProduct(half)
+    return products.matmul if half is None else _OfRounded(half)
 
 
 def check_half(what: str, dtype: Any) -> np.dtype:
@@ -57,16 +64,15 @@ def check_half(what: str, dtype: Any) -> np.dtype:
     return half
 
 
-def check_compute_dtype(compute_dtype: Any, dtype: np.dtype, module: Any) -> None:
-    """Raise TypeError unless arrays of `module` and `dtype` can be multiplied in `compute_dtype`."""
+def check_compute_dtype(compute_dtype: Any, dtype: np.dtype) -> None:
+    """Raise TypeError unless arrays of `dtype` can be multiplied in `compute_dtype`.
+
+    Device arrays need no arrays of bfloat16, which CuPy has from version 14 on, where it finds CUDA's ``cuda_bf16.h``:
+    numbers are rounded to their bits.
+    """
     half = check_half("compute_dtype", compute_dtype)
     if dtype != np.float32:
         raise TypeError(f"compute_dtype {half} needs float32 weights, but dtype is {dtype}; pass dtype=numpy.float32")
-    try:
-        module.zeros(1, np.float32).astype(half)
-    except (KeyError, TypeError, ValueError) as error:  # CuPy gained bfloat16 in version 14
-        name = module.__name__
-        raise TypeError(f"compute_dtype is {half}, but this version of {name} has no such arrays") from error
 
 
 def warn_if_slow(compute_dtype: Any, module: Any) -> None:
@@ -104,8 +110,8 @@ class _OfRounded:
         return self._is_bfloat16 and products.has_fast_bfloat16()
 
 
-def takes_bits(matmul: Matmul) -> bool:
-    """Whether products by `matmul` round operands, and take the bits of a rounded matrix in its place.
+def rounded_dtype(matmul: Matmul) -> np.dtype | None:
+    """The dtype in which products by `matmul` take rounded operands.
 
     Not collective.
 
@@ -116,11 +122,42 @@ def takes_bits(matmul: Matmul) -> bool:
 
     Returns
     -------
-    bool
-        False for all but bfloat16 of NumPy's arrays by a library.
+    dtype or None
+        uint16 for the bits of bfloat16; float16 on devices only; None if they round no operands, or take all as they
+        are: those of NumPy's arrays, but for bfloat16 by a library.
     """
     plain = getattr(matmul, "__wrapped__", matmul)  # in a traced step it is wrapped
-    return isinstance(plain, _OfRounded) and plain.by_library
+    if isinstance(plain, DeviceProduct):
+        return plain.rounded_dtype
+    return BITS if isinstance(plain, _OfRounded) and plain.by_library else None
+
+
+def multiply_into(
+    matmul: Matmul, a: Array, b: Array, out: Array, accumulate: bool, memory: Callable[[], Array]
+) -> None:
+    """``out = a b``, or ``out += a b``, in one pass where `matmul` can add.
+
+    Not collective.
+
+    Parameters
+    ----------
+    matmul : callable
+        As `make_matmul` gives it.
+    a, b, out : array
+        As for `matmul`.
+    accumulate : bool
+        Whether to add.
+    memory : callable
+        Gives an array of the shape of `out`, for a product that is added in a second pass.
+    """
+    if not accumulate:
+        matmul(a, b, out=out)
+    elif isinstance(matmul, DeviceProduct):
+        matmul(a, b, out=out, accumulate=True)
+    else:
+        product = memory()
+        matmul(a, b, out=product)
+        out += product
 
 
 def shared_operand(matmul: Matmul, array: Array, name: str = "shared operand") -> Array:
@@ -142,7 +179,29 @@ def shared_operand(matmul: Matmul, array: Array, name: str = "shared operand") -
     array
         For products by `matmul` only; overwritten when the next operand of that name is shared.
     """
-    return _bits(array, name) if takes_bits(matmul) else array
+    if isinstance(matmul, DeviceProduct):
+        return matmul.rounded(array)
+    return _bits(array, name) if rounded_dtype(matmul) is not None else array
+
+
+def rounded_weight(matmul: Matmul, weight: Array) -> Array:
+    """A weight as products take it: on a device, in a step that keeps rounded weights, rounded once for all of them.
+
+    Not collective.
+
+    Parameters
+    ----------
+    matmul : callable
+        As `make_matmul` gives it.
+    weight : array
+        A view of parameters.
+
+    Returns
+    -------
+    array
+        For products by `matmul` only.
+    """
+    return matmul.rounded_weight(weight) if isinstance(matmul, DeviceProduct) else weight
 
 
 _rounded = threading.local()
@@ -157,8 +216,3 @@ def _bits(array: np.ndarray, name: str) -> np.ndarray:
         values, rows = rows, pool(name, rows.shape, BITS)
         to_bfloat16((values.reshape(-1), rows.reshape(-1), _NOTHING))
     return rows.T if transposed else rows
-
-
-def _of_halves(module: Any, half: np.dtype, a: Array, b: Array, out: Array) -> Array:
-    out[...] = module.matmul(a.astype(half), b.astype(half))
-    return out

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import module_of
+from mpishard.backend.convert import BITS
 from mpishard.nn.cache import KeyValueCache
 
 Array = Any
 
-# Of the bits of numbers in bfloat16.
-BITS = np.dtype(np.uint16)
 # Views are small, but text generation asks for a new shape with every token.
 MOST_VIEWS = 10_000
 
@@ -148,8 +147,8 @@ class Workspace:
         """
         return self.saved(name, shape, self.dtype)
 
-    def save_bits(self, name: str, *shape: int) -> Array:
-        """Like `save`, for the bits of numbers in bfloat16.
+    def save_bits(self, name: str, *shape: int, dtype: np.dtype = BITS) -> Array:
+        """Like `save`, for numbers in half precision.
 
         Parameters
         ----------
@@ -157,13 +156,15 @@ class Workspace:
             The same name and shape give the same array again.
         *shape : int
             Its extents.
+        dtype : dtype
+            uint16 for the bits of bfloat16, or float16.
 
         Returns
         -------
-        uint16 array
+        array
             C-contiguous; new memory is not initialised.
         """
-        return self.saved(name, shape, BITS)
+        return self.saved(name, shape, dtype)
 
     def borrow(self, name: str, *shape: int) -> Array:
         """A scratch array in the dtype of the activations.

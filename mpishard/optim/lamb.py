@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpishard.backend.array import empty
+from mpishard.backend.array import Kernel, empty
 from mpishard.backend.exact_norm import norm_of
 from mpishard.optim import formulas
 from mpishard.optim.rule import LearningRate, Rule
@@ -50,6 +50,13 @@ class LAMB(Rule):
     norm_based: ClassVar[bool] = True
     slots = ("exp_avg", "exp_avg_sq")
     kernel = formulas.lamb_direction
+
+    @property
+    def halves(self) -> tuple[Kernel, Kernel] | None:
+        own = type(self)
+        if own.direction is not LAMB.direction or own.apply is not LAMB.apply:
+            return None
+        return formulas.lamb_direction, formulas.lamb_apply
 
     def scalars(self, step: int) -> tuple[float, ...]:
         beta1, beta2 = self.betas

@@ -111,6 +111,20 @@ class Rule(ABC):
     def kernel(self) -> Kernel:
         """The compiled formula of ``(parameters, gradients, *slots, /, divisor, clip, *scalars(step))``."""
 
+    @property
+    def is_one_formula(self) -> bool:
+        """Whether `update` applies `kernel` and does nothing else, so that many ranges may be updated in one launch."""
+        return type(self).update is Rule.update and not self.kernel.largest
+
+    @property
+    def halves(self) -> tuple[Kernel, Kernel] | None:
+        """Of a rule with ``norm_based``: the formulas of its halves, if these do nothing else; None otherwise.
+
+        The first is that of ``(parameters, gradients, *slots, out, /, divisor, clip, *scalars(step))``, the second that
+        of ``(parameters, direction, /, rate)``, with the learning rate times the trust ratio.
+        """
+        return None
+
     @abstractmethod
     def scalars(self, step: int) -> tuple[float, ...]:
         """The scalars of the formula at this step, computed in float64.

@@ -86,7 +86,9 @@ class FlatParameters:
     Raises
     ------
     TypeError
-        If `dtype` is neither, or a spec is no ParameterSpec.
+        If `dtype` is neither, `specs` or `units` are no lists of the above, or `module` is no module of arrays.
+    RuntimeError
+        For CuPy without a GPU.
     ValueError
         If two tensors have one name, ties do not fit each other, or a tensor is in no unit.
     """
@@ -104,6 +106,7 @@ class FlatParameters:
         dtype = np.dtype(dtype)
         if dtype not in arrays.FLOATS:
             raise TypeError(f"parameters must be float32 or float64, got {dtype}")
+        arrays.check_module(module)
         self._set_layout(TensorLayout(specs, place, units))
         if sharded_over is not None:
             self.like: Array = module.zeros(0, dtype)
@@ -133,11 +136,11 @@ class FlatParameters:
             If the array is not as above, or the specs do not have its size.
         """
         check_flat("parameters", flat)
-        specs = [ParameterSpec("parameters", (flat.size,))] if specs is None else specs
-        if (named := sum(spec.size for spec in specs)) != flat.size:
-            raise ValueError(f"the specs name {named} elements, but the flat array has {flat.size}")
+        layout = TensorLayout([ParameterSpec("parameters", (flat.size,))] if specs is None else specs)
+        if layout.size != flat.size:
+            raise ValueError(f"the specs name {layout.size} elements, but the flat array has {flat.size}")
         self = cls.__new__(cls)
-        self._set_layout(TensorLayout(specs))
+        self._set_layout(layout)
         self._bind(flat, None)
         self.lent = True
         return self

@@ -33,7 +33,8 @@ def check_flat(what: str, array: Array, *, written: bool = False) -> None:
     TypeError
         If it is no array, or not of float32 or float64.
     ValueError
-        If it is not flat, contiguous and aligned, or read-only although it is written to.
+        If it is not flat, contiguous and aligned, or read-only although it is written to; or on another GPU than the
+        current one.
     """
     if type(array) is np.ndarray and array.ndim == 1 and array.dtype in FLOATS and array.flags.carray:
         return  # contiguous, aligned and writeable: asked at every step
@@ -52,6 +53,7 @@ def check_flat(what: str, array: Array, *, written: bool = False) -> None:
         )
     if written and not getattr(array.flags, "writeable", True):
         raise ValueError(f"{what} are read-only, but are written to; pass a copy (array.copy())")
+    arrays.check_current(array)
 
 
 def flat_of_tensors(tensors: Mapping[str, Any], module: Any) -> tuple[Array, list[ParameterSpec]]:

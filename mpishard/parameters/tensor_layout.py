@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpishard.arguments import shown
+from mpishard.arguments import entries, shown
 from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank, Piece
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.parameters.gradient_buckets import Run, make_runs
@@ -46,6 +46,7 @@ class TensorLayout:
         place: ModelParallelRank = WHOLE,
         units: Sequence[Sequence[str]] | None = None,
     ) -> None:
+        specs = entries("specs", specs, "ParameterSpec(name, shape)")
         if wrong := [spec for spec in specs if not isinstance(spec, ParameterSpec)]:
             raise TypeError(f"specs must be ParameterSpec(name, shape), got {shown(wrong[0])}")
         self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))
@@ -108,7 +109,8 @@ class TensorLayout:
 
 def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:
     """The units as runs ``(first, last)`` of the tensors held, in order; also cut between stages and at ties."""
-    number = {name: index for index, unit in enumerate(units or ()) for name in unit}
+    named = [] if units is None else entries("units", units, "lists of names")
+    number = {name: index for index, unit in enumerate(named) for name in entries(f"units[{index}]", unit, "names")}
     if units is not None and (missing := [spec.name for spec in specs if spec.name not in number]):
         raise ValueError(f"parameter {missing[0]!r} is in no unit; units must name every tensor")
     runs: list[tuple[int, int]] = []

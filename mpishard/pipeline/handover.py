@@ -112,17 +112,17 @@ class Messages:
         self._axis = axis
         self._virtual_stages = virtual_stages
         self._wire_dtype = wire_dtype
-        self._comm = axis.comm
+        self._bound = axis.times_bound
         # By stage of this rank: the last message to the stage before, and its memory.
         self._gradient_sends: dict[int, Request] = {}
         self._gradient_buffers: dict[int, Array] = {}
 
     def begin(self) -> None:
-        self._comm = self._axis.comm
+        self._bound = self._axis.times_bound
         self._gradient_sends.clear()
 
     def give_up(self) -> None:
-        if self._axis.comm is self._comm:
+        if self._axis.times_bound == self._bound:
             raise RuntimeError(
                 "an earlier pass over this pipeline was left by an exception, and the next would take what is still on "
                 "its way for its own; start the job again, or go on with another mesh, without freeing this one"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, number, shown
+from mpishard.arguments import entries, flag, integer, number, shown
 from mpishard.comm.mesh import Mesh
 from mpishard.record.events import require_tensorboard
 from mpishard.record.reading import OWN
@@ -77,7 +77,8 @@ class RunRecord:
         trace: tuple[int, int] | None = None,
         every: float = 1.0,
     ) -> None:
-        if trace is not None and not (len(trace) == 2 and 1 <= trace[0] <= trace[1]):
+        steps = [integer("trace", step) for step in entries("trace", () if trace is None else trace, "two steps")]
+        if trace is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(f"trace={trace!r} must be the first and the last step to trace, such as (100, 104)")
         every = number("every", every, least=0)
         if flag("tensorboard", tensorboard):

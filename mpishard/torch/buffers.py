@@ -11,7 +11,7 @@ import torch
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.layout.run_state import brief
-from mpishard.torch.memory import array_module, as_tensor
+from mpishard.torch.memory import array_module, as_tensor, finish_stream
 
 Array = Any
 
@@ -121,6 +121,8 @@ class Buffers:
                         f"buffer {owner.prefix + new[0]!r} is new since the module was made distributed; {_WAY_OUT}, "
                         "or register it with persistent=False"
                     )
+        for tensor in self._tensors.values():
+            finish_stream(tensor)  # CuPy is to read what was copied
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts have values for all buffers, or for none.  Not collective.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
@@ -85,6 +86,7 @@ def as_distributed(
     torch.set_num_threads(config.mesh.blas_threads)
     state = state_of(module, tensors, buffers)
     optimizer.bind(state.parameters)
+    arrays.ready(state.parameters.held)  # PyTorch may go on in another stream of a GPU
     if isinstance(rule, TorchRule) and rule.live is not None:
         rule.live.claim()
     return ModuleOptimizer(state, optimizer)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import BufferOwner, Buffers
@@ -90,7 +91,9 @@ class ModuleState:
         if axis.size > 1:
             for p in self._frozen.values():
                 values = p.detach().contiguous()
-                axis.broadcast(as_array(values.reshape(-1).view(torch.uint8)), label="parameters")
+                memory = as_array(values.reshape(-1).view(torch.uint8))
+                axis.broadcast(memory, label="parameters")
+                arrays.ready(memory)  # PyTorch may go on in another stream of a GPU
                 p.data.copy_(values)
 
     def synchronize(self, axis: Axis) -> None:

@@ -11,7 +11,7 @@ import torch
 from mpishard.optim import Rule
 from mpishard.torch.element_wise import STEP, arguments_of, slots_of
 from mpishard.torch.live_groups import LiveGroups
-from mpishard.torch.memory import as_tensor
+from mpishard.torch.memory import as_tensor, finish_stream
 
 Array = Any
 
@@ -120,6 +120,7 @@ class TorchRule(Rule):
             found = state.get(name)  # none without a momentum, where it was set to 0 between two steps
             if found is not None and found.data_ptr() != slot.data_ptr():
                 slot.copy_(found)
+        finish_stream(values)
 
     def _arguments(self, lr: float) -> dict[str, Any]:
         """The arguments of the class now."""

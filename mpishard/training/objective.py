@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypedDict
 
 import numpy as np
 
-from mpishard.arguments import integer, number
+from mpishard.arguments import integer, mapping, number
 from mpishard.data_parallel.results import P
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.flat_arrays import check_flat
@@ -115,6 +115,7 @@ class Objective(Generic[P]):
         for name in ("tolerance", "seconds"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, number(name, getattr(self, name), least=0, finite=False))
+        mapping("facts", self.facts, "names and values")
         if self.batch_size > self.samples:
             raise ValueError(
                 f"batch_size={self.batch_size} is more than samples={self.samples}, and a step takes each sample once; "

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
 
-from mpishard.arguments import flag, shown
+from mpishard.arguments import flag, mapping, shown
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.described import described
+from mpishard.nn.described import MODEL, described
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
@@ -133,7 +133,7 @@ class OptimizationProblem(Objective[P]):
             vocabulary.
         """
         architecture = described(getattr(model, "architecture", None))
-        own = {} if architecture is None else {"model.json": architecture}
+        own = {} if architecture is None else {MODEL: architecture}
 
         losses_and_gradient: Any = getattr(model, "losses_and_gradient", None)
         whole = getattr(model, "model", model)  # of a model that was made distributed
@@ -153,7 +153,7 @@ class OptimizationProblem(Objective[P]):
             model.parameters,
             samples,
             batch_size,
-            facts={**own, **(facts or {})},
+            facts=own if facts is None else {**own, **mapping("facts", facts, "names and values")},
             several=None if losses_and_gradient is None else several,
             expect=getattr(batch, "expect", None),
             model=model,

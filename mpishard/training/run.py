@@ -126,6 +126,8 @@ class TrainingRun:
             self.restore(resumed)
         elif begins and optimizer.clock:
             optimizer.state.report_continuation()
+        elif begins:
+            self.checkpoints.tell_of_restart()
         if begins and optimizer.clock and optimizer.state.method is not None:
             optimizer.state.method.show_point()  # the parameters may be the last iterate
         self.batches.check(workers)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.layout.run_state import RunState, brief
+from mpishard.nn.described import MODEL, changes
 from mpishard.training.batches import Batches
 from mpishard.training.objective import Objective
 from mpishard.training.options import RunOptions
@@ -66,6 +68,15 @@ class RunCheckpoints:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
         how = "the same command goes on" if self._resumes else "optimize(..., resume=True) goes on"
         return f"{how} from the checkpoint in {self._checkpoints.folder}"
+
+    def tell_of_restart(self) -> None:
+        """Say on the first rank, once a job, that a job that was started again begins from step 0.  Not collective.
+
+        Nothing is said of a run that resumes: it has no checkpoint yet.
+        """
+        resumes = self._checkpoints is not None and self._resumes
+        if not resumes and self._optimizer.world.rank == 0 and take_restart():
+            log.warn(f"this job was started again, and training begins from step 0 again; {self.way_on}")
 
     def check(self, progress: RunProgress, rehearses: bool) -> None:
         """Raise now the errors that would occur at the first save.  Collective.
@@ -135,6 +146,7 @@ class RunCheckpoints:
             return None
         optimizer.state.restore_settings(found.facts)
         optimizer.state.restore(found.facts)
+        self._report_other_model(found.facts)
         progress = self._comparable(self._progress(found.facts), found.facts)
         if not self.keeps_best:
             return progress
@@ -142,6 +154,15 @@ class RunCheckpoints:
         # that is ahead of the run, because the newest checkpoints are damaged.
         best = self._checkpoints.best_step
         return replace(progress, best_saved=best if best <= optimizer.clock else 0)
+
+    def _report_other_model(self, facts: Mapping[str, Any]) -> None:
+        """Say on rank 0 in what the saved model differs, if it has the same tensors: in its heads, or its dropout."""
+        now, then = self.problem.facts.get(MODEL), facts.get(MODEL)
+        if self._optimizer.world.rank > 0 or not isinstance(now, Mapping) or not isinstance(then, Mapping):
+            return
+        changed = [f"{name}={new} in place of {brief(old)}" for name, (new, old) in changes(now, then).items()]
+        if changed:
+            log.warn(f"the saved model goes on with {', '.join(changed)}")
 
     def _comparable(self, progress: RunProgress, facts: Mapping[str, Any]) -> RunProgress:
         """The progress, without the validation losses of another set; a message on rank 0 says so."""

@@ -63,7 +63,7 @@ def save_checkpoint(
     ValueError, TypeError
         On every rank, if the parameters or facts of any rank are invalid, or parameters differ between ranks.
     """
-    facts = facts or {}
+    facts = {} if facts is None else facts
     optimizer.bind(_agreed(parameters, optimizer, optimizer.mesh, facts))
     optimizer.state.consolidate()
     state = optimizer.state.capture().with_facts(facts)
@@ -158,7 +158,7 @@ def _agreed(
     named: FlatParameters | None = None
     problem = None
     try:
-        check_facts(facts or {})
+        check_facts({} if facts is None else facts)
         named = _named(parameters, optimizer)
         check_place(named, mesh)
     except (ValueError, TypeError) as error:

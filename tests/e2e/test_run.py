@@ -232,6 +232,20 @@ def test_a_failure_where_nobody_heals_ends_the_job_soon(run):
     assert "start 2" not in after.errors
 
 
+def test_settings_that_differ_between_ranks_are_not_tried_again(run):
+    script = """
+import numpy as np, mpishard
+mesh = mpishard.Mesh()
+problem = mpishard.OptimizationProblem(lambda *_: 0.0, np.zeros(5), samples=4, batch_size=4, steps=3)
+mpishard.DDPOptimizer(mpishard.AdamW(lr=0.1 + mesh.rank), mesh).optimize(problem, progress=False)
+"""
+    differing = run(["--elastic", "-n", 2], script)
+    assert differing.code() == 1, differing.errors
+    assert "all ranks must have the same settings, but lr(" in differing.errors, differing.errors
+    assert "on all ranks alike, before any step: another start would end like this one" in differing.errors
+    assert "start 2" not in differing.errors, differing.errors
+
+
 def test_a_rank_that_ends_before_it_imports_mpishard(run):
     script = """
 import os, signal, sys
@@ -256,6 +270,12 @@ def test_a_failure_that_does_not_come_back_is_survived(run):
     failing = run(["--elastic", "-n", 1], TRAINING, "raise ArithmeticError('spoilt')")
     assert failing.code() == 0, failing.errors
     assert failing.steps[-12:] == [(1, step) for step in range(9, 21)]
+    assert "training begins from step 0" not in failing.errors, failing.errors
+    script = TRAINING.replace("checkpoints=checkpoints, resume=True", "")
+    without = run(["--elastic", "-n", 1], script, "raise ArithmeticError('spoilt')")
+    assert without.code() == 0, without.errors
+    assert without.steps == [(1, step) for step in [*range(1, 11), *range(1, 21)]]
+    assert without.errors.count("this job was started again, and training begins from step 0 again") == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import first_format
 import hybrid
 import numpy as np
 import pytest
-import standin
 from hybrid import gathered, model, train
 from runs import assert_is_at
 from runs import state as at
@@ -112,15 +111,14 @@ def test_parameters_alone(base, folder):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_device_arrays(base, folder, strategy):
+def test_device_arrays(base, folder, device, strategy):
     optimizer, parameters = built(base, DDPOptimizer)
     train(optimizer, parameters)
     save(folder, optimizer.state.capture(), base.world)
     contents = read_index(folder)
-    module = arrays.module_of(standin.empty(0))
     for mesh in hybrid.meshes(base):
         fresh = FlatParameters(
-            hybrid.specs(mesh.pipeline.size), np.float64, place=mesh.place, units=hybrid.units(), module=module
+            hybrid.specs(mesh.pipeline.size), np.float64, place=mesh.place, units=hybrid.units(), module=device.module
         )
         other = strategy(RULE, ShardingConfiguration(mesh, minimum_parameter_group_size=24))
         other.bind(fresh)

@@ -1,33 +1,19 @@
-"""Collectives against their definition: both kinds of memory, uneven pieces, adjoints, the ledger, debug mode."""
+"""Collectives against their definition: both kinds of memory, uneven pieces, adjoints, the ledger."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from buffers import numbers, uneven
+from devices import KINDS_OVER_MPI, use_over_mpi
 from mpi4py import MPI
-from standin import AwareArray, DeviceArray
-from standin import empty as empty_on_device
 
-import mpishard
 from mpishard.backend import array as arrays
-from mpishard.comm import collectives, staging
-from mpishard.comm.call_matching import CollectiveMismatchError
+from mpishard.comm import collectives
+from mpishard.comm.agreement import differing
+from mpishard.launch.job_notes import ALIKE
 
 SIZES = (0, 1, 7, 57)
-
-
-def numbers(rank, size, dtype=np.float64):
-    """Small whole numbers, so that sums are exact in any order."""
-    return np.random.default_rng([rank, size]).integers(-8, 9, size).astype(dtype)
-
-
-def uneven(size, ranks):
-    """Counts that leave the first rank empty-handed and give the last the rest."""
-    each = size // ranks // 2
-    return [0] + [each] * (ranks - 2) + [size - each * (ranks - 2)] if ranks > 1 else [size]
 
 
 class Host:
@@ -42,34 +28,23 @@ class Host:
         return buffer
 
 
-class Device(Host):
-    def __init__(self, kind):
-        self.name, self.kind = kind.__name__, kind
+class OnDevice(Host):
+    def __init__(self, device):
+        self.name, self.device = device.name, device
 
     def buffer(self, values):
         # The copy is queued behind a slow stream: it is only there once the stream has been waited for.
-        device = empty_on_device(values.shape, values.dtype, kind=self.kind)
-        staged = empty_on_device(values.shape, values.dtype, kind=self.kind)
-        arrays.copy_to_device(values, staged)
-        device[...] = staged
-        return device
+        array, staged = self.device.empty(values.shape, values.dtype), self.device.put(values)
+        array[...] = staged
+        return array
 
     def values(self, buffer):
         return arrays.to_host(buffer)
 
 
-@pytest.fixture(params=[Host(), Device(DeviceArray), Device(AwareArray)], ids=lambda memory: memory.name)
+@pytest.fixture(params=["host", *KINDS_OVER_MPI])
 def memory(request, monkeypatch):
-    if request.param.name == "AwareArray":  # an MPI that takes device pointers, as far as the stand-in goes
-        aware = replace(staging.probe(), device_buffers=True)
-        monkeypatch.setattr(staging, "probe", lambda device=False: aware)
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def shared_mesh(comm):
-    with mpishard.Mesh(comm) as mesh:
-        yield mesh
+    return Host() if request.param == "host" else OnDevice(use_over_mpi(request.param, monkeypatch))
 
 
 @pytest.fixture(params=["one call", "many parts"])
@@ -124,68 +99,6 @@ def test_buffers_that_are_not_aligned(shared_mesh):
     pending.wait()
 
 
-@pytest.mark.parametrize("odd", ["unaligned", "not in place", "a subclass"])
-def test_one_rank_has_another_kind_of_buffer(shared_mesh, odd):
-    """Ranks in one all_reduce need not prepare it alike."""
-    axis = shared_mesh.data
-    mine, out = numbers(axis.rank, 5), None
-    if axis.rank == axis.size - 1:
-        if odd == "unaligned":
-            mine = np.frombuffer(bytearray(b" " + mine.tobytes()), np.uint8)[1:].view(mine.dtype)
-        elif odd == "not in place":
-            out = np.zeros(5)
-        else:
-            mine = mine.view(np.recarray)
-    assert np.array_equal(axis.all_reduce(mine, out), sum(numbers(rank, 5) for rank in range(axis.size)))
-
-
-ODD = {
-    "unaligned": lambda values: np.frombuffer(bytearray(b" " + values.tobytes()), np.uint8)[1:].view(values.dtype),
-    "a part of another": lambda values: np.append(7.0, values)[1:],
-    "a subclass": lambda values: values.view(np.recarray),
-    "not in place": lambda values: values,
-    "cut by default": lambda values: values,
-}
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
-@pytest.mark.parametrize("each_has, odd_has", [(4, 4), (4, 0), (0, 9)])
-@pytest.mark.parametrize("odd", ODD)
-def test_one_rank_has_another_kind_of_buffer_of_pieces(shared_mesh, monkeypatch, odd, each_has, odd_has, exchanged):
-    """Ranks in one reduce_scatter or all_gather need not prepare it alike, nor all take its fast path."""
-    if odd == "cut by default" and each_has != odd_has:
-        pytest.skip("cut otherwise")
-    axis, ranks, slow = shared_mesh.data, shared_mesh.data.size, []
-    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
-    for name in ("reduce_scatter", "all_gather"):
-        usual = getattr(collectives.Collectives, name)
-        monkeypatch.setattr(
-            collectives.Collectives, name, lambda *given, usual=usual, name=name: slow.append(name) or usual(*given)
-        )
-    for one in range(ranks):
-        is_odd = axis.rank == one
-        counts = [odd_has if rank == one else each_has for rank in range(ranks)]
-        size, start = sum(counts), sum(counts[: axis.rank])
-        own = slice(start, start + counts[axis.rank])
-        total, slow[:] = sum(numbers(rank, size) for rank in range(ranks)), []
-        cuts = None if is_odd and odd == "cut by default" else counts
-        made = ODD[odd] if is_odd else np.copy
-
-        mine = made(numbers(axis.rank, size))
-        out = np.zeros(counts[axis.rank]) if is_odd and odd == "not in place" else None
-        assert np.array_equal(axis.reduce_scatter(mine, out, cuts), total[own])
-
-        whole = np.full(size, 99.0)
-        whole[own] = total[own]
-        piece = total[own].copy() if is_odd and odd == "not in place" else None
-        assert np.array_equal(axis.all_gather(made(whole), piece, cuts), total)
-
-        fast = not is_odd or odd in ("a part of another", "cut by default")
-        exchanges = bool(exchanged) and max(counts) * (ranks - 1) <= 2 * size
-        assert slow == ["reduce_scatter"] * (exchanges or not fast) + ["all_gather"] * (not fast)
-
-
 @pytest.mark.parametrize(("op", "function"), [("max", np.max), ("min", np.min), ("prod", np.prod)])
 def test_other_operations(axis, op, function):
     parts = [numbers(rank, 7) for rank in range(axis.size)]
@@ -202,68 +115,6 @@ def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype, monkeypatch):
             check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype)
 
 
-@pytest.mark.mpi(min_size=3)
-def test_pieces_too_uneven_to_exchange(shared_mesh, monkeypatch):
-    """The owner of nearly all would get that from each other rank; an exchange is made of what is even enough."""
-    axis, made = shared_mesh.data, []
-    ranks, start = axis.size, collectives.Collectives._start_exchange
-    monkeypatch.setattr(
-        collectives.Collectives, "_start_exchange", lambda *arguments: made.append(1) or start(*arguments)
-    )
-    size = 20 * ranks
-    even, nearly_all = [20] * ranks, [size - ranks + 1] + [1] * (ranks - 1)
-    for counts, limit, exchanged in (
-        (even, None, True),
-        (even, size, True),
-        (nearly_all, None, ranks == 3),  # twice the buffer at most
-        (nearly_all, size, False),  # more than one call takes
-    ):
-        monkeypatch.setattr(axis._channel, "largest_count", limit)
-        own = slice(sum(counts[: axis.rank]), sum(counts[: axis.rank + 1]))
-        for allowed in (range(0), range(2**62)):
-            monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], allowed)
-            made.clear()
-            piece = axis.reduce_scatter(numbers(axis.rank, size), counts=counts)
-            assert np.array_equal(piece, sum(numbers(rank, size) for rank in range(ranks))[own])
-            assert bool(made) == (exchanged and bool(allowed))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_exchanges_under_way_share_no_memory_and_what_they_leave_is_used_again(shared_mesh, monkeypatch):
-    axis = shared_mesh.data
-    others, spare = axis.size - 1, []
-    monkeypatch.setattr(axis._started, "_spare", spare)
-    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], range(2**62))
-    monkeypatch.setattr(collectives, "_KEPT_BYTES", 3 * 50 * 8 * others)
-    kept = []
-    for count, dtype in [(50, np.float64), (50, np.float64), (20, np.float32), (60, np.float64)]:
-        parts = [numbers(rank, count * axis.size, dtype) for rank in range(axis.size)]
-        requests = [axis.start_reduce_scatter(factor * parts[axis.rank]) for factor in (1, 2, 3)]
-        own = slice(axis.rank * count, (axis.rank + 1) * count)
-        for factor in (3, 1, 2):
-            assert np.array_equal(requests[factor - 1].wait(), factor * sum(parts)[own])
-        kept.append({id(memory) for memory in spare})
-    assert len(kept[0]) == 3
-    assert kept[0] == kept[1] == kept[2]
-    assert [memory.size for memory in spare] == [60 * 8 * others] * 2  # three are more than the limit
-
-
-@pytest.mark.parametrize("limit", [None, 7])
-@pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
-def test_a_piece_may_be_reduced_to_its_place_in_the_buffer(shared_mesh, monkeypatch, exchanged, limit):
-    axis = shared_mesh.data
-    monkeypatch.setattr(axis._channel, "largest_count", limit)
-    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
-    counts = [0, 1] * (axis.size // 2) + [8] * (axis.size % 2)
-    size, start = sum(counts), sum(counts[: axis.rank])
-    expected = sum(numbers(rank, size) for rank in range(axis.size))[start : start + counts[axis.rank]]
-    for reduce in (axis.reduce_scatter, lambda *arguments: axis.start_reduce_scatter(*arguments).wait()):
-        buffer = numbers(axis.rank, size)
-        own = buffer[start : start + counts[axis.rank]]
-        assert np.array_equal(reduce(buffer, own, counts), expected)
-        assert np.array_equal(own, expected)
-
-
 def check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype):
     counts = None if cut == "even" else uneven(size, axis.size)
     lengths = counts or [len(part) for part in np.array_split(np.zeros(size), axis.size)]
@@ -274,6 +125,12 @@ def check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype):
     assert axis.reduce_scatter(whole, piece, counts) is piece
     assert np.array_equal(memory.values(piece), sum(parts)[own])
     assert np.array_equal(memory.values(whole), parts[axis.rank])
+    started = memory.buffer(np.zeros(lengths[axis.rank], dtype))
+    assert axis.start_reduce_scatter(whole, started, counts).wait() is started
+    assert np.array_equal(memory.values(started), sum(parts)[own])
+    assert np.array_equal(memory.values(whole), parts[axis.rank])
+    front = axis.start_reduce_scatter(memory.buffer(parts[axis.rank]), counts=counts).wait()
+    assert np.array_equal(memory.values(front), sum(parts)[own])
     front = axis.reduce_scatter(whole, counts=counts)
     assert np.array_equal(memory.values(front), sum(parts)[own])
 
@@ -312,6 +169,84 @@ def test_all_to_all_may_leave_a_ranks_own_run_where_it_is(axis, memory):
     others = [numbers(rank, 2 * axis.size) for rank in range(axis.size) if rank != axis.rank]
     expected = [theirs[2 * axis.rank : 2 * axis.rank + 2] for theirs in others]
     assert np.array_equal(memory.values(out), np.concatenate([np.zeros(0), *expected]))
+
+
+def test_all_to_all_where_ranks_only_send_or_only_receive(axis, memory):
+    """An empty slice begins where its array does: one address is not one buffer."""
+    root = axis.size - 1
+    values, nothing = numbers(root, 2 * axis.size), [0] * axis.size
+    if axis.rank == root:
+        whole = memory.buffer(values)
+        axis.all_to_all(whole, whole[:0], [2] * axis.size, nothing, keep_own=True)
+        assert np.array_equal(memory.values(whole), values)
+    else:
+        own = memory.buffer(np.zeros(2))
+        axis.all_to_all(own[:0], own, nothing, [0] * root + [2])
+        assert np.array_equal(memory.values(own), values[2 * axis.rank : 2 * axis.rank + 2])
+
+
+def values_of(values, size, first):
+    """An array of the host that has these values from element `first` on."""
+    whole = np.full(size, 99.0)
+    whole[first : first + values.size] = values
+    return whole
+
+
+@pytest.mark.parametrize("way", ["blocking", "started"])
+@pytest.mark.parametrize("size, first, out_first", [(0, 0, 0), (7, 0, 0), (7, 0, 3), (7, 3, 0)])
+def test_the_buffers_of_an_all_reduce_may_overlap(axis, memory, way, size, first, out_first):
+    parts = [numbers(rank, size) for rank in range(axis.size)]
+    whole = memory.buffer(values_of(parts[axis.rank], 10, first))
+    out = whole[out_first : out_first + size]
+    assert call(axis, way, "all_reduce", whole[first : first + size], out) is out
+    assert np.array_equal(memory.values(out), sum(parts))
+    if first == out_first:
+        assert call(axis, way, "all_reduce", out, out) is out
+        assert np.array_equal(memory.values(out), axis.size * sum(parts))
+
+
+@pytest.mark.parametrize("way", ["blocking", "started"])
+@pytest.mark.parametrize("each", [0, 3])
+@pytest.mark.parametrize("place", ["own", "front", "between"])
+def test_the_piece_of_an_all_gather_may_lie_in_the_buffer(axis, memory, way, each, place):
+    counts = [each] * (axis.size - 1) + [2]
+    own, starts = numbers(axis.rank, counts[axis.rank]), np.cumsum([0, *counts])
+    first = {"own": starts[axis.rank], "front": 0, "between": min(1, starts[-1] - own.size)}[place]
+    whole = memory.buffer(values_of(own, sum(counts), first))
+    assert call(axis, way, "all_gather", whole, whole[first : first + own.size], counts) is whole
+    assert np.array_equal(memory.values(whole), np.concatenate([numbers(r, c) for r, c in enumerate(counts)]))
+
+
+@pytest.mark.parametrize("way", ["blocking", "started"])
+@pytest.mark.parametrize("first, out_first", [(0, 0), (0, 1), (2, 0)])
+def test_the_buffers_of_an_all_to_all_may_overlap(axis, memory, way, first, out_first):
+    size = 2 * axis.size
+    whole = memory.buffer(values_of(numbers(axis.rank, size), size + 2, first))
+    out = whole[out_first : out_first + size]
+    assert call(axis, way, "all_to_all", whole[first : first + size], out) is out
+    runs = [numbers(rank, size)[2 * axis.rank : 2 * axis.rank + 2] for rank in range(axis.size)]
+    assert np.array_equal(memory.values(out), np.concatenate(runs))
+
+
+@pytest.mark.parametrize("way", ["blocking", "started"])
+@pytest.mark.parametrize("each, last", [(3, 3), (0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize("place", ["own", "front", "between"])
+@pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
+def test_the_piece_of_a_reduce_scatter_may_lie_in_the_buffer(
+    axis, memory, way, each, last, place, exchanged, monkeypatch
+):
+    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+    counts = [each] * (axis.size - 1) + [last]
+    parts, start, count = [numbers(rank, sum(counts)) for rank in range(axis.size)], each * axis.rank, counts[axis.rank]
+    first = {"own": start, "front": 0, "between": min(1, sum(counts) - count)}[place]
+    whole = memory.buffer(parts[axis.rank])
+    piece = whole[first : first + count]
+    assert call(axis, way, "reduce_scatter", whole, piece, counts) is piece
+    assert np.array_equal(memory.values(piece), sum(parts)[start : start + count])
+
+
+def call(axis, way, name, *given):
+    return getattr(axis, name)(*given) if way == "blocking" else getattr(axis, f"start_{name}")(*given).wait()
 
 
 def test_broadcast_from_every_root(axis, memory):
@@ -432,121 +367,19 @@ def test_bad_buffers(shared_mesh, call, error, message):
 def test_agree_raises_everywhere(mesh):
     mesh.data.raise_if_any(None)
     problem = ValueError("bad lunch") if mesh.rank == mesh.size - 1 else None
-    with pytest.raises(ValueError, match="bad lunch"):
+    with pytest.raises(ValueError, match="bad lunch") as found:
         mesh.data.raise_if_any(problem)
+    assert getattr(found.value, ALIKE, 0) == (mesh.size == 1)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_debug_names_both_call_sites_on_every_rank(comm):
-    with mpishard.Mesh(comm, debug=True) as mesh:
-        mesh.data.all_reduce(np.zeros(3))
-        with pytest.raises(CollectiveMismatchError) as caught:
-            if mesh.rank == 0:
-                mesh.data.all_reduce(np.zeros(5))
-            else:
-                mesh.data.broadcast(np.zeros(3))
-        text = str(caught.value)
-        assert "rank 0: all_reduce(5 x float64, sum)" in text
-        assert "rank 1: broadcast(3 x float64, root 0)" in text
-        assert text.count("test_collectives.py:") == mesh.size
-        assert np.array_equal(mesh.data.all_reduce(np.ones(3)), np.full(3, mesh.size))  # the axis still works
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.every_variant
-@pytest.mark.parametrize("later", [False, True])
-def test_debug_names_calls_of_different_axes_on_every_rank(comm, later):
-    with mpishard.Mesh(comm, debug=True) as mesh:
-        for again in range(2):  # numbers of calls no longer agree
-            with pytest.raises(CollectiveMismatchError, match="ranks wait for each other in different") as caught:
-                if mesh.rank == 0:
-                    (mesh.data.start_all_reduce if later else mesh.data.all_reduce)(np.zeros(3))
-                else:
-                    mesh.world.allgather_object("a value") if again == 0 else mesh.data.all_reduce(np.zeros(3))
-        text = str(caught.value)
-        assert "rank 0: all_reduce(3 x float64, sum) on axis 'data' called at" in text
-        assert "rank 1: allgather_object(0 x uint8) on axis 'world' called at" in text
-        assert text.count("test_collectives.py:") == mesh.size
-        assert len(set(comm.allgather(text))) == 1 and mesh.ledger.active is None
-
-
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.every_variant
-def test_debug_sees_a_circle_of_calls_that_no_two_ranks_share(comm):
-    with mpishard.Mesh(comm, tensor=2, debug=True) as mesh, pytest.raises(CollectiveMismatchError) as caught:
-        if mesh.rank in (0, 3):  # 0 waits for 1, which waits for 3, for 2, for 0
-            mesh.tensor.barrier()
-        elif mesh.rank in (1, 2):
-            mesh.data.barrier()
-        else:
-            mesh.world.barrier()
-    assert all(f"rank {rank}: barrier(0 x uint8) on axis" in str(caught.value) for rank in range(comm.size))
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.every_variant
-@pytest.mark.parametrize("op", ["send", "recv"])
-def test_debug_sees_messages_that_nobody_is_at_the_other_end_of(comm, op):
-    """The message must be longer than what MPI buffers for a receiver that has not come yet."""
-    with mpishard.Mesh(comm, debug=True) as mesh:
-        large = np.zeros(10**6)
-        with pytest.raises(CollectiveMismatchError) as caught:
-            if mesh.rank == 0:
-                mesh.data.all_reduce(np.zeros(3))
-            else:
-                getattr(mesh.world, op)(large, 0)
-        text = str(caught.value)
-        assert "rank 0: all_reduce(3 x float64, sum) on axis 'data' called at" in text
-        assert f"rank 1: {op}(1000000 x float64, {'to' if op == 'send' else 'from'} rank 0) on axis 'world'" in text
-        assert text.count("test_collectives.py:") == mesh.size and mesh.ledger.active is None
-        comm.Barrier()  # a message that is received here before its sender has looked is no mistake any more
-        for rank in range(1, mesh.size):  # the message that was left
-            if mesh.rank == 0:
-                mesh.world.comm.Recv(large, rank) if op == "send" else mesh.world.comm.Send(large, rank)
-        mesh.world.comm.Barrier()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_debug_lets_messages_pass(comm):
-    """Early or late, with other calls in between, from anybody, and to oneself."""
-    with mpishard.Mesh(comm, debug=True) as mesh:
-        axis = mesh.data
-        for late in (0, 1):
-            if axis.rank == late:
-                time.sleep(0.6)
-            if axis.rank == 0:
-                started = axis.start_send(np.full(10**6, 1.0), 1, 5)
-                axis.all_reduce(np.zeros(3))
-                axis.send(np.full(3, 2.0), 1, 5)
-                started.wait()
-            else:
-                axis.all_reduce(np.zeros(3))
-            if axis.rank == 1:
-                assert axis.recv(np.zeros(10**6), 0, 5)[-1] == 1
-                assert axis.recv(np.zeros(3), MPI.ANY_SOURCE, MPI.ANY_TAG)[-1] == 2
-        own = axis.start_send(np.ones(3), axis.rank)
-        assert axis.recv(np.zeros(3), axis.rank).all()
-        own.wait()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_debug_sees_other_counts_and_operations(comm):
-    with mpishard.Mesh(comm, debug=True) as mesh:
-        for mine, theirs in (((3, "sum"), (4, "sum")), ((3, "sum"), (3, "max"))):
-            count, op = mine if mesh.rank == 0 else theirs
-            with pytest.raises(CollectiveMismatchError, match="differs between its ranks"):
-                mesh.data.all_reduce(np.zeros(count), op=op)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_debug_knows_what_may_differ_and_what_may_not(comm):
-    with mpishard.Mesh(comm, debug=True) as mesh:
-        axis = mesh.data
-        counts = [axis.rank + to + 1 for to in range(axis.size)]  # symmetric, and of another sum on each rank
-        axis.all_to_all(np.zeros(sum(counts)), np.zeros(sum(counts)), counts, counts)
-        mine = [axis.size, *[0] * (axis.size - 1)]
-        with pytest.raises(CollectiveMismatchError, match="cut as"):
-            axis.reduce_scatter(np.zeros(axis.size), counts=mine if axis.rank == 0 else mine[::-1])
+def test_an_error_that_all_ranks_have_alike_is_known_for_one(mesh):
+    for text, alike in (("bad lunch", True), (f"bad lunch on rank {mesh.rank}", mesh.size == 1)):
+        with pytest.raises(ValueError, match=text) as found:
+            mesh.world.raise_if_any(ValueError(text))
+        assert getattr(found.value, ALIKE, 0) == mesh.size * alike
+    with pytest.raises(ValueError, match="all ranks must have the same settings") as found:
+        raise differing(mesh.world, {"lr": str(mesh.rank)})
+    assert getattr(found.value, ALIKE) == mesh.size
 
 
 @pytest.mark.mpi(min_size=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import standin
 from steps import STRATEGIES
 
 from mpishard import AdamW, FlatParameters, ParameterSpec, ShardingConfiguration
@@ -28,21 +27,12 @@ COMPRESSORS = [
 SIZE, STEPS = 211, 6
 
 
-def on_device(host, kind):
-    device = standin.empty(host.shape, host.dtype, kind=kind)
-    arrays.copy_to_device(host, device)
-    return device
-
-
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-@pytest.mark.parametrize(
-    ("strategy", "kind", "dtype"),
-    [(STRATEGIES[0], standin.DeviceArray, np.float64), (STRATEGIES[2], standin.AwareArray, np.float32)],
-)
-def test_the_same_as_on_the_host(mesh, strategy, compressor, dtype, kind):
+@pytest.mark.parametrize(("strategy", "dtype"), [(STRATEGIES[0], np.float64), (STRATEGIES[2], np.float32)])
+def test_the_same_as_on_the_host(mesh, device, strategy, compressor, dtype):
     """Several buckets, uneven parts; a step whose gradient is not finite is skipped."""
     found = []
-    for place in (np.copy, lambda host: on_device(host, kind)):
+    for place in (np.copy, device.put):
         configuration = ShardingConfiguration(
             mesh, gradient_compressor=compressor, minimum_parameter_group_size=50, nonfinite_gradients="skip"
         )
@@ -59,14 +49,12 @@ def test_the_same_as_on_the_host(mesh, strategy, compressor, dtype, kind):
     assert (found[0] != 1).all()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind"), [(STRATEGIES[0], standin.DeviceArray), (STRATEGIES[2], standin.AwareArray)]
-)
-def test_products_of_thin_matrices(mesh, strategy, kind):
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[2]])
+def test_products_of_thin_matrices(mesh, device, strategy):
     """PowerSGD, whose products are those of the arrays' own library."""
     specs = [ParameterSpec("matrix", (12, 10)), ParameterSpec("vector", (SIZE - 120,))]
     found = []
-    for place in (np.copy, lambda host: on_device(host, kind)):
+    for place in (np.copy, device.put):
         configuration = ShardingConfiguration(mesh, gradient_compressor=PowerSGDCompressor(2))
         optimizer, parameters = strategy(AdamW(lr=0.01), configuration), place(np.ones(SIZE))
         named = FlatParameters.over(parameters, specs)

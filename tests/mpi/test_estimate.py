@@ -8,12 +8,14 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+import standin
 
 from mpishard import AdamW, HybridShardedOptimizer, Mesh, ShardingConfiguration
+from mpishard.backend import array as arrays
 from mpishard.estimate import estimate, measure
 from mpishard.estimate.collectives import measure_collectives
 from mpishard.estimate.profile import OPERATIONS
-from mpishard.nn import GPT, Llama
+from mpishard.nn import GPT, Llama, device_products
 
 # A vocabulary and a width that most sizes cut unevenly, and 24 heads, which all sizes divide.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 67, 16, 72, 8, 24
@@ -108,6 +110,46 @@ def test_bytes_of_a_step(comm, what, zero_stage, options):
             by_stage.setdefault(rank, Counter()).update(theirs)
         for rank, total in by_stage.items():
             assert +total == +found.stages[rank].sent, f"stage {rank}"
+
+
+@pytest.mark.parametrize(
+    ("what", "zero_stage", "options"),
+    [
+        ("data", 3, {"microbatches": 2}),
+        ("tensor", 0, {}),
+        ("tensor", 0, {"sequence_parallel": True, "tied": True}),
+        ("pipeline", 0, {"schedule": "zb-h1"}),
+    ],
+)
+def test_half_precision_on_devices(comm, what, zero_stage, options, monkeypatch):
+    """Rounded weights to the byte, and what layers keep; operands of single products are in the tests without MPI."""
+    kept = {}
+
+    def rounded_weight(product, weight):
+        halves = plain(product, weight)
+        kept.update({id(each): each.nbytes for each in (device_products._thread.weights or {}).values()})
+        return halves
+
+    plain = device_products.DeviceProduct.rounded_weight
+    monkeypatch.setattr(device_products.DeviceProduct, "rounded_weight", rounded_weight)
+    sizes, module = shape(what, comm.size), arrays.module_of(standin.empty(1))
+    layout = {name: value for name, value in options.items() if name != "tied"}
+    with Mesh(comm, **sizes) as mesh:
+        model_options = {"mesh": mesh, "module": module, "compute_dtype": np.float16, **options}
+        model = GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, **model_options)
+        optimizer = HybridShardedOptimizer(AdamW(lr=1e-3), ShardingConfiguration(mesh), zero_stage=zero_stage)
+        tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH))
+        model.loss_and_gradient(tokens, tokens)
+        optimizer.step(model.parameters, count=mesh.data.size * tokens.size)  # which shards the parameters
+        kept.clear()
+        model.loss_and_gradient(tokens, tokens)
+        found = estimate(
+            model.architecture, **sizes, zero_stage=zero_stage, batch=BATCH, device=True, half=True, **layout
+        )
+        memory = found.stages[mesh.pipeline.rank].memory
+        assert memory.rounded == pytest.approx(sum(kept.values()), rel=0.02)
+        measured = model.activation_bytes  # without operands, which the estimate counts as scratch
+        assert measured * 0.9 <= memory.activations + memory.scratch <= 1.5 * measured
 
 
 def test_measured_profile(mesh, same_on_all, monkeypatch):

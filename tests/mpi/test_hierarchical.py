@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from standin import DeviceArray
-from standin import empty as empty_on_device
 from steps import SPECS, gradients, start, train
 
 from mpishard import AdamW, DDPOptimizer, FlatParameters, Mesh, ShardingConfiguration
@@ -59,19 +57,17 @@ def test_bytes_between_nodes(mesh):
         assert sent(mesh, "data within") == 4 * size  # half of it each way
 
 
-def test_device_arrays(mesh):
+def test_device_arrays(mesh, device):
     config = ShardingConfiguration(mesh, hierarchical=2)
     host, optimizer = start(SIZE), DDPOptimizer(AdamW(lr=0.1), config)
     train(optimizer, host)
-    device = empty_on_device(SIZE, np.float32)
-    arrays.copy_to_device(start(SIZE), device)
+    there = device.put(start(SIZE))
     optimizer = DDPOptimizer(AdamW(lr=0.1), config)
     for step in range(3):
-        gradient = empty_on_device(SIZE, np.float32)
-        arrays.copy_to_device(gradients(step, mesh.size, SIZE)[mesh.rank].copy(), gradient)
-        assert isinstance(gradient, DeviceArray)
-        optimizer.step(device, gradient)
-    assert np.array_equal(arrays.to_host(device), host)
+        gradient = device.put(gradients(step, mesh.size, SIZE)[mesh.rank])
+        assert arrays.is_device(gradient)
+        optimizer.step(there, gradient)
+    assert np.array_equal(arrays.to_host(there), host)
 
 
 def test_nodes(comm, mesh):

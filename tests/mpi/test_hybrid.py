@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from hybrid import START, alone, gathered, meshes, model, one_pass, train
 from mpi4py import MPI
-from standin import DeviceArray
-from standin import empty as empty_on_device
 from steps import STRATEGIES, write_gradients
 
 import mpishard
@@ -375,22 +373,16 @@ def test_a_rank_that_misplaces_its_parameters(comm, mesh):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_device_arrays_take_the_same_steps(base, strategy):
-    def on_device(host):
-        device = empty_on_device(host.size, host.dtype, kind=DeviceArray)
-        arrays.copy_to_device(host, device)
-        return device
-
+def test_device_arrays_take_the_same_steps(base, device, strategy):
     rule = LAMB(lr=0.1)
     for mesh in meshes(base):
-        module = arrays.module_of(empty_on_device(0, np.float64, kind=DeviceArray))
         parameters = FlatParameters(
-            hybrid.specs(mesh.pipeline.size), np.float64, place=mesh.place, units=hybrid.units(), module=module
+            hybrid.specs(mesh.pipeline.size), np.float64, place=mesh.place, units=hybrid.units(), module=device.module
         )
         arrays.copy_to_device(model(mesh).flat, parameters.flat)
         optimizer = strategy(rule, ShardingConfiguration(mesh, max_gradient_norm=LIMIT))
         for step in range(3):
-            optimizer.step(parameters, on_device(hybrid.local_gradient(parameters, mesh, step)))
+            optimizer.step(parameters, device.put(hybrid.local_gradient(parameters, mesh, step)))
         expected = alone(base, rule, mesh.data.size, limit=LIMIT)
         assert np.array_equal(arrays.to_host(gathered(parameters, mesh)), expected.parameters), mesh
         optimizer.synchronize_optimizer_state()

@@ -10,6 +10,9 @@ from hybrid import factorisations
 from mpi4py import MPI
 
 import mpishard
+from mpishard.comm.abort import _AbortOnException
+from mpishard.comm.mesh_facts import in_words
+from mpishard.launch.job_notes import ALIKE, ECHO
 from mpishard.layout.local_layout import ModelParallelRank
 
 
@@ -50,6 +53,50 @@ def test_one_size_is_inferred(comm):
 def test_bad_sizes_are_an_error_on_all_ranks(comm, sizes, message):
     with pytest.raises(ValueError, match=message):
         mpishard.Mesh(comm, **sizes)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="needs two ranks")
+def test_sizes_that_differ_between_ranks_are_an_error_on_all(comm):
+    sizes = {"tensor": -1, "data": 1} if comm.rank == 1 else {}
+    with pytest.raises(ValueError, match=r"data=\d x tensor=1 on rank 0 and .* on rank 1; give"):
+        mpishard.Mesh(comm, **sizes)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="needs two ranks")
+def test_a_bad_size_on_one_rank_is_an_error_on_all(comm):
+    sizes = {"tensor": comm.size + 1} if comm.rank == 1 else {}
+    message = rf"^{'' if comm.rank == 1 else 'rank 1: '}mesh pipeline=1 x data=1 x tensor={comm.size + 1} needs"
+    with pytest.raises(ValueError, match=message) as found:
+        mpishard.Mesh(comm, **sizes)
+    assert hasattr(found.value, ECHO) == (comm.rank != 1) and not hasattr(found.value, ALIKE)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="needs two ranks")
+def test_versions_that_differ_between_ranks_are_an_error_on_all(comm, monkeypatch):
+    odd = comm.rank == 1
+    with monkeypatch.context() as other:
+        other.setattr("mpishard.comm.mesh_facts.VERSION", "0.0.7" if odd else "0.0.8")
+        other.setattr("platform.node", lambda: "second" if odd else "first")
+        with pytest.raises(ValueError, match="all ranks must have the same version of mpishard") as found:
+            mpishard.Mesh(comm)
+    others = in_words("rank", [rank for rank in range(comm.size) if rank != 1])
+    assert f"it is 0.0.8 on {others} (host first), and 0.0.7 on rank 1 (host second); inst" in str(found.value)
+    with mpishard.Mesh(comm) as mesh:  # the communicators were given back, and one version makes a mesh
+        assert mesh.size == comm.size
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="needs two ranks")
+@pytest.mark.parametrize("options", [{"data": 7, "tensor": 3}, {"collectives": "smoke"}])
+def test_an_error_of_all_ranks_is_reported_as_one(comm, monkeypatch, options):
+    with pytest.raises(ValueError) as found:
+        mpishard.Mesh(comm, **options)
+    said = []
+    monkeypatch.setattr("mpishard.comm.abort.abort", said.append)
+    monkeypatch.setattr("mpishard.comm.abort.FIRST_S", 0.0)
+    for error in (found.value, ValueError("of this rank")):
+        _AbortOnException()(type(error), error, error.__traceback__)
+    assert said[0].startswith(f"mpishard: all {comm.size} ranks failed and end the job; of rank {comm.rank}:\n")
+    assert said[1].startswith(f"mpishard: rank {comm.rank} of {comm.size} failed and ends the job\n")
 
 
 @pytest.mark.parametrize("limit", ["soon", "0", "-3", "nan"])
@@ -127,3 +174,19 @@ def test_an_axis_of_some_ranks(comm):
             assert part.all_reduce(np.array([mesh.rank]))[0] == sum(ranks)
             assert part.members == ranks == mesh.ledger.recent[-1].call.members
             assert mesh.ledger.sent(axis="even") == (0 if len(ranks) == 1 else mesh.ledger.sent())
+
+
+@pytest.mark.parametrize("where", ["data", "subgroup", "reshaped"])
+def test_a_mesh_ends_the_collectives_that_nobody_has_waited_for(comm, where):
+    """MPI would go on with them on communicators that are no more."""
+    values = np.full(2**20, comm.rank + 1.0)  # too long to arrive unless both ends take part
+    with mpishard.Mesh(comm) as mesh:
+        axis = mesh.data
+        if where == "subgroup":
+            axis = axis.subgroup("all", range(comm.size))
+        elif where == "reshaped":
+            axis = mesh.reshaped(data=1, tensor=comm.size).tensor
+        pending = axis.start_all_reduce(values)
+    assert np.all(values == sum(range(1, comm.size + 1)))
+    assert pending.is_over or comm.size == 1
+    comm.allgather(None)

@@ -8,7 +8,6 @@ import warnings
 
 import numpy as np
 import pytest
-import standin
 from descent import curvature, rosenbrock
 
 import mpishard
@@ -165,20 +164,17 @@ def test_what_one_rank_does_wrong_is_raised_on_all(mesh, kind, error, words):
         minimize(fun, start, method="L-BFGS", mesh=mesh, callback=callback, options=options)
 
 
-def test_a_preconditioner_gets_vectors_on_the_device_of_the_start(mesh):
-    def put(host):
-        return arrays.on_device_of(host, standin.empty(0))
-
+def test_a_preconditioner_gets_vectors_on_the_device_of_the_start(mesh, device):
     def precondition(vector):
-        assert isinstance(vector, standin.DeviceArray)
-        return put(0.5 * arrays.to_host(vector))
+        assert isinstance(vector, device.array_type)
+        return device.put(0.5 * arrays.to_host(vector))
 
     def fun(x):
         value, gradient = rosenbrock(arrays.to_host(x))
-        return value, put(gradient)
+        return value, device.put(gradient)
 
     given = {"method": "L-BFGS", "options": {"maxiter": 4}}
-    result = minimize(fun, put(START), mesh=mesh, preconditioner=precondition, **given)
+    result = minimize(fun, device.put(START), mesh=mesh, preconditioner=precondition, **given)
     expected = minimize(rosenbrock, START, preconditioner=lambda vector: 0.5 * vector, **given)
     assert np.array_equal(arrays.to_host(result.x), expected.x)
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from mpi4py import MPI
-from standin import empty as empty_on_device
 from steps import STRATEGIES, write_gradients
 
 import mpishard
@@ -243,7 +242,7 @@ def test_a_model_that_takes_several_micro_batches_cuts_none(mesh, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_device_arrays(mesh, strategy):
+def test_device_arrays(mesh, device, strategy):
     """Staged through the host, and added up where they are."""
     terms = np.random.default_rng(2).standard_normal((mesh.size, 600)).astype(np.float32)
     results = []
@@ -251,18 +250,12 @@ def test_device_arrays(mesh, strategy):
         flat = np.zeros(600, np.float32)
         optimizer = strategy(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True))
         if on_device:
-            flat = device(flat)
+            flat = device.put(flat)
         for _ in range(2):
             gradient = terms[mesh.rank].copy()
-            optimizer.step(flat, device(gradient) if on_device else gradient)
+            optimizer.step(flat, device.put(gradient) if on_device else gradient)
         results.append(arrays.to_host(flat))
     assert np.array_equal(*results)
-
-
-def device(values):
-    made = empty_on_device(values.shape, values.dtype)
-    arrays.copy_to_device(values, made)
-    return made
 
 
 def test_a_resume_with_other_micro_batches_is_refused_or_recorded(comm, mesh, capsys):

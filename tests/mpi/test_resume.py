@@ -196,6 +196,28 @@ def test_what_happens_while_training_has_the_same_bits_in_other_layouts(comm, fo
     assert (folder / "best").resolve().name == f"step-{best:08d}"
 
 
+def test_a_model_with_other_heads_is_reported(mesh, folder, capsys):
+    for steps, heads, dropout, expected in (
+        (2, 4, 0.0, ""),
+        (4, 4, 0.0, ""),
+        (6, 2, 0.1, "heads=2 in place of 4"),
+        (8, 2, 0.0, "dropout=0.0 in place of 0.1"),
+    ):
+        model = nn.GPT(11, 5, 8, 2, heads, mesh=mesh, dropout=dropout)
+        task = OptimizationProblem.for_model(
+            model,
+            lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+            samples=len(TOKENS),
+            batch_size=10,
+            steps=steps,
+        )
+        with Checkpoints(folder, mesh) as checkpoints:
+            DDPOptimizer(RULE, mesh).optimize(task, progress=False, checkpoints=checkpoints, resume=True)
+        shown = capsys.readouterr().err
+        assert shown.count("mpishard: the saved model goes on with") == int(bool(expected) and mesh.rank == 0)
+        assert mesh.rank or expected in shown
+
+
 def test_without_a_checkpoint_a_run_begins(mesh, folder):
     with Checkpoints(folder / "new", mesh, every=100) as checkpoints:
         result = DDPOptimizer(RULE, mesh).optimize(problem(3), progress=False, checkpoints=checkpoints, resume=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpishard import (
+    LBFGS,
     SGD,
     Checkpoints,
     DDPOptimizer,
@@ -18,14 +19,17 @@ from mpishard import (
     HybridShardedOptimizer,
     LocalSGDOptimizer,
     Mesh,
+    NonlinearCG,
     OptimizationProblem,
     ParameterSpec,
     RunRecord,
     ShardingConfiguration,
+    check_gradient,
     cosine,
     nn,
+    save_checkpoint,
 )
-from mpishard.arguments import flag, integer, no_others, number, whole_or_fields
+from mpishard.arguments import entries, flag, integer, mapping, no_others, number, whole_or_fields
 from mpishard.compression import Int8Compressor, TopKCompressor
 
 
@@ -37,6 +41,9 @@ def test_what_is_taken_becomes_a_plain_value():
     assert number("x", np.inf, above=0, finite=False) == np.inf
     for given in (True, np.True_):
         assert flag("f", given) is True
+    for given in ([3, 4], (3, 4), {3: 1, 4: 1}.keys(), np.array([3, 4]), iter([3, 4])):
+        assert entries("x", given, "steps") == (3, 4)
+    assert mapping("x", given := {}, "names and values") is given
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,10 @@ def test_what_is_taken_becomes_a_plain_value():
         (lambda: number("x", np.inf, least=0), ValueError, "x=inf must be a finite number of at least 0$"),
         (lambda: number("x", 2, above=0, most=1), ValueError, "x=2 must be a number above 0 and at most 1$"),
         (lambda: number("x", 0, above=0, otherwise="None"), ValueError, "x=0 must be .* above 0, or None$"),
+        (lambda: entries("x", 5, "steps"), TypeError, "x=5 must be a list of steps$"),
+        (lambda: entries("x", "ab", "steps"), TypeError, "x='ab' must be a list of steps$"),
+        (lambda: entries("x", {3}, "steps"), TypeError, r"x=\{3\} must be a list of steps$"),
+        (lambda: mapping("x", [], "names and values"), TypeError, r"x=\[\] must be a dictionary of names and values$"),
         (lambda: flag("f", 1), TypeError, "f=1 must be True or False$"),
         (lambda: flag("f", "no"), TypeError, "f='no' must be True or False$"),
     ],
@@ -63,6 +74,10 @@ def test_what_is_refused(check, error, message):
 
 def problem(samples=4, batch_size=4, **options):
     return OptimizationProblem(lambda *_: 0.0, np.ones(3), samples, batch_size, **options)
+
+
+def pair(x):
+    return float(x @ x), 2 * x
 
 
 def step(mesh, **options):
@@ -113,9 +128,38 @@ def step(mesh, **options):
         (lambda mesh: ParameterSpec("a\0b", (2,)), r"name 'a\\x00b' has a NUL or a surrogate"),
         (lambda mesh: ParameterSpec("\ud800", (2,)), r"name '\\ud800' has a NUL or a surrogate"),
         (lambda mesh: ParameterSpec(3, (2,)), "name must be a string, got 3"),
-        (lambda mesh: ParameterSpec("a", 3), "parameter 'a': shape=3 must be a tuple"),
+        (lambda mesh: ParameterSpec("a", 3), "parameter 'a': shape=3 must be a list of extents"),
         (lambda mesh: ParameterSpec("a", (2.7,)), "parameter 'a': extent=2.7 must be a whole number"),
         (lambda mesh: ParameterSpec("a", (2,), stage=-1), "parameter 'a': stage=-1 must be a whole number of at least"),
+        (lambda mesh: ParameterSpec("a", {2: 3}), r"parameter 'a': shape=\{2: 3\} must be a list of extents"),
+        (lambda mesh: ParameterSpec("a", {3}), r"parameter 'a': shape=\{3\} must be a list of extents"),
+        (lambda mesh: ParameterSpec("a", (2,), copies=1), "parameter 'a': copies=1 must be a list of stages"),
+        (lambda mesh: FlatParameters(5), r"specs=5 must be a list of ParameterSpec\(name, shape\)$"),
+        (lambda mesh: FlatParameters(None), "specs=None must be a list of ParameterSpec"),
+        (lambda mesh: FlatParameters({}), r"specs=\{\} must be a list of ParameterSpec"),
+        (lambda mesh: FlatParameters({ParameterSpec("a", (2,))}), "specs={ParameterSpec.* must be a list of"),
+        (lambda mesh: FlatParameters.over(np.ones(2), 5), "specs=5 must be a list of ParameterSpec"),
+        (lambda mesh: FlatParameters.over(np.ones(2), ["a"]), r"specs must be ParameterSpec\(name, shape\), got 'a'"),
+        (lambda mesh: FlatParameters([ParameterSpec("a", (2,))], units=5), "units=5 must be a list of lists of names"),
+        (lambda mesh: FlatParameters([ParameterSpec("a", (2,))], units="a"), "units='a' must be a list of lists of"),
+        (lambda mesh: FlatParameters([ParameterSpec("a", (2,))], units=["a"]), r"units\[0\]='a' must be a list of"),
+        (lambda mesh: problem(facts=5), "facts=5 must be a dictionary of names and values"),
+        (lambda mesh: problem(facts=["a"]), r"facts=\['a'\] must be a dictionary of names and values"),
+        (
+            lambda mesh: save_checkpoint("nowhere", np.ones(3), DDPOptimizer(SGD(), mesh), facts=[]),
+            r"facts=\[\] must be",
+        ),
+        (lambda mesh: RunRecord("nowhere", mesh, trace=5), "trace=5 must be a list of two steps"),
+        (lambda mesh: RunRecord("nowhere", mesh, trace="ab"), "trace='ab' must be a list of two steps"),
+        (lambda mesh: check_gradient(pair, np.ones(3), steps=5), "steps=5 must be a list of numbers"),
+        (lambda mesh: check_gradient(pair, np.ones(3), direction="a"), "direction='a' must be an array of numbers"),
+        (lambda mesh: LBFGS(line_search=[]), r"LBFGS: line_search=\[\] must be 'more-thuente'"),
+        (lambda mesh: NonlinearCG(line_search={}), r"NonlinearCG: line_search=\{\} must be 'more-thuente'"),
+        (lambda mesh: ElasticOptimizer(SGD(), {}), "expected a Mesh or a ShardingConfiguration, got dict"),
+        (
+            lambda mesh: Mesh(4),
+            r"comm=4 must be a communicator of mpi4py, .*; sizes are given by name, as Mesh\(data=4",
+        ),
         (lambda mesh: FlatParameters(["a"]), r"specs must be ParameterSpec\(name, shape\), got 'a'"),
         (lambda mesh: FlatParameters([ParameterSpec("a", (2,))], "int64"), "must be float32 or float64, got int64"),
         (lambda mesh: FlatParameters.of({}), "there are no tensors to name"),

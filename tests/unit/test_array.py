@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import standin
+from devices import CUPY, make_device
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import elementwise
@@ -34,21 +34,12 @@ def numpy_relax(p: np.ndarray, g: np.ndarray, rate: float) -> np.ndarray:
     return p - np.where(step > 0, step, real(2) * step)
 
 
-@pytest.fixture(params=["numpy", "standin", "aware", "cupy"])
+@pytest.fixture(params=["numpy", "standin", "aware", CUPY])
 def module(request: pytest.FixtureRequest) -> Any:
     """The module that makes arrays of one kind."""
     if request.param == "numpy":
         return np
-    if request.param in ("standin", "aware"):
-        kind = standin.DeviceArray if request.param == "standin" else standin.AwareArray
-        return arrays.module_of(standin.empty(1, kind=kind))
-    if importlib.util.find_spec("cupy") is None:
-        pytest.skip("CuPy is not installed")
-    import cupy
-
-    if not cupy.is_available():
-        pytest.skip("CuPy finds no GPU")
-    return cupy
+    return make_device(request.param).module
 
 
 def put(module: Any, host: np.ndarray) -> Any:
@@ -156,6 +147,21 @@ def test_the_stand_in_does_not_turn_into_a_numpy_array() -> None:
         np.asarray(standin.zeros(4))
     with pytest.raises(TypeError):
         memoryview(standin.zeros(4))
+
+
+def test_the_stand_in_raises_where_copies_of_cupy_are_not_those_of_numpy() -> None:
+    array = standin.on_device(np.arange(8, dtype=np.float32))
+    array[...] = array
+    array[:4] = array[4:]
+    array.reshape(4, 2)[:, 0] = array[1:5]
+    with pytest.raises(ValueError, match="float32 and int32 at one address for one array, and copies nothing"):
+        array.view(np.int32)[...] = array
+    with pytest.raises(ValueError, match="CUDA forbids that the two overlap"):
+        array[1:] = array[:-1]
+    with pytest.raises(RuntimeError, match="non-contiguous ndarray"):
+        arrays.copy_to_host(array, np.zeros((8, 2), np.float32)[:, 0])
+    with pytest.raises(RuntimeError, match="Cannot set to non-contiguous array"):
+        arrays.copy_to_device(np.zeros(4, np.float32), array[::2])
 
 
 def seen_by_mpi(array: Any) -> np.ndarray:

@@ -1,125 +1,35 @@
-"""The files of a checkpoint: anybody's HDF5 reads them, and nothing but what mpishard writes is taken for one."""
+"""The files of a checkpoint: all that was written is read, by mpishard and by anybody's HDF5."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import resource
 import shutil
 import subprocess
 
-import first_format
 import h5py
 import numpy as np
 import pytest
+from checkpoint_files import FACTS, ID, KINDS, TENSORS, read, save, values
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard.checkpoint import piece_reader, virtual_tensors
-from mpishard.checkpoint.checks import check_cover
+from mpishard.checkpoint.filling import check_fits
 from mpishard.checkpoint.index import index_mark, read_index, write_index
 from mpishard.checkpoint.piece_reader import PieceReader
 from mpishard.checkpoint.pieces import PieceValues, pieces_file, pieces_mark, stored, write_pieces
-from mpishard.layout.boxes import box_shape, boxes_of_range, whole_box
-from mpishard.layout.run_state import link_name
-
-ID = "0123456789abcdef" * 2
-TENSORS = {
-    "plain.weight": (4, 6),
-    "with/slash": (3,),
-    "percent%b": (2, 3, 2),
-    "100%": (2,),
-    ".": (5,),
-    "ünï.çödé": (2, 2),
-    "scalar": (),
-    "empty": (0, 3),
-}
-KINDS = {"parameters": np.dtype("f8"), "optimizer/exp_avg": np.dtype("f4")}
-FACTS = {
-    "steps": 50,
-    "seed": 2**63 + 1,
-    "rule": "AdamW",
-    "loss_scale": 1.5,
-    "shuffled": True,
-    "rule.json": {"lr": [0.1, None, "ä"]},
-    "losses": np.linspace(0, 1, 4),
-    "none.yet": np.zeros(0),
-}
-
-
-def values(kind, name):
-    shape = TENSORS[name]
-    start = 1000 * list(TENSORS).index(name) + 0.5 * list(KINDS).index(kind)
-    return (start + np.arange(np.prod(shape, dtype=int))).astype(KINDS[kind]).reshape(shape)
-
-
-def parts(writer, writers):
-    """Each writer an even run of every tensor, which cuts rows."""
-    found = []
-    for kind, (name, shape) in itertools.product(KINDS, TENSORS.items()):
-        whole = values(kind, name)
-        cuts = [whole.size * part // writers for part in range(writers + 1)]
-        for box in boxes_of_range(shape, cuts[writer], cuts[writer + 1]):
-            found.append(PieceValues(kind, name, box, whole[tuple(slice(*run) for run in box)]))
-    return found
-
-
-def save(folder, writers=3, *, facts=FACTS, compression=None, version=2):
-    folder.mkdir()
-    if version == 1:
-        index = {"tensors": TENSORS, "kinds": KINDS, "facts": facts, "compression": compression}
-        first_format.save(folder, [parts(each, writers) for each in range(writers)], id=ID, generation=7, **index)
-        return folder
-    pieces = []
-    for writer in range(writers):
-        mine = parts(writer, writers)
-        write_pieces(folder / pieces_file(writer), mine, id=ID, writer=writer, compression=compression)
-        pieces += stored([part.where for part in mine], pieces_file(writer))
-    index = {"tensors": TENSORS, "kinds": KINDS, "pieces": pieces, "facts": facts}
-    write_index(folder / "index.h5", id=ID, generation=7, **index)
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return save(tmp_path / "step")
-
-
-@pytest.fixture(params=[1, 2], ids=["version1", "version2"])
-def version(request):
-    """Of the format: what mpishard wrote, and what it writes."""
-    return request.param
-
-
-@pytest.fixture
-def old_or_new(tmp_path, version):
-    return save(tmp_path / "step", version=version)
-
-
-def read(contents, kind, name, box=None):
-    """A box of a tensor, by way of the pieces."""
-    box = whole_box(TENSORS[name]) if box is None else box
-    out = np.full(box_shape(box), np.nan, KINDS[kind])
-    with PieceReader(contents) as reader:
-        for piece in contents.pieces:
-            if (piece.kind, piece.name) == (kind, name):
-                common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True)]
-                if all(a < b for a, b in common):
-                    place = (slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
-                    reader.read(piece, tuple(common), out[(*place, ...)])
-    return out
-
-
-# -- what is written --------------------------------------------------------------------------------------------------
+from mpishard.layout.run_state import RunState, link_name
+from mpishard.layout.specs import ParameterSpec
 
 
 @pytest.mark.parametrize("writers", [1, 2, 5])
 @pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
-def test_what_was_written_is_read(tmp_path, writers, compression, version):
-    contents = read_index(save(tmp_path / "step", writers, compression=compression, version=version))
+def test_what_was_written_is_read(tmp_path, writers, compression, format_version):
+    contents = read_index(save(tmp_path / "step", writers, compression=compression, version=format_version))
     virtual_tensors.check(contents)
-    assert contents.version == version
+    assert contents.version == format_version
     assert (contents.id, contents.generation) == (ID, 7)
     assert (contents.tensors, contents.kinds) == (TENSORS, KINDS)
     assert list(contents.tensors) == list(TENSORS)
@@ -163,9 +73,9 @@ def test_a_box_with_gaps_is_read_a_block_at_a_time(tmp_path, monkeypatch, compre
     assert sum(taken) in (15, 18) and max(taken) <= most
 
 
-def test_any_reader_of_hdf5_sees_whole_tensors(folder, tmp_path, monkeypatch):
+def test_any_reader_of_hdf5_sees_whole_tensors(checkpoint_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    moved = folder.rename(tmp_path / "moved")
+    moved = checkpoint_folder.rename(tmp_path / "moved")
     with h5py.File(moved / "index.h5") as h5:
         for kind, name in itertools.product(KINDS, TENSORS):
             dataset = h5[kind][link_name(name)]
@@ -175,20 +85,35 @@ def test_any_reader_of_hdf5_sees_whole_tensors(folder, tmp_path, monkeypatch):
         assert json.loads(h5["json/rule"][()]) == FACTS["rule.json"]
 
 
-def test_a_piece_that_is_gone_reads_as_nan(folder):
-    (folder / pieces_file(1)).unlink()
-    with h5py.File(folder / "index.h5") as h5:
+def test_a_checkpoint_of_another_model_is_told_apart_with_a_way_out(checkpoint_folder):
+    contents = read_index(checkpoint_folder)
+    shapes = {**TENSORS, "plain.weight": (6, 4), "first": (2,), "second": (2,), "third": (2,)}
+    del shapes["scalar"]
+    with pytest.raises(ValueError) as found:
+        check_fits(contents, RunState(tuple(ParameterSpec(*each) for each in shapes.items()), ()))
+    assert str(found.value) == (
+        f"the checkpoint {checkpoint_folder} is of another model: it has {len(TENSORS)} tensors and this model "
+        f"{len(TENSORS) + 2}; first (2,) is not in it; second (2,) is not in it; it has scalar () besides; "
+        "plain.weight is (4, 6) there and (6, 4) here; and 1 more differ.  Make the model as it was when the "
+        f"checkpoint was saved (mpishard inspect {checkpoint_folder} shows its tensors), or name another folder"
+    )
+    check_fits(contents, RunState(tuple(ParameterSpec(*each) for each in TENSORS.items()), ()))
+
+
+def test_a_piece_that_is_gone_reads_as_nan(checkpoint_folder):
+    (checkpoint_folder / pieces_file(1)).unlink()
+    with h5py.File(checkpoint_folder / "index.h5") as h5:
         assert np.isnan(h5["parameters/plain.weight"][()]).sum() == 8
 
 
 @pytest.mark.skipif(not shutil.which("h5dump"), reason="needs hdf5-tools")
-def test_the_tools_of_hdf5_read_the_index(folder, tmp_path):
+def test_the_tools_of_hdf5_read_the_index(checkpoint_folder, tmp_path):
     def tool(*command):
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    index = str(folder / "index.h5")
+    index = str(checkpoint_folder / "index.h5")
     listed = [line.split(maxsplit=1) for line in tool("h5ls", "-r", index).splitlines()]
     for name, shape in (
         ("plain.weight", "{4, 6}"),
@@ -203,9 +128,9 @@ def test_the_tools_of_hdf5_read_the_index(folder, tmp_path):
         assert [float(value) for value in numbers] == values("parameters", name).ravel().tolist()
 
 
-def test_files_tell_what_they_are_of_without_hdf5(folder):
-    assert (folder / pieces_file(2)).read_bytes()[:512] == pieces_mark(ID, 2)
-    assert (folder / "index.h5").read_bytes()[:512] == index_mark(ID)
+def test_files_tell_what_they_are_of_without_hdf5(checkpoint_folder):
+    assert (checkpoint_folder / pieces_file(2)).read_bytes()[:512] == pieces_mark(ID, 2)
+    assert (checkpoint_folder / "index.h5").read_bytes()[:512] == index_mark(ID)
 
 
 def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path):
@@ -321,439 +246,3 @@ def test_any_box_of_a_piece_is_read_into_an_array_with_gaps(data):
         patch.setattr(piece_reader, "_LONG_ROW", data.draw(st.sampled_from([0, 20, 1000])))
         piece_reader._read_rows(read, shape, [start for start, _ in box], view)
     assert np.array_equal(view, whole[(*(slice(*run) for run in box), ...)])
-
-
-# -- what others may have written -------------------------------------------------------------------------------------
-
-
-def refused(folder, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        virtual_tensors.check(read_index(folder))
-    assert "is refused" in str(caught.value) or "is missing" in str(caught.value)
-
-
-def virtual(h5, path, maps, shape=(4, 6), dtype="f8"):
-    """A virtual data set in the place of the one there: ``(file, data set, offset, count, source shape)`` each."""
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    for file, dataset, offset, count, source in maps:
-        space = h5py.h5s.create_simple(shape)
-        space.select_hyperslab(offset, count)
-        plist.set_virtual(space, file.encode(), dataset.encode(), h5py.h5s.create_simple(source))
-    if path in h5:
-        del h5[path]
-    kind = h5py.h5t.py_create(np.dtype(dtype))
-    h5py.h5d.create(h5.id, path.encode(), kind, h5py.h5s.create_simple(shape), plist)
-
-
-def whole(file="pieces-00000.h5", dataset="/parameters/plain.weight/0"):
-    return [(file, dataset, (0, 0), (4, 6), (4, 6))]
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../pieces-00000.h5",
-        "/etc/passwd",
-        "sub/pieces-00000.h5",
-        "./pieces-00000.h5",
-        "index.h5",
-        ".",
-        "pieces-%%b.h5",
-        "pieces-00000.h5\n",
-        "pieces-٠٠٠٠٠.h5",
-    ],
-)
-def test_values_from_elsewhere_are_refused(old_or_new, file):
-    with h5py.File(old_or_new / "index.h5", "r+") as h5:
-        virtual(h5, "parameters/plain.weight", whole(file))
-    refused(old_or_new, "which is no file of pieces in this folder")
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    ["/parameters/scalar/0", "/parameters/plain.weight", "/", "plain.weight/00"],
-)
-def test_values_of_something_else_are_refused(old_or_new, dataset):
-    with h5py.File(old_or_new / "index.h5", "r+") as h5:
-        virtual(h5, "parameters/plain.weight", whole(dataset=dataset))
-    refused(old_or_new, "it takes values from")
-
-
-def piece(number, offset, count):
-    return ("pieces-00000.h5", f"/parameters/plain.weight/{number}", offset, count, count)
-
-
-@pytest.mark.parametrize(
-    ("maps", "message"),
-    [
-        ([], "not a virtual data set|no piece covers"),
-        ([piece(0, (0, 0), (3, 6))], "leave elements out or have some twice"),
-        ([piece(0, (0, 0), (3, 6)), piece(1, (2, 0), (2, 6))], "leave elements out or have some twice"),
-        (
-            [piece(0, (0, 0), (2, 3)), piece(1, (0, 3), (2, 3)), piece(2, (2, 0), (2, 3)), piece(3, (1, 3), (2, 3))],
-            "twice",
-        ),
-        ([piece(0, (0, 0), (2, 6)), piece(0, (2, 0), (2, 6))], "one data set"),
-    ],
-)
-def test_elements_that_are_left_out_or_there_twice_are_refused(tmp_path, maps, message):
-    """Version 1; in version 2 the table says where the pieces are."""
-    folder = save(tmp_path / "step", version=1)
-    with h5py.File(folder / "index.h5", "r+") as h5:
-        virtual(h5, "parameters/plain.weight", maps)
-    refused(folder, message)
-
-
-def scattered(h5):
-    """Every other column."""
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    space = h5py.h5s.create_simple((4, 6))
-    space.select_hyperslab((0, 0), (4, 3), (1, 2))
-    plist.set_virtual(space, b"pieces-00000.h5", b"/parameters/plain.weight/0", h5py.h5s.create_simple((4, 3)))
-    del h5["parameters/plain.weight"]
-    double = h5py.h5t.IEEE_F64LE
-    h5py.h5d.create(h5.id, b"parameters/plain.weight", double, h5py.h5s.create_simple((4, 6)), plist)
-
-
-def endless(h5, path="parameters/plain.weight", file="pieces-%b.h5"):
-    """Rows without end, each from a file whose name has its number; HDF5 looks for them to tell how many there are."""
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    unlimited = h5py.h5s.UNLIMITED
-    space = h5py.h5s.create_simple((4, 6), (unlimited, 6))
-    space.select_hyperslab((0, 0), (unlimited, 1), (1, 1), (1, 6))
-    plist.set_virtual(space, file.encode(), b"/parameters/plain.weight/0", h5py.h5s.create_simple((1, 6)))
-    del h5[path]
-    h5py.h5d.create(h5.id, path.encode(), h5py.h5t.IEEE_F64LE, space, plist)
-
-
-def replaced(path, **arguments):
-    def change(h5):
-        del h5[path]
-        h5.create_dataset(path, **arguments)
-
-    return change
-
-
-def remade(**arguments):
-    return lambda h5: virtual(h5, "parameters/plain.weight", whole(), **arguments)
-
-
-def linked(path, link):
-    def change(h5):
-        if path in h5:
-            del h5[path]
-        h5[path] = link
-
-    return change
-
-
-def text(table, value):
-    return replaced(
-        f"json/{table}", data=value if isinstance(value, str) else json.dumps(value), dtype=h5py.string_dtype()
-    )
-
-
-def attribute(name, value):
-    def change(h5):
-        h5.attrs[name] = value
-
-    return change
-
-
-def circle(h5):
-    h5["parameters/again"] = h5["/"]
-    h5["optimizer/exp_avg/up"] = h5["optimizer"]
-
-
-def outside(h5):
-    external = [("/etc/passwd", 0, 24 * 8)]
-    replaced("parameters/plain.weight", shape=(4, 6), dtype="f8", external=external)(h5)
-
-
-HUGE = 2**45
-HOSTILE = {
-    "every other column": (scattered, "selects only some elements"),
-    "files by number": (endless, "'pieces-%b.h5', which is no file of pieces"),
-    "external link to a tensor": (
-        linked("parameters/scalar", h5py.ExternalLink("pieces-00000.h5", "/")),
-        "link to else",
-    ),
-    "external link nobody asked for": (
-        linked("parameters/more", h5py.ExternalLink("/etc/x", "/")),
-        "link to elsewhere",
-    ),
-    "external link in place of the tables": (linked("json", h5py.ExternalLink("x.h5", "/")), "link to elsewhere"),
-    "soft link": (linked("parameters/scalar", h5py.SoftLink("/optimizer/exp_avg/scalar")), "link to elsewhere"),
-    "soft link nobody asked for": (linked("more", h5py.SoftLink("more")), "link to elsewhere"),
-    "soft link in place of a table": (linked("json/tensors", h5py.SoftLink("/json/kinds")), "link to elsewhere"),
-    "circle of hard links": (circle, "which its tables do not name|lacks"),
-    "raw data in another file": (outside, "not a virtual data set"),
-    "plain data set": (replaced("parameters/scalar", data=1.0), "not a virtual data set"),
-    "a data set more": (lambda h5: h5.create_dataset("parameters/more", data=1.0), "its tables do not name"),
-    "a data set less": (lambda h5: h5.__delitem__("parameters/scalar"), "it lacks /parameters/scalar"),
-    "no tables": (lambda h5: h5.__delitem__("json"), "'tensors'"),
-    "group for a data set": (
-        lambda h5: (h5.__delitem__("parameters/scalar"), h5.create_group("parameters/scalar")),
-        "refused",
-    ),
-    "a datatype for a data set": (linked("parameters/scalar", np.dtype("f8")), "refused"),
-    "complex numbers": (remade(dtype="c16"), r"complex128 \(4, 6\), in the tables float64"),
-    "text": (remade(dtype="S8"), r"S8 \(4, 6\), in the tables float64"),
-    "a compound": (remade(dtype="f8,f8"), "in the tables float64"),
-    "another shape": (remade(shape=(5, 6)), r"float64 \(5, 6\), in the tables float64 \(4, 6\)"),
-    "values where there are none": (replaced("parameters/empty", data=np.zeros((1, 3))), "in the tables"),
-    "huge array": (replaced("history/losses", shape=(HUGE,), dtype="f8", chunks=(1024,)), "losses"),
-    "huge array, contiguous": (replaced("history/losses", shape=(HUGE,), dtype="f8"), "losses"),
-    "array never written": (replaced("history/losses", shape=(4,), dtype="f8"), "never written"),
-    "array of text": (replaced("history/losses", data=["x"]), "losses"),
-    "array of arrays": (replaced("history/losses", data=np.zeros((2, 2))), "losses"),
-    "table of numbers": (replaced("json/tensors", data=1.0), "not text"),
-    "table of fixed text": (replaced("json/tensors", data=np.bytes_("[]")), "not text"),
-    "tables of nothing": (replaced("json/tensors", data=h5py.Empty("f8")), "json/tensors: it has no values"),
-    "no JSON": (text("tensors", "{"), "Expecting"),
-    "deep JSON": (text("tensors", "[" * 100_000), "refused"),
-    "tensors of another form": (text("tensors", {"a": 1}), "refused"),
-    "extents below zero": (text("tensors", [["a", [-1]]]), "table of tensors"),
-    "extents that are no numbers": (text("tensors", [["a", [True]]]), "table of tensors"),
-    "huge extents": (text("tensors", [["a", [2**40, 2**40]]]), "table of tensors"),
-    "two of a name": (text("tensors", [["a", [1]], ["a", [1]]]), "table of tensors"),
-    "half a character": (text("tensors", '[["\\ud800", [1]]]'), "refused"),
-    "no name": (text("tensors", [["", [1]]]), "table of tensors"),
-    "kind outside": (text("kinds", {"../x": "float64"}), "cannot be the kind"),
-    "kind in the tables": (text("kinds", {"json": "float64"}), "cannot be the kind"),
-    "unknown dtype": (text("kinds", {"parameters": "object"}), "are object"),
-    "dtype that is none": (text("kinds", {"parameters": ["float64"]}), "refused"),
-    "later version": (attribute("version", 3), "version 3 of the format, written by mpishard"),
-    "other format": (attribute("format", "x"), "format is 'x'"),
-    "other id": (attribute("id", "f" * 32), "not that of its first bytes"),
-    "odd id": (attribute("id", "../"), "its id '../'"),
-    "generation of text": (attribute("generation", "7"), "'generation' is '7'"),
-    "array for a number": (attribute("generation", np.zeros(3)), "not a single value"),
-    "nothing for a number": (attribute("generation", h5py.Empty("f8")), "not a single value"),
-    "no generation": (lambda h5: h5.attrs.__delitem__("generation"), "'generation' is None"),
-    "no format": (lambda h5: h5.attrs.__delitem__("format"), "format is None"),
-    "compound fact": (attribute("fact", np.zeros((), "f8,f8")), "neither a number nor text"),
-    "reference": (lambda h5: h5.attrs.create("fact", h5.ref, dtype=h5py.ref_dtype), "neither a number nor text"),
-}
-
-
-@pytest.mark.parametrize("what", HOSTILE)
-def test_an_index_with_anything_else_in_it_is_refused(old_or_new, version, what):
-    change, message = HOSTILE[what]
-    with h5py.File(old_or_new / "index.h5", "r+") as h5:
-        change(h5)
-    refused(old_or_new, message if version == 1 else f"{message}|wanted a run of /parameters")
-
-
-def row(*placed):
-    """The first row of the table of pieces is another."""
-
-    def change(h5):
-        table = json.loads(h5["json/pieces"][()])
-        table["parameters"][0] = list(placed)
-        text("pieces", table)(h5)
-
-    return change
-
-
-def rows(cut):
-    def change(h5):
-        table = json.loads(h5["json/pieces"][()])
-        table["parameters"] = cut(table["parameters"])
-        text("pieces", table)(h5)
-
-    return change
-
-
-BOX = [[0, 1], [0, 6]]
-PLACES = {
-    "no table": (lambda h5: h5.__delitem__("json/pieces"), "'pieces'"),
-    "no kinds": (text("pieces", {}), "its table of pieces has ; wanted parameters, optimizer/exp_avg"),
-    "no rows": (text("pieces", {"parameters": 1, "optimizer/exp_avg": 2}), "refused"),
-    "a tensor before the first": (row(-1, 0, BOX), r"table of pieces has \[-1, 0"),
-    "a tensor after the last": (row(99, 0, BOX), r"table of pieces has \[99, 0"),
-    "a writer below zero": (row(0, -1, BOX), "table of pieces has"),
-    "a writer that is not there": (row(0, 7, BOX), "pieces-00007.h5 is missing"),
-    "a writer that is no number": (row(0, "../x", BOX), "table of pieces has"),
-    "a number that is none": (row(True, 0, BOX), "table of pieces has"),
-    "bounds that are none": (row(0, 0, [[0, 1.0], [0, 6]]), "table of pieces has"),
-    "a box beyond the tensor": (row(0, 0, [[0, 1], [0, 2**70]]), "outside of its shape"),
-    "a box of other dimensions": (row(0, 0, [[0, 1]]), "outside of its shape"),
-    "an empty box": (row(0, 0, [[0, 0], [0, 6]]), "one data set|outside of its shape"),
-    "a box with nothing of it": (row(0), "refused"),
-    "two boxes": (row(0, 0, BOX, BOX), "table of pieces has"),
-    "a piece less": (rows(lambda all: all[1:]), "leave elements out"),
-    "a piece twice": (rows(lambda all: [all[0], *all]), "leave elements out or have some twice"),
-    "another order": (rows(lambda all: [*all[1:], all[0]]), "takes other values than its table of pieces says"),
-}
-
-
-@pytest.mark.parametrize("what", PLACES)
-def test_a_table_of_pieces_with_anything_else_in_it_is_refused(folder, what):
-    change, message = PLACES[what]
-    with h5py.File(folder / "index.h5", "r+") as h5:
-        change(h5)
-    refused(folder, message)
-
-
-@pytest.mark.parametrize("path", ["parameters/plain.weight", "parameters/empty", "json/tensors", "history/losses"])
-def test_sources_outside_are_not_even_opened(old_or_new, path):
-    """Opening a pipe waits until a process writes into it."""
-    folder = old_or_new
-    os.mkfifo(folder / "pipe0.h5")
-    with h5py.File(folder / "index.h5", "r+") as h5:
-        endless(h5, path, "pipe%b.h5")
-    refused(folder, "is no file of pieces|of another, virtual data set")
-
-
-def test_files_that_are_no_index_are_refused(folder):
-    path = folder / "index.h5"
-    data = path.read_bytes()
-    for wrong in (b"", data[:100], data[:512], data[:3000], b"x" * 5000, bytes(512) + data[512:], data[512:]):
-        path.write_bytes(wrong)
-        refused(folder, "is refused")
-    path.unlink()
-    refused(folder, "index.h5 is missing")
-    path.mkdir()
-    with pytest.raises(ValueError, match="is not a file"):
-        read_index(folder)
-    path.rmdir()
-    os.mkfifo(path)
-    with pytest.raises(ValueError, match="is not a file"):
-        read_index(folder)
-
-
-def test_files_that_lie_elsewhere_are_refused(folder, tmp_path):
-    path = folder / pieces_file(1)
-    path.rename(tmp_path / path.name)
-    refused(folder, "pieces-00001.h5 is missing")
-    path.symlink_to(tmp_path / path.name)
-    refused(folder, "outside of its folder")
-    path.unlink()
-    path.symlink_to("pieces-00000.h5")
-    bad_piece(folder, "are not those of this checkpoint")
-
-
-def bad_piece(folder, message, name="plain.weight"):
-    with pytest.raises(ValueError, match=message) as caught:
-        contents = read_index(folder)
-        for kind in KINDS:
-            read(contents, kind, name)
-    assert "pieces-" in str(caught.value) and "is refused" in str(caught.value)
-
-
-def test_a_file_of_another_checkpoint_is_refused(folder):
-    path = folder / pieces_file(1)
-    path.unlink()
-    write_pieces(path, parts(1, 3), id="f" * 32, writer=1)
-    bad_piece(folder, f"are not those of this checkpoint.*{ID}")
-    path.unlink()
-    write_pieces(path, parts(1, 3), id=ID, writer=2)
-    bad_piece(folder, "are not those of this checkpoint")
-
-
-def in_two(h5):
-    """Chunks far larger than the data set."""
-    path = "optimizer/exp_avg" if isinstance(h5["parameters"], h5py.Dataset) else "optimizer/exp_avg/plain.weight/0"
-    shape = h5[path].shape
-    chunks = (2**10, 2**18)[-len(shape) :]
-    replaced(path, shape=shape, maxshape=(None,) * len(shape), chunks=chunks, dtype="f4")(h5)
-
-
-def instead(**options):
-    """Another data set in the place of the first piece, of its shape if no values are given."""
-
-    def change(h5):
-        path = link(h5)
-        given = {name: value(h5[path].shape) if callable(value) else value for name, value in options.items()}
-        replaced(path, **({} if "data" in given else {"shape": h5[path].shape, "dtype": "f8"}), **given)(h5)
-
-    return change
-
-
-def link(h5):
-    """In version 2 all pieces of a kind are in one data set."""
-    return "parameters" if isinstance(h5["parameters"], h5py.Dataset) else "parameters/plain.weight/0"
-
-
-def moved(to):
-    return lambda h5: linked(link(h5), to)(h5)
-
-
-def chunked(shape):
-    return (1,) * (len(shape) - 1) + (2,)
-
-
-def elsewhere(h5):
-    shape = h5[link(h5)].shape
-    virtual(h5, link(h5), [("pieces-00001.h5", "/x", (0,) * len(shape), shape, shape)], shape)
-
-
-EXTERNAL = h5py.ExternalLink("pieces-00001.h5", "/optimizer/exp_avg")
-HOSTILE_PIECES = {
-    "missing": (lambda h5: h5.__delitem__(link(h5)), "parameters.* is missing"),
-    "no group": (lambda h5: h5.__delitem__("parameters"), "/parameters is missing"),
-    "external link": (moved(EXTERNAL), "link to elsewhere"),
-    "soft link": (linked("parameters", h5py.SoftLink("/optimizer")), "link to elsewhere"),
-    "other shape": (instead(data=lambda shape: np.zeros((*shape, 1))), r"1\), in the index float64 \("),
-    "other dtype": (instead(data=lambda shape: np.zeros(shape, "f4")), "float32"),
-    "other byte order": (instead(data=lambda shape: np.zeros(shape, ">f8")), ">f8"),
-    "raw data outside": (
-        instead(external=lambda shape: [("/etc/passwd", 0, 8 * int(np.prod(shape)))]),
-        "file outside",
-    ),
-    "never written": (instead(), "never written"),
-    "chunks never written": (instead(chunks=chunked), "never written"),
-    "huge chunks": (in_two, "larger than itself"),
-    "unknown filter": (instead(data=np.zeros, chunks=chunked, fletcher32=True), "not all are known"),
-    "virtual": (elsewhere, "virtual"),
-}
-
-
-@pytest.mark.parametrize("what", HOSTILE_PIECES)
-def test_a_piece_that_is_not_what_the_index_says_is_refused(old_or_new, what):
-    change, message = HOSTILE_PIECES[what]
-    with h5py.File(old_or_new / pieces_file(0), "r+") as h5:
-        change(h5)
-    bad_piece(old_or_new, message)
-
-
-# -- covers -----------------------------------------------------------------------------------------------------------
-
-
-@given(st.data())
-def test_a_cover_is_right_exactly_if_every_element_is_there_once(data):
-    shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=0, max_size=3)))
-    size = int(np.prod(shape, dtype=int))
-    cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
-    boxes = [box for a, b in itertools.pairwise(cuts) for box in boxes_of_range(shape, a, b)]
-    check_cover(shape, boxes)
-    if data.draw(st.booleans()):
-        extra = tuple(
-            data.draw(st.sampled_from([(a, b) for a in range(extent) for b in range(a + 1, extent + 1)]))
-            for extent in shape
-        )
-        boxes[data.draw(st.integers(0, len(boxes) - 1))] = extra
-    seen = np.zeros(shape, int)
-    for box in boxes:
-        seen[tuple(slice(*run) for run in box)] += 1
-    if (seen == 1).all():
-        check_cover(shape, boxes)
-    else:
-        with pytest.raises(ValueError, match="leave elements out or have some twice"):
-            check_cover(shape, boxes)
-
-
-def test_covers_of_many_pieces_and_dimensions():
-    check_cover((50_000, 2), [((row, row + 1), (0, 2)) for row in range(50_000)])
-    with pytest.raises(ValueError, match="twice"):
-        check_cover((50_000, 2), [((row, row + 1), (0, 2)) for row in (*range(49_999), 0)])
-    check_cover((2**20,) * 3 + (1,) * 28, [((0, 2**20),) * 3 + ((0, 1),) * 28])
-    shape = (2,) * 12
-    ranges = [boxes_of_range(shape, start, stop) for start, stop in ((0, 1365), (1365, 4096))]
-    check_cover(shape, sum(ranges, []))
-    with pytest.raises(ValueError, match="cut along 31 dimensions"):
-        check_cover((2,) * 31, [((0, 1),) * 31])
-    for box in (((0, 5),), ((-1, 3),), ((2, 2),), ((0, 4), (0, 1))):
-        with pytest.raises(ValueError, match="outside of its shape"):
-            check_cover((4,), [box])

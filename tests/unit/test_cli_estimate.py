@@ -55,6 +55,42 @@ def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mpishard bench" in lines[-1]
 
 
+def test_half_precision_on_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    one = f"{MODEL} --ranks 8 --data 8 --batch 16"
+    found = {}
+    for options in ("", "--device", "--half"):
+        assert run(f"{one} --zero 1 {options} --json") == 0
+        (each,) = json.loads(capsys.readouterr().out)
+        found[options] = each["memory"]
+    assert found[""]["rounded"] == found["--device"]["rounded"] == 0
+    assert 0 < found["--half"]["rounded"] < found["--half"]["parameters"] / 2
+    assert found["--half"]["activations"] < found["--device"]["activations"] == found[""]["activations"]
+    assert found[""]["scratch"] != found["--device"]["scratch"]
+    for zero, shown in ((1, True), (3, False)):
+        assert run(f"{one} --zero {zero} --half") == 0
+        assert ("rounded" in capsys.readouterr().out) == shown
+
+
+def test_times_of_processors_beside_memory_of_gpus_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "profile.json"
+    TYPICAL.save(file)
+    of_processors = "Memory is that of GPUs, but times are those of processors: a typical core, 64 ranks a node.\n"
+    given = "--flops 1e14 --bandwidth 1e11 --latency 1e-6 --memory-bandwidth 1e12"
+    for options, named in (
+        ("", False),
+        ("--device", True),
+        ("--half", True),
+        (f"--device --half --profile {file}", True),
+        (f"--half {given}", False),
+    ):
+        assert run(f"{MODEL} --ranks 8 {options}") == 0
+        text = capsys.readouterr().out
+        assert (of_processors in text) == named
+        assert ("Times are predicted for a" in text) != named
+
+
 def test_a_model_like_llama(capsys: pytest.CaptureFixture[str]) -> None:
     """With half the heads of keys and a narrow network it has fewer parameters, and fewer tensor sizes."""
     parameters = []
@@ -155,6 +191,7 @@ def test_axes_between_nodes_have_the_networks_speed(capsys: pytest.CaptureFixtur
         (f"{MODEL} --ranks 8 --profile .", "--profile . is no file; make one"),
         (f"{MODEL} --ranks 8 --width 63", "width 63 is not a multiple of 8 heads"),
         (f"{MODEL} --ranks 8 --dtype float16", "choose float32 or float64"),
+        (f"{MODEL} --ranks 8 --dtype float64 --half", "--half rounds operands of float32 products"),
         (f"{MODEL} --ranks eight", "'--ranks'"),
         ("--parameters -1 --ranks 8", "must be finite and above 0"),
         ("--parameters inf --ranks 8", "must be finite and above 0"),

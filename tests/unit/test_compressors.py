@@ -71,12 +71,6 @@ def special(size, dtype):
     return values
 
 
-def on_device(host):
-    device = standin.empty(host.shape, host.dtype)
-    arrays.copy_to_device(host, device)
-    return device
-
-
 MANY = [*ALL, SignCompressor(block=5), SignCompressor(block=1), SignCompressor(), Int8Compressor(block=1)]
 each_of_many = pytest.mark.parametrize("compressor", MANY, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -92,23 +86,25 @@ def filled(make, size, dtype, compressor):
 @each_dtype
 @each_size
 @pytest.mark.parametrize("make", [random, special])
+@pytest.mark.parametrize("by_cuda", [True, False])
 @np.errstate(all="ignore")
-def test_device_and_host_make_the_same_of_it(compressor, make, dtype, size):
+def test_device_and_host_make_the_same_of_it(device, compressor, by_cuda, make, dtype, size, monkeypatch):
     """The same bytes, and the same bits of these, what is left, and sums.  The wire begins at an odd word."""
+    monkeypatch.setattr(standin.StandIn, "compiles_cuda", by_cuda and standin.StandIn.compiles_cuda)
     values, wire = filled(make, size, dtype, compressor)
-    whole = on_device(np.full(wire.size + 4, 77, np.uint8))
-    device_values, device_wire = on_device(values), whole[4:]
+    whole = device.put(np.full(wire.size + 4, 77, np.uint8))
+    device_values, device_wire = device.put(values), whole[4:]
     compressor.compress(values, wire)
     compressor.compress(device_values, device_wire)
     assert arrays.to_host(whole).tobytes() == bytes([77] * 4) + wire.tobytes()
     assert arrays.to_host(device_values).tobytes() == values.tobytes()
     for function in (compressor.decompress, compressor.add):
         found = random(size, dtype, seed=3)
-        device_found = on_device(found)
+        device_found = device.put(found)
         function(wire, found)
         function(device_wire, device_found)
         np.testing.assert_array_equal(arrays.to_host(device_found), found, strict=True)
-    rest, device_rest, again = np.empty(size, dtype), on_device(np.empty(size, dtype)), np.full_like(wire, 77)
+    rest, device_rest, again = np.empty(size, dtype), device.put(np.empty(size, dtype)), np.full_like(wire, 77)
     compressor.split(values, again, rest)
     compressor.split(device_values, device_wire, device_rest)
     assert arrays.to_host(device_wire).tobytes() == again.tobytes() == wire.tobytes()

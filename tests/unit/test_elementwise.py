@@ -168,10 +168,35 @@ def test_cupy_gets_the_kernel_and_its_arguments_in_order(
     expected = [array.copy() for array in arrays]
     scalars = [float(scalar) for scalar in rng.uniform(0.1, 1, len(kernel.scalars))]
     kernel(*expected, *scalars)
-    monkeypatch.setattr(kernel, "_device", None)
+    monkeypatch.setattr(kernel, "_device", {})
     kernel.on_cupy(SimpleNamespace(ElementwiseKernel=ElementwiseKernel), arrays, scalars)
     assert len(made) == 1
     assert all(np.array_equal(*pair) for pair in zip(arrays, expected, strict=True))
+
+
+def test_cupy_gets_a_kernel_for_each_type_of_mask() -> None:
+    """A ``cupy.ElementwiseKernel`` raises for an array of another type than it was made for."""
+
+    class ElementwiseKernel:
+        def __init__(self, inputs: str, outputs: str, *_: Any, **options: Any) -> None:
+            self.types = [parameter.split()[0] for parameter in f"{inputs}, {outputs}".split(", ")]
+
+        def __call__(self, *arguments: Any) -> None:
+            for kind, argument in zip(self.types, arguments, strict=True):
+                if (kind == "bool") != (argument.dtype == np.bool_):
+                    raise TypeError(f"Type is mismatched: {kind}, {argument.dtype}")
+            called.append(self.types)
+
+    @elementwise
+    def mark(values, large, /, limit):  # type: ignore[no-untyped-def]
+        large = 1.0 if values > limit else 0.0
+        return large
+
+    called: list[list[str]] = []
+    values = np.zeros(3, np.float32)
+    for dtype in (np.bool_, np.float32, np.bool_):
+        mark.on_cupy(SimpleNamespace(ElementwiseKernel=ElementwiseKernel), [values, values.astype(dtype)], [1.0])
+    assert called == [["T", "T", "bool"], ["T", "T", "T"], ["T", "T", "bool"]]
 
 
 def test_every_rule_formula_is_tested() -> None:

@@ -99,6 +99,12 @@ def test_calls_that_say_too_much(options: dict[str, object], message: str) -> No
         estimate(TINY, **options)  # type: ignore[arg-type]
 
 
+def test_half_precision_is_of_devices_and_float32() -> None:
+    for options in ({}, {"device": True, "itemsize": 8}):
+        with pytest.raises(ValueError, match="half=True needs device=True and itemsize=4"):
+            Workload(half=True, **options)
+
+
 def test_tensor_and_sequence_parallelism_by_hand() -> None:
     found = estimate(TINY, tensor=2, batch=2, length=6)
     half = estimate(TINY, tensor=2, batch=2, length=6, sequence_parallel=True)

@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from standin import on_device
 
 from mpishard.backend import array as arrays
 from mpishard.backend.exact_dot import combine, dot_words, normalized, row_dot_words, values
@@ -96,7 +95,7 @@ def test_as_many_terms_as_there_may_be_do_not_overflow():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_with_one_vector_are_single_dot_products(dtype):
+def test_rows_with_one_vector_are_single_dot_products(device, dtype):
     rows, vector = wild(1, (5, 20_000), dtype), wild(2, 20_000, dtype)
     spans, indices = [(3, 17_000), (17_100, 19_999)], [4, 0, 2]
     tops = [bound(rows[k], vector) for k in indices]
@@ -104,24 +103,24 @@ def test_rows_with_one_vector_are_single_dot_products(dtype):
     alone = [dot_words(rows[k], vector, top, spans) for k, top in zip(indices, tops, strict=True)]
     assert np.array_equal(words, alone)
     assert ((0 <= words[:, 1]) & (words[:, 1] < 2**34)).all()
-    assert np.array_equal(row_dot_words(on_device(rows), indices, on_device(vector), tops, spans), words)
+    assert np.array_equal(row_dot_words(device.put(rows), indices, device.put(vector), tops, spans), words)
     assert not row_dot_words(rows, indices, vector, tops, []).any()
     assert row_dot_words(rows, [], vector, [], spans).shape == (0, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0, 1, 4097])
-def test_a_combination_is_rounded_once_an_element_in_the_order_of_the_rows(dtype, size):
+def test_a_combination_is_rounded_once_an_element_in_the_order_of_the_rows(device, dtype, size):
     rows, vector = wild(3, (4, size), dtype, 1), wild(4, size, dtype, 1)
     indices, coefficients = [3, 1, 0], [0.3, -1.7, 1e-3]
     expected = 0.7 * vector.astype(np.float64)
     for k, coefficient in zip(indices, coefficients, strict=True):
         expected = expected + coefficient * rows[k].astype(np.float64)
-    device, out = on_device(vector), np.empty_like(vector)
+    there, out = device.put(vector), np.empty_like(vector)
     combine(rows, indices, coefficients, vector, 0.7, out)
     assert np.array_equal(out, expected.astype(dtype))
-    combine(on_device(rows), indices, coefficients, device, 0.7, device)
-    assert np.array_equal(arrays.to_host(device), out)
+    combine(device.put(rows), indices, coefficients, there, 0.7, there)
+    assert np.array_equal(arrays.to_host(there), out)
     combine(rows, indices, coefficients, vector, 0.7, vector)
     assert np.array_equal(vector, out)
     combine(rows, [], [], vector, -1.0, out)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 
+import cuda_on_host
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from standin import DeviceArray
+from standin import StandIn, on_device
 from standin import empty as empty_on_device
+from waits import counted_waits
 
-from mpishard.backend import array as arrays
-from mpishard.backend.exact_norm import largest, norm, norm_of, sum_of_squares
+from mpishard.backend.device_norms import LargestValues
+from mpishard.backend.exact_norm import largest, largest_of, norm, norm_of, sum_of_squares, sums_of_squares
+from mpishard.backend.ranges import Range, Ranges
 
 
 def wild(size, dtype):
@@ -68,10 +71,91 @@ def test_nothing_and_zeros():
     assert not sum_of_squares(np.zeros(9), 0.0, 9).any()
 
 
+@pytest.mark.parametrize("by_cuda", [True, False])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_device_memory_gives_the_same_bits(dtype):
+def test_device_memory_gives_the_same_bits(device, dtype, by_cuda, monkeypatch):
+    monkeypatch.setattr(StandIn, "compiles_cuda", by_cuda and StandIn.compiles_cuda)
     array = wild(999, dtype)
-    device = empty_on_device(999, dtype, kind=DeviceArray)
-    arrays.copy_to_device(array, device)
-    assert largest(device) == largest(array)
-    assert np.array_equal(sum_of_squares(device, largest(array), 999), sum_of_squares(array, largest(array), 999))
+    there = device.put(array)
+    assert largest(there) == largest(array)
+    assert np.array_equal(sum_of_squares(there, largest(array), 999), sum_of_squares(array, largest(array), 999))
+    gaps = device.empty(2 * 999, dtype)[::2]
+    gaps[...] = there
+    assert largest(gaps) == largest(array)
+    ranges = Ranges([Range(0, 3, 500), Range(0, 500, 999)])
+    assert largest_of([there], ranges) == largest_of([array], ranges)
+
+
+by_cuda = pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+NUMBERS = {
+    "wild": lambda size, dtype: wild(size, dtype),
+    "equal": lambda size, dtype: np.full(size, 0.1, dtype),
+    "zeros": lambda size, dtype: np.zeros(size, dtype),
+    "tiny": lambda size, dtype: wild(size, dtype) * np.finfo(dtype).smallest_subnormal,
+    "huge": lambda size, dtype: np.linspace(-1, 1, size, dtype=dtype) * np.finfo(dtype).max,
+}
+SIZES = [1, 31, 16_384, 16_385, 50_001]
+
+
+def as_bits(numbers):
+    return np.array(numbers, np.float64).tobytes()
+
+
+@by_cuda
+@pytest.mark.parametrize("backwards", ["", "1"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_many_ranges_of_a_device_give_the_bits_of_the_host(kind, dtype, backwards, monkeypatch):
+    if backwards:
+        monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", backwards)
+    host = [NUMBERS[kind](size, dtype) for size in SIZES]
+    device = [on_device(array) for array in host]
+    parts = [(row, *cut) for row, size in enumerate(SIZES) for cut in ((0, size), (size // 3, size), (5, 5))]
+    ranges = Ranges([Range(row, min(a, SIZES[row]), min(b, SIZES[row]), row) for row, a, b in parts])
+    tops = largest_of(host, ranges)
+    assert as_bits(largest_of(device, ranges)) == as_bits(tops)
+    bounds, terms = [largest(array) for array in host], [4 * size for size in SIZES]
+    assert as_bits(sums_of_squares(device, ranges, bounds, terms)) == as_bits(
+        sums_of_squares(host, ranges, bounds, terms)
+    )
+    for one, other in zip(device, host, strict=True):
+        assert as_bits(largest(one)) == as_bits(largest(other))
+        assert as_bits(norm_of(one)) == as_bits(norm_of(other))
+        assert norm_of(other) > 0 or not other.any()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_device_shows_what_is_not_finite(dtype, value):
+    host = [wild(size, dtype) for size in SIZES]
+    ranges = Ranges.whole(host)
+    for place in (0, -1):
+        for row, array in enumerate(host):
+            bad = array.copy()
+            bad[place] = value
+            found = largest_of([on_device(each) for each in (*host[:row], bad, *host[row + 1 :])], ranges)
+            assert [math.isfinite(top) for top in found] == [number != row for number in range(len(host))]
+            assert math.isnan(found[row]) == math.isnan(value) and not math.isfinite(largest(on_device(bad)))
+
+
+@by_cuda
+def test_largest_values_wait_on_the_device(monkeypatch):
+    host = [wild(size, np.float32) for size in (7, 40_000)]
+    device, values = [on_device(array) for array in host], LargestValues(3, np.float32, empty_on_device(1))
+    waits = counted_waits(monkeypatch)
+    values.take(device, Ranges.whole(device), first=1)
+    values.take(device[:1], Ranges.whole(device[:1]), first=1)
+    assert not waits
+    assert values.values().tolist() == [0.0, largest(host[0]), largest(host[1])]
+    assert len(waits) == 1
+    values.clear()
+    assert not values.values().any()
+
+
+def test_no_ranges_and_nothing_in_them():
+    device = [empty_on_device(0, np.float32), empty_on_device(3, np.float32)]
+    assert largest_of(device, Ranges([])) == [] and largest_of([], Ranges([])) == []
+    ranges = Ranges([Range(0, 0, 0), Range(1, 2, 2)])
+    assert largest_of(device, ranges) == [0.0, 0.0]
+    assert not sums_of_squares(device, ranges, [1.0], [5]).any()
+    assert sums_of_squares([], Ranges([]), [], []).shape == (0, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from standin import on_device
 
 from mpishard.backend.exact_changes import changed_words
 from mpishard.backend.exact_dot import normalized, row_dot_words
@@ -15,7 +14,7 @@ SIZE = 10_007
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("parts", [(0.9, 0.9, 0.01, 0.0), (0.01, 0.9, 0.9, 0.9), (0.5,), (0.01,)])
-def test_each_vector_with_each_row(dtype, parts):
+def test_each_vector_with_each_row(device, dtype, parts):
     random = np.random.default_rng(len(parts))
     rows = random.standard_normal((5, SIZE)).astype(dtype)
     free, before = random.random((2, SIZE)) < 0.7
@@ -32,9 +31,9 @@ def test_each_vector_with_each_row(dtype, parts):
         counts = vector if of_free is None else np.where(free == of_free, vector, 0).astype(dtype)
         assert np.array_equal(found, row_dot_words(rows, indices, counts, tops, spans))
     assert np.array_equal(normalized(changed), changed_words(rows, pairs, changes.tops, before, free, spans))
-    far = [Factor(on_device(vector), tops, of_free) for vector, tops, of_free in factors]
-    there = changes._replace(before=on_device(before))
-    there = words_with(on_device(rows), indices, far, spans, on_device(free), there)
+    far = [Factor(device.put(vector), tops, of_free) for vector, tops, of_free in factors]
+    there = changes._replace(before=device.put(before))
+    there = words_with(device.put(rows), indices, far, spans, device.put(free), there)
     assert np.array_equal(there[0], words) and np.array_equal(normalized(there[1]), normalized(changed))
 
 

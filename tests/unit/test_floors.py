@@ -46,7 +46,10 @@ WITHOUT_MPI = {
 }
 # Heavy or optional packages, and what alone may import them: a package with all of its files, or one file.
 OUTSIDERS = {
-    "cupy": {"backend.array"},
+    "cupy": {"backend.kinds"},
+    "cupy_backends": {"backend.kinds"},
+    "cudnn": {"nn.cudnn_attention"},
+    "nvmath": {"backend.cublaslt"},
     "mpi4py": {"backend.blas_threads", "comm", "elastic", "environment", "estimate", "cli"},
     "matplotlib": {"cli", "inverse.gradient_figure"},
     "rich": {"cli"},
@@ -70,6 +73,9 @@ def imported(tree: ast.AST, folder: tuple[str, ...]) -> Iterator[tuple[int, str,
             base = folder[: len(folder) - node.level + 1] if node.level else ()
             origin = ".".join((*base, *(node.module.split(".") if node.module else ())))
             yield from ((node.lineno, origin, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "OptionalLibrary":
+            modules = [each.value for each in node.keywords if each.arg == "module"]
+            yield from ((node.lineno, each.value, "") for each in modules if isinstance(each, ast.Constant))
 
 
 def room_of(name: str) -> str:
@@ -184,6 +190,7 @@ def test_no_two_files_import_each_other(sources: dict[str, str]) -> None:
         ("pipeline/schedule/actions.py", "from mpishard.pipeline import runtime", "imports pipeline (floor 6)"),
         ("nn/gpt.py", "import cupy.cuda", "may import cupy"),
         ("backend/jit.py", "import cupy", "may import cupy"),
+        ("nn/gpt.py", "LIBRARY = OptionalLibrary(title='cuDNN', module='cudnn')", "may import cudnn"),
         ("optim/rules.py", "from mpi4py import MPI", "may import mpi4py"),
         ("attic.py", "import os", "package 'attic' has no floor"),
     ],
@@ -205,7 +212,7 @@ def test_what_does_without_mpi_imports_nothing_that_needs_it(monkeypatch: pytest
         ("nn/gpt.py", "from mpishard.nn.linear import Linear\nfrom . import linear\nimport numpy"),
         ("nn/gpt.py", "from mpishard.backend import array as arrays\nfrom ..parameters.flat import FlatParameters"),
         ("pipeline/runtime.py", "from mpishard.pipeline.schedule import SCHEDULES"),
-        ("backend/array.py", "def f():\n    import cupy"),
+        ("backend/kinds.py", "def f():\n    import cupy"),
         ("__init__.py", "from mpishard import nn\nfrom mpishard.optim import SGD"),
     ],
 )

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from standin import on_device
 
 from mpishard.backend import jit
 from mpishard.backend.compiled import HostFunction
@@ -103,12 +102,11 @@ def test_any_changes_give_the_bits_of_computing_anew(dtype, seed):
         assert same(gram, anew), turn
 
 
-def test_a_history_that_is_filled_again_has_the_same_bits_on_a_device_too():
+def test_a_history_that_is_filled_again_has_the_same_bits_on_a_device_too(device):
     rows, free = history(1000), np.random.default_rng(2).random(1000) < 0.7
     gram = gram_of(rows, [3, 1, 0])
     gram.update(free)
-    device = on_device(rows)
-    for copied, mask in ((rows.copy(), free), (device, on_device(free))):
+    for copied, mask in ((rows.copy(), free), (device.put(rows), device.put(free))):
         again = gram_of(copied, [3, 1, 0])
         again.update(mask)
         assert same(again, gram)
@@ -119,7 +117,7 @@ def test_a_history_that_is_filled_again_has_the_same_bits_on_a_device_too():
     gram.update()
     assert same(gram, whole)
     gram.update(free)
-    again.update(on_device(free))
+    again.update(device.put(free))
     assert same(again, gram)
 
 

@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
+from mpishard.comm import axis as axis_module
 from mpishard.comm.axis import Axis
 from mpishard.comm.held_error import HeldError
 from mpishard.elastic.loop import ElasticLoop
@@ -24,7 +25,7 @@ class TwoRanks:
         return np.maximum(buffer, 1)
 
     def allgather_object(self, value):
-        return [value, ("SystemExit", "SystemExit: 3", 3)]
+        return [value, ("SystemExit", "SystemExit: 3", 3, "")]
 
 
 @pytest.mark.parametrize("error", [KeyError("no data"), SystemExit(3)], ids=["error", "exit"])
@@ -43,6 +44,25 @@ def test_all_ranks_end_with_the_code_of_one(capfd):
         HeldError(TwoRanks(), transactional=False).raise_on_all()
     assert raised.value.code == 3
     assert "rank 1 called sys.exit in the run; all ranks end with its code 3" in capfd.readouterr().err
+
+
+def test_other_ranks_say_where_one_has_failed():
+    def gathered(_):
+        try:
+            raise KeyError("no data")
+        except KeyError as error:
+            return [None, ("KeyError", "KeyError: 'no data'", None, axis_module._place(error, 1))]
+
+    other = TwoRanks()
+    other.name, other.allgather_object = "world", gathered
+    with pytest.raises(RuntimeError, match="^rank 1 of axis 'world': KeyError: 'no data'") as raised:
+        HeldError(other, transactional=False).raise_on_all()
+    (note,) = raised.value.__notes__
+    assert (
+        note.startswith("On rank 1:\n") and f'File "{__file__}"' in note and note.endswith('raise KeyError("no data")')
+    )
+    # Over a second axis the same place.
+    assert axis_module._place(raised.value, 0) == note
 
 
 def test_without_an_error_nobody_meets():

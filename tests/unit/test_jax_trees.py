@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import standin
 
 import mpishard
 from mpishard import FlatParameters, ParameterGroup, ShardingConfiguration
+from mpishard.backend.array import backend_of, to_host
 from mpishard.data.text import windows
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 jnp = jax.numpy
 
-from mpishard.jax import as_distributed, parameters_of, problem, rule_of, tree_of  # noqa: E402
+from mpishard.jax import as_distributed, memory, optax_rule, parameters_of, problem, rule_of, tree_of  # noqa: E402
+from mpishard.jax import tree_state as tree_states  # noqa: E402
 from mpishard.jax.memory import xla_threads  # noqa: E402
 from mpishard.jax.tree_leaves import TreeLeaves  # noqa: E402
 
@@ -53,6 +57,53 @@ def test_a_tree_and_back() -> None:
     assert copy.tolist() == [1, 1, 1]
     with pytest.raises(TypeError, match="tree_of needs parameters that were made of a pytree, got a FlatParameters"):
         tree_of(FlatParameters.over(np.zeros(3)))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 4, 7])
+def test_programs_of_xla_get_device_arrays_where_they_take_them(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU JAX shares any address, and XLA raises for arguments that begin at no multiple of 16 bytes."""
+    monkeypatch.setattr(memory, "jnp", SimpleNamespace(from_dlpack=lambda array: array))
+    values = np.arange(20, dtype=np.float32)
+    part = standin.on_device(values)[first:]
+    given = memory.as_jax(part)
+    address, before = (backend_of(each).address(each) for each in (given, part))
+    assert address % 16 == 0 and (address == before) == (first % 4 == 0)
+    assert np.array_equal(to_host(given), values[first:])
+
+
+class MemoryOfXla:
+    """Device memory under arrays of JAX, which others get when nobody holds it."""
+
+    def __init__(self) -> None:
+        self.lent: list[Any] = []
+
+    def as_array(self, values: Any, like: Any) -> Any:
+        self.lent.append(standin.on_device(np.asarray(values)))
+        return self.lent[-1]
+
+    def reuse(self) -> None:
+        for array in self.lent:
+            with array.opened() as host:
+                host[...] = np.nan
+
+
+def test_gradients_are_copied_before_others_get_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA waits for no stream of CuPy's, on which the copies are."""
+    xla, state = MemoryOfXla(), tree_states.TreeState(TreeLeaves.of({"a": jnp.zeros(3), "b": jnp.zeros(2)}))
+    buffers = {name: standin.zeros(size, np.float32) for name, size in (("a", 3), ("b", 2))}
+    reducer = SimpleNamespace(gradient=lambda name: (buffers[name], name == "a"), mark_ready=lambda name: None)
+    state.parameters = SimpleNamespace(gradients=reducer, loss_scale=1.0)  # type: ignore[assignment]
+    monkeypatch.setattr(tree_states, "as_array", xla.as_array)
+    state.add([jnp.arange(3.0), jnp.ones(2)])
+    xla.reuse()
+    assert [to_host(buffers[name]).tolist() for name in "ab"] == [[0, 1, 2], [1, 1]]
+
+
+def test_the_tree_is_copied_before_others_get_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(tree_states, "ready", waited.append)
+    parameters = parameters_of(tree())
+    assert any(array is parameters.flat for array in waited)
 
 
 def test_float64(x64: None) -> None:
@@ -269,6 +320,22 @@ def test_cuts_change_no_bit(optax: Any) -> None:
                 rule.update(values[piece], slope[piece], [each[piece] for each in state], step)
         ends.append(np.concatenate([values, *state]))
     assert np.array_equal(*ends) and not np.array_equal(ends[0][:size], start)
+
+
+def test_results_of_optax_are_copied_before_others_get_their_memory(
+    optax: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, xla, random = rule_of(CHAINS["adamw"](optax)), MemoryOfXla(), np.random.default_rng(5)
+    values, slopes = random.standard_normal((2, 7), np.float32)
+    state = [np.zeros(7, "f") for _ in rule.slots]
+    values_d, slopes_d, *state_d = map(standin.on_device, (values, slopes, *state))
+    rule.update(values, slopes, state, 1)
+    monkeypatch.setattr(optax_rule, "as_jax", lambda array: jnp.asarray(to_host(array)))
+    monkeypatch.setattr(optax_rule, "as_array", xla.as_array)
+    rule.update(values_d, slopes_d, state_d, 1)
+    xla.reuse()
+    for there, here in zip((values_d, *state_d), (values, *state), strict=True):
+        assert np.array_equal(to_host(there), here)
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import standin
 from bounded_problems import BOUNDED
+from devices import Device
 from mgh import PROBLEMS
 from minimizer_runs import check_ranks, excess, minimized, of_the_set, rosenbrock
 from problems import Problem
@@ -66,15 +66,9 @@ def test_same_bits_on_any_ranks(cuts: list[int], search: str, bounded: bool) -> 
     assert spaces[0].all_reduces <= 2 * steps.evaluations + 4 * (steps.iterations + 1) + 20
 
 
-def on_device(host: np.ndarray) -> Any:
-    array = standin.empty(host.shape, host.dtype)
-    arrays.copy_to_device(np.ascontiguousarray(host), array)
-    return array
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("bounded", [False, True])
-def test_same_bits_on_a_device(dtype: Any, bounded: bool) -> None:
+def test_same_bits_on_a_device(device: Device, dtype: Any, bounded: bool) -> None:
     problem, size = rosenbrock(17), 17
     method: LBFGS = LBFGS(history=4, maxiter=12, damping="powell", xtol=1e-30)
     limits: dict[str, Any] = {"weights": np.linspace(1, 2, size), "scaling": np.linspace(0.5, 2, size)}
@@ -84,7 +78,7 @@ def test_same_bits_on_a_device(dtype: Any, bounded: bool) -> None:
     limits = {name: value.astype(dtype) for name, value in limits.items()}
     limits["fixed"] = np.arange(size) == 3
     points: list[list[bytes]] = []
-    for move in (np.array, on_device):
+    for move in (np.array, device.put):
         point, vectors = move(problem.start.astype(dtype)), move(np.zeros((len(method.slots), size), dtype))
         parts: dict[str, Any] = {name: move(value) for name, value in limits.items()}
         minimizer = method.make(LocalSpace(size, point), vectors, point, Limits(**parts))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bounded_problems import BOUNDED
+from devices import Device
 from mgh import PROBLEMS
 from minimizer_runs import (
     ANY,
@@ -251,9 +252,9 @@ def test_bits_do_not_depend_on_who_holds_what(cuts: list[int]) -> None:
             assert space.all_reduces <= 2.1 * progress.products + (3 + bounded) * progress.evaluations + bounded
 
 
-def test_device_memory_gives_the_bits_of_the_host() -> None:
+def test_device_memory_gives_the_bits_of_the_host(device: Device) -> None:
     for limits in (ANY, everywhere(6, bounded=True)):
-        check_device(TruncatedNewton(maxiter=12), rosenbrock(6), limits)
+        check_device(device, TruncatedNewton(maxiter=12), rosenbrock(6), limits)
 
 
 def test_what_is_told_must_be_what_is_wanted() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import warnings
 
 import ml_dtypes
@@ -154,16 +153,6 @@ def test_numpy_is_slow_and_says_so_once():
 def test_what_is_no_half_precision(options, message):
     with pytest.raises(TypeError, match=message):
         nn.GPT(*SIZES, **options)
-
-
-def test_an_array_library_without_the_dtype():
-    class Without:
-        def astype(self, dtype):
-            raise TypeError(f"no {dtype}")
-
-    module = types.SimpleNamespace(__name__="lib", zeros=lambda *_: Without())
-    with pytest.raises(TypeError, match="compute_dtype is bfloat16, but this version of lib has no such arrays"):
-        nn.GPT(*SIZES, compute_dtype=ml_dtypes.bfloat16, module=module)
 
 
 @pytest.mark.parametrize("options, share", [(dict(storage_dtype=np.float16), 0.6), (dict(recompute=True), 0.8)])

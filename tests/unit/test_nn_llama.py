@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
-from mpishard.nn.described import architecture_of, described
+from mpishard.nn.described import architecture_of, changes, described
 from mpishard.nn.dropout import Draws
 from mpishard.parameters.flat import FlatParameters
 
@@ -231,6 +231,7 @@ def test_sizes_of_its_own():
     assert (found.key_value_heads, found.hidden, found.head_width) == (4, 128, 12)
     scaled = nn.LlamaArchitecture(11, 8, 48, 1, 4, rotary=nn.Rotary(scaling=LONG), head_width=6)
     fields = json.loads(json.dumps(described(scaled)))
+    assert changes(described(scaled), fields) == {}
     assert architecture_of(fields) == scaled
     assert architecture_of(fields).rotary.scaling == LONG
     assert architecture_of({**fields, "kind": "Mine"}) is None

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import Device
 from mgh import PROBLEMS
 from minimizer_runs import (
     ANY,
@@ -173,9 +174,9 @@ def test_bits_do_not_depend_on_who_holds_what(cuts: list[int]) -> None:
         assert space.all_reduces <= 2 * progress.evaluations + 4 * progress.iterations + 2
 
 
-def test_device_memory_gives_the_bits_of_the_host() -> None:
+def test_device_memory_gives_the_bits_of_the_host(device: Device) -> None:
     for limits in (ANY, everywhere(6)):
-        check_device(NonlinearCG(maxiter=12), rosenbrock(6), limits)
+        check_device(device, NonlinearCG(maxiter=12), rosenbrock(6), limits)
 
 
 def test_bad_options_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""What README, docs and tests/README.md name is there: files, modules, and on a walk through the code its functions."""
+"""What README, docs and tests/README.md name is there: files, links, modules, variables, functions of walks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ NAME = re.compile(r"`(\w+(?:\.\w+)*)`")
 # A hop of a walk, with a number or a dash: "3. `file`, `Class.method`, `function`: what happens there".
 HOP = re.compile(r"^(?:\d+\.|-) `(mpishard/[\w/]+\.py)`((?:,\s+`[\w.]+`)+):", re.MULTILINE)
 CLASS_OR_MEMBER = re.compile(r"`([A-Z]\w*(?:\.\w+)?)`")
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)  # in which no link is one
+VARIABLES = "docs/reference/environment-variables.md"
+# A row of its table: the variables in the first column, and the files that read them in the last.
+VARIABLE_ROW = re.compile(r"^\| (`[A-Z].*?) \|.*\| (`[\w/]+\.py`[^|]*) \|$", re.MULTILINE)
+OWN_VARIABLE = re.compile(r"""["'](MPISHARD_[A-Z_]+)["']""")
 NAME_IN_FILE = re.compile(r"`(\w+)`\s+in\s+`(mpishard/[\w/]+\.py)`")
 
 
@@ -66,10 +72,46 @@ def has_module(name: str) -> bool:
     return True
 
 
+@functools.cache
+def anchors(path: Path) -> frozenset[str]:
+    """Of the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return frozenset(
+        re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in re.findall(r"(?m)^#+ (.+)$", text)
+    )
+
+
+def broken_links(page: str, text: str) -> Iterator[str]:
+    """Links to files that are not there, or to places that are not in them."""
+    for path, anchor in LINK.findall(CODE.sub("", text)):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        # Pages of the API are made by the build, which checks the links to them.
+        made = "reference/api/" in path or page.startswith("docs/reference/api/")
+        # `FILE` has those that begin at the root.
+        if (
+            not made
+            and not FILE.fullmatch(path)
+            and (not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)))
+        ):
+            yield path + (f"#{anchor}" if anchor else "")
+
+
+def wrong_variables(text: str) -> Iterator[str]:
+    """Environment variables that no file reads where the page says so, and those of mpishard that it does not have."""
+    for names, paths in VARIABLE_ROW.findall(text):
+        code = "".join((ROOT / "mpishard" / path).read_text("utf-8") for path in FILE_ALONE.findall(paths))
+        yield from (f"{name} in {paths}" for name in NAME.findall(names) if name not in code)
+    for path in sorted((ROOT / "mpishard").rglob("*.py")):
+        yield from (name for name in OWN_VARIABLE.findall(path.read_text("utf-8")) if f"`{name}`" not in text)
+
+
 def absent(page: str, text: str) -> Iterator[str]:
     """What a page names and is not there."""
     yield from (path for path in FILE.findall(text) if not (ROOT / path).exists())
     yield from (name for name in MODULE.findall(text) if not has_module(name))
+    yield from broken_links(page, text)
+    if page == VARIABLES:
+        yield from wrong_variables(text)
     if page == MAP:
         yield from (
             path for path in FILE_ALONE.findall(text) if not any((ROOT / at / path).exists() for at in ("", "mpishard"))
@@ -112,6 +154,12 @@ def test_a_walk_has_hops(page: str) -> None:
     [
         ("README.md", "see `tests/nowhere.py` and [this](docs/nowhere.md)", ["tests/nowhere.py", "docs/nowhere.md"]),
         ("README.md", "`python examples/train_gpt.py`, https://example.org/docs/nowhere, `mpishard.nn.GPT`", []),
+        ("docs/index.md", "[a](how-to/no.md), `[b](no.md)`, [c](https://no)", ["how-to/no.md"]),
+        (
+            "docs/index.md",
+            "[a](how-to/gpus.md#a-script), [b](how-to/gpus.md#no), [c](#no)",
+            ["how-to/gpus.md#no", "#no"],
+        ),
         (
             "docs/index.md",
             "`mpishard.Mesh.nothing()`, `mpishard.nothing`",
@@ -138,6 +186,14 @@ def test_what_is_not_there_is_found(page: str, text: str, wrong: list[str]) -> N
 def test_a_table_of_helpers_without_one_is_found() -> None:
     text = (ROOT / "tests/README.md").read_text("utf-8").replace("`standin.py`", "`nowhere.py`")
     assert list(absent("tests/README.md", text)) == ["a line with standin.py", "nowhere.py"]
+
+
+def test_wrong_environment_variables_are_found() -> None:
+    text = (ROOT / VARIABLES).read_text("utf-8")
+    assert list(absent(VARIABLES, text.replace("`MPISHARD_DEBUG`", "`MPISHARD_BUG`"))) == [
+        "MPISHARD_BUG in `comm/mesh.py`",
+        "MPISHARD_DEBUG",
+    ]
 
 
 def test_a_map_without_a_package_is_found() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import standin
 
-from mpishard.backend.array import aligned_copy
+import mpishard
+from mpishard import ParameterSpec
+from mpishard.backend.array import aligned_copy, joined
 from mpishard.parameters.flat import FlatParameters
 
 
@@ -70,3 +75,35 @@ def test_tensors_are_copied_once():
         tracemalloc.stop()
     assert np.array_equal(flat, [*tensors["a"].reshape(-1), 3.0]) and flat.ctypes.data % 64 == 0
     assert peak < 1.5 * flat.nbytes
+
+
+@pytest.mark.parametrize("module", ["cupy", None, 3])
+def test_what_makes_no_arrays_is_refused(module: Any) -> None:
+    with pytest.raises(TypeError, match=f"module is {module!r}; it must be the module numpy or cupy itself"):
+        FlatParameters([ParameterSpec("a", (3,))], module=module)
+    with pytest.raises(TypeError, match=f"module is {module!r}; "):
+        mpishard.nn.GPT(16, 4, 4, 1, 2, module=module, compute_dtype=np.float16)
+
+
+@pytest.mark.parametrize("take", [FlatParameters.over, aligned_copy, lambda array: joined([array, array])])
+def test_arrays_on_another_gpu_are_refused(take: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy would compute on the current one."""
+    array = standin.zeros(3)
+    take(array)
+    monkeypatch.setattr(standin.StandIn, "device_number", lambda self, array: 1)
+    with pytest.raises(ValueError, match=r"on GPU 1, but this thread computes on GPU 0: begin with cupy"):
+        take(array)
+
+
+def test_cupy_without_a_gpu_is_named_with_the_way_out() -> None:
+    def get_device() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver: too old")
+
+    runtime = SimpleNamespace(getDevice=get_device)
+    module = SimpleNamespace(__name__="cupy", zeros=np.zeros, cuda=SimpleNamespace(runtime=runtime))
+    match = r"needs a GPU, and CuPy finds none \(cudaErrorInsufficientDriver: too old\); `mpishard info` shows"
+    for half in (None, np.float16):
+        with pytest.raises(RuntimeError, match=match):
+            mpishard.nn.GPT(16, 4, 4, 1, 2, module=module, compute_dtype=half)
+    with pytest.raises(RuntimeError, match=match):
+        FlatParameters([ParameterSpec("a", (3,))], module=module)

@@ -22,6 +22,10 @@ def ended_with(code, *, half_started=False, lost=False, stopped=0, healed=0, **n
     return JobOutcome(code, Notes(**{"started": True, "heal": heal, **notes}), half_started, lost, stopped)
 
 
+def replace_failure(outcome, **changes):
+    return replace(outcome, notes=replace(outcome.notes, failure=replace(outcome.notes.failure, **changes)))
+
+
 KILLED = ended_with(137, step=10)
 
 
@@ -155,6 +159,22 @@ def test_the_same_failure_twice():
     between = after(KILLED, history=first.history)
     assert isinstance(between, Start)
     assert isinstance(after(ended_with(1, step=12, failure=FAILURE), history=between.history), Start)
+
+
+def test_what_all_ranks_were_refused_alike_is_not_tried_again():
+    refused = ended_with(1, failure=replace(FAILURE, step=0, alike=True))
+    follows = after(refused, hosts=HOSTS)
+    assert isinstance(follows, Stop) and follows.code == 1
+    assert follows.why == (
+        "failed by ValueError at train.py:7 on all ranks alike, before any step: another start would end like this one"
+    )
+    # What one rank has met, what has come with a step, and what follows a loss of ranks or hosts may come otherwise.
+    for other in ({"alike": False}, {"step": 1}):
+        assert isinstance(after(replace_failure(refused, **other)), Start)
+    assert isinstance(after(refused, history=History(4, 4, restarts=1)), Start)
+    assert isinstance(after(refused, history=History(4, 4, step=3)), Start)
+    assert isinstance(after(refused, hosts=HOSTS, answering=HOSTS[1:]), Start)
+    assert isinstance(after(replace(refused, notes=replace(refused.notes, step=3))), Start)
 
 
 def test_a_job_that_never_started():

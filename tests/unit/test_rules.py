@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import standin
+from devices import Device
 
 from mpishard.backend import array as arrays
 from mpishard.backend.exact_norm import norm_of
@@ -242,17 +242,14 @@ def test_slices_get_the_bits_of_the_whole(rule: Rule, dtype: Any) -> None:
 
 @each_dtype
 @each_rule
-def test_device_arrays_get_the_bits_of_the_host(rule: Rule, dtype: Any) -> None:
+def test_device_arrays_get_the_bits_of_the_host(device: Device, rule: Rule, dtype: Any) -> None:
     parameters, slots = start(dtype), state(rule, SIZE, dtype)
-    like = standin.empty(0)
-    device = [arrays.empty(SIZE, dtype, like=like) for _ in range(2 + len(slots))]
-    for host, array in zip([parameters, *slots], [device[0], *device[2:]], strict=True):
-        arrays.copy_to_device(host, array)
+    there = [device.put(host) for host in (parameters, np.zeros_like(parameters), *slots)]
     for step, gradient in zip(range(1, 4), gradients(dtype), strict=False):
-        arrays.copy_to_device(gradient, device[1])
+        arrays.copy_to_device(gradient, there[1])
         rule.update(parameters, gradient, slots, step)
-        rule.update(device[0], device[1], device[2:], step)
-    for host, array in zip([parameters, *slots], [device[0], *device[2:]], strict=True):
+        rule.update(there[0], there[1], there[2:], step)
+    for host, array in zip([parameters, *slots], [there[0], *there[2:]], strict=True):
         assert np.array_equal(arrays.to_host(array), host)
 
 

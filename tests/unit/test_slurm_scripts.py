@@ -16,7 +16,6 @@ PROGRAMS = {
     "mpirun": "echo 2",  # the size of the world
     "srun": "true",
     "squeue": """scontrol --oneliner show job 1 | sed 's/.*JobState=//; s/ .*//'""",
-    "sleep": "true",
     # Does not answer its first $DEAF calls; $ANSWER: a request that is taken is answered.
     "scontrol": """
 calls=$(($(cat calls 2>/dev/null || echo 0) + 1))
@@ -34,6 +33,10 @@ fi
 }
 
 
+# Sourced by Bash before the script.  Nobody waits: the script's clock goes on by itself.
+CLOCK = "sleep() { SECONDS=$((SECONDS + ${1%.*} + 1)); }"
+
+
 @pytest.fixture
 def leave(tmp_path):
     """Run the script to its end; what it wrote, its exit code, and the jobs that were queued again."""
@@ -41,10 +44,12 @@ def leave(tmp_path):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").touch()
+    (tmp_path / "clock").write_text(CLOCK)
 
     def run(deaf=0, answer="yes", state="RUNNING", **environment):
         given = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2", **environment}
-        stand_ins = {"PATH": f"{tmp_path}:{os.defpath}", "DEAF": str(deaf), "ANSWER": answer, "STATE": state}
+        stand_ins = {"PATH": f"{tmp_path}:{os.defpath}", "BASH_ENV": str(tmp_path / "clock")}
+        stand_ins |= {"DEAF": str(deaf), "ANSWER": answer, "STATE": state}
         done = subprocess.run(
             ["bash", str(TRAIN), "train.py"],
             cwd=tmp_path,

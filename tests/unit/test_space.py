@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from standin import empty as empty_on_device
 
 from mpishard.backend.exact_dot import MOST_TERMS
 from mpishard.minimizers.space import LocalSpace, Space
@@ -54,8 +53,8 @@ def test_only_what_counts_here_is_summed():
     assert TwoRanks(4, 2, vector, []).dots([(vector, vector)], [0.0]) == [0.0]
 
 
-def test_device_memory_and_vectors_that_are_too_long():
-    vector = empty_on_device(5, np.float32)
+def test_device_memory_and_vectors_that_are_too_long(device):
+    vector = device.empty(5, np.float32)
     vector.fill(-2.0)
     space = LocalSpace(5, vector)
     assert space.largest(vector) == [2.0] and space.dots([(vector, vector)], [4.0]) == [20.0]

@@ -14,14 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpishard
 from mpishard.comm import supervisor_reports
 from mpishard.launch import progress_monitor
 from mpishard.launch.exit_code import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.hosts import parse_hosts
-from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes
+from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, raised_by_all
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.processes import Offspring
 from mpishard.launch.supervisor import Job, Supervisor
@@ -52,12 +54,16 @@ def test_notes_of_a_run(tmp_path):
     assert first.is_ending and first.has_healed and first.notes.healed == 3
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
     second = first.next()
+    assert second.is_restart and JobNotes.from_environment(second.environment()) == second
+    assert not first.is_restart and not other.is_restart
     assert second == JobNotes(first.path, 1) and second.notes == Notes()
     second.note_failure(FAILURE, echo=True)
     assert second.notes.failure == FAILURE
     assert first.is_over and not second.is_over
     again = JobNotes.create(first.path)
-    assert again.attempt == 2 and again.notes == Notes() and [path.name for path in first.path.iterdir()] == ["start"]
+    assert not again.is_restart and again.next().is_restart
+    again = JobNotes.create(first.path)
+    assert again.attempt == 4 and again.notes == Notes() and [path.name for path in first.path.iterdir()] == ["start"]
     assert second.is_over and not again.is_over
     (first.path / "start").unlink()
     assert again.is_over
@@ -180,6 +186,69 @@ def test_a_script_that_trains_twice(watched):
         reports._follow()
     assert watched(1000) == "" and not any(looks)
     assert (watched.monitor.step, watched.monitor.furthest) == (3, 61)
+
+
+def test_what_all_ranks_were_refused_alike_is_noted(tmp_path):
+    reports = object.__new__(supervisor_reports.Reports)
+    reports._run, reports._process, reports._has_trained = JobNotes.create(tmp_path / "run"), os.getpid(), False
+
+    def refused(call, ranks=1):
+        with pytest.raises((TypeError, ValueError, OSError)) as found:
+            call()
+        reports._note_failure(raised_by_all(found.value, ranks), 0)
+        return reports._run.notes.failure.alike
+
+    assert refused(lambda: mpishard.cosine(-1.0, 3)) and refused(lambda: mpishard.FlatParameters(5))
+    assert not refused(lambda: mpishard.cosine(-1.0, 3), ranks=0)  # nobody has told of other ranks
+    assert not refused(lambda: mpishard.cosine(-1.0, 3), ranks=2)  # other ranks than those of the job
+    assert not refused(lambda: int("of the user"))  # may have come from a file that is being written
+    assert not refused(lambda: mpishard.load_checkpoint(tmp_path, np.ones(1), mesh=mpishard.Mesh(MPI.COMM_SELF)))
+
+
+def test_a_restart_that_goes_on_from_nothing_says_so_once(tmp_path, capfd, monkeypatch):
+    mesh = mpishard.Mesh(MPI.COMM_SELF)
+
+    def add(parameters, samples, gradients):
+        gradients += 1.0
+        return 0.0
+
+    def train(optimizer=None, **options):
+        problem = mpishard.OptimizationProblem(add, np.zeros(3), samples=2, batch_size=2, steps=1)
+        optimizer = optimizer or mpishard.DDPOptimizer(mpishard.SGD(), mesh)
+        optimizer.optimize(problem, progress=False, **options)
+        return optimizer
+
+    def minimize(**options):
+        mpishard.minimize(lambda x: (float(x @ x), 2 * x), np.ones(3), mesh=mesh, **options)
+
+    def said(call, **options):
+        capfd.readouterr()
+        call(**options)
+        return [line for line in capfd.readouterr().err.splitlines() if "started again" in line]
+
+    def restart():
+        monkeypatch.setattr(supervisor_reports.Reports, "this", SimpleNamespace(restarted=True))
+
+    nothing = "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
+    training = "mpishard: this job was started again, and training begins from step 0 again; "
+    assert said(train) == []
+    restart()
+    assert said(train) == [training + nothing] and said(train) == []
+    restart()
+    with mpishard.Checkpoints(tmp_path / "a", mesh) as checkpoints:
+        assert said(train, checkpoints=checkpoints, resume=True) == []  # there is none yet
+        goes_on = f"optimize(..., resume=True) goes on from the checkpoint in {tmp_path / 'a'}"
+        assert said(train, checkpoints=checkpoints) == [training + goes_on]
+    ahead = train()
+    restart()
+    assert said(train, optimizer=ahead) == []
+    minimization = "mpishard: this job was started again, and the minimization begins from x0 again; "
+    assert said(minimize) == [minimization + nothing] and said(minimize) == []
+    restart()
+    with mpishard.Checkpoints(tmp_path / "b", mesh) as checkpoints:
+        assert said(minimize, checkpoints=checkpoints, resume=True) == []
+        goes_on = f"minimize(..., resume=True) goes on from the checkpoint in {tmp_path / 'b'}"
+        assert said(minimize, checkpoints=checkpoints) == [minimization + goes_on]
 
 
 def test_an_elastic_run_that_takes_no_step(watched):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from mpi4py import MPI
 import mpishard
 
 torch = pytest.importorskip("torch")
+from mpishard.torch import buffers as torch_buffers  # noqa: E402
+from mpishard.torch import distributed, module_state, torch_rule  # noqa: E402
 from mpishard.torch.buffers import Buffers  # noqa: E402
 from mpishard.torch.module_state import check_unchanged, state_of  # noqa: E402
 from mpishard.torch.module_tensors import ModuleTensors  # noqa: E402
@@ -151,6 +154,15 @@ def test_rules_of_pytorch_take_its_steps(name: str) -> None:
         for piece in (slice(0, 3), slice(3, 7)):
             rule.update(values[piece], gradient[piece], [each[piece] for each in state], step, divisor=4.0)
     assert np.allclose(values, wanted.numpy(), rtol=1e-12, atol=0)
+
+
+def test_a_stream_of_the_user_finishes_the_step_of_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU CuPy sends the values, and does not wait for it."""
+    finished: list[tuple[Any, Any]] = []
+    rule, values, slots = rule_of(torch.optim.SGD, 0.1, momentum=0.9), np.ones(3), [np.full(3, np.nan)]
+    monkeypatch.setattr(torch_rule, "finish_stream", lambda tensor: finished.append((tensor.clone(), slots[0].copy())))
+    rule.update(values, np.ones(3), slots, 1)
+    assert [(tensor.tolist(), slot.tolist()) for tensor, slot in finished] == [([0.9] * 3, [1.0] * 3)]
 
 
 @pytest.mark.parametrize(
@@ -335,6 +347,33 @@ def test_a_tensor_in_the_place_of_a_buffer_gives_its_values() -> None:
     assert made.seen is ours and ours.tolist() == [5]
     made.register_buffer("scratch", torch.zeros(2), persistent=False)
     state.check_intact()
+
+
+def test_streams_of_the_user_finish_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU CuPy sends them, and does not wait for the copy of a tensor that was in the place of one."""
+    made, state = with_buffer()
+    finished: list[list[float]] = []
+    monkeypatch.setattr(torch_buffers, "finish_stream", lambda tensor: finished.append(tensor.tolist()))
+    made.seen = made.seen + 1
+    state.check_intact()
+    assert finished == [[1]]
+
+
+def test_streams_of_the_user_get_what_ranks_have_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they do not wait for CuPy."""
+    waited: list[Any] = []
+    spy = SimpleNamespace(ready=lambda array: waited.append(array.tobytes()))
+    for each in (distributed, module_state):
+        monkeypatch.setattr(each, "arrays", spy)
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(made, mesh, adamw(made))
+        assert waited == [optimizer.parameters.held.tobytes()]
+    made = module(still=parameter(2))
+    made.still.requires_grad_(False)
+    axis: Any = SimpleNamespace(size=2, broadcast=lambda array, **_: array.fill(0xFF))
+    state_of(made, ModuleTensors.of(made), "local").spread(axis)
+    assert waited[1:] == [b"\xff" * 8]
 
 
 @pytest.mark.parametrize(

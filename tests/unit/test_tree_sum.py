@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from standin import empty as empty_on_device
 
 from mpishard.backend import array as arrays
 from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, tree_merges, tree_sum
@@ -129,16 +128,10 @@ def test_rows_of_two_buffers_add_up_in_one_pass(rows, size, dtype):
         assert not np.array_equal(out, terms[place])
 
 
-def test_device_arrays_get_the_same_bits():
+def test_device_arrays_get_the_same_bits(device):
     terms = wild(5, 300)
     times = tree_merges([Node(row, row + 1) for row in range(5)], 5)
-    own, received = device(terms[2]), device(np.concatenate([terms[0], terms[1], terms[3], terms[4]]))
-    out = device(np.zeros(300, np.float32))
+    own, received = device.put(terms[2]), device.put(np.concatenate([terms[0], terms[1], terms[3], terms[4]]))
+    out = device.put(np.zeros(300, np.float32))
     add_by_tree(own, received, [0, 300, -1, 600, 900], times, out)
     assert np.array_equal(arrays.to_host(out), value(terms))
-
-
-def device(array):
-    made = empty_on_device(array.shape, array.dtype)
-    arrays.copy_to_device(array, made)
-    return made

@@ -1,0 +1,274 @@
+"""Parts of gpu.py: memory of ranks, bandwidths of kernels, an all-reduce through the host, and a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpu_machine import Setting, in_turns, median_ratio, timed
+
+STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def peak_of_pool(module: Any) -> Any:
+    """A hook of CuPy's memory pool that notes the most bytes in use at once, in ``most``."""
+    pool = module.get_default_memory_pool()
+
+    class Peak(module.cuda.MemoryHook):  # type: ignore[misc]
+        name = "peak"
+        most = 0
+
+        def malloc_postprocess(self, **given: Any) -> None:
+            self.most = max(self.most, pool.used_bytes())
+
+    return Peak()
+
+
+def child_memory(setting: Setting, kind: str) -> dict[str, Any] | None:
+    """Bytes of each rank after and at the peak of steps of the GPT with one sequence a rank."""
+    import resource
+
+    import ml_dtypes
+    import numpy as np
+
+    import mpishard
+
+    mesh = mpishard.Mesh()
+    module = setting.use_device(mesh)
+    sizes = setting.gpt
+    length = min(sizes["context"], 256)
+    on_gpu = setting.module == "cupy"
+    hook = peak_of_pool(module) if on_gpu else None
+    if hook is not None:
+        hook.__enter__()
+    options = {"tied": True, "compute_dtype": ml_dtypes.bfloat16, "sharded_parameters": kind == "ZeRO-3"}
+    architecture = [sizes[name] for name in ("vocabulary", "context", "width", "layers", "heads")]
+    model = mpishard.nn.GPT(*architecture, mesh=mesh, module=module, **options)
+    config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
+    strategies = (mpishard.DDPOptimizer, mpishard.ZeRO1Optimizer, mpishard.ZeRO2Optimizer, mpishard.ZeRO3Optimizer)
+    optimizer: Any = dict(zip(STRATEGIES, strategies, strict=True))[kind](mpishard.AdamW(lr=1e-4), config)
+    tokens = np.random.default_rng(mesh.rank).integers(0, sizes["vocabulary"], (1, length + 1))
+    for _ in range(3):
+        loss = model.loss_and_gradient(tokens[:, :-1], tokens[:, 1:])
+        optimizer.step(model.parameters, count=length * mesh.size)
+    if hook is not None:
+        hook.__exit__(None, None, None)
+        pool = module.get_default_memory_pool()
+        own = {"used": int(pool.used_bytes()), "peak": int(hook.most), "held": int(pool.total_bytes())}
+    else:
+        own = {"used": 0, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "held": 0}
+    every = mesh.world.allgather_object(own)
+    found = {name: max(each[name] for each in every) for name in own}
+    return {**found, "loss": float(loss) / length, "ranks": mesh.size} if mesh.rank == 0 else None
+
+
+def child_bandwidth(setting: Setting) -> dict[str, Any]:
+    """Bytes a second that each kernel moves at the least, and the ratio to a copy in the same turn.
+
+    Each call is that of a step of the GPT with products in bfloat16: what only products take is stored in it.
+    """
+    import ml_dtypes
+    import numpy as np
+
+    import mpishard
+    from mpishard.backend import array as arrays
+    from mpishard.data_parallel.update import apply_rule
+    from mpishard.nn.layers import operations
+    from mpishard.nn.products import make_matmul, rounded_dtype
+
+    mesh = mpishard.Mesh()
+    module = setting.use_device(mesh)
+    rows, width, vocabulary, heads, length, size = 131072, 768, 50257, 96, 1024, 2**27
+    if setting.small:
+        rows, width, vocabulary, heads, length, size = 32, 24, 101, 3, 16, 4096
+    real = np.dtype(np.float32)
+    half = rounded_dtype(make_matmul(module, ml_dtypes.bfloat16)) or real
+
+    def filled(*shape: int) -> Any:
+        array = module.empty(shape, real)
+        array.fill(0.5)
+        return array
+
+    source, target = filled(size), filled(size)
+    ops = operations(source)
+    # An optimizer with the tensors of the GPT updates them as in training: all ranges in one launch.
+    sizes = setting.gpt
+    model = mpishard.nn.GPT(
+        *(sizes[name] for name in ("vocabulary", "context", "width", "layers", "heads")),
+        mesh=mesh,
+        module=module,
+        tied=True,
+        compute_dtype=ml_dtypes.bfloat16,
+    )
+    rule = mpishard.AdamW(lr=1e-3)
+    optimizer = mpishard.DDPOptimizer(rule, mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh))
+    optimizer.bind(model.parameters)
+    model.parameters.gradients.flat.fill(1e-3)
+    parameters = model.parameters.flat.nbytes
+    on_rank = optimizer.state.binding.on_rank
+
+    x, dy, dx = (filled(rows, width) for _ in range(3))
+    weight, bias = filled(width), filled(width)
+    mean, scale = filled(rows), filled(rows)
+    normed = module.empty((rows, width), half)
+    scores, dscores = filled(heads, length, length), filled(heads, length, length)
+    logsum, inner, scratch = filled(heads, length), filled(heads, length), filled(length)
+    # Else products take the softmax as it is, in its place: on the host.
+    on_device = arrays.is_device(source)
+    rounded = [module.empty(scores.shape, half) for _ in range(2)] if on_device else []
+    tokens = rows // 16
+    logits, targets = filled(tokens, vocabulary), module.zeros(tokens, np.int64)
+    of_norm, of_weights = (x, mean, scale, weight), (weight.copy(), bias.copy())
+    stored = half.itemsize / real.itemsize if on_device else 1
+
+    # The least bytes: AdamW reads 4 arrays and writes 3.  Of scores only the causal half is read, but all is written.
+    works: dict[str, tuple[Callable[[], Any], float, int]] = {
+        "device copy": (lambda: target.__setitem__(..., source), 2 * source.nbytes, 10),
+        "AdamW": (lambda: apply_rule(rule, on_rank, 1, rate_factor=1.0, divisor=1.0, clip=1.0), 7 * parameters, 10),
+        "layer norm": (
+            lambda: ops.layer_norm(x, weight, bias, normed, mean, scale, 1e-5),
+            x.nbytes + normed.nbytes,
+            10,
+        ),
+        "layer norm, backward": (lambda: ops.layer_norm_backward(dy, *of_norm, dx, *of_weights), 4 * x.nbytes, 10),
+        "causal softmax": (
+            lambda: ops.causal_softmax(scores, logsum, scratch, 0, 0.125, *rounded[:1]),
+            (0.5 + stored) * scores.nbytes,
+            10,
+        ),
+        "causal softmax, backward": (
+            lambda: ops.causal_softmax_backward(scores, dscores, logsum, inner, 0.125, *rounded),
+            2 * (0.5 + stored) * scores.nbytes,
+            10,
+        ),
+        "cross-entropy": (lambda: ops.cross_entropy(logits, targets), 2 * logits.nbytes, 2),
+    }
+
+    def rate_of(work: Callable[[], Any], nbytes: float, calls: int) -> Callable[[], float]:
+        return lambda: nbytes / timed(source, work, calls)
+
+    rates = in_turns({name: rate_of(*each) for name, each in works.items()}, setting.repeats)
+    return {
+        name: {
+            "bytes_per_second": statistics.median(each),
+            "to_copy": median_ratio(each, rates["device copy"]),
+            "bytes": works[name][1],
+        }
+        for name, each in rates.items()
+    }
+
+
+def child_all_reduce(setting: Setting) -> dict[str, Any] | None:
+    """An all-reduce of 64 MB through the host, beside the copies and the host's MPI that it is made of."""
+    import numpy as np
+
+    import mpishard
+    from mpishard.backend import array as arrays
+    from mpishard.comm import staging
+    from mpishard.comm.capabilities import probe
+
+    mesh = mpishard.Mesh()
+    module = setting.use_device(mesh)
+    axis = mesh.data
+    size = 2**10 if setting.small else 2**24
+    buffer = module.zeros(size, np.float32)
+    host = arrays.pinned_empty(size, np.float32, like=buffer)
+    host.fill(0)
+    plain = np.zeros(size, np.float32)
+    direct = setting.module == "cupy" and probe(device=True).device_buffers
+    seconds = np.zeros(1)
+
+    def on_all(work: Callable[[], Any]) -> Callable[[], float]:
+        """Seconds of the slowest rank, from a common start."""
+
+        def measured() -> float:
+            axis.barrier()
+            seconds[0] = timed(buffer, work)
+            return float(axis.all_reduce(seconds, op="max")[0])
+
+        return measured
+
+    def reduce_as(device_buffers: bool) -> Callable[[], Any]:
+        found = replace(probe(), device_buffers=device_buffers)
+
+        def work() -> None:
+            staging.probe = lambda device=False: found  # type: ignore[assignment]
+            axis.all_reduce(buffer)
+
+        return work
+
+    works = {
+        "all-reduce of a device buffer, staged": on_all(reduce_as(False)),
+        "copy to the host": on_all(lambda: arrays.copy_to_host(buffer, host)),
+        "MPI all-reduce on the host": on_all(lambda: axis.all_reduce(plain)),
+        "copy to the device": on_all(lambda: arrays.copy_to_device(host, buffer)),
+    }
+    if direct:
+        works["all-reduce of a device buffer, by its address"] = on_all(reduce_as(True))
+    found = in_turns(works, setting.repeats)
+    if mesh.rank:
+        return None
+    parts = ("copy to the host", "MPI all-reduce on the host", "copy to the device")
+    turns = [[found[name][turn] for name in parts] for turn in range(setting.repeats)]
+    staged = found["all-reduce of a device buffer, staged"]
+    return {
+        "bytes": 4 * size,
+        "ranks": mesh.size,
+        "seconds": {name: statistics.median(each) for name, each in found.items()},
+        "to_largest_part": median_ratio(staged, [max(turn) for turn in turns]),
+        "to_sum_of_parts": median_ratio(staged, [sum(turn) for turn in turns]),
+    }
+
+
+def child_checkpoint(setting: Setting) -> dict[str, Any]:
+    """How long an asynchronous save keeps a run, beside a copy of the same bytes to pinned memory."""
+    import numpy as np
+
+    import mpishard
+    from mpishard.backend import array as arrays
+
+    mesh = mpishard.Mesh()
+    module = setting.use_device(mesh)
+    width, layers = (16, 2) if setting.small else (768, 12)
+    specs = [mpishard.ParameterSpec(f"blocks.{index}.weight", (12 * width, width)) for index in range(layers)]
+    parameters = mpishard.FlatParameters(specs, module=module)
+    parameters.flat.fill(0.5)
+    optimizer = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), mesh)
+    optimizer.bind(parameters)
+    state = optimizer.state.capture()
+    held = [shard.array for shard in state.shards if arrays.is_array(shard.array)]
+    pinned = [arrays.pinned_empty(array.shape, array.dtype, like=array) for array in held]
+    for each in pinned:
+        each.fill(0)
+    folder = Path(tempfile.mkdtemp(dir=setting.output, prefix="checkpoint-"))
+    like = parameters.flat
+
+    def copy() -> None:
+        for array, into in zip(held, pinned, strict=True):
+            arrays.copy_to_host(array, into)
+
+    try:
+        with mpishard.Checkpoints(folder / "run", mesh, keep=1) as checkpoints:
+
+            def save() -> float:
+                seconds = timed(like, lambda: checkpoints.save(state, asynchronous=True))
+                checkpoints.wait()
+                return seconds
+
+            def whole() -> float:
+                return timed(like, lambda: checkpoints.save(state, asynchronous=False))
+
+            found = in_turns({"save": save, "copy": lambda: timed(like, copy), "whole": whole}, setting.repeats)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    nbytes = int(np.sum([array.nbytes for array in held]))
+    return {
+        "bytes": nbytes,
+        "seconds": {name: statistics.median(each) for name, each in found.items()},
+        "stall_to_copy": median_ratio(found["save"], found["copy"]),
+    }

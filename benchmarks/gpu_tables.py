@@ -1,0 +1,159 @@
+"""The results of gpu.py as tables in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpu_machine import peak_tflops
+from gpu_training import KINDS
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def gpu_of(results: dict[str, Any]) -> str:
+    """The name of the GPU; empty if the facts have none."""
+    found = results.get("facts", {})
+    gpus, of_cupy = found.get("gpus") or [], found.get("cupy")
+    if gpus:
+        return str(gpus[0].get("name", ""))
+    return str(of_cupy.get("device", "")) if isinstance(of_cupy, dict) else ""
+
+
+def facts(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows = [(f"GPU {index}", ", ".join(gpu.values())) for index, gpu in enumerate(found["gpus"])]
+    for name in ("cupy", "mpi", "torch"):
+        value = found.get(name)
+        if isinstance(value, dict):
+            rows += [(f"{name}: {key}", each) for key, each in value.items()]
+        elif value:
+            rows.append((name, value))
+    rows += [(name, found[name]) for name in ("mpirun", "processor", "cores", "python")]
+    rows += list(found["versions"].items())
+    return table(("fact", "value"), rows)
+
+
+def tests(found: dict[str, Any], results: dict[str, Any]) -> str:
+    names = sorted({name for each in found["total"].values() for name in each})
+    rows = [(where, *(each.get(name, 0) for name in names)) for where, each in found["total"].items()]
+    failures = "".join(f"\n- {line}" for line in found["failures"])
+    return table(("where", *names), rows) + (f"\n{failures}" if failures else "\n\nNo test failed.")
+
+
+def training(found: dict[str, Any], results: dict[str, Any]) -> str:
+    peak = peak_tflops(gpu_of(results))
+    measured = (found.get("measured_peak") or {}).get("flops")
+    rows = []
+    for kind, rate in found["tokens_per_second"].items():
+        flops = rate * found["flops_of_token"]
+        each = [turn[kind] for turn in found["turns"] if kind in turn]
+        rows.append(
+            (
+                KINDS[kind],
+                f"{rate:,.0f}",
+                f"{1e3 * statistics.median(t for turn in each for t in turn['seconds']):.1f}",
+                f"{flops / 1e12:.1f}",
+                f"{flops / peak / 1e12:.1%}" if peak else "unknown",
+                f"{flops / measured:.1%}" if measured else "unknown",
+                f"{found['mpishard_to'][kind]:.3f}" if kind in found["mpishard_to"] else "",
+                f"{max(turn['memory'] for turn in each) / 1e9:.1f}",
+                f"{each[-1]['losses'][0]:.3f} to {each[-1]['losses'][-1]:.3f}",
+            )
+        )
+    header = ("kind", "tokens/s", "ms a step", "Tflop/s", "MFU", "of a product", "mpishard to it", "GB", "loss")
+    text = table(header, rows)
+    text += f"\n\nFlops of a token are 6 N + 12 layers context width, N = {found['parameters']:,}. "
+    text += f"MFU is of {peak:g} Tflop/s, the data sheet's. " if peak else "The peak of this GPU is not known. "
+    if not found.get("has_torch", True):
+        text += "PyTorch is not installed: nothing to compare with. "
+    if measured:
+        size = found["measured_peak"]["size"]
+        text += f"A product of {size} x {size} matrices in float16 reached {measured / 1e12:.1f} Tflop/s."
+    return text
+
+
+def trace(found: dict[str, Any], results: dict[str, Any]) -> str:
+    texts = []
+    for kind, each in found["kinds"].items():
+        text = f"{KINDS[kind]}: a step of {1e3 * each['seconds']:.1f} ms, {each['launches']} kernels and copies, "
+        text += f"the GPU busy for {1e3 * each['busy']:.1f} ms and idle for {1e3 * each['idle']:.1f} ms between them "
+        text += f"({each['how']})\n\n"
+        text += table(("class", "ms"), [(name, f"{1e3 * value:.2f}") for name, value in each["classes"].items()])
+        rows = [(kernel["name"], kernel["calls"], f"{1e3 * kernel['seconds']:.2f}") for kernel in each["kernels"][:12]]
+        texts.append(text + "\n\n" + table(("kernel", "calls", "ms"), rows))
+    if found["picture"]:
+        texts.append(f"![one step]({found['picture']})")
+    return "\n\n".join(texts)
+
+
+def bandwidth(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows = [
+        (name, f"{each['bytes'] / 1e6:,.1f}", f"{each['bytes_per_second'] / 1e9:,.1f}", f"{each['to_copy']:.2f}")
+        for name, each in found.items()
+        if isinstance(each, dict)
+    ]
+    return table(("kernel", "MB at the least", "GB/s", "to the copy"), rows)
+
+
+def all_reduce(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows = [(name, f"{1e3 * seconds:.2f}") for name, seconds in found["seconds"].items()]
+    text = table((f"{found['bytes'] / 1e6:.0f} MB, {found['ranks']} ranks", "ms"), rows)
+    text += f"\n\nThe staged all-reduce takes {found['to_largest_part']:.2f} of its largest part, the bound with "
+    return text + f"overlap, and {found['to_sum_of_parts']:.2f} of the sum of its parts."
+
+
+def memory(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows = []
+    for ranks, kinds in found["ranks"].items():
+        for kind, each in kinds.items():
+            rows.append((ranks, kind, *(f"{each[name] / 1e6:,.0f}" for name in ("used", "peak", "held"))))
+    text = table(("ranks", "strategy", "MB in use after a step", "MB at the peak", "MB held by the pool"), rows)
+    text += f"\n\nThe largest of the ranks.  N = {found['parameters']:,}: parameters, gradients and the two slots of "
+    return text + f"AdamW are {16 * found['parameters'] / 1e6:,.0f} MB in float32."
+
+
+def checkpoint(found: dict[str, Any], results: dict[str, Any]) -> str:
+    names = {"save": "stall of an asynchronous save", "copy": "copy to pinned memory", "whole": "save that waits"}
+    rows = [(names[name], f"{1e3 * seconds:.1f}") for name, seconds in found["seconds"].items()]
+    text = table((f"{found['bytes'] / 1e6:,.0f} MB", "ms"), rows)
+    return text + f"\n\nThe stall is {found['stall_to_copy']:.2f} of the copy."
+
+
+TABLES: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
+    "facts": facts,
+    "tests": tests,
+    "training": training,
+    "trace": trace,
+    "bandwidth": bandwidth,
+    "all_reduce": all_reduce,
+    "memory": memory,
+    "checkpoint": checkpoint,
+}
+
+
+def table_of(name: str, results: dict[str, Any]) -> str:
+    """The table of a part, with what failed in it."""
+    found = results[name]
+    if "failed" in found:
+        return f"## {name}\n\nfailed: {found['failed']}\n"
+    text = f"## {name}\n\n{TABLES[name](found, results)}\n"
+    if found.get("unfinished"):
+        text += f"\n{name} did not come to its end.\n"
+    failures = found.get("failures")
+    if isinstance(failures, dict):
+        text += "".join(f"\n{kind} failed: {why}\n" for kind, why in failures.items())
+    return text
+
+
+def all_tables(results: dict[str, Any]) -> str:
+    """All parts that ran."""
+    setting = results["setting"]
+    title = f"# {gpu_of(results) or 'no GPU'}\n\n"
+    if setting["module"] != "cupy" or setting["small"]:
+        title += f"Arrays of {setting['module']}{', tiny sizes' if setting['small'] else ''}: figures mean nothing.\n\n"
+    return title + "\n".join(table_of(name, results) for name in TABLES if name in results)

@@ -1,0 +1,206 @@
+"""CUDA C++ in files of this package, or generated: which functions it has, and what these take.
+
+A source is compiled for element types that are chosen at run time.  It names them in capitals, such as ``REAL``, and
+has `mpishard/backend/cuda/prelude.cuh` before its first line, and then the ``.cuh`` files beside its own.  A signature
+in it is the one place that says what a function takes: arguments are checked against it and converted by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend.kinds import backend_of
+
+Array = Any
+PRELUDE = Path(__file__).with_name("cuda") / "prelude.cuh"
+
+# By type in C++: the dtype of such a scalar, or of the elements of such an array.  Numbers in bfloat16 travel as their
+# bits, since not every NumPy and CuPy has the type.
+DTYPES: dict[str, np.dtype] = {
+    "float": np.dtype(np.float32),
+    "double": np.dtype(np.float64),
+    "int": np.dtype(np.int32),
+    "unsigned int": np.dtype(np.uint32),
+    "long long": np.dtype(np.int64),
+    "unsigned long long": np.dtype(np.uint64),
+    "bool": np.dtype(np.bool_),
+    "unsigned char": np.dtype(np.uint8),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
+_TYPES = {dtype: name for name, dtype in DTYPES.items()}
+FUNCTION = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([\w, ]+\) )?(\w+)\(([^)]*)\)')
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a CUDA function.
+
+    Parameters
+    ----------
+    name : str
+    type : str
+        As in the source without ``const``, such as ``"REAL"`` or ``"long long"``: of a scalar, or of elements.
+    is_array : bool
+        Whether it is a pointer.
+    """
+
+    name: str
+    type: str
+    is_array: bool
+
+
+def parse_parameters(text: str) -> tuple[Parameter, ...]:
+    """The parameters of a signature, given what is between its parentheses."""
+    found = []
+    for part in text.split(","):
+        words = part.replace("*", " * ").replace("__restrict__", " ").split()
+        kind = " ".join(word for word in words[:-1] if word not in ("const", "*"))
+        found.append(Parameter(words[-1], kind, "*" in words))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class CudaFunction:
+    """A function of a `CudaSource` for certain element types.
+
+    Parameters
+    ----------
+    source : CudaSource
+    name : str
+    types : tuple of (str, str)
+        What each name of an element type stands for, such as ``("REAL", "float")``.
+    """
+
+    source: CudaSource
+    name: str
+    types: tuple[tuple[str, str], ...]
+
+    @property
+    def code(self) -> str:
+        """The whole text to compile."""
+        return self.source.code
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of the compiler."""
+        return ("-std=c++17", *(f"-D{name}={kind}" for name, kind in self.types), *self.source.options)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Its parameters, with element types filled in."""
+        filled = dict(self.types)
+        return tuple(
+            Parameter(each.name, filled.get(each.type, each.type), each.is_array)
+            for each in self.source.functions[self.name]
+        )
+
+    def converted(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """Arrays as they are, scalars in the types of the signature.
+
+        Raises
+        ------
+        TypeError
+            If there are too few or too many, or an array has another dtype than the signature.
+        """
+        if len(arguments) != len(self.parameters):
+            names = ", ".join(each.name for each in self.parameters)
+            raise TypeError(f"{self.name} takes the arguments {names}, got {len(arguments)} of them")
+        converted = []
+        for parameter, argument in zip(self.parameters, arguments, strict=True):
+            dtype = DTYPES[parameter.type]
+            if not parameter.is_array:
+                converted.append(dtype.type(argument))
+            elif argument.dtype == dtype:
+                converted.append(argument)
+            else:
+                raise TypeError(f"{self.name} takes {parameter.name} as {dtype}, got {argument.dtype}")
+        return converted
+
+
+class CudaSource:
+    """A file of CUDA C++, or text of it that was generated.
+
+    Parameters
+    ----------
+    path : Path, optional
+        The file.
+    options : sequence of str, optional
+        Options of the compiler besides those for element types.
+    text : str, optional
+        What follows the text of the file.
+
+    Attributes
+    ----------
+    functions : dict
+        The parameters of each function ``extern "C" __global__ void NAME(...)``, by name.
+    """
+
+    def __init__(self, path: Path | None, options: tuple[str, ...] = (), text: str = "") -> None:
+        self.path = path
+        self.options = options
+        self.text = text
+        self._made: dict[tuple[Any, ...], CudaFunction] = {}
+
+    @functools.cached_property
+    def code(self) -> str:
+        """The text of the file and what was generated, after the prelude and the headers beside the file."""
+        files = [PRELUDE]
+        if self.path is not None:
+            files += [
+                *(path for path in sorted(self.path.parent.glob("*.cuh")) if path.name != PRELUDE.name),
+                self.path,
+            ]
+        return "\n".join([*(path.read_text("utf-8") for path in files), self.text])
+
+    @functools.cached_property
+    def functions(self) -> dict[str, tuple[Parameter, ...]]:
+        """See the class."""
+        return {name: parse_parameters(parameters) for name, parameters in FUNCTION.findall(self.code)}
+
+    def function(self, name: str, **dtypes: Any) -> CudaFunction:
+        """A function for element types, such as ``REAL=numpy.float32``.
+
+        Parameters
+        ----------
+        name : str
+        **dtypes : dtype
+            By name in the source; uint16 stands for bfloat16.
+        """
+        key = (name, *dtypes.items())
+        made = self._made.get(key)
+        if made is None:
+            types = tuple((each, _TYPES[np.dtype(dtype)]) for each, dtype in dtypes.items())
+            made = self._made[key] = CudaFunction(self, name, types)
+        return made
+
+
+def launch(function: CudaFunction, blocks: int, threads: int, *arguments: Any, reached: Sequence[Array] = ()) -> None:
+    """Queue a CUDA function on the current stream of the device of its first array; no blocks: nothing is done.
+
+    Parameters
+    ----------
+    function : CudaFunction
+    blocks, threads : int
+        Blocks, and threads of each.
+    *arguments : arrays and numbers
+        As its signature says; arrays must be contiguous where the function takes them to be.
+    reached : sequence of arrays
+        What it reads or writes besides, by addresses in an array.
+
+    Raises
+    ------
+    TypeError
+        As `CudaFunction.converted`.
+    """
+    converted = function.converted(arguments)
+    if blocks:
+        first = next(each for each, one in zip(converted, function.parameters, strict=True) if one.is_array)
+        backend_of(first).launch_cuda(function, blocks, threads, converted, reached)

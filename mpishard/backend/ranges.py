@@ -1,0 +1,94 @@
+"""Parts of arrays on which one launch of a CUDA function works, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.backend.device_table import DeviceTable
+from mpishard.backend.kinds import backend_of
+
+Array = Any
+
+
+class Range(NamedTuple):
+    """Elements ``[start, stop)`` of each array in row number `row`; `choice` is the number of their set of scalars."""
+
+    row: int
+    start: int
+    stop: int
+    choice: int = 0
+
+
+class Ranges:
+    """Parts of arrays that are given in rows: the arrays of a row have the same size, and each range is a part of all.
+
+    A CUDA function finds them by a table on the device, which is made anew when the arrays lie elsewhere than before.
+
+    Parameters
+    ----------
+    ranges : sequence of Range
+
+    Attributes
+    ----------
+    all : tuple of Range
+    """
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.all: tuple[Range, ...] = tuple(ranges)
+        self._rows, self._starts, self._stops, self._choices = np.array(self.all, np.int64).reshape(-1, 4).T
+        self._table = DeviceTable()
+        self._scalars = DeviceTable()
+        self._fixed: dict[int, np.ndarray] = {}
+
+    @classmethod
+    def whole(cls, arrays: Sequence[Array]) -> Ranges:
+        """All of each array; each array is a row of its own."""
+        return cls([Range(row, 0, array.size) for row, array in enumerate(arrays)])
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def blocks(self, chunk: int) -> int:
+        """The number of blocks of threads if each works on `chunk` elements, or the rest of a range."""
+        return int(self._of_chunks(chunk)[len(self)])
+
+    def table(self, rows: Sequence[Sequence[Array]], chunk: int) -> Array:
+        """The table for these arrays, int64, on their device.
+
+        Parameters
+        ----------
+        rows : sequence of sequences of arrays
+            Contiguous, on one device, of one dtype, each row with the same number of arrays.
+        chunk : int
+            As for `blocks`.
+
+        Returns
+        -------
+        1-D device array
+            With n ranges: the numbers of their first chunks and that of all chunks (n + 1), their sizes (n), their
+            choices (n), then for each array of a row the addresses of their first elements (n).
+        """
+        first = rows[0][0]
+        backend = backend_of(first)
+        sizes = np.array([row[0].size for row in rows])
+        assert (self._stops <= sizes[self._rows]).all(), "a range ends behind its arrays"
+        bases = np.array([[backend.address(array) for array in row] for row in rows], np.int64)
+        addresses = bases.T[:, self._rows] + self._starts * first.itemsize
+        return self._table.of(np.concatenate([self._of_chunks(chunk), addresses.reshape(-1)]), first)
+
+    def scalars(self, sets: Sequence[Sequence[float]], like: Array) -> Array:
+        """The sets of scalars, float64, on the device of `like`, end to end."""
+        assert self._choices.max(initial=-1) < len(sets), "a range chooses scalars that are not there"
+        numbers = np.array(sets, np.float64).reshape(-1)
+        return self._scalars.of(numbers if numbers.size else np.zeros(1), like)
+
+    def _of_chunks(self, chunk: int) -> np.ndarray:
+        """What does not depend on the arrays."""
+        if chunk not in self._fixed:
+            sizes = self._stops - self._starts
+            first = np.concatenate([[0], np.cumsum(-(-sizes // chunk))])
+            self._fixed[chunk] = np.concatenate([first, sizes, self._choices])
+        return self._fixed[chunk]

@@ -1,0 +1,117 @@
+"""What the ranks of a new mesh tell each other in one exchange, and the error that all of them raise if it differs."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from mpishard.comm.axis import allgather_values
+from mpishard.comm.nccl import COLLECTIVES
+from mpishard.launch.job_notes import ECHO, raised_by_all
+from mpishard.version import VERSION
+
+_MOST_SHOWN = 4
+
+
+def exchange_facts(
+    world: MPI.Intracomm, node: int, collectives: Any, sizes: str, problem: Exception | None
+) -> tuple[list[int], Exception | None]:
+    """Tell the other ranks of a mesh what this one has, and compare.  Collective over `world`.
+
+    Parameters
+    ----------
+    world : mpi4py.MPI.Intracomm
+        All ranks of the mesh.
+    node : int
+        The first rank that shares memory with this one.
+    collectives : object
+        What was given for the mesh's argument.
+    sizes : str
+        The sizes of the mesh, in words.
+    problem : Exception or None
+        Why this rank cannot have such a mesh.
+
+    Returns
+    -------
+    (list of int, Exception or None)
+        By rank its `node`, and what to raise, on every rank, if the ranks cannot share a mesh.
+    """
+    # The version comes first: another version may tell something else after it.
+    facts = allgather_values(world, (VERSION, node, collectives, sizes, None if problem is None else str(problem)))
+    error = _unlike_versions(world, [version for version, *_ in facts])
+    if error is not None:
+        return [], raised_by_all(error, world.size)
+    _, nodes, all_collectives, all_sizes, problems = zip(*facts, strict=True)
+    first = next((rank for rank, text in enumerate(problems) if text is not None), None)
+    if first is None:
+        error = _unlike_collectives(all_collectives) or _unlike_sizes(all_sizes)
+        return list(nodes), None if error is None else raised_by_all(error, world.size)
+    if problem is None:
+        problem = ValueError(f"rank {first}: {problems[first]}")
+        setattr(problem, ECHO, True)
+    elif len(set(problems)) == 1:
+        raised_by_all(problem, world.size)
+    return list(nodes), problem
+
+
+def _unlike_versions(world: MPI.Intracomm, by_rank: Sequence[str]) -> ValueError | None:
+    """The error if ranks run several versions of mpishard.  Collective; ranks tell their hosts only in that case."""
+    if len(set(by_rank)) == 1:
+        return None
+    hosts = allgather_values(world, platform.node())
+    shown = []
+    for version in dict.fromkeys(by_rank):
+        ranks = [rank for rank, each in enumerate(by_rank) if each == version]
+        on = list(dict.fromkeys(hosts[rank] for rank in ranks))
+        shown.append(f"{version} on {in_words('rank', ranks)} ({in_words('host', on)})")
+    return ValueError(
+        f"all ranks must have the same version of mpishard, but it is {', and '.join(shown)}; "
+        "install one version on every host, in the environment that the ranks start in"
+    )
+
+
+def _unlike_collectives(by_rank: Sequence[Any]) -> ValueError | None:
+    """The error if `collectives` of some rank is unknown or another than that of rank 0."""
+    for rank, each in enumerate(by_rank):
+        if each not in COLLECTIVES:
+            return ValueError(f'collectives={each!r} on rank {rank} must be "mpi" or "nccl"')
+        if each != by_rank[0]:
+            return ValueError(
+                f"collectives is {by_rank[0]!r} on rank 0 and {each!r} on rank {rank}; give the same on every rank"
+            )
+    return None
+
+
+def _unlike_sizes(by_rank: Sequence[str]) -> ValueError | None:
+    """The error if the mesh of some rank has other sizes than that of rank 0."""
+    for rank, each in enumerate(by_rank):
+        if each != by_rank[0]:
+            return ValueError(
+                f"the mesh is {by_rank[0]} on rank 0 and {each} on rank {rank}; give the same sizes on every rank"
+            )
+    return None
+
+
+def in_words(what: str, which: Sequence[Any]) -> str:
+    """Ranks or hosts as a text, the first few by name.
+
+    Not collective.
+
+    Parameters
+    ----------
+    what : str
+        What they are, in the singular.
+    which : sequence
+        At least one.
+
+    Returns
+    -------
+    str
+        Such as ``"ranks 0, 2"``.
+    """
+    shown = ", ".join(map(str, which[:_MOST_SHOWN]))
+    more = f" and {len(which) - _MOST_SHOWN} others" if len(which) > _MOST_SHOWN else ""
+    return f"{what}{'s' if len(which) > 1 else ''} {shown}{more}"

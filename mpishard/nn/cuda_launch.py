@@ -1,0 +1,90 @@
+"""How the CUDA functions of the layers are started: their files, element types, blocks and threads.
+
+See ``cuda/rows.cuh`` for how threads share rows, which the numbers here must fit.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from mpishard.backend import cuda_source
+from mpishard.backend.cuda_source import CudaSource
+
+Array = Any
+WARP = 32
+# Packs of a row that a thread of a team holds in registers.
+HELD_PACKS = 8
+# Of a block of tiles, or of rows that have a warp each.
+MOST_THREADS = 128
+
+
+@functools.cache
+def source(name: str) -> CudaSource:
+    """The file ``cuda/NAME.cu``."""
+    return CudaSource(Path(__file__).with_name("cuda") / f"{name}.cu")
+
+
+def launch(file: str, name: str, like: Array, stored: Array | None, blocks: int, threads: int, *arguments: Any) -> None:
+    """Queue a function of a file; not collective.
+
+    Parameters
+    ----------
+    file, name : str
+        Of the file ``cuda/FILE.cu``, and of the function in it.
+    like : float32 or float64 array
+        Its dtype is that of the computation.
+    stored : array or None
+        The result that may have another dtype; None: no result has.
+    blocks, threads : int
+        Blocks, and threads of each.
+    *arguments : arrays and numbers
+        As the signature says.
+
+    Raises
+    ------
+    TypeError
+        For arrays of other dtypes, or the wrong number of arguments.
+    ValueError
+        For an array that is not C-contiguous.
+    """
+    for each in arguments:
+        if hasattr(each, "flags") and not each.flags.c_contiguous:
+            raise ValueError(
+                f"{name} takes C-contiguous arrays, got one of shape {each.shape} with strides {each.strides}; copy it "
+                "to contiguous memory first"
+            )
+    function = source(file).function(name, REAL=like.dtype, STORED=(like if stored is None else stored).dtype)
+    cuda_source.launch(function, blocks, threads, *arguments)
+
+
+def ceiling(count: int, size: int) -> int:
+    """How many parts of a size hold a count."""
+    return -(-count // size)
+
+
+def columns_of_pack(like: Array, columns: int = 0) -> int:
+    """Elements of 16 bytes, which threads load and store at once; 1 where `columns` is no multiple of that."""
+    pack = 16 // like.dtype.itemsize
+    return 1 if columns % pack else pack
+
+
+def row_team(like: Array, columns: int, most: int, packs: int = HELD_PACKS) -> int:
+    """Threads of a row: so few that each has several packs of it, so many that they hold it if `most` do."""
+    held, team = packs * columns_of_pack(like), WARP
+    while team < most and team * held < columns:
+        team *= 2
+    return team
+
+
+def row_blocks(rows: int, team: int) -> tuple[int, int]:
+    """Blocks and threads, for teams of rows: several warps with a row each, or a block a row."""
+    return (ceiling(rows, MOST_THREADS // WARP), MOST_THREADS) if team == WARP else (rows, team)
+
+
+def tile_blocks(like: Array, rows: int, columns: int, each: int, pack: int | None = None) -> tuple[int, int]:
+    """Blocks and threads for tiles of `each` rows, of which a thread has a pack of columns."""
+    packs = ceiling(columns, columns_of_pack(like, columns) if pack is None else pack)
+    threads = min(MOST_THREADS, max(1, ceiling(packs, WARP)) * WARP)
+    return ceiling(packs, threads) * ceiling(rows, each), threads

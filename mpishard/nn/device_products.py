@@ -1,0 +1,113 @@
+"""Matrix products of device arrays, with operands in half precision if wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.backend import cublas
+from mpishard.backend.convert import BITS, convert
+from mpishard.backend.kinds import backend_of
+
+Array = Any
+# cuBLAS's fast kernels load 16 bytes of half precision at once, so that rows must begin at multiples of that.
+ALIGNED = 8
+_thread = threading.local()  # has `weights` in a step
+
+
+@contextlib.contextmanager
+def weights_stay(keep: bool = True) -> Iterator[None]:
+    """Weights change in no product inside, and lie where they are: each is rounded once, at its first product.
+
+    Not collective.  The rounded weights are kept to the end, as those of PyTorch's autocast are.
+
+    Parameters
+    ----------
+    keep : bool
+        False: weights are rounded at every product.
+    """
+    outer = _thread.__dict__.get("weights")
+    _thread.weights = {} if keep else None
+    try:
+        yield
+    finally:
+        _thread.weights = outer
+
+
+class DeviceProduct:
+    """Called like ``numpy.matmul(a, b, out=out)``; sums and results are in the dtype of `out`.
+
+    Parameters
+    ----------
+    half : dtype or None
+        float16, or bfloat16 of ml_dtypes: operands are rounded to it.
+
+    Attributes
+    ----------
+    rounded_dtype : dtype or None
+        That of operands which are rounded already: float16, or uint16 for the bits of bfloat16.
+    """
+
+    def __init__(self, half: np.dtype | None) -> None:
+        self.rounded_dtype: np.dtype | None = half if half is None or half == np.float16 else BITS
+
+    def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> Array:
+        """``out = a b``, or with `accumulate` ``out += a b``."""
+        a, b = self.rounded(a), self.rounded(b)
+        if backend_of(out).has_cublas:
+            return cublas.multiply(a, b, out, accumulate)
+        product = arrays.module_of(out).matmul(*(_widened(each, out.dtype) for each in (a, b)))
+        if accumulate:
+            out += product
+        else:
+            out[...] = product
+        return out
+
+    def rounded(self, array: Array) -> Array:
+        """An operand as it is multiplied: rounded in new memory, unless it is rounded or nothing is to be.
+
+        Rows of a matrix whose length is no multiple of `ALIGNED`, such as logits, have a gap behind them.
+
+        Parameters
+        ----------
+        array : array
+            Of any strides.
+
+        Returns
+        -------
+        array
+            Of `rounded_dtype`, if there is one.
+        """
+        if self.rounded_dtype is None or array.dtype == self.rounded_dtype:
+            return array
+        transposed = array.ndim > 1 and array.strides[-2] < array.strides[-1]
+        rows = array.swapaxes(-1, -2) if transposed else array
+        gap = -rows.shape[-1] % ALIGNED if rows.ndim == 2 and rows.shape[0] > 1 else 0
+        halves = arrays.empty((*rows.shape[:-1], rows.shape[-1] + gap), self.rounded_dtype, like=array)
+        if gap:
+            halves = halves[:, :-gap]
+        convert(rows, halves)
+        return halves.swapaxes(-1, -2) if transposed else halves
+
+    def rounded_weight(self, weight: Array) -> Array:
+        """A weight as it is multiplied, if weights stay (`weights_stay`), else as it is."""
+        weights = _thread.__dict__.get("weights")
+        if weights is None or self.rounded_dtype is None:
+            return weight
+        key = backend_of(weight).address(weight), weight.shape, weight.strides, self.rounded_dtype
+        if key not in weights:
+            weights[key] = self.rounded(weight)
+        return weights[key]
+
+
+def _widened(array: Array, dtype: np.dtype) -> Array:
+    if array.dtype == dtype:
+        return array
+    values = arrays.empty(array.shape, dtype, like=array)
+    convert(array, values)
+    return values

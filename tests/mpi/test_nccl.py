@@ -1,0 +1,488 @@
+"""NCCL for device buffers, by a double: the results of MPI, and MPI wherever NCCL cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import nccl_double
+import numpy as np
+import pytest
+import standin
+from buffers import late, uneven
+
+import mpishard
+from mpishard.backend import array as arrays
+from mpishard.backend import kinds
+from mpishard.comm import nccl
+from mpishard.comm.call_matching import CollectiveMismatchError
+from mpishard.io import log
+
+SIZES = (0, 1, 7, 24, 57)
+DTYPES = ["float32", "float64", "int64", "uint8", "float16"]
+if importlib.util.find_spec("ml_dtypes"):
+    import ml_dtypes
+
+    DTYPES.append(ml_dtypes.bfloat16)
+
+
+@pytest.fixture
+def double(comm):
+    with nccl_double.installed() as state:
+        yield state
+        assert state.alive == 0
+
+
+@pytest.fixture
+def mesh(comm, double):
+    with mpishard.Mesh(comm, collectives="nccl") as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    said = []
+    monkeypatch.setattr(log, "warn", said.append)
+    return said
+
+
+def numbers(rank, size, dtype=np.float64):
+    """Small whole numbers, so that sums are exact in any order."""
+    return np.random.default_rng([rank, size]).integers(0, 9, size).astype(dtype)
+
+
+def cuts_of(size, ranks):
+    even = [[size // ranks] * ranks] if size % ranks == 0 else []
+    return [None, uneven(size, ranks), *even]
+
+
+def check_bits(device, expected):
+    host = arrays.to_host(device)
+    if not host.size:  # nothing has waited for the device
+        nccl_double.run()
+    assert host.dtype == expected.dtype
+    assert np.array_equal(host, expected)
+
+
+def forms(axis, name):
+    """The blocking form and the started one."""
+    return getattr(axis, name), lambda *given, **options: getattr(axis, f"start_{name}")(*given, **options).wait()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce(mesh, dtype):
+    axis = mesh.data
+    for size in SIZES:
+        parts = [numbers(rank, size, dtype) for rank in range(axis.size)]
+        for call in forms(axis, "all_reduce"):
+            for op in ("sum", "max", "min", "prod"):
+                mine, host = late(parts[axis.rank]), parts[axis.rank].copy()
+                axis.all_reduce(host, op=op)
+                out = late(np.zeros_like(host))
+                assert call(mine, out, op) is out
+                check_bits(out, host)
+                check_bits(mine, parts[axis.rank])
+                assert call(mine, op=op) is mine
+                check_bits(mine, host)
+    assert axis.device_collectives == "nccl" and axis.why_not_nccl == ""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_scatter(mesh, dtype):
+    axis = mesh.data
+    for size in SIZES:
+        for counts in cuts_of(size, axis.size):
+            for call in forms(axis, "reduce_scatter"):
+                values = numbers(axis.rank, size, dtype)
+                expected = axis.reduce_scatter(values.copy(), counts=counts)
+                mine, out = late(values), late(np.zeros_like(expected))
+                assert call(mine, out, counts) is out
+                check_bits(out, expected)
+                check_bits(mine, values)
+                check_bits(call(mine, counts=counts), expected)
+                # The place of the piece within the buffer itself.
+                mine, start = late(values), sum((counts or lengths(size, axis.size))[: axis.rank])
+                check_bits(call(mine, mine[start : start + expected.size], counts), expected)
+
+
+def lengths(size, ranks):
+    return [size // ranks + (rank < size % ranks) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "complex64", "bool", "int16"])
+def test_all_gather(mesh, dtype):
+    axis = mesh.data
+    for size in SIZES:
+        for counts in cuts_of(size, axis.size):
+            for call in forms(axis, "all_gather"):
+                each = counts or lengths(size, axis.size)
+                start = sum(each[: axis.rank])
+                pieces = [numbers(rank, count, dtype) for rank, count in enumerate(each)]
+                whole = late(np.zeros(size, dtype))
+                assert call(whole, late(pieces[axis.rank]), counts) is whole
+                check_bits(whole, np.concatenate(pieces))
+                mixed = np.zeros(size, dtype)
+                mixed[start : start + each[axis.rank]] = pieces[axis.rank]
+                check_bits(call(late(mixed), counts=counts), np.concatenate(pieces))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keep_own", [False, True])
+def test_all_to_all(mesh, dtype, keep_own):
+    axis = mesh.data
+    ranks = range(axis.size)
+    counts = np.array([[(3 * source + target) % 4 for target in ranks] for source in ranks])
+    sent, got = counts[axis.rank].tolist(), counts[:, axis.rank].tolist()
+    if keep_own:
+        got[axis.rank] = 0
+    values = numbers(axis.rank, sum(sent), dtype)
+    expected = axis.all_to_all(values, np.zeros(sum(got), dtype), sent, got, keep_own=keep_own)
+    for call in forms(axis, "all_to_all"):
+        out = late(np.zeros_like(expected))
+        assert call(late(values), out, sent, got, keep_own=keep_own) is out
+        check_bits(out, expected)
+
+
+def test_ranks_without_anything_to_exchange(mesh):
+    """Rank 0 sends to the last rank; the others go on to the next call."""
+    axis, last = mesh.data, mesh.data.size - 1
+    sent = [0] * last + [5] if axis.rank == 0 else [0] * axis.size
+    got = [5] + [0] * last if axis.rank == last else [0] * axis.size
+    out = late(np.zeros(sum(got)))
+    axis.all_to_all(late(np.arange(5.0)[: sum(sent)]), out, sent, got)
+    check_bits(axis.all_reduce(late(np.ones(2))), np.full(2, float(axis.size)))
+    check_bits(out, np.arange(5.0)[: sum(got)])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "complex128"])
+def test_broadcast(mesh, dtype):
+    axis = mesh.data
+    for root in range(axis.size):
+        for call in forms(axis, "broadcast"):
+            buffer = late(numbers(axis.rank, 6, dtype).reshape(2, 3))
+            assert call(buffer, root) is buffer
+            check_bits(buffer, numbers(root, 6, dtype).reshape(2, 3))
+    with pytest.raises(ValueError, match="broadcast from rank"):
+        axis.broadcast(late(np.zeros(3)), axis.size)
+
+
+def test_buffers_that_overlap_are_copied_first(mesh):
+    axis, size = mesh.data, mesh.data.size
+    values = numbers(axis.rank, 2 * size + 1)
+    memory = late(values)
+    check_bits(axis.all_reduce(memory[:-1], memory[1:]), axis.all_reduce(values[:-1].copy()))
+    memory = late(values)
+    shifted = axis.all_gather(memory[: 2 * size], memory[2 * axis.rank + 1 : 2 * axis.rank + 3], [2] * size)
+    own = values[2 * axis.rank + 1 : 2 * axis.rank + 3]
+    check_bits(shifted, axis.all_gather(np.empty(2 * size), own, [2] * size))
+    for counts in ([2] * size, [2] * (size - 1) + [3]):
+        memory, count = late(values), counts[axis.rank]
+        gathered = axis.all_gather(memory[: sum(counts)], memory[:count], counts)
+        check_bits(gathered, axis.all_gather(np.empty(sum(counts)), values[:count], counts))
+    for start in (0, 1):
+        memory = late(values)
+        shifted = axis.all_to_all(memory[: 2 * size], memory[start : start + 2 * size])
+        check_bits(shifted, axis.all_to_all(values[: 2 * size], np.empty(2 * size)))
+    memory = late(values)
+    check_bits(
+        axis.reduce_scatter(memory[: 2 * size], memory[2 * axis.rank + 1 : 2 * axis.rank + 3], [2] * size),
+        axis.reduce_scatter(values[: 2 * size].copy(), np.empty(2), [2] * size),
+    )
+
+
+def test_what_nccl_does_not_take_goes_by_mpi(mesh):
+    axis = mesh.data
+    axis.all_reduce(late(np.zeros(3)))
+    before = len(nccl_double.calls)
+    for dtype in ("complex64", "int16"):
+        values = numbers(axis.rank, 5, dtype)
+        check_bits(axis.all_reduce(late(values)), axis.all_reduce(values.copy()))
+        check_bits(axis.reduce_scatter(late(values)), axis.reduce_scatter(values.copy()))
+    assert np.array_equal(axis.all_reduce(numbers(axis.rank, 5)), sum(numbers(rank, 5) for rank in range(axis.size)))
+    to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    pending = axis.start_send(late(numbers(axis.rank, 4)), to)
+    check_bits(axis.recv(late(np.zeros(4)), source), numbers(source, 4))
+    pending.wait()
+    assert len(nccl_double.calls) == before
+    with pytest.raises(ValueError, match="knows the operations"):
+        axis.all_reduce(late(np.zeros(3)), op="mean")
+    with pytest.raises(ValueError, match="contiguous"):
+        axis.all_reduce(late(np.zeros((3, 3)))[:, 1])
+    with pytest.raises(ValueError, match="must be alike"):
+        axis.all_reduce(late(np.zeros(3)), late(np.zeros(4)))
+    with pytest.raises(ValueError, match="piece must have"):
+        axis.reduce_scatter(late(np.zeros(axis.size)), late(np.zeros(2)))
+    with pytest.raises(ValueError, match="do not cut"):
+        axis.all_gather(late(np.zeros(3)), counts=[4] * axis.size)
+    with pytest.raises(TypeError, match="both buffers need one dtype"):
+        axis.all_to_all(late(np.zeros(axis.size)), late(np.zeros(axis.size, np.float32)))
+    check_bits(axis.all_reduce(late(np.ones(3))), np.full(3, float(axis.size)))
+
+
+def test_the_host_waits_for_nothing(mesh):
+    """Not for the computation before a call, nor for the call; but what comes after it sees its result."""
+    axis = mesh.data
+    axis.barrier()
+    axis.all_reduce(late(np.ones(3)))
+    nccl_double.run()
+    mine, other, ran = late(numbers(axis.rank, 8)), late(np.ones(8)), []
+    before = len(nccl_double.calls)
+    standin.current_stream().launch(lambda: ran.append(True))
+    request = axis.start_all_reduce(mine)
+    assert not request.test()
+    request.wait()
+    other *= mine
+    assert len(nccl_double.calls) == before + 1 and not ran
+    check_bits(other, axis.all_reduce(numbers(axis.rank, 8)))
+    assert ran and request.test() and request.wait() is mine
+
+
+def test_the_stream_of_the_start_waits_too(mesh):
+    """Memory that was taken there may be freed and used again there."""
+    values = late(np.full(7, mesh.rank + 1.0))
+    mesh.data.all_reduce(values.copy())
+    pending, start = mesh.data.start_all_reduce(values), standin.current_stream()
+    with arrays.backend_of(values).new_stream(values) as other:
+        queued = len(start.queue)
+        pending.wait()
+        assert len(start.queue) == queued + 1 and len(other.queue) == 1
+    check_bits(values, np.full(7, mesh.size * (mesh.size + 1) / 2))
+
+
+def test_started_and_blocking_calls_do_not_mix(mesh):
+    """Blocking calls of both kinds of memory between the start of a call and its end."""
+    axis, size = mesh.data, mesh.data.size
+    gathered = [late(np.zeros(3 * size)) for _ in range(3)]
+    pending = [axis.start_all_gather(each, late(numbers(axis.rank, 3) + i)) for i, each in enumerate(gathered)]
+    total = axis.all_reduce(late(numbers(axis.rank, 9)))
+    host = axis.all_reduce(numbers(axis.rank, 9))
+    check_bits(total, host)
+    for i, each in enumerate(pending):
+        check_bits(each.wait(), np.concatenate([numbers(rank, 3) + i for rank in range(size)]))
+
+
+def test_calls_are_noted_as_those_of_mpi(comm, double):
+    def noted(collectives):
+        with mpishard.Mesh(comm, collectives=collectives) as mesh:
+            axis, size = mesh.data, mesh.data.size
+            axis.all_reduce(late(np.ones(7)), label="gradients")
+            axis.start_reduce_scatter(late(np.ones(7, np.float16)), label="gradients").wait()
+            axis.all_gather(late(np.ones(2 * size)), counts=[2] * size)
+            axis.all_to_all(late(np.ones(2 * size)), late(np.ones(2 * size)))
+            axis.broadcast(late(np.ones(5)))
+            totals = mesh.ledger.totals
+            return {key: (each.calls, each.sent) for key, each in totals.items() if key[1] != "connect"}
+
+    assert noted("nccl") == noted("mpi")
+
+
+def test_debug_mode_compares_the_kind_of_memory(comm, double):
+    with mpishard.Mesh(comm, collectives="nccl", debug=True) as mesh:
+        check_bits(mesh.data.all_reduce(late(np.ones(3))), np.full(3, float(comm.size)))
+        if comm.size == 1:
+            return
+        buffer = np.ones(3) if comm.rank else late(np.ones(3))
+        with pytest.raises(CollectiveMismatchError, match="on the device"):
+            mesh.data.all_reduce(buffer)
+
+
+# -- what NCCL cannot do -----------------------------------------------------------------------------------------------
+
+
+def falls_back(comm, double, warnings, reason):
+    """All ranks use MPI, and rank 0 says why, once."""
+    del warnings[:]
+    with mpishard.Mesh(comm, collectives="nccl") as mesh:
+        assert mesh.data.device_collectives is None
+        for axis in (mesh.data, mesh.world):
+            for _ in range(2):
+                check_bits(axis.all_reduce(late(np.ones(3))), np.full(3, float(comm.size)))
+                check_bits(axis.start_all_reduce(late(np.ones(3))).wait(), np.full(3, float(comm.size)))
+            assert axis.device_collectives == "mpi"
+            assert reason in axis.why_not_nccl
+        assert double.alive == 0
+    assert len(warnings) == (comm.rank == 0)
+    assert all(reason in each and "travel by MPI, not by NCCL" in each for each in warnings)
+
+
+def test_a_rank_without_nccl(comm, double, warnings, monkeypatch):
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(standin, "nccl_module", None)
+    falls_back(comm, double, warnings, f"rank {comm.size - 1}: NCCL is not there (the stand-in has no NCCL)")
+
+
+def test_an_old_nccl(comm, double, warnings):
+    double.version = 2604
+    falls_back(comm, double, warnings, "rank 0: NCCL 2604 is too old")
+
+
+def test_ranks_that_share_a_gpu(comm, double, warnings, monkeypatch):
+    if comm.size == 1:
+        pytest.skip("one rank shares none")
+    if comm.rank < 2:
+        monkeypatch.setattr(standin, "device_name", "0000:17:00.0")
+    falls_back(comm, double, warnings, "ranks 0 and 1 share GPU 0000:17:00.0")
+
+
+def test_ranks_on_several_nodes(comm, double, warnings, monkeypatch):
+    if comm.size == 1:
+        pytest.skip("one rank is on one node")
+    monkeypatch.setattr(nccl, "_neighbours", lambda group: 1)
+    falls_back(comm, double, warnings, "several nodes")
+
+
+def test_ranks_with_other_versions(comm, double, warnings):
+    if comm.size == 1:
+        pytest.skip("one rank has one version")
+    double.version += comm.rank == comm.size - 1
+    falls_back(comm, double, warnings, f"rank 0 has version 23203 of NCCL and rank {comm.size - 1} has 23204")
+
+
+@pytest.mark.parametrize("call", ["get_unique_id", "NcclCommunicator", "allReduce"])
+def test_a_communicator_that_cannot_be_made(comm, double, warnings, call):
+    # A call that only one rank makes would hang, in NCCL too.
+    everywhere = call == "allReduce"
+    if comm.rank == 0 or everywhere:
+        double.fails = call
+    falls_back(comm, double, warnings, f"{call} was told to fail")
+
+
+@pytest.mark.parametrize("call", ["allReduce", "allGather", "broadcast"])
+def test_wrong_values(comm, double, warnings, call):
+    if comm.rank == comm.size - 1:
+        double.wrong = call
+    falls_back(comm, double, warnings, "NCCL gives wrong values")
+
+
+def test_an_error_that_nccl_reports_later(comm, double):
+    with mpishard.Mesh(comm, collectives="nccl") as mesh:
+        mesh.data.all_reduce(late(np.ones(3)))
+        double.fails = "check_async_error"
+        with pytest.raises(nccl_double.NcclError, match="told to fail"):
+            mesh.data.all_reduce(late(np.ones(3)))
+        double.fails = ""
+
+
+def test_a_buffer_on_another_gpu(mesh, monkeypatch):
+    mesh.data.all_reduce(late(np.ones(3)))
+    monkeypatch.setattr(standin, "_device", object())
+    with pytest.raises(ValueError, match="keep all device buffers of a rank on one GPU"):
+        mesh.data.all_reduce(late(np.ones(3)))
+
+
+@pytest.mark.parametrize("wrong", ["gloo", None, 1])
+def test_other_values(comm, wrong):
+    with pytest.raises(ValueError, match=r'on rank 0 must be "mpi" or "nccl"'):
+        mpishard.Mesh(comm, collectives=wrong)
+
+
+def test_ranks_that_ask_for_different_ways(comm):
+    if comm.size == 1:
+        pytest.skip("one rank asks for one")
+    with pytest.raises(ValueError, match=r"'mpi' on rank 0 and 'nccl' on rank 1; give the same"):
+        mpishard.Mesh(comm, collectives="nccl" if comm.rank == 1 else "mpi")
+
+
+# -- a GPU -------------------------------------------------------------------------------------------------------------
+
+
+def check_each_kind(axis, put):
+    """Each collective on what `put` makes of NumPy arrays, even and uneven, blocking and started."""
+    ranks, rank = axis.size, axis.rank
+    for dtype in ("float32", "float64", "int32", "float16"):
+        for size in (1, 1000, 300_000):
+            values = [numbers(each, size, dtype) for each in range(ranks)]
+            total = sum(values[1:], values[0])
+            for counts in (lengths(size, ranks), uneven(size, ranks), [size] * ranks):
+                start, count = sum(counts[:rank]), counts[rank]
+                pieces = [numbers(each, counts[each], dtype) for each in range(ranks)]
+                for call in forms(axis, "all_gather"):
+                    whole = np.zeros(sum(counts), dtype)
+                    check_bits(call(put(whole), put(pieces[rank]), counts), np.concatenate(pieces))
+                if sum(counts) != size:
+                    continue
+                for call in forms(axis, "reduce_scatter"):
+                    check_bits(call(put(values[rank]), counts=counts), total[start : start + count])
+                    out = put(np.zeros(count, dtype))
+                    check_bits(call(put(values[rank]), out, counts), total[start : start + count])
+                for call in forms(axis, "all_to_all"):
+                    sent, got = [counts[rank]] * ranks, counts
+                    runs = [np.full(count, rank, dtype) for _ in range(ranks)]
+                    arrived = [np.full(counts[each], each, dtype) for each in range(ranks)]
+                    out = put(np.zeros(size, dtype))
+                    check_bits(call(put(np.concatenate(runs)), out, sent, got), np.concatenate(arrived))
+            for call in forms(axis, "all_reduce"):
+                check_bits(call(put(values[rank])), total)
+                check_bits(call(put(values[rank]), op="max"), np.max(values, axis=0))
+            for call in forms(axis, "broadcast"):
+                check_bits(call(put(values[rank]), ranks - 1), values[-1])
+    assert axis.device_collectives == "nccl"
+
+
+def test_each_kind(mesh):
+    check_each_kind(mesh.data, late)
+
+
+def test_each_kind_on_gpus(comm):
+    if arrays.device_count() < comm.size:
+        pytest.skip("each rank needs a GPU")
+    try:
+        kinds.cupy_backend().nccl()
+    except ImportError as error:
+        pytest.skip(str(error))
+    cupy = arrays.device_module()
+    with mpishard.Mesh(comm, collectives="nccl") as mesh:
+        cupy.cuda.Device(mesh.device).use()
+        check_each_kind(mesh.data, cupy.asarray)
+        with cupy.cuda.Stream(non_blocking=True):
+            check_each_kind(mesh.data, cupy.asarray)
+
+
+# -- axes that end and begin again -------------------------------------------------------------------------------------
+
+
+def test_axes_of_some_ranks(mesh, comm):
+    part = mesh.world.split("halves", comm.rank % 2)
+    check_bits(part.all_reduce(late(np.ones(3))), np.full(3, float(part.size)))
+    assert part.device_collectives == "nccl" and mesh.world.device_collectives is None
+    first = mesh.world.subgroup("first", [0])
+    if first is not None:
+        check_bits(first.all_gather(late(np.ones(3))), np.ones(3))
+        assert first.device_collectives == "nccl"
+    other = mesh.reshaped(data=1, tensor=comm.size)
+    check_bits(other.tensor.all_reduce(late(np.ones(3))), np.full(3, float(comm.size)))
+    assert other.collectives == "nccl" and other.tensor.device_collectives == "nccl"
+
+
+def test_ranks_that_are_left_make_a_new_communicator(comm, double):
+    mesh = mpishard.Mesh(comm, collectives="nccl")
+    mesh.unwatch()
+    part = mesh.data.split("all", 0)
+    for axis in (mesh.data, part):
+        check_bits(axis.all_reduce(late(np.ones(3))), np.full(3, float(comm.size)))
+    assert double.alive == 4
+    # The last rank leaves, and calls of the others can never end.
+    double.goes_on = False
+    leaves = comm.size > 1 and comm.rank == comm.size - 1
+    hung = [] if leaves else [axis.start_all_reduce(late(np.ones(3))) for axis in (mesh.data, mesh.data, part)]
+    survivors = comm.Split(int(leaves))
+    mesh.data.rebind(survivors)
+    assert double.alive == 0 and mesh.data.device_collectives is None
+    double.goes_on = True
+    for request in hung[:1]:
+        request.abandon()
+    for request in hung[1:]:
+        with pytest.raises(nccl_double.MPI.Exception):
+            request.wait()
+        request.abandon()
+    check_bits(mesh.data.all_reduce(late(np.ones(3))), np.full(3, float(survivors.size)))
+    assert mesh.data.device_collectives == "nccl" and double.alive == 2
+    mesh.free()
+
+
+def test_meshes_leave_nothing(comm, double, short):
+    for _ in range(5 if short else 20):
+        with mpishard.Mesh(comm, collectives="nccl") as mesh:
+            check_bits(mesh.data.all_reduce(late(np.ones(3))), np.full(3, float(comm.size)))
+            mesh.world.split("halves", comm.rank % 2).start_broadcast(late(np.ones(3)))
+            assert double.alive == 4
+        assert double.alive == 0

@@ -1,0 +1,318 @@
+"""``benchmarks/gpu.py`` where there is no GPU: every part runs at tiny sizes, and results become tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def run(output: Path, *options: str) -> dict[str, Any]:
+    """The results of the command."""
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), str(output), *options]
+    # With PYTHONSAFEPATH a script's folder is not on the path.
+    path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((output / "results.json").read_text())
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules of the benchmark."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+
+    return gpu
+
+
+def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
+    parts = ("facts", "bandwidth", "training", "trace", "checkpoint")
+    results = run(tmp_path, "--module", "numpy", "--small", "--only", *parts)
+    assert results["facts"]["versions"]["numpy"] and results["facts"]["mpi"]["library"]
+    assert results["bandwidth"]["device copy"]["to_copy"] == 1
+    assert results["training"]["tokens_per_second"]["mpishard"] > 0
+    losses = results["training"]["turns"][0]["mpishard"]["losses"]
+    assert len(losses) == 7 and all(0 < loss < 5 for loss in losses)
+    assert results["training"]["turns"][0]["mpishard"]["parameters"] == results["training"]["parameters"]
+    assert results["trace"]["kinds"]["mpishard"]["launches"] == 1
+    assert results["checkpoint"]["stall_to_copy"] > 0
+    text = (tmp_path / "tables.md").read_text()
+    assert all(f"## {part}" in text for part in parts) and "figures mean nothing" in text
+    assert (tmp_path / "trace.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_parts_on_ranks_on_the_stand_in(tmp_path: Path) -> None:
+    results = run(tmp_path, "--module", "standin", "--small", "--only", "all_reduce", "memory")
+    assert results["all_reduce"]["ranks"] == 2 and results["all_reduce"]["to_sum_of_parts"] > 0
+    memory = results["memory"]["ranks"]["2"]
+    assert list(memory) == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert all(each["peak"] > 0 for each in memory.values())
+    # Results of an earlier run stay.
+    again = run(tmp_path, "--module", "standin", "--small", "--only", "facts")
+    assert again["all_reduce"] == results["all_reduce"]
+
+
+def test_what_crashes_or_hangs_ends_no_other_part(tools: Any, tmp_path: Path) -> None:
+    launcher = tools.Launcher(None, limit=2)
+    assert launcher.run(["-c", "print(1); raise SystemExit(3)"], 0, 60) == (3, "1\n")
+    code, text = launcher.run(["-c", "import time; print(2, flush=True); time.sleep(60)"], 0, 60)
+    assert (code, text) == (None, "2\n")
+    launcher.mpirun, launcher.limit = None, 0.01
+    setting = tools.Setting("numpy", small=True, output=str(tmp_path))
+    results = tools.run_parts(launcher, setting, ["all_reduce", "trace"])
+    assert "no mpirun" in results["all_reduce"]["failed"]
+    assert "no end within 0.01 s" in results["trace"]["failures"]["mpishard"]
+    assert "failed: no mpirun" in (tmp_path / "tables.md").read_text()
+
+
+def test_what_no_time_was_left_for_is_for_another_call(
+    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["gpu_launcher"], "LEAST", 0)
+    launcher = tools.Launcher(None, 60, within=0.05)
+    assert launcher.run(["-c", "import time; time.sleep(50)"], 0, 60) == (None, "")
+    with pytest.raises(tools.OutOfTime, match="no time was left"):
+        launcher.run(["-c", ""], 0, 60)
+    setting = tools.Setting("numpy", small=True, output=str(tmp_path))
+
+    def in_halves(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
+        so_far({"ranks": {}, "parameters": 1})
+        written.append(json.loads((tmp_path / "results.json").read_text())["memory"])
+        raise tools.OutOfTime("no time was left")
+
+    written: list[Any] = []
+    monkeypatch.setitem(tools.PARTS, "memory", in_halves)
+    monkeypatch.setitem(tools.PARTS, "bandwidth", lambda *given: {})
+    results = tools.run_parts(launcher, setting, ["bandwidth", "memory", "trace", "checkpoint"])
+    assert written[0]["unfinished"] and results["memory"]["unfinished"]
+    assert "memory did not come to its end" in (tmp_path / "tables.md").read_text()
+    done = [name for name in tools.PARTS if tools.is_done(results.get(name))]
+    assert done == ["bandwidth"] and "no time" in results["checkpoint"]["failed"]
+    ran: list[Any] = []
+    monkeypatch.setattr(tools, "run_parts", lambda launcher, setting, parts: ran.extend(parts) or results)
+    options = [str(tmp_path), "--module", "numpy", "--small", "--rest", "--only", "bandwidth", "memory", "trace"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    assert tools.main() == 1 and ran == ["memory", "trace"]
+
+
+def test_a_table_of_an_earlier_run_says_so_and_when(
+    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_time(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
+        raise tools.OutOfTime("no time was left")
+
+    def half(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
+        so_far({"ranks": {}, "parameters": 1})
+        return no_time(launcher, setting, so_far)
+
+    setting = tools.Setting("numpy", small=True, output=str(tmp_path))
+    monkeypatch.setitem(
+        tools.PARTS, "bandwidth", lambda *given: {"copy": {"bytes": 1, "bytes_per_second": 1, "to_copy": 1}}
+    )
+    when = tools.run_parts(None, setting, ["bandwidth"])["bandwidth"]["when"]
+    assert "earlier run" not in capsys.readouterr().out
+    monkeypatch.setitem(tools.PARTS, "bandwidth", no_time)
+    monkeypatch.setitem(tools.PARTS, "trace", no_time)
+    monkeypatch.setitem(tools.PARTS, "memory", half)
+    tools.run_parts(None, setting, ["bandwidth", "trace", "memory"])
+    printed = capsys.readouterr().out
+    assert f"bandwidth: no time was left; what follows is of an earlier run, {when}\n\n## bandwidth" in printed
+    # What this run has measured is no earlier run's, nor is a part that never ran.
+    assert printed.count("earlier run") == 1
+    file = tmp_path / "results.json"
+    results = json.loads(file.read_text())
+    del results["bandwidth"]["when"]  # as results of before were
+    file.write_text(json.dumps(results))
+    tools.run_parts(None, setting, ["bandwidth"])
+    assert "of an earlier run, which does not say when" in capsys.readouterr().out
+
+
+def test_files_of_tests_that_have_ended_do_not_run_again(tools: Any, tmp_path: Path) -> None:
+    setting = tools.Setting("cupy", quick=True, output=str(tmp_path))
+    ran: list[tuple[str, int]] = []
+    after: list[Any] = []
+
+    def some_run(arguments: list[str], ranks: int, limit: float) -> tuple[int | None, str]:
+        if ranks == 4 and not ran.count((arguments[-1], 4)):
+            ran.append((arguments[-1], 4))
+            raise tools.OutOfTime("no time was left")
+        ran.append((arguments[-1], ranks))
+        return 0, "3 passed in 2.00s\n"
+
+    first = tools.gpu_tests.run_tests(setting, some_run, 10, so_far=after.append)
+    assert len(after) == 3 and first["failures"] == ["tests/mpi/test_device.py, 4 ranks: did not run"]
+    ran_before = len(ran)
+    rest = tools.gpu_tests.run_tests(setting, some_run, 10, earlier=json.loads(json.dumps(first["files"])))
+    assert ran[ran_before:] == [("tests/mpi/test_device.py", 4)] and not rest["failures"]
+    assert rest["total"]["no launcher"] == {"passed": 6} and rest["total"]["4 ranks"] == {"passed": 3}
+
+
+def test_results_stay_whole_and_of_one_kind(
+    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results.json"
+    setting = tools.Setting("numpy", small=True, output=str(tmp_path))
+    monkeypatch.setitem(tools.PARTS, "bandwidth", lambda *given: {})
+    assert "bandwidth" in tools.run_parts(None, setting, ["bandwidth"]) and tools.earlier(setting)
+
+    def refused(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+        with pytest.raises(SystemExit) as stop:
+            tools.main()
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    message = f"{file} has results of --module numpy --small, not of numpy; name another folder"
+    assert message in refused(str(tmp_path), "--module", "numpy")
+    assert "-3 must be a number of seconds above 0" in refused(str(tmp_path), "--limit", "-3")
+    assert f"cannot keep results in {file}" in refused(str(file), "--module", "numpy")
+    # A disk without space leaves what is there, and says so.
+    before = file.read_text()
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="not all results are in"):
+            tools.run_parts(None, setting, ["bandwidth"])
+    assert file.read_text() == before and not list(tmp_path.glob("*.part"))
+    assert f"cannot write {file}: [Errno 28] No space left" in capsys.readouterr().err
+    file.write_text(before[:20])
+    assert "results.json cannot be read" in refused(str(tmp_path), "--module", "numpy", "--small")
+
+
+def test_cupy_without_a_gpu_is_named_before_any_part(
+    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cupy.py").write_text("raise RuntimeError('cudaErrorInsufficientDriver: too old')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(tools, "NEEDED", ())
+    monkeypatch.setattr(tools, "is_there", lambda name: True)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path / "out"), "--only", "training"])
+    with pytest.raises(SystemExit, match="CuPy finds no GPU .RuntimeError: cudaErrorInsufficientDriver: too old"):
+        tools.main()
+    (tmp_path / "cupy.py").write_text(
+        "class cuda:\n    class runtime:\n        getDeviceCount = lambda: 1\n\n"
+        "def ones(n):\n    import numpy\n    return numpy.ones(n)\n"
+    )
+    assert tools.without_gpu(tools.Launcher(None, 60)) == ""
+
+
+def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, goes_on = tools.Launcher(None, 60), threading.Event()
+    texts: list[str] = []
+
+    def some_run(arguments: list[str], ranks: int, limit: float) -> tuple[int | None, str]:
+        if "tests/unit/test_nn_device.py" in arguments:
+            raise KeyboardInterrupt
+        texts.append("in time" if goes_on.wait(20) else "waited for")
+        return 0, ""
+
+    monkeypatch.setattr(launcher, "run", some_run)
+    setting = tools.Setting("numpy", small=True, output=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        tools.part_tests(launcher, setting, print)
+    goes_on.set()
+    monkeypatch.undo()
+    assert "waited for" not in texts
+    ended: list[int | None] = []
+    sleeper = threading.Thread(
+        target=lambda: ended.append(launcher.run(["-c", "import time; time.sleep(50)"], 0, 60)[0])
+    )
+    sleeper.start()
+    while not launcher._running and sleeper.is_alive():
+        sleeper.join(0.01)
+    launcher.end()
+    sleeper.join()
+    assert ended == [-9]
+    with pytest.raises(tools.Failed, match="the benchmark was ended"):
+        launcher.run(["-c", ""], 0, 60)
+
+
+def test_what_is_not_installed_is_named(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "NEEDED", ("numpy", "no_such_package"))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path), "--module", "numpy"])
+    with pytest.raises(SystemExit, match="not installed: no_such_package; install them, or add a folder"):
+        tools.main()
+
+
+def test_counts_of_tests_are_read_and_failures_named(tools: Any, tmp_path: Path) -> None:
+    def some_run(arguments: list[str], ranks: int, limit: float) -> tuple[int | None, str]:
+        if "tests/mpi/test_device.py" in arguments and ranks == 4:
+            return None, "...."
+        if "tests/unit/test_array.py" in arguments:
+            return 1, "FAILED tests/unit/test_array.py::a - assert\n1 failed, 2 passed, 7 deselected in 3.2s\n"
+        return 0, "== 3 passed, 1 skipped in 2.00s ==\n"
+
+    setting = tools.Setting("cupy", quick=True, output=str(tmp_path))
+    found = tools.gpu_tests.run_tests(setting, some_run, 10)
+    files = [each["file"] for each in found["files"]]
+    assert files == ["tests/unit/test_nn_device.py", "tests/unit/test_array.py"] + ["tests/mpi/test_device.py"] * 2
+    assert found["total"]["no launcher"] == {"failed": 1, "passed": 5, "deselected": 7, "skipped": 1}
+    assert found["total"]["1 ranks"] == {"passed": 3, "skipped": 1}
+    alone = tools.gpu_tests.run_tests(setting, some_run, 10, why_no_ranks="no mpirun")
+    assert list(alone["total"]) == ["no launcher"] and alone["failures"][0] == "no tests on ranks: no mpirun"
+    skipped = tools.gpu_tests.run_tests(setting, lambda *_: (0, "9 skipped in 1s"), 10)
+    assert skipped["failures"] == ["no test ran to its end: the files in tests/ of the results say why"]
+    assert found["failures"] == [
+        "FAILED tests/unit/test_array.py::a - assert",
+        "tests/mpi/test_device.py: no end within the time limit",
+    ]
+    assert "| no launcher | 7 | 1 | 5 | 1 |" in tools.gpu_tables.tests(found, {})
+
+
+def test_all_files_with_tests_on_a_gpu_are_found(tools: Any) -> None:
+    unit, on_ranks = tools.gpu_tests.files("unit", False), tools.gpu_tests.files("mpi", False)
+    assert {"tests/unit/test_rules.py", "tests/unit/test_exact_dot.py"} <= set(unit)
+    assert {"tests/mpi/test_collectives.py", "tests/mpi/test_checkpoints.py"} <= set(on_ranks)
+    assert "tests/unit/test_text.py" not in unit
+
+
+def test_kernels_of_a_trace_by_class(tools: Any) -> None:
+    def event(name: str, start: float, seconds: float, kind: str = "kernel") -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": 1e6 * (100 + start), "dur": 1e6 * seconds}
+
+    events = [
+        event("sm90_xmma_gemm_bf16", 0.0, 2.0),
+        event("mpishard_adamw", 3.0, 1.0),
+        event("Memcpy HtoD", 3.5, 1.0, "gpu_memcpy"),
+        event("aten::mm", 0.0, 9.0, "cpu_op"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    spans = tools.gpu_trace.device_spans(events)
+    assert [span["class"] for span in spans] == ["products", "update", "rounding and copies"]
+    found = tools.gpu_trace.summary(spans)
+    assert (found["launches"], found["busy"], found["idle"]) == (3, pytest.approx(3.5), pytest.approx(1.0))
+    assert tools.gpu_trace.summary([])["busy"] == 0
+
+
+def test_the_peak_of_a_gpu_is_found_by_its_name(tools: Any) -> None:
+    peak = tools.gpu_machine.peak_tflops
+    assert (peak("NVIDIA H100 80GB HBM3"), peak("NVIDIA H100 PCIe"), peak("NVIDIA H200")) == (989, 756, 989)
+    assert (peak("NVIDIA L40S"), peak("NVIDIA L4"), peak("GeForce GT 710")) == (362, 121, None)
+    assert (peak("NVIDIA A100-SXM4-80GB"), peak("NVIDIA RTX A1000 Laptop GPU"), peak("NVIDIA RTX A4000")) == (
+        312,
+        None,
+        None,
+    )
+
+
+def test_the_mpi_of_a_prefix_is_taken(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")  # without the mode of a command
+    for launcher in (tools.Launcher(tmp_path, 9), None):
+        if launcher is None:
+            monkeypatch.setenv("PYTHONPATH", str(packages))
+            launcher = tools.Launcher(None, 9)
+        assert launcher.mpirun == str(tmp_path / "bin" / "mpirun")
+        assert launcher.environment["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "lib")

@@ -1,0 +1,381 @@
+"""The CUDA functions of the layers against the formulas, on the stand-in for device memory, and on CuPy.
+
+Every call is made again, on the stand-in with the other order of threads: bits may not depend on that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from devices import chosen as standin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpishard.backend import array as arrays
+from mpishard.nn import device_kernels, formulas, kernels
+from mpishard.nn.layers import operations
+
+pytestmark = pytest.mark.usefixtures("chosen_device")
+
+BACKWARDS = "MPISHARD_CUDA_BACKWARDS"
+TOLERANCE = {np.float32: 3e-6, np.float64: 1e-13}
+# Rows, columns: a warp a row with and without packs, a block a row, no rows.
+SHAPES = [(1, 1), (5, 3), (0, 8), (13, 64), (9, 130), (3, 5000), (2, 5001)]
+HALVES = {np.uint16: ml_dtypes.bfloat16, np.float16: np.float16}
+Given = Sequence[Any]
+
+
+def normal(dtype: Any, *shapes: Any, seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def on_device(argument: Any, shift: int = 0) -> Any:
+    """A copy of an array in device memory, `shift` elements after an aligned place."""
+    if not isinstance(argument, np.ndarray):
+        return argument
+    place = standin.empty(argument.size + shift, argument.dtype)[shift:].reshape(argument.shape)
+    if argument.size:
+        arrays.copy_to_device(argument, place)
+    return place
+
+
+def on_stand_in(name: str, arguments: Given, shift: int = 0) -> list[Any]:
+    """The arrays, and the result if there is one, after a call with copies of the arguments."""
+    copies = [on_device(argument, shift) for argument in arguments]
+    result = getattr(device_kernels, name)(*copies)
+    found = [arrays.to_host(copy) for copy in copies if isinstance(copy, standin.DeviceArray)]
+    return found + ([] if result is None else [result])
+
+
+def outcome(name: str, arguments: Given) -> list[Any]:
+    """As `on_stand_in`; the same bits in any order of threads."""
+    first = on_stand_in(name, arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BACKWARDS, "1")
+        backwards = on_stand_in(name, arguments)
+    for one, other in zip(first, backwards, strict=True):
+        assert np.array_equal(one, other, equal_nan=True)
+    return first
+
+
+def expected(name: str, arguments: Given) -> list[Any]:
+    """By the formula, in float64."""
+    wide = [
+        each.astype(np.float64) if isinstance(each, np.ndarray) and each.dtype.kind == "f" else each
+        for each in (a.copy() if isinstance(a, np.ndarray) else a for a in arguments)
+    ]
+    result = getattr(formulas, name)(*wide)
+    return [each for each in wide if isinstance(each, np.ndarray)] + ([] if result is None else [result])
+
+
+def compare(name: str, arguments: Given, scratch: Sequence[int] = (), tolerance: float | None = None) -> None:
+    """Every array but scratch comes out as by the formula."""
+    tolerance = tolerance or TOLERANCE[arguments[0].dtype.type]
+    wanted, found = expected(name, arguments), outcome(name, arguments)
+    for place, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        if place not in scratch:
+            finite = np.abs(one, where=np.isfinite(one), out=np.zeros_like(one)) if np.size(one) else np.zeros(1)
+            np.testing.assert_allclose(other, one, rtol=0, atol=tolerance * np.max(finite, initial=1))
+
+
+def test_names_and_parameters_are_those_of_the_formulas() -> None:
+    named = [name for name, each in vars(formulas).items() if inspect.isfunction(each) and not name.startswith("_")]
+    own = [name for name in named if getattr(formulas, name).__module__ == formulas.__name__]
+    assert len(own) == 22
+    for name in own:
+        assert inspect.signature(getattr(device_kernels, name)) == inspect.signature(getattr(formulas, name)), name
+
+
+def test_who_gets_which_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = standin.zeros(3)
+    assert operations(np.zeros(3)) is kernels
+    assert operations(device) is device_kernels
+    monkeypatch.setattr(arrays.backend_of(device), "compiles_cuda", False)
+    assert operations(device) is formulas
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rows, columns", SHAPES)
+class TestRows:
+    def test_add_bias(self, dtype, rows, columns):
+        compare("add_bias", normal(dtype, (rows, columns), columns, (rows, columns)))
+
+    def test_layer_norm(self, dtype, rows, columns):
+        shapes = (rows, columns), columns, columns, (rows, columns), rows, rows
+        x, *others = normal(dtype, *shapes)
+        compare("layer_norm", [x + dtype(3), *others, 1e-5])
+
+    def test_layer_norm_backward(self, dtype, rows, columns):
+        shapes = (rows, columns), (rows, columns), rows, rows, columns, (rows, columns), columns, columns
+        compare("layer_norm_backward", normal(dtype, *shapes))
+
+    def test_rms_norm(self, dtype, rows, columns):
+        compare("rms_norm", [*normal(dtype, (rows, columns), columns, (rows, columns), rows), 1e-5])
+
+    def test_rms_norm_backward(self, dtype, rows, columns):
+        shapes = (rows, columns), (rows, columns), rows, columns, (rows, columns), columns
+        compare("rms_norm_backward", normal(dtype, *shapes))
+
+    def test_gelu(self, dtype, rows, columns):
+        x, bias, y = normal(dtype, (rows, columns), columns, (rows, columns))
+        compare("gelu", [4 * x, bias, y])
+
+    def test_gelu_backward(self, dtype, rows, columns):
+        compare("gelu_backward", normal(dtype, (rows, columns), (rows, columns), columns))
+
+    def test_swiglu(self, dtype, rows, columns):
+        gate, up, y = normal(dtype, *[(rows, columns)] * 3)
+        compare("swiglu", [4 * gate, up, y])
+
+    def test_swiglu_backward(self, dtype, rows, columns):
+        compare("swiglu_backward", normal(dtype, *[(rows, columns)] * 3))
+
+    def test_drop(self, dtype, rows, columns):
+        random = np.random.default_rng(2)
+        keys, positions = random.integers(-(2**63), 2**63 - 1, rows), random.integers(0, 1000, rows)
+        (x,) = normal(dtype, (rows, columns))
+        compare("drop", [x, keys, positions, 0.3], tolerance=1e-7 if dtype is np.float32 else 1e-15)
+
+    def test_cross_entropy(self, dtype, rows, columns):
+        (logits,) = normal(dtype, (rows, columns))
+        compare("cross_entropy", [5 * logits, np.random.default_rng(1).integers(0, columns, rows)])
+
+    @pytest.mark.parametrize("first", [0, 2, 9])
+    def test_lookup(self, dtype, rows, columns, first):
+        table, y = normal(dtype, (4, columns), (rows, columns))
+        compare("lookup", [table, np.arange(rows) % 7, y, first], tolerance=1e-30)
+
+    def test_cross_entropy_in_steps(self, dtype, rows, columns):
+        (logits,) = normal(dtype, (rows, columns))
+        targets, first = np.random.default_rng(1).integers(0, columns + 20, rows), 10
+        top, total, picked = logits.max(axis=1), *normal(dtype, rows, rows)
+        compare("row_maximum", [logits, total])
+        compare("exponentials", [5 * logits, targets, 5 * top, total, picked, first])
+        compare("cross_entropy_of_sums", [logits, targets, np.abs(total) + 1, picked, first])
+
+
+@pytest.mark.parametrize(
+    "dtype, columns", [(np.float32, 17001), (np.float32, 20000), (np.float64, 8300), (np.float64, 9001)]
+)
+def test_rows_that_registers_do_not_hold(dtype, columns):
+    rows = 2
+    shapes = (rows, columns), columns, columns, (rows, columns), rows, rows
+    compare("layer_norm", [*normal(dtype, *shapes), 1e-5])
+    compare("rms_norm", [*normal(dtype, (rows, columns), columns, (rows, columns), rows), 1e-5])
+    shapes = (rows, columns), (rows, columns), rows, rows, columns, (rows, columns), columns, columns
+    compare("layer_norm_backward", normal(dtype, *shapes))
+    compare("rms_norm_backward", normal(dtype, *(shapes[place] for place in (0, 1, 2, 4, 5, 6))))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("columns", [16400, 50257, 50304])
+def test_cross_entropy_of_vocabularies(dtype, columns):
+    (logits,) = normal(dtype, (2, columns))
+    logits[1, -3:] = [30, -40, 50]  # the largest is in the part that is read again
+    compare("cross_entropy", [logits, np.array([columns - 1, 7])])
+
+
+def test_empty_vocabularies():
+    """Of a rank that has no columns."""
+    logits, targets = np.zeros((3, 0)), np.array([0, 1, 2])
+    top, total, picked = np.zeros((3, 3))
+    compare("exponentials", [logits, targets, top, total, picked, 5])
+    compare("cross_entropy_of_sums", [logits, targets, total + 2, picked, 5])
+    assert np.array_equal(outcome("row_maximum", [logits, top])[1], [-np.inf] * 3)
+
+
+@pytest.mark.parametrize("rows, columns, table, first", [(1, 1, 1, 0), (50, 33, 4, 2), (700, 8, 3, 0), (20, 4, 9, 30)])
+@pytest.mark.parametrize("dtype, counted", [(np.float32, 2**15), (np.float64, 2**15), (np.float64, 0)])
+def test_scatter_add(dtype, counted, rows, columns, table, first, monkeypatch):
+    monkeypatch.setattr(device_kernels, "COUNTED_ROWS", counted)  # beyond so many tokens CuPy sorts them
+    dy, dweight = normal(dtype, (rows, columns), (table, columns))
+    indices = np.random.default_rng(1).integers(0, table + 3, rows)
+    compare("scatter_add", [dy, indices, dweight, first], tolerance=10 * TOLERANCE[dtype])
+
+
+def test_lookup_and_scatter_add_are_adjoint():
+    weight, dy = normal(np.float64, (6, 20), (31, 20))
+    indices = np.random.default_rng(3).integers(0, 9, 31)
+    _, _, y = outcome("lookup", [weight, indices, np.empty_like(dy), 1])
+    _, _, dweight = outcome("scatter_add", [dy, indices, np.zeros_like(weight), 1])
+    assert np.vdot(y, dy) == pytest.approx(np.vdot(weight, dweight), rel=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("width", [4, 5, 64, 130])
+class TestHeads:
+    BATCH, HEADS, LENGTH = 2, 3, 11
+
+    def shapes(self, kinds: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        rows, columns = self.BATCH * self.LENGTH, kinds * self.HEADS * width
+        return (rows, columns), (kinds, self.BATCH, self.HEADS, self.LENGTH, width)
+
+    def test_split_and_merge_heads(self, dtype, width):
+        flat, heads = self.shapes(3, width)
+        x, bias, out = normal(dtype, flat, flat[1], heads)
+        compare("split_heads", [x, bias, out], tolerance=1e-7)
+        compare("merge_heads", [x, out], tolerance=1e-30)
+        split = outcome("split_heads", [x, 0 * bias, out])[2]
+        assert np.array_equal(outcome("merge_heads", [np.empty_like(x), split])[0], x)
+
+    @pytest.mark.parametrize("kinds", [1, 2])
+    def test_split_with_products(self, dtype, width, kinds):
+        flat, heads = self.shapes(kinds, width)
+        compare("split_with_products", normal(dtype, flat, flat, heads, heads[:4]))
+
+    @pytest.mark.parametrize("apart", [0, 1])
+    def test_rotate(self, dtype, width, apart):
+        if width % 2:
+            pytest.skip("pairs of channels need an even width")
+        x, angle = normal(dtype, (self.HEADS, self.LENGTH, width), (self.LENGTH, width // 2))
+        tables = np.cos(angle), np.sin(angle)
+        for backward in (0, 1):
+            compare("rotate", [x, *tables, apart, backward])
+        turned = outcome("rotate", [x, *tables, apart, 0])[0]
+        back = outcome("rotate", [turned, *tables, apart, 1])[0]
+        np.testing.assert_allclose(back, x, rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("length, first, last", [(20, 0, 20), (20, 0, 7), (20, 7, 13), (20, 19, 20), (40, 8, 40)])
+class TestSoftmax:
+    def test_causal_softmax(self, dtype, length, first, last):
+        scores, logsum = normal(dtype, (3, last, last - first), (3, length))
+        compare("causal_softmax", [9 * scores, logsum, np.empty(last - first, dtype), first, 0.4], scratch=[2])
+
+    def test_causal_softmax_backward(self, dtype, length, first, last):
+        shapes = (3, last - first, length - first), (3, length, length), (3, length), (3, length)
+        compare("causal_softmax_backward", [*normal(dtype, *shapes), 0.4])
+        # The gradients of these keys alone, and of the queries that see them.
+        keys, queries = last - first, length - first
+        compare("causal_softmax_backward", [*normal(dtype, *[(3, keys, queries)] * 2, *[(3, queries)] * 2), 0.4])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_softmax_of_more_keys_than_registers_hold(dtype):
+    scores, logsum = normal(dtype, (1, 1100, 20), (1, 1100))
+    compare("causal_softmax", [9 * scores, logsum, np.empty(20, dtype), 1080, 0.4], scratch=[2])
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("keys, queries", [(20, 20), (20, 7), (1100, 20)])
+def test_softmax_may_store_what_it_has_rounded(stored, keys, queries):
+    """The bits of its results in float32, rounded, with the same logarithms."""
+    offset = keys - queries
+    scores, logsum = normal(np.float32, (3, keys, queries), (3, keys))
+    rounded = np.zeros(scores.shape, stored)
+    given = [9 * scores, logsum, np.empty(queries, np.float32), offset, 0.4]
+    (plain, sums, _), (_, other_sums, _, found) = (
+        outcome("causal_softmax", given),
+        outcome("causal_softmax", [*given, rounded]),
+    )
+    assert np.array_equal(sums, other_sums)
+    assert np.array_equal(found.view(HALVES[stored]), plain.astype(HALVES[stored]))
+    scores, gradients, *statistics = normal(np.float32, *[(2, queries, keys)] * 2, *[(2, keys)] * 2)
+    given = [scores, gradients, *statistics, 0.4]
+    plain = outcome("causal_softmax_backward", given)[:2]
+    found = outcome("causal_softmax_backward", [*given, *(np.zeros(scores.shape, stored) for _ in range(2))])[-2:]
+    for one, other in zip(plain, found, strict=True):
+        assert np.array_equal(other.view(HALVES[stored]), one.astype(HALVES[stored]))
+
+
+@pytest.mark.parametrize(
+    "name, shapes, place, scalars, stored",
+    [
+        ("layer_norm", ["nc", "c", "c", "nc", "n", "n"], 3, [1e-5], np.uint16),
+        ("rms_norm", ["nc", "c", "nc", "n"], 2, [1e-5], np.uint16),
+        ("gelu", ["nc", "c", "nc"], 2, [], np.uint16),
+        ("gelu", ["nc", "c", "nc"], 2, [], np.float16),
+        ("swiglu", ["nc", "nc", "nc"], 2, [], np.uint16),
+        ("swiglu", ["nc", "nc", "nc"], 2, [], np.float16),
+        ("split_heads", ["nc", "c", "sbhtd"], 2, [], np.uint16),
+        ("merge_heads", ["nc", "sbhtd"], 0, [], np.uint16),
+        ("split_with_products", ["nc", "nc", "sbhtd", "sbht"], 2, [], np.uint16),
+    ],
+)
+def test_results_may_be_stored_in_half_precision(name, shapes, place, scalars, stored):
+    extents = {"n": 10, "c": 84, "s": 3, "b": 2, "h": 7, "t": 5, "d": 4}
+    given = normal(np.float32, *([extents[letter] for letter in shape] for shape in shapes))
+    given[-1 if place == 0 else 0].reshape(-1)[:6] = [np.nan, np.inf, -np.inf, 0, -0.0, 1e5]
+    plain = outcome(name, [*given, *scalars])
+    half = list(given)
+    half[place] = np.zeros(given[place].shape, stored)
+    rounded = outcome(name, [*half, *scalars])
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = plain[place].astype(HALVES[stored])
+    found = rounded[place].view(HALVES[stored])
+    np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
+    for number, (one, other) in enumerate(zip(plain, rounded, strict=True)):
+        assert number == place or np.array_equal(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("columns", [64, 66])
+def test_bits_do_not_depend_on_where_memory_begins(columns):
+    """Threads take the same elements where they cannot load 16 bytes at once."""
+    rows = 6
+    wide = (rows, columns)
+    for name, shapes, scalars in (
+        ("layer_norm", [wide, columns, columns, wide, rows, rows], [1e-5]),
+        ("layer_norm_backward", [wide, wide, rows, rows, columns, wide, columns, columns], []),
+        ("gelu", [wide, columns, wide], []),
+        ("gelu_backward", [wide, wide, columns], []),
+        ("swiglu", [wide, wide, wide], []),
+    ):
+        given = [*normal(np.float32, *shapes), *scalars]
+        for one, other in zip(on_stand_in(name, given), on_stand_in(name, given, shift=1), strict=True):
+            assert np.array_equal(one, other), name
+    logits, targets = normal(np.float32, wide)[0], np.arange(rows)
+    for one, other in zip(
+        on_stand_in("cross_entropy", [logits, targets]),
+        on_stand_in("cross_entropy", [logits, targets], shift=1),
+        strict=True,
+    ):
+        assert np.array_equal(one, other)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 70), st.integers(1, 700), st.sampled_from([np.float32, np.float64]))
+def test_any_shape(rows, columns, dtype):
+    wide = (rows, columns)
+    compare("layer_norm", [*normal(dtype, wide, columns, columns, wide, rows, rows), 1e-5])
+    compare("layer_norm_backward", normal(dtype, wide, wide, rows, rows, columns, wide, columns, columns))
+    compare("gelu_backward", normal(dtype, wide, wide, columns))
+    compare("cross_entropy", [*normal(dtype, wide), np.arange(rows) % columns])
+
+
+@pytest.mark.parametrize("rows, columns", [(1100, 3), (9000, 8)])
+def test_column_sums_over_many_rows(rows, columns):
+    """Of so many parts that they are added up in several rounds."""
+    wide = (rows, columns)
+    compare("rms_norm_backward", normal(np.float64, wide, wide, rows, columns, wide, columns))
+    compare("gelu_backward", normal(np.float64, wide, wide, columns))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("columns", [8, 20000])
+def test_bad_numbers_are_not_hidden(bad, columns):
+    x = np.zeros((1, columns), np.float32)
+    for place in (3, columns - 1):
+        x[:] = 0
+        x[0, place] = bad
+        *_, loss = on_stand_in("cross_entropy", [x, np.array([0])])
+        assert not np.isfinite(loss)
+        c, one = np.ones(columns, np.float32), np.empty(1, np.float32)
+        y = on_stand_in("layer_norm", [x, c, c, np.empty_like(x), one, one, 1e-5])[3]
+        assert np.isnan(y).all()
+        y = on_stand_in("gelu", [x, 0 * c, np.empty_like(x)])[2]
+        assert not np.isfinite(y[0, place])
+
+
+def test_wrong_arrays_are_refused():
+    x, bias = standin.zeros((4, 8), np.float32), standin.zeros(8, np.float32)
+    with pytest.raises(ValueError, match=r"add_bias takes C-contiguous arrays, got one of shape \(4, 8\) with strides"):
+        device_kernels.add_bias(x, bias, standin.zeros((4, 16), np.float32)[:, ::2])
+    with pytest.raises(TypeError, match="add_bias takes bias as float32, got float64"):
+        device_kernels.add_bias(x, standin.zeros(8), x)
