@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpishard.launch.tracebacks import main_frame
+
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _KEEP = 1000
 # The kind of a span that is a matrix product of the layers.
 PRODUCT = "product"
 # The number of frames between `begin` and a user's code that calls an axis directly.
 _NEAR = 4
-_MAIN = threading.main_thread().ident or 0
 
 
 class Call(NamedTuple):
@@ -339,7 +339,16 @@ class Ledger:
         active = self.active
         if active is None and self._queued:
             active = next((call for call, is_over in self._queued.copy() if not is_over()), None)
-        return None if active is None else Call(*active).placed(sys._current_frames().get(_MAIN))
+        return None if active is None else Call(*active)
+
+    @property
+    def waiting_with_site(self) -> Call | None:
+        """The same with its site, for a message; it reads the stack of the main thread."""
+        call = self.waiting
+        if call is None or call.code is not None:
+            return call
+        with main_frame() as frame:
+            return call.placed(frame)
 
     def sent(self, axis: str | None = None, op: str | None = None, label: str | None = None) -> int:
         """Bytes sent by this rank, over all calls that match.

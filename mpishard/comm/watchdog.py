@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.death_monitor import DeathMonitor
 from mpishard.comm.ledger import Call, Ledger
 from mpishard.comm.time_limit import LEAST_S, TimeLimit
-from mpishard.launch.tracebacks import innermost
+from mpishard.launch.tracebacks import innermost, main_frame
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25
@@ -61,7 +60,6 @@ class Watchdog:
     def __init__(self, comm: MPI.Intracomm, ledger: Ledger, limit: float | None) -> None:
         self._limit = TimeLimit(limit)
         self._ledger = ledger
-        self._main = threading.main_thread().ident
         self._comm = comm.Dup()
         self._stop = threading.Event()
         self._leaving = ""
@@ -201,13 +199,14 @@ class Watchdog:
 
     def _state(self) -> _Reply:
         """What this rank is doing."""
-        call = self._ledger.waiting
+        call = self._ledger.waiting_with_site
         if call is not None:
             waited = time.perf_counter() - call.began
             return _Reply(waited > _IDLE_S, f"waits {waited:.1f} s in {call}")
         if self._leaving:
             return _Reply(True, self._leaving)
-        stack = innermost(sys._current_frames().get(self._main or 0), 3)
+        with main_frame() as frame:
+            stack = innermost(frame, 3)
         code = " < ".join(f"{f.filename}:{f.lineno} ({f.name})" for f in stack)
         recent = self._ledger.recent
         last = recent[-1].call if recent else None

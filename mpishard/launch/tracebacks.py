@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import opcode
 import os
+import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from mpishard.backend.garbage import no_garbage_collection
 from mpishard.launch.python_command import RUNNER
 
 _FULL = "MPISHARD_TRACEBACK"
@@ -63,6 +67,18 @@ def in_users_code(error: BaseException) -> str:
         return ""
     _shorten(report, (error, trace))
     return "".join(traceback.StackSummary.from_list(report.stack[-10:]).format())
+
+
+@contextmanager
+def main_frame() -> Iterator[FrameType | None]:
+    """The innermost frame of the main thread, for another thread that reads its stack in this context.
+
+    CPython 3.11 makes the objects of frames when they are asked for, and making one may start a garbage collection.  In
+    it the main thread may run on, and what the frame describes is freed: a segmentation fault (python/cpython#99110) or
+    a deadlock (python/cpython#106883).  So there are no collections in this context.
+    """
+    with no_garbage_collection():
+        yield sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def innermost(frame: FrameType | None, most: int) -> list[traceback.FrameSummary]:

@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from mpishard.comm.ledger import Call
 from mpishard.comm.mesh import Mesh
 from mpishard.io.atomic_json import read_note, write_note
 from mpishard.io.files import create
-from mpishard.launch.tracebacks import innermost
+from mpishard.launch.tracebacks import innermost, main_frame
 
 REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"
 _POLL_S = 1.0
@@ -52,7 +51,6 @@ class StackReporter(threading.Thread):
         self._stack_path = folder / "processes" / f"{name}.stack"
         self._mesh = mesh
         self._flush, self._trace, self._every = flush, trace, every
-        self._main = threading.main_thread().ident
         self._over = threading.Event()
         self._stack: IO[bytes] | None = None
         self._asked = self._time_asked()
@@ -105,8 +103,9 @@ class StackReporter(threading.Thread):
     def answer(self) -> dict[str, Any]:
         """The state of this process, as plain values."""
         ledger, mesh = self._mesh.ledger, self._mesh
-        call = ledger.waiting
-        stack = innermost(sys._current_frames().get(self._main or 0), _DEEP)
+        call = ledger.waiting_with_site
+        with main_frame() as frame:
+            stack = innermost(frame, _DEEP)
         return {
             "time": round(time.time(), 3),
             "rank": mesh.rank,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.time_limit import TimeLimit
 
@@ -50,3 +53,37 @@ def test_another_run_of_an_optimizer_may_begin_anew() -> None:
     for step, now in ((1, 0.0), (9, 5.0), (1, 25.0)):
         limit.note(step, now)
     assert limit.seconds == 200
+
+
+READING = """
+import gc, sys, threading, time
+import numpy as np
+from mpishard.comm import ledger as module
+
+ledger = module.Ledger()
+ledger.active = (0.0, "data", 1, "all_reduce", np.dtype(float), 1, "", None, 0, (0, 1), False)
+inside = {}
+exec(compile("def deep(n): return n and deep(n - 1)", module._PACKAGE + "deep.py", "exec"), inside)
+read = 0
+
+def look():
+    global read
+    while read < 300:
+        assert ledger.waiting_with_site.line
+        read += 1
+
+# While the reader collects garbage, the main thread runs on.
+reader = threading.Thread(target=look, daemon=True)
+sys.setswitchinterval(1e-4)
+gc.set_threshold(1)
+gc.callbacks.append(lambda *_: threading.current_thread() is reader and time.sleep(0.0001))
+reader.start()
+while reader.is_alive():
+    inside["deep"](50)
+print(read)
+"""
+
+
+def test_the_stack_of_a_main_thread_that_runs_on_is_read() -> None:
+    ended = subprocess.run([sys.executable, "-c", READING], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "300\n"), ended
