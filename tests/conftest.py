@@ -21,12 +21,15 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+import suite
 
 HERE = Path(__file__).parent
 AFTER_FAILURE = 20.0  # seconds that the other ranks get to reach the agreement once one has failed
 QUIET = 2.0  # seconds after which a failed rank that is still alone says so itself
-# With --sample all of tests/mpi runs at the number of ranks that finds most: a third under MPICH, else under Open MPI.
+# With --sample all of tests/mpi runs at the number of ranks that finds most: a third with --short, the others without.
 WHOLE = 3
+# Which third of the tests a run with --third has: 0, 1 or 2; else it has all.  Those of three days in turn have all.
+THIRD = os.environ.get("MPISHARD_TEST_THIRD", "all")
 SHARE = 3  # a sample has one of this many variants of a test
 # and in half of the places, which take about as long as the other half.
 HALVES = [
@@ -147,6 +150,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "every_variant(short=True): part of every sample, since its variants follow the ranks; short=False: of all but"
         " the short ones",
     )
+    if THIRD not in ("0", "1", "2", "all"):
+        raise pytest.UsageError(f"MPISHARD_TEST_THIRD={THIRD!r} must be 0, 1, 2 or all")
     if config.getoption("--cuda-checks"):
         import cuda_on_host
 
@@ -160,6 +165,8 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(Agreement(config, MPI.COMM_WORLD), "agreement")
         if MPI.COMM_WORLD.rank > 0:
             config.pluginmanager.unregister(name="terminalreporter")
+            return
+    suite.record(config)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -178,6 +185,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", action="store_true", help=text)
     text = "fewer steps and combinations, as plain `tox` takes; `tox -e full` has all of them"
     parser.addoption("--short", action="store_true", help=text)
+    text = "of all tests, or of those marked `faults`, the third that MPISHARD_TEST_THIRD names; all if it names none"
+    parser.addoption("--third", choices=["all", "faults"], help=text)
     text = "check CUDA functions on the host for races and accesses outside of arrays, see cuda_checks.cpp; wants g++"
     parser.addoption("--cuda-checks", action="store_true", help=text)
 
@@ -185,17 +194,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False) -> set[str]:
     """The names of the sample that runs in one place: under an MPI, at a number of ranks.
 
-    At `WHOLE` ranks MPICH has every third variant of each test in ``tests/mpi``, Open MPI the others: plain `tox` runs
-    MPICH, and is to be short.  Elsewhere half of the tests, and of each a share of the variants, at least one; other
-    places have others.  Chosen by a hash of names, since a fixed stride would leave out whole values of a parameter.
-    Tests marked ``every_variant`` are part of every sample, those marked ``every_variant(short=False)`` of all but the
-    short ones.  What is `short` in one sample runs whole in the other at `WHOLE` ranks.  Variants on CuPy are part of
-    every sample, of none where there is no CuPy: hundreds of tests that all ranks skip together take seconds.
+    At `WHOLE` ranks the `short` sample has every third variant of each test in ``tests/mpi``, and the other sample the
+    rest.  Elsewhere half of the tests, and of each a share of the variants, at least one; other places have others.
+    Chosen by a hash of names, since a fixed stride would leave out whole values of a parameter.  Tests marked
+    ``every_variant`` are part of every sample, those marked ``every_variant(short=False)`` of all but the short ones.
+    Tests that the `short` sample shortens run whole in the other at `WHOLE` ranks.  Variants on CuPy are part of every
+    sample, of none where there is no CuPy: hundreds of tests that all ranks skip together take seconds.
     """
     has_cupy = importlib.util.find_spec("cupy") is not None
     kept: set[str] = set()
     variants: dict[str, list[str]] = {}
-    family, ranks = where
+    ranks = where[1]
     for item in items:
         whole = not short and ranks == WHOLE and "short" in getattr(item, "fixturenames", ())
         every = item.get_closest_marker("every_variant")
@@ -211,7 +220,7 @@ def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False
         if ranks == WHOLE:
             names.sort(key=lambda name: zlib.crc32(name.encode()))
             every_third = set(names[number % SHARE :: SHARE])
-            kept.update(set(names) - every_third if family == "Open MPI" else every_third)
+            kept.update(every_third if short else set(names) - every_third)
         elif where in HALVES[number % 2]:
             names.sort(key=lambda name: zlib.crc32(f"{where} {name}".encode()))
             kept.update(names[: -(-len(names) // SHARE)])
@@ -220,12 +229,16 @@ def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = {item.nodeid for item in items}
     if with_mpi(config) and config.getoption("--sample"):
         from mpi4py import MPI
 
         kept = chosen(items, (MPI.get_vendor()[0], MPI.COMM_WORLD.size), config.getoption("--short"))
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
-        items[:] = [item for item in items if item.nodeid in kept]
+    if THIRD != "all" and (of := config.getoption("--third")):
+        whole = {item.nodeid for item in items if of == "faults" and item.get_closest_marker("faults") is None}
+        kept = {name for name in kept if name in whole or zlib.crc32(name.encode()) % 3 == int(THIRD)}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
     for item in items:
         if HERE / "mpi" in item.path.parents:
             item.add_marker(pytest.mark.mpi)

@@ -14,6 +14,8 @@ import h5py
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.faults
+
 TESTS = Path(__file__).parents[1]
 KILLS = 5  # of each of the five runs
 LONGEST_S = 0.2  # to the kill; a save takes about a tenth of it

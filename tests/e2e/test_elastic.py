@@ -14,7 +14,10 @@ import launching
 import pytest
 
 LAUNCH = faults.launcher()
-pytestmark = pytest.mark.skipif(LAUNCH is None, reason="deaths are healed in place under Open MPI only")
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(LAUNCH is None, reason="deaths are healed in place under Open MPI only"),
+]
 # Each victim, kind and layout, and most phases.
 SAMPLE = [
     ("first", "reduction", "kill", "ZeRO2"),

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import faults
+import pytest
+
+pytestmark = pytest.mark.faults
 
 SCRIPT = Path(__file__).parents[1] / "scaled.py"
 

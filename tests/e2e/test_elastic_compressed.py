@@ -8,7 +8,10 @@ import faults
 import pytest
 
 LAUNCH = faults.launcher()
-pytestmark = pytest.mark.skipif(LAUNCH is None, reason="deaths are healed in place under Open MPI only")
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(LAUNCH is None, reason="deaths are healed in place under Open MPI only"),
+]
 
 SCRIPT = """
 import os, signal, sys

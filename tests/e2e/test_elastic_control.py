@@ -11,6 +11,8 @@ import time
 import pytest
 from mpi4py import MPI
 
+pytestmark = pytest.mark.faults
+
 SCRIPT = """
 import os, sys, time
 from pathlib import Path

@@ -10,6 +10,8 @@ import time
 import faults
 import pytest
 
+pytestmark = pytest.mark.faults
+
 # What happens is `case`; the run ends some steps after it has, and the first rank says whether its bits are those of a
 # run of one replica.
 SCRIPT = """

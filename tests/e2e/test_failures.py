@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
+pytestmark = pytest.mark.faults
+
 TIME_LIMIT = 4  # seconds that a collective may wait, given to the scripts as MPISHARD_TIMEOUT
 SOON = 30  # seconds from launch to end where no time limit has to expire first, on a busy machine
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.faults
+
 SOON = 60.0
 
 # Twenty steps with a checkpoint after every fourth; in step 10 of the first start the last rank does FAULT.

@@ -19,7 +19,7 @@ import slurm
 from mpishard.launch.launchers import find_launcher
 
 NO_SLURM = slurm.missing()
-pytestmark = pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
 
 ROOT = Path(__file__).parents[2]
 FAMILY = find_launcher().family

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+pytestmark = pytest.mark.faults
+
 # A run without training: founders take steps, and the first one has others come as its cases say.
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -34,6 +36,17 @@ world = MPI.COMM_WORLD
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
+def one_is_starting():
+    "Whether a spawned process is there, which is still in MPI_Init as long as the spawn has not returned."
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_text()
+        except OSError:
+            continue
+        if str(folder) in line and "mpishard_newcomer" in line:
+            return True
+    return False
+
 def step(comm):
     total = np.ones(100)
     comm.Allreduce(MPI.IN_PLACE, total)
@@ -56,7 +69,7 @@ def spawn(comm):
                 request.give_up()
             if case == "leader dies" and (folder / "called").exists():
                 kill()
-            if case == "leader dies in the spawn" and steps == 50:
+            if case == "leader dies in the spawn" and one_is_starting():
                 kill()
             state[0] = 1 if request.problem else 2 if request.here else 0
         comm.Bcast(state)
@@ -183,8 +196,15 @@ def test_one_of_them_dies(launch, script, tmp_path, case):
 @pytest.mark.parametrize("case", ["leader dies", "leader dies in the spawn"])
 def test_the_leader_dies(launch, script, tmp_path, case):
     """They belong to nobody and go; the next leader has others come."""
-    process = launch(3, script, case, tmp_path, options=ULFM)
-    output = process.communicate(timeout=120)[0]
-    assert output.count("survivors: 2") == 2, output
-    assert "met 4" in output, output
-    assert all_gone(tmp_path)
+    for number in range(5):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        process = launch(3, script, case, folder, options=ULFM)
+        output = process.communicate(timeout=120)[0]
+        # One in twelve times the launcher itself (prterun of Open MPI 5.0.11) crashes where a process dies for which it
+        # spawns, with "free(): invalid pointer" or without a word: then nobody is left.
+        if process.returncode >= 0 or "met" in output:
+            break
+    assert output.count("survivors: 2") == 2, (process.returncode, output)
+    assert "met 4" in output, (process.returncode, output)
+    assert all_gone(folder)

@@ -82,6 +82,7 @@ def test_debug_sees_messages_that_nobody_is_at_the_other_end_of(comm, op):
         mesh.world.comm.Barrier()
 
 
+@pytest.mark.faults
 @pytest.mark.mpi(min_size=2)
 def test_debug_lets_messages_pass(comm):
     """Early or late, with other calls in between, from anybody, and to oneself."""

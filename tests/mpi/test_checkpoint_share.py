@@ -10,6 +10,8 @@ import pytest
 import mpishard
 from mpishard import Checkpoints, OptimizationProblem
 
+pytestmark = pytest.mark.faults
+
 ROWS = np.random.default_rng(0).standard_normal((64, 6))
 
 

@@ -64,6 +64,7 @@ def test_save_and_load(comm, run, single, asynchronous, compression):
             check_load(checkpoints, 4)
 
 
+@pytest.mark.faults
 def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, monkeypatch):
     write, waited = saver.write_pieces, []
 
@@ -87,6 +88,7 @@ def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, mon
             waited.clear()
 
 
+@pytest.mark.faults
 def test_one_save_at_a_time(mesh, run, monkeypatch):
     write, under_way, most = saver.write_pieces, [], []
 
@@ -266,6 +268,7 @@ def test_a_run_removes_its_own_only(mesh, run):
     assert kept(mesh, run) == [3, 2, 3]
 
 
+@pytest.mark.faults
 def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
     write, begun = saver.write_pieces, []
 
@@ -284,6 +287,7 @@ def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
         check_nothing_unfinished(mesh, run)
 
 
+@pytest.mark.faults
 def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
     begin = folder.begin
 
@@ -302,6 +306,7 @@ def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
         assert waited_s() - before < 0.7
 
 
+@pytest.mark.faults
 def test_an_interrupt_while_a_save_is_waited_for(mesh, run, monkeypatch):
     write, waited = saver.write_pieces, []
 
@@ -376,6 +381,7 @@ def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
         assert np.isnan(found.shards[0].array).all()
 
 
+@pytest.mark.faults
 def test_the_thread_waits_asleep(mesh, run, monkeypatch):
     write = saver.write_pieces
 

@@ -137,6 +137,7 @@ def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expect
     assert noted == (dict.fromkeys(range(1, STEPS + 1), 1) if data_rank == 0 else {})
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("with_spares", [False, True], ids=["its worker goes", "a spare takes its place"])
 def test_a_process_that_is_asked_to_leaves(comm, shape, expected, monkeypatch, with_spares):
     """The last process of the first worker: another of its place moves up, and those without partners wait."""

@@ -58,6 +58,7 @@ def test_stops_by_a_callback_on_any_rank(mesh, same_on_all):
     assert same_on_all(result.loss_history)
 
 
+@pytest.mark.faults
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path):
     folder = comm.bcast(tmp_path)
     with mpishard.Signals() as signals, mpishard.Checkpoints(folder, mesh) as checkpoints:
@@ -127,6 +128,7 @@ def test_the_second_ctrl_c_ends_the_process(ctrl_c):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.faults
 def test_stops_when_time_is_over_on_any_rank(mesh, comm):
     def slow(parameters, samples, gradients):
         time.sleep(0.06 if mesh.rank == mesh.size - 1 else 0)
@@ -138,6 +140,7 @@ def test_stops_when_time_is_over_on_any_rank(mesh, comm):
     assert len(set(comm.allgather(result.steps))) == 1
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("reason", ["callback", "seconds", "signal"])
 def test_one_rank_stops_all_of_any_mesh(comm, reason, ctrl_c):
     """Ranks of other stages, or of other parts of a tensor, have a data axis of their own."""

@@ -92,6 +92,7 @@ def test_nobody_waits_without_limit(holder):
     assert made == [1]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("done", [True, False])
 def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
     monkeypatch.setattr(compile_turns, "_WAIT_S", 30)

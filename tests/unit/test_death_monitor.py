@@ -12,6 +12,8 @@ from mpi4py import MPI
 
 from mpishard.comm import death_monitor
 
+pytestmark = pytest.mark.faults
+
 CONNECT = """
 import os, socket, sys
 os.setgid(65534), os.setuid(65534)

@@ -21,6 +21,8 @@ from mpishard.elastic.stopped_processes import Peer, Watch, this_process
 from mpishard.io.files import NotPrivateError
 from mpishard.launch.leave_signals import Signals
 
+pytestmark = pytest.mark.faults
+
 LIMITS = 2, 6
 
 

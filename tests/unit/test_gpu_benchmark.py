@@ -63,6 +63,7 @@ def test_parts_on_ranks_on_the_stand_in(tmp_path: Path) -> None:
     assert again["all_reduce"] == results["all_reduce"]
 
 
+@pytest.mark.faults
 def test_what_crashes_or_hangs_ends_no_other_part(tools: Any, tmp_path: Path) -> None:
     launcher = tools.Launcher(None, limit=2)
     assert launcher.run(["-c", "print(1); raise SystemExit(3)"], 0, 60) == (3, "1\n")
@@ -76,6 +77,7 @@ def test_what_crashes_or_hangs_ends_no_other_part(tools: Any, tmp_path: Path) ->
     assert "failed: no mpirun" in (tmp_path / "tables.md").read_text()
 
 
+@pytest.mark.faults
 def test_what_no_time_was_left_for_is_for_another_call(
     tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def test_cupy_without_a_gpu_is_named_before_any_part(
     assert tools.without_gpu(tools.Launcher(None, 60)) == ""
 
 
+@pytest.mark.faults
 def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, goes_on = tools.Launcher(None, 60), threading.Event()
     texts: list[str] = []

@@ -12,6 +12,8 @@ import pytest
 
 from mpishard.launch.hosts import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 
+pytestmark = pytest.mark.faults
+
 
 def test_hosts():
     assert parse_hosts("a:4, b") == (Host("a", 4), Host("b", 1))

@@ -13,6 +13,8 @@ import pytest
 
 from mpishard.launch.leftovers import Leftovers
 
+pytestmark = pytest.mark.faults
+
 MAP = """
 import mmap, sys
 files = [open(path, "r+b") for path in sys.argv[1:]]

@@ -44,6 +44,7 @@ def two_threads(monkeypatch):
     return Readers()
 
 
+@pytest.mark.faults
 def test_no_thread_goes_on_when_another_has_failed(monkeypatch):
     failed, ended = threading.Event(), threading.Event()
 

@@ -50,6 +50,7 @@ class TestLines:
         assert read_lines(path)[0] == [{"step": 1}, {"step": 3}]
         assert read_lines(path, end)[0] == [{"step": 3}]
 
+    @pytest.mark.faults
     def test_no_kill_leaves_more_than_one_line_torn(self, tmp_path: Path) -> None:
         """Killed at many moments, and appended to by the next one, every line that was flushed is there."""
         script = (

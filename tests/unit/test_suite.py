@@ -1,0 +1,109 @@
+"""A test that fails runs once more: red twice is red, green the second time is said; what hangs ends in time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import suite
+
+XDIST = ("-p", "xdist.plugin", "-n", "2")
+CONFTEST = "from suite import record as pytest_configure\n"
+SETUP = "[tool:pytest]\nfaulthandler_timeout = 3\nfaulthandler_exit_on_timeout = true\n"
+ONCE = """
+import os, time
+from pathlib import Path
+import pytest
+
+def seen(name):
+    path = Path(name)
+    return path.exists() or path.touch()
+
+def test_green(): pass
+"""
+RED = "def test_red(): assert 1 == 2\n"
+FIRST_RED = "def test_first_red(): assert seen('again'), 'too\\nearly'\n"
+SIX = "@pytest.mark.parametrize('case', range(6))\ndef test_six(case): assert seen(f'again-{case}')\n"
+HANGS = "def test_hangs(): time.sleep(60)\n"
+FIRST_HANGS = "def test_first_hangs(): time.sleep(0 if seen('again') else 60)\n"
+FIRST_DIES = "def test_first_dies(): seen('again') or os._exit(0)\n"
+LATER = "def test_later(): seen('later') and os._exit(1)\n"  # not run twice
+ENDS_BADLY = "import atexit\natexit.register(lambda: seen('again') or os._exit(3))\n"
+
+
+def ended(tmp_path: Path, text: str, *options: str, gate: bool = True) -> SimpleNamespace:
+    """What comes of a suite of one file: its exit code, what it said, and the flaky tests."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_one.py").write_text(ONCE + text)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "setup.cfg").write_text(SETUP)
+    flaky = tmp_path / "flaky"
+    ours = (suite.FLAKY, suite.OUTCOMES, "PYTHONSAFEPATH", "PYTEST_XDIST_WORKER")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment |= {"PYTHONPATH": str(Path(suite.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, suite.__file__, "30", sys.executable, "-m", "pytest", *options, "tests/test_one.py"],
+        cwd=tmp_path,
+        env=environment | ({suite.FLAKY: str(flaky)} if gate else {}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    said = flaky.read_text() if flaky.exists() else ""
+    return SimpleNamespace(code=done.returncode, flaky=said.splitlines(), all=done.stdout + done.stderr)
+
+
+def test_without_a_gate_it_is_the_suite(tmp_path: Path) -> None:
+    found = ended(tmp_path, FIRST_RED, gate=False)
+    assert found.code == 1 and not found.flaky and "once more" not in found.all, found.all
+
+
+@pytest.mark.parametrize(
+    ("text", "again"), [("", False), (RED + FIRST_RED, True), (SIX, False)], ids=["", "red", "six"]
+)
+def test_green_and_red(text: str, again: bool, tmp_path: Path) -> None:
+    found = ended(tmp_path, text)
+    assert (found.code == 0) == (not text), found.all
+    assert not found.flaky and ("once more" in found.all) == again, found.all
+
+
+@pytest.mark.parametrize("options", [(), XDIST], ids=["alone", "xdist"])
+def test_green_the_second_time(options: tuple[str, ...], tmp_path: Path) -> None:
+    found = ended(tmp_path, FIRST_RED + LATER, *options)
+    assert found.code == 0, found.all
+    name, ranks, mpi, message = found.flaky[0].split(", ", 3)
+    assert name == "FLAKY: tests/test_one.py::test_first_red" and ranks == "no launcher", found.flaky
+    assert len(found.flaky) == 1 and mpi and message == "AssertionError: too", found.flaky
+
+
+@pytest.mark.faults
+def test_what_hangs_twice_is_red_in_time(tmp_path: Path) -> None:
+    found = ended(tmp_path, HANGS + LATER)
+    assert found.code != 0 and not found.flaky and "test_hangs" in found.all, found.all
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("text", "options", "name"),
+    [
+        (FIRST_HANGS, (), "tests/test_one.py::test_first_hangs"),
+        (FIRST_DIES, XDIST, "tests/test_one.py::test_first_dies"),
+        (ENDS_BADLY, (), "the end of the suite"),
+    ],
+    ids=["hangs", "crashes", "ends badly"],
+)
+def test_the_rest_of_a_suite_that_was_cut_runs(text: str, options: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    found = ended(tmp_path, text + (LATER if "def" in text else ""), *options)
+    assert found.code == 0 and len(found.flaky) == 1, found.all
+    assert found.flaky[0].startswith(f"FLAKY: {name}, "), found.flaky
+
+
+def test_failures_on_ranks_run_in_a_launch_of_their_own(tmp_path: Path) -> None:
+    command = ["mpiexec", "-n", "3", "python", "-m", "pytest", "--with-mpi", "--sample", "--third=all", "tests/mpi"]
+    assert suite.by_themselves(command, tmp_path) == [*command[:7], f"@{tmp_path}"]
+    assert suite.where(command).startswith("3 ranks, ")
