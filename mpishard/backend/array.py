@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from mpishard.backend.kinds import backend_of, cupy_backend, find_backend, name_
 from mpishard.backend.ranges import Ranges
 
 Array = Any
+# Debug mode: memory that nobody has written shows in each sum that reads it.
+_POISONS = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0")
 FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})  # dtypes of parameters
 
 
@@ -378,8 +381,11 @@ def on_device_of(host_array: np.ndarray, like: Array) -> Array:
 
 
 def empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
-    """A new uninitialised array on the device of `like`."""
-    return backend_of(like).empty(size, dtype, like)
+    """A new uninitialised array on the device of `like`; with ``MPISHARD_DEBUG=1`` it holds NaN."""
+    made = backend_of(like).empty(size, dtype, like)
+    if _POISONS and made.dtype.kind == "f":
+        made[...] = np.nan
+    return made
 
 
 def zeros(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:

@@ -124,7 +124,7 @@ class Binding:
         on_rank = self._on_rank
         if on_rank is not None and on_rank.parameters is parameters:
             return on_rank.strategy
-        written = parameters.gradients
+        written, scale = parameters.gradients, parameters.loss_scale
         if on_rank is None:
             on_rank = self._make(parameters)
         else:
@@ -136,6 +136,8 @@ class Binding:
                 on_rank.strategy.copies.zero_duplicates(written.flat)
             else:
                 written.finalize()
+            if self.counters.scaling.value != scale:
+                written.flat[...] *= self.counters.scaling.value / scale  # it was computed without the loss scale
             reducer.memory.use_external(written.flat)
         parameters.gradients = reducer
         self._on_rank = on_rank

@@ -76,6 +76,11 @@ def main_frame() -> Iterator[FrameType | None]:
     CPython 3.11 makes the objects of frames when they are asked for, and making one may start a garbage collection.  In
     it the main thread may run on, and what the frame describes is freed: a segmentation fault (python/cpython#99110) or
     a deadlock (python/cpython#106883).  So there are no collections in this context.
+
+    Yields
+    ------
+    frame or None
+        None if the main thread has ended.
     """
     with no_garbage_collection():
         yield sys._current_frames().get(threading.main_thread().ident or 0)

@@ -143,11 +143,14 @@ class BucketMemory:
         return memory
 
     def use_external(self, flat: Array) -> None:
-        """Use `flat`, this rank's whole gradient, as the memory of this step; afterwards it is the caller's again."""
-        self.written.update(self._places)
-        for bucket in self._buckets:
+        """Use `flat`, this rank's whole gradient, as the memory of this step; afterwards it is the caller's again.
+
+        It holds the gradients of all uses of a tensor, so second uses have none of their own.
+        """
+        for bucket, names in zip(self._buckets, self._names, strict=True):
             if not bucket.second_use:
                 self._lent[bucket.index] = flat[bucket.start : bucket.stop]
+                self.written.update(names)
 
     def release(self, bucket: Bucket) -> None:
         """Free the memory of a bucket that is on demand; its tensors have no gradient any more."""

@@ -8,7 +8,7 @@ import pytest
 from steps import STRATEGIES, gradients, start, write_gradients
 
 import mpishard
-from mpishard import SGD, AdamW, DDPOptimizer, OptimizationProblem, ShardingConfiguration, ZeRO3Optimizer, nn
+from mpishard import SGD, AdamW, DDPOptimizer, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.optim.loss_scale import LossScale
 
 
@@ -104,19 +104,21 @@ def test_what_is_not_finite_at_one_is_no_matter_of_scale(mesh):
     assert not flat.any()
 
 
-@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO3Optimizer])
-def test_a_model_scales_its_gradients_itself(mesh, strategy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "bound by the first step"])
+def test_a_model_scales_its_gradients_itself(mesh, strategy, bound):
     results = []
     tokens = np.arange(12).reshape(2, 6) % 7
-    for scale in (None, "dynamic"):
+    for scale in (None, "dynamic", 256.0):
         model = nn.GPT(7, 6, 8, 1, 2, np.float64)
-        optimizer = strategy(AdamW(lr=0.1), ShardingConfiguration(mesh, loss_scale=scale))
-        optimizer.bind(model.parameters)
+        optimizer = strategy(SGD(lr=0.1), ShardingConfiguration(mesh, loss_scale=scale))
+        if bound:
+            optimizer.bind(model.parameters)
         for _ in range(2):
             model.loss_and_gradient(tokens, tokens)
             optimizer.step(model.parameters)
         results.append(model.parameters.gather())
-    assert np.array_equal(*results)
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("scale", [0, -1.0, np.inf, np.nan, "static", True])
