@@ -97,8 +97,18 @@ class Buffers:
         Raises
         ------
         ValueError
-            If such a tensor has another shape, dtype or device; if a buffer is gone, or a persistent one is new.
+            If such a tensor has another shape, dtype or device; if a buffer is gone, a persistent one is new, or one of
+            two names of a buffer is another's now.
         """
+        found: dict[str, Any] = {}
+        for owner in self._owners:
+            for key, name in owner.names.items():
+                if found.setdefault(name, owner.table.get(key)) is not owner.table.get(key):
+                    raise ValueError(
+                        f"buffer {name!r} had a second name when the module was made distributed, "
+                        f"{owner.prefix + key!r}, and one of them is another tensor now; give each name a buffer "
+                        "of its own before as_distributed"
+                    )
         for owner in self._owners:
             for key, name in owner.names.items():
                 now, ours = owner.table.get(key), self._tensors[name]

@@ -107,7 +107,8 @@ class ModuleState:
     def check_intact(self) -> None:
         """Raise ValueError if parameters were added, removed, replaced, moved, frozen or released since wrapping.
 
-        Or buffers were, but for one that another tensor of its kind has replaced: its values are taken.
+        Or buffers were, but for one that another tensor of its kind has replaced: its values are taken.  Or gradients
+        were, since their backward pass.
         """
         for name, p, memory in self._memory:
             if _memory_of(p) != memory:
@@ -130,6 +131,7 @@ class ModuleState:
                 table.get(name) is not each for name, each in before
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
+        self.hooks.check_untouched()
         self.buffers.take_back()
 
     def _changes(self) -> str:

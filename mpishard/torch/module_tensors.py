@@ -51,12 +51,19 @@ class ModuleTensors:
         TypeError
             If it is no module, or its parameters are not all float32 or all float64.
         ValueError
-            If no parameter requires a gradient, or parameters are on several devices, not contiguous, without values,
-            or share memory.
+            If a layer is a SyncBatchNorm, no parameter requires a gradient, or parameters are on several devices, not
+            contiguous, without values, or share memory.
         """
         if not isinstance(module, torch.nn.Module):
             given = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
             raise TypeError(f"as_distributed of mpishard.torch needs a torch.nn.Module, got {given}")
+        for name, child in module.named_modules():
+            if isinstance(child, torch.nn.SyncBatchNorm):
+                raise ValueError(
+                    f"{plain_name(name)!r} is a torch.nn.SyncBatchNorm, which sums over ranks of torch.distributed: "
+                    "here it would normalize each rank's samples alone; use torch.nn.BatchNorm1d, 2d or 3d, whose "
+                    "running averages ranks share as buffers= says, or torch.nn.GroupNorm"
+                )
         named = {plain_name(name): p for name, p in module.named_parameters()}
         trained = {name: p for name, p in named.items() if p.requires_grad}
         if not trained:

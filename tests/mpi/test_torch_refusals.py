@@ -83,3 +83,125 @@ def test_a_learning_rate_of_one_rank_is_refused_at_its_first_step(mesh):
     with pytest.raises(ValueError, match=rf"lr of param_groups\[0\] is 0.25 on rank 0, 0.5 on rank.*{way_out}"):
         optimizer.step()
     assert np.array_equal(optimizer.parameters.flat, before)
+
+
+def replace_gradient(p):
+    p.grad = p.grad / 2
+
+
+def drop_gradient(p):
+    p.grad = None
+
+
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        (lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1), "changed"),
+        (lambda p: p.grad.mul_(0.5), "changed"),
+        (lambda p: p.grad.zero_(), "changed"),
+        (replace_gradient, "assigned"),
+        (drop_gradient, "dropped"),
+    ],
+)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_that_were_changed_are_refused_on_all_ranks(mesh, zero, change, how):
+    """A step would not see it; after the error and zero_grad, the next step is as ever."""
+    steps = {}
+    for changes in (True, False):
+        module, (x, y) = smooth(), images()
+        optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero)
+        before = optimizer.parameters.flat.copy()
+        if changes:
+            loss_of(module, x, y, samples_of(mesh, 1)).backward()
+            if mesh.rank == mesh.size - 1:
+                change(module[3].weight)
+            with pytest.raises(ValueError, match=f"'3.weight' was {how} after the backward pass.* max_gradient_norm"):
+                optimizer.step()
+            assert np.array_equal(optimizer.parameters.flat, before)
+            optimizer.zero_grad()
+        loss_of(module, x, y, samples_of(mesh, 0)).backward()
+        optimizer.step()
+        steps[changes] = optimizer.parameters.flat.copy()
+    assert np.array_equal(steps[True], steps[False])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_without_a_backward_pass_are_refused(mesh, zero):
+    module, (x, y) = smooth(), images()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero)
+    loss = loss_of(module, x, y, samples_of(mesh, 0))
+    for p, gradient in zip(module.parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True):
+        p.grad = gradient
+    with pytest.raises(ValueError, match=r"'1.weight' was assigned after the backward pass.* call backward\(\)"):
+        optimizer.step()
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_gradients_may_be_changed_between_two_passes(mesh):
+    """Within no_sync, as in a loop without mpishard."""
+    steps = []
+    for factor in (1, 3):
+        module, (x, y) = smooth(), images()
+        optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1))
+        with optimizer.no_sync():
+            (loss_of(module, x, y, samples_of(mesh, 0)) / factor).backward()
+            for p in module.parameters():
+                p.grad.mul_(factor)
+        loss_of(module, x, y, samples_of(mesh, 1)).backward()
+        optimizer.step()
+        steps.append(optimizer.parameters.flat.copy())
+    np.testing.assert_allclose(steps[1], steps[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_sparse_gradients_are_dense_ones(mesh, zero):
+    steps = []
+    for sparse in (False, True):
+        torch.manual_seed(2)
+        module = torch.nn.EmbeddingBag(11, 5, sparse=sparse)
+        optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero)
+        for step in range(2):
+            with optimizer.no_sync():
+                module(torch.arange(4).reshape(2, 2) + step).square().mean().backward()
+            module(torch.arange(4).reshape(2, 2) + mesh.rank % 7).square().mean().backward()
+            optimizer.step()
+        steps.append(optimizer.parameters.flat.copy())
+    assert np.array_equal(*steps)
+
+
+def test_a_buffer_of_two_names_of_which_one_is_another_tensor(mesh):
+    module, (x, y) = smooth(), images()
+    module.register_buffer("again", module.seen)
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE)
+    loss_of(module, x, y, samples_of(mesh, 0)).backward()  # it has assigned `seen` anew
+    with pytest.raises(ValueError, match="buffer 'seen' had a second name.*'again', and one of them is another tensor"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda module: torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1),
+        lambda module: module[1].weight.grad.mul_(0.5),
+        lambda module: module[1].weight.grad.norm(),
+    ],
+)
+def test_gradients_that_have_left_cannot_be_used(mesh, use):
+    """Under ZeRO-2; the step is as ever."""
+    steps = []
+    for uses in (False, True):
+        module, (x, y) = smooth(), images()
+        optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=2)
+        for step in range(2):
+            with optimizer.no_sync():
+                loss_of(module, x, y, samples_of(mesh, 2)).backward()
+            loss_of(module, x, y, samples_of(mesh, step)).backward()
+            if uses:
+                with pytest.raises(
+                    RuntimeError, match="under zero=2, .*max_gradient_norm.*gradient_norm after the step"
+                ):
+                    use(module)
+            optimizer.step()
+        assert all(p.grad is None for p in module.parameters())
+        steps.append(optimizer.parameters.flat.copy())
+    assert np.array_equal(*steps)

@@ -74,6 +74,11 @@ def sharing() -> Any:
             r"'t' is not contiguous: shape \(2, 3\), strides \(1, 2\)",
         ),
         (sharing, ValueError, "'one' and 'other' are two that share memory"),
+        (
+            lambda: torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.SyncBatchNorm(2)),
+            ValueError,
+            r"'1' is a torch.nn.SyncBatchNorm, which sums over ranks of torch.distributed.*use torch.nn.BatchNorm1d",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_trained_is_unchanged(
