@@ -215,7 +215,9 @@ if _runs_distributed():
 
         check_before_mpi()
 
-        from mpishard.comm.abort import abort_on_exception, restore_sigusr1
+        from mpishard.comm.abort import abort_on_exception, restore_sigusr1, start_mpi
+
+        start_mpi()
         from mpishard.comm.supervisor_reports import watch_script
 
         abort_on_exception()

@@ -9,6 +9,7 @@ that a signal kills.  So under ULFM a rank that aborts the job kills itself, and
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -203,6 +204,16 @@ class _AbortOnException:
     def in_thread(self, args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
             self(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def start_mpi() -> None:
+    """Start MPI unless somebody has: ``mpi4py.rc.initialize = False``, as Devito sets it, leaves that to others.
+
+    Collective.
+    """
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(lambda: None if MPI.Is_finalized() else MPI.Finalize())
 
 
 def abort_on_exception(

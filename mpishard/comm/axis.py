@@ -324,6 +324,8 @@ class Axis(Communicator):
         SystemExit
             If the first rank with one has called ``sys.exit``: with the same code.
         """
+        if self._channel.is_self and problem is not None:
+            raise problem  # code without a mesh may run where nobody has started MPI
         bad = np.array([problem is not None], np.int64)
         if self.all_reduce(bad, op="max", label="control")[0]:
             self.raise_together(problem)

@@ -76,9 +76,9 @@ class Channel:
         self.started = started
         self.calls = 0
         self.messages = 0
-        self._is_self = comm == MPI.COMM_SELF
-        self.rank, self.size = (0, 1) if self._is_self else (comm.rank, comm.size)
-        self.largest_count: int | None = _MOST if self._is_self or not probe().large_counts else None
+        self.is_self = comm == MPI.COMM_SELF
+        self.rank, self.size = (0, 1) if self.is_self else (comm.rank, comm.size)
+        self.largest_count: int | None = _MOST if self.is_self or not probe().large_counts else None
         self.compares_memory = False
         self.withholds_device_buffers = False
         self.under_way: WeakSet[Request] = WeakSet()
@@ -100,13 +100,13 @@ class Channel:
 
     def free(self) -> None:
         """Free the communicator, if this rank has one: a spare of an elastic run has none.  Collective."""
-        if not self._is_self and self.comm != MPI.COMM_NULL:
+        if not self.is_self and self.comm != MPI.COMM_NULL:
             DEFERRED.flush()
             self.comm.Free()
 
     def revoke(self) -> None:
         """Make every operation on the communicator fail, on all ranks.  Not collective (ULFM)."""
-        if not self._is_self and self.comm != MPI.COMM_NULL and not self.comm.Is_revoked():
+        if not self.is_self and self.comm != MPI.COMM_NULL and not self.comm.Is_revoked():
             self.comm.Revoke()
 
     def begin(

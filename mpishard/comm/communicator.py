@@ -176,7 +176,9 @@ class Communicator:
         if out is not None or not self._blocking.is_plain(buffer, op):
             return self._blocking.all_reduce(buffer, out, op, label).wait()
         sent = all_reduce_elements(buffer.size, self.size, self.rank)
-        self._call("all_reduce", buffer, sent, label, self._comm.Allreduce, MPI.IN_PLACE, buffer, OPS[op])
+        # Without a mesh there may be no MPI: nobody has to start it for what is left as it is.
+        function = _leave if self._channel.is_self else self._comm.Allreduce
+        self._call("all_reduce", buffer, sent, label, function, MPI.IN_PLACE, buffer, OPS[op])
         return buffer
 
     def reduce_scatter(
@@ -472,3 +474,7 @@ class Communicator:
             Its `wait` returns what `recv` returns.
         """
         return self._messages.recv(buffer, source, tag, label)
+
+
+def _leave(*_: Any) -> None:
+    """Do nothing, as MPI does with an array of one rank in place."""

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from mpishard.arguments import flag, shown
 from mpishard.backend.blas_threads import limit_blas_threads
 from mpishard.backend.products.choice import Common
-from mpishard.comm.abort import abort_on_exception
+from mpishard.comm.abort import abort_on_exception, start_mpi
 from mpishard.comm.axis import Axis
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import agree_on_device_buffers, heals_in_place
@@ -121,6 +121,7 @@ class Mesh:
         debug: bool | None = None,
         collectives: str = "mpi",
     ) -> None:
+        start_mpi()
         if comm is None:
             comm = MPI.COMM_WORLD
         if not isinstance(comm, MPI.Intracomm):

@@ -84,6 +84,12 @@ print("finished")
     assert finished.errors.count("mpishard: Ctrl-C ends the job") == 1 and "Traceback" not in finished.errors
 
 
+def test_mpi_is_started_where_nobody_has(mpirun: Callable[..., Any]) -> None:
+    script = "import mpi4py; mpi4py.rc.initialize = False; import mpishard; print(mpishard.Mesh().world.size)"
+    finished = mpirun(2, "-c", script)
+    assert (finished.code, finished.output.split()) == (0, ["2", "2"]), finished.all
+
+
 def test_a_script_without_a_handler_dies_of_sigusr1(mpirun: Callable[..., Any]) -> None:
     """Also under MPICH, which catches it."""
     script = "import mpishard, os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('lives')"

@@ -38,6 +38,37 @@ def test_a_model_without_a_mesh_makes_no_mpi_call() -> None:
     assert done.returncode == 0, done.stderr
 
 
+NOT_STARTED = """
+import mpi4py
+mpi4py.rc.initialize = False  # as Devito has it
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+def function(x):
+    return float(x @ x), 2 * x
+
+def wrong(x):
+    raise ArithmeticError
+
+assert mpishard.check_gradient(function, np.ones(3), disp=False)
+assert mpishard.check_adjoint(lambda x: 2 * x, lambda y: 2 * y, np.ones(3), np.ones(3), disp=False)
+assert mpishard.minimize(function, np.ones(3)).success
+try:
+    mpishard.check_gradient(wrong, np.ones(3))
+except ArithmeticError:
+    pass
+assert not MPI.Is_initialized()
+with mpishard.Mesh() as mesh:
+    assert mpishard.minimize(function, np.ones(3), mesh=mesh).success
+"""
+
+
+def test_mpi_is_started_by_a_mesh_where_nobody_has() -> None:
+    done = subprocess.run([sys.executable, "-c", NOT_STARTED], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
 def test_it_has_every_collective() -> None:
     axis = mpishard.Axis.single("alone")
     values, other = np.arange(3.0), np.zeros(3)
