@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import asdict
@@ -65,14 +66,13 @@ def run(
     the run.
 
     SIGTERM and Ctrl-C let the ranks leave (they see SIGTERM, under Open MPI SIGUSR1) and then end them; SIGUSR1 is
-    passed on.  A command that begins with python means this Python.  A script or module that Python runs is run by
+    passed on.  A command that begins with python, or with a file NAME.py, means this Python.  A script or module that Python runs is run by
     mpishard.launch.worker, which notes how it ended.
     """
     if hosts:
         parse_hosts(hosts)
-    words = [sys.executable if command[0] in ("python", "python3") else command[0], *command[1:]]
     job = Job(
-        tuple(words),
+        _words(command, elsewhere=bool(hosts)),
         ranks,
         HostSettings(hosts, remote_shell, probe_every, probe_limit),
         Policy(elastic, replace, min_workers, multiple_of, max_restarts),
@@ -91,3 +91,15 @@ def run(
     sys.stderr.flush()
     arguments = [sys.executable, "-I", supervisor_main.__file__, json.dumps(asdict(job))]
     os.execve(sys.executable, arguments, os.environ)  # an MPI library's own variables are not in os.environ
+
+
+def _words(command: list[str], elsewhere: bool) -> tuple[str, ...]:
+    """What each rank executes; ValueError if it cannot be executed here, unless the ranks are elsewhere."""
+    program = command[0]
+    if program.endswith(".py"):
+        return (sys.executable, *command)
+    if program in ("python", "python3"):
+        return (sys.executable, *command[1:])
+    if not elsewhere and shutil.which(program) is None:
+        raise ValueError(f"{program!r} cannot be executed: there is no such program; a script is run by python FILE")
+    return tuple(command)

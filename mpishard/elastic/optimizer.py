@@ -146,8 +146,11 @@ class ElasticOptimizer:
             if isinstance(config, Mesh):
                 config = ShardingConfiguration(config, reproducible=True)
             optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
-        elif config is not None:
-            raise TypeError("an optimizer has its configuration; leave config out")
+        elif config is not None and config is not optimizer.mesh and config is not optimizer.config:
+            given = "mesh" if isinstance(config, Mesh) else "configuration"
+            raise TypeError(
+                f"{type(optimizer).__name__} was made with a mesh and a configuration of its own; leave this {given} out"
+            )
         self.optimizer = optimizer
         mesh = optimizer.mesh
         if mesh.is_reshaped:

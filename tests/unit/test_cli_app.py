@@ -131,3 +131,16 @@ def test_commands_that_need_no_mpi_do_not_start_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMMANDS_WITHOUT_MPI, *typed]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_a_program_that_does_not_exist_is_refused_before_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--elastic", "-n", "2", "trian"]) == 2
+    assert "'trian' cannot be executed: there is no such program" in capsys.readouterr().err
+
+
+def test_a_script_means_this_python(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import mpishard, sys; print(*sys.argv[1:])")
+    command = [sys.executable, "-m", "mpishard", "run", "-n", "1", str(script), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "--steps 3\n"), done.stderr
