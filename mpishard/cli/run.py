@@ -66,8 +66,8 @@ def run(
     the run.
 
     SIGTERM and Ctrl-C let the ranks leave (they see SIGTERM, under Open MPI SIGUSR1) and then end them; SIGUSR1 is
-    passed on.  A command that begins with python, or with a file NAME.py, means this Python.  A script or module that Python runs is run by
-    mpishard.launch.worker, which notes how it ended.
+    passed on.  A command that begins with python, or with a file NAME.py, means this Python.  A script or module that
+    Python runs is run by mpishard.launch.worker, which notes how it ended.
     """
     if hosts:
         parse_hosts(hosts)

@@ -147,9 +147,9 @@ class ElasticOptimizer:
                 config = ShardingConfiguration(config, reproducible=True)
             optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
         elif config is not None and config is not optimizer.mesh and config is not optimizer.config:
-            given = "mesh" if isinstance(config, Mesh) else "configuration"
+            what = "mesh" if isinstance(config, Mesh) else "configuration"
             raise TypeError(
-                f"{type(optimizer).__name__} was made with a mesh and a configuration of its own; leave this {given} out"
+                f"{type(optimizer).__name__} was made with a mesh and a configuration of its own; leave this {what} out"
             )
         self.optimizer = optimizer
         mesh = optimizer.mesh

@@ -376,8 +376,9 @@ def test_what_has_no_sense_is_refused(mesh):
             ElasticOptimizer(inner, min_workers=least, max_workers=most)
     with pytest.raises(ValueError, match="start more of them"):
         ElasticOptimizer(inner, min_workers=mesh.size + 1, max_workers=mesh.size + 1)
-    with pytest.raises(TypeError, match="was made with a mesh and a configuration of its own; leave this"):
-        ElasticOptimizer(inner, mesh)
+    with pytest.raises(TypeError, match="a mesh and a configuration of its own; leave this configuration out"):
+        ElasticOptimizer(inner, ShardingConfiguration(mesh))
+    assert ElasticOptimizer(inner, mesh).mesh is mesh
     with pytest.raises(TypeError, match="needs a Mesh"):
         ElasticOptimizer(AdamW(lr=0.01))
     optimizer = ElasticOptimizer(AdamW(lr=0.01), mesh, max_workers=mesh.size)
