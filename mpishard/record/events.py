@@ -19,7 +19,11 @@ def require_tensorboard() -> None:
 
 
 class Events:
-    """Scalars by step in a folder of event files.  The writer, with a thread of its own, is made at the first one."""
+    """Scalars by step in a folder of event files.  The writer, with a thread of its own, is made at the first one.
+
+    They are plain numbers, which `EventAccumulator.Scalars` and tools built on it see; TensorBoard's own writer of
+    summaries writes tensors, which these do not see.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,13 +31,15 @@ class Events:
 
     def add(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step, at a time in seconds since 1970; values that are not finite are left out."""
-        if self._writer is None:
-            from tensorboard.summary import Writer
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            self._writer = Writer(str(self.folder))
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(name, value, step, wall_time=time)
+        if self._writer is None:
+            self._writer = EventFileWriter(str(self.folder))
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
+        self._writer.add_event(Event(wall_time=time, step=step, summary=Summary(value=values)))
 
     def flush(self) -> None:
         """Write all buffered metrics; OSError if that fails."""

@@ -88,3 +88,18 @@ def test_a_slurm_that_never_answers_is_not_waited_for_without_limit(leave):
     log, code, requeued = leave(10**6, PATIENCE="0")
     assert code == 2 and not requeued
     assert "Slurm did not queue job 1 again within 0 s; submit it again, and it goes on" in log
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "options"),
+    [
+        ("optimize(resume=True)", {}, ""),
+        ('add_argument("--resume")', {}, "--resume"),
+        ('add_argument("--resume")', {"RESUME": ""}, ""),
+        ("optimize(resume=True)", {"RESUME": "--again yes"}, "--again yes"),
+    ],
+)
+def test_a_script_gets_the_option_to_resume_that_it_has(leave, tmp_path, script, environment, options):
+    (tmp_path / "train.py").write_text(script)
+    log, _, requeued = leave(**environment)
+    assert requeued == ["1"] and f"train.py {options}\n" in log, log
