@@ -19,7 +19,8 @@ author = "the authors of mpishard"
 copyright = "the authors of mpishard, Apache-2.0"
 version = release = mpishard.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "pictures", "commands"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "sphinx_copybutton"]
+extensions += ["pictures", "commands"]  # of this folder
 exclude_patterns = ["_build"]
 nitpicky = True
 
