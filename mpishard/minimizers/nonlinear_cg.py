@@ -145,18 +145,22 @@ class ConjugateGradients(Descent):
             "square": self._square,
             "direction_square": self._direction_square,
             "turns": self._turns,
+            # What a limit on iterations, lifted later, has kept from becoming a direction; else both are 0.
+            "beta": self._beta,
+            "decrease": self._decrease,
         }
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         try:
             squares = float(metadata["square"]), float(metadata["direction_square"])
             turns = int(metadata["turns"])
+            beta, decrease = float(metadata.get("beta", 0.0)), float(metadata.get("decrease", 0.0))
         except (KeyError, TypeError) as error:
             raise ValueError(f"NonlinearCG: the saved state cannot be restored: {error!r}") from None
         super().restore(metadata)
         self._square, self._direction_square = squares
         self._turns = turns
-        self._preconditioned, self._beta, self._decrease = None, 0.0, 0.0
+        self._preconditioned, self._beta, self._decrease = None, beta, decrease
 
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         z, before = self._times_preconditioner(gradient), self._square
