@@ -173,10 +173,12 @@ def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: 
                     dy = dy_nc[b * length + t, column : column + width]
                     y = y_nc[b * length + t, column : column + width]
                     out = dy_sbhtd[s, b, h, t]
+                    # Apart: LLVM vectorises a sum beside a store only where the arrays lie far enough from each other.
                     total = dy_nc.dtype.type(0)
                     for d in range(width):
-                        out[d] = dy[d]
                         total += dy[d] * y[d]
+                    for d in range(width):
+                        out[d] = dy[d]
                     inner_sbht[s, b, h, t] = total
 
 
