@@ -8,6 +8,7 @@ the folder.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -290,6 +291,10 @@ def fail(kind: str) -> None:
         time.sleep(PATIENCE)
     if kind == "exit":
         sys.exit(3)
+    if kind == "code":
+        os._exit(3)
+    if kind == "library":
+        ctypes.CDLL(None).exit(3)
     raise ArithmeticError("a fault of this process")
 
 
@@ -324,7 +329,7 @@ def strike(
     def shoot(process: int, number: int, kind: str) -> None:
         notes.leave(f"fault-{number}")
         os.kill(process, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(kind, signal.SIGUSR2))
-        if kind in ("exception", "exit"):
+        if kind not in ("kill", "stop"):
             notes.wait(f"shot-{process}")
 
     def is_shot(*_: Any) -> None:
@@ -365,8 +370,9 @@ def strike(
     before(agreements.Agreements, "agree_as_workers", "agreement")
     before(transactions.Transactions, "commit", "committed")
     # An exception in the writing of files is the disk's and no fault of the process.
-    before(saver, "write_pieces", "save", lambda **_: any(fault.kind in ("kill", "stop") for _, fault in here))
-    before(checkpoints, "save", "save", lambda **_: all(fault.kind in ("exception", "exit") for _, fault in here))
+    raises = all(fault.kind in ("exception", "exit") for _, fault in here)
+    before(saver, "write_pieces", "save", lambda **_: not raises)
+    before(checkpoints, "save", "save", lambda **_: raises)
     # Those who write tell the first what they wrote, and how long that is.
     within(polling, "_sizes", "reported")
     deaths = []

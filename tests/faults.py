@@ -44,7 +44,7 @@ PHASES = (
     *("save", "reported", "last-save", "resize", "heal"),
     *RECRUITING,
 )
-KINDS = ("kill", "exception", "stop", "exit")
+KINDS = ("kill", "exception", "stop", "exit", "code", "library")
 # Strategy, tensor and pipeline size.
 LAYOUTS = {
     "DDP": ("DDP", 1, 1),

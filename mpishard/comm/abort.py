@@ -4,7 +4,8 @@ If any rank raises an uncaught exception, that rank prints its traceback and abo
 
 Under Open MPI's ULFM, ``MPI_Abort`` ends only the rank that calls it, and MPI does not inform the other ranks (5.0.11,
 4 ranks).  Nor does MPI inform them of a rank that ends with an exit code other than 0.  MPI does inform them of a rank
-that a signal kills.  So under ULFM a rank that aborts the job kills itself, and the informed ranks do the same.
+that a signal kills.  So under ULFM a rank that aborts the job kills itself, and the informed ranks do the same.  Where
+the others go on without a rank (`fail_alone`), its exit is made such a death, see `mpishard.comm.exits`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mpi4py import MPI
 
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.death_monitor import silence_death_monitors
+from mpishard.comm.exits import die_at_exit
 from mpishard.comm.ledger import Ledger
 from mpishard.launch.exit_code import INTERRUPTED
 from mpishard.launch.job_notes import ALIKE
@@ -66,7 +68,7 @@ def abort(message: str, code: int = 1) -> None:
 def die(message: str) -> NoReturn:
     """Print `message` on stderr and kill this process alone, so that ULFM informs the others.
 
-    MPI_Finalize would wait for the others, and ULFM does not inform them of an exit code other than 0.
+    MPI_Finalize would wait for the others, and ULFM informs them of a signal, not of an exit code other than 0.
 
     Not collective.
 
@@ -280,12 +282,15 @@ def forget(watchdog: Failures) -> None:
 
 
 def fail_alone(alone: bool) -> None:
-    """Set whether an uncaught exception ends this process only; MPI informs the others (ULFM).  Not collective.
+    """Set whether an uncaught exception, or an exit, ends this process only; MPI informs the others (ULFM).
+
+    Not collective.
 
     Parameters
     ----------
     alone : bool
-        False: it ends the job.
+        False: an exception ends the job.
     """
+    die_at_exit(alone)
     if isinstance(sys.excepthook, _AbortOnException):
         sys.excepthook.alone = alone

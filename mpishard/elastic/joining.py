@@ -162,6 +162,7 @@ class JoiningProcess:
         signal.setitimer(signal.ITIMER_REAL, _LEAVE_S)
         self._leader.Free()
         MPI.Finalize()
+        fail_alone(False)
         # C's exit runs the exit handlers of C, in which MPICH informs its launcher that the process ended in order.
         ctypes.PyDLL(None).exit(0)
         raise AssertionError

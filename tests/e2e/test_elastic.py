@@ -33,6 +33,8 @@ SAMPLE = [
     ("first", "reported", "kill", "ZeRO1"),
     ("first", "last-save", "kill", "ZeRO1"),
     ("middle", "validation", "kill", "ZeRO3"),
+    ("middle", "reduction", "code", "ZeRO1"),
+    ("last", "forward", "library", "tensor"),
 ]
 # The survivors of one replica of four processes take another mesh.
 MOVES = [
