@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,16 +23,22 @@ from mpishard.version import versions
 _RELEVANT = re.compile(
     r"(MPISHARD|OMP|OPENBLAS|MKL|BLIS|NUMBA|CUDA|UCX|FI|HDF5|OMPI_MCA|PRTE_MCA|PMIX_MCA|MPIR_CVAR|SLURM)_\w+"
 )
-_SECRET = re.compile(r"TOKEN|JWT|SECRET|PASSW|KEY|CREDENTIAL", re.IGNORECASE)
+# Not tokenizers and numbers of heads of keys, which language models have.
+_SECRET = re.compile(
+    r"key(?![_-]value)|token(?!i[sz])|jwt|secret|passw|passphrase|auth(?!or\b)|credential", re.IGNORECASE
+)
+_MASK = "***"
+# An argument that has its value with it, as --token=VALUE or api.key=VALUE; a path before = is no name.
+_WITH_VALUE = re.compile(r"(-{0,2}[\w.-]+)=.+", re.DOTALL)
 
 
 def surroundings(mesh: Mesh) -> dict[str, Any]:
-    """Time, host, command, number of ranks and versions.  Not collective."""
+    """Time, host, command, number of ranks and versions; secrets are masked.  Not collective."""
     mpi = probe()
     return {
         "time": round(datetime.now(UTC).timestamp(), 3),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [sys.executable, *sys.argv],
+        "command": [sys.executable, *without_secrets(sys.argv)],
         "working_directory": os.getcwd(),
         "host": os.uname().nodename,
         "system": platform.platform(),
@@ -43,11 +49,27 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
         "arithmetic": arithmetic(),
         "versions": {**versions(), mpi.library: mpi.version},
         "environment": {
-            name: value
+            name: _MASK if _SECRET.search(name) else value
             for name, value in sorted(os.environ.items())
-            if _RELEVANT.fullmatch(name) and not _SECRET.search(name)
+            if _RELEVANT.fullmatch(name)
         },
     }
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line, where the values of options such as ``--api-key VALUE`` and ``--token=VALUE`` are masked."""
+    shown: list[str] = []
+    secret = False  # the option before has a secret name, and no value yet
+    for argument in arguments:
+        pair = _WITH_VALUE.fullmatch(argument)
+        name = pair[1] if pair else argument
+        named = bool(_SECRET.search(name))
+        if secret and not argument.startswith("--"):
+            shown.append(_MASK)
+        else:
+            shown.append(f"{name}={_MASK}" if pair and named else argument)
+        secret = named and not pair and argument.startswith("-")
+    return shown
 
 
 def plain(value: Any) -> Any:

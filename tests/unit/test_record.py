@@ -272,12 +272,36 @@ def test_surroundings_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     import mpishard
     from mpishard.record.starts import surroundings
 
-    monkeypatch.setenv("SLURM_JWT", "secret")
+    for name in ("SLURM_JWT", "MPISHARD_API_KEY", "UCX_Auth_Mode", "OMPI_MCA_PASSWD", "MPISHARD_Credentials"):
+        monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     with mpishard.Mesh() as mesh:
         found = surroundings(mesh)
-    assert found["environment"]["SLURM_JOB_ID"] == "42" and "secret" not in json.dumps(found)
+    assert found["environment"]["MPISHARD_API_KEY"] == found["environment"]["UCX_Auth_Mode"] == "***"
+    assert found["environment"]["SLURM_JOB_ID"] == "42" and "hunter2" not in json.dumps(found)
     assert found["versions"]["NumPy"] == np.__version__ and found["ranks"] == 1 and found["command"][1:] == sys.argv
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("--api-key VALUE --lr 1", "--api-key *** --lr 1"),
+        ("--token=VALUE file", "--token=*** file"),
+        ("--password VALUE", "--password ***"),
+        ("--password -VALUE", "--password ***"),
+        ("-Passwd VALUE x", "-Passwd *** x"),
+        ("tracker.api_key=VALUE=", "tracker.api_key=***"),
+        ("--secret token --key=VALUE", "--secret *** --key=***"),
+        ("--use-auth --steps 3", "--use-auth --steps 3"),
+        ("--key --auth", "--key --auth"),
+        ("keys/train.py --tokenizer llama --key-value-heads 2", None),
+        ("--data=/secret/x key --folder=runs/key=3", None),
+    ],
+)
+def test_a_command_line_holds_no_secret(given: str, kept: str | None) -> None:
+    from mpishard.record.starts import without_secrets
+
+    assert " ".join(without_secrets(given.split())) == (kept or given)
 
 
 def test_tensorboard_reads_its_events(tmp_path: Path) -> None:
