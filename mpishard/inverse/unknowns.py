@@ -185,7 +185,19 @@ def _real_array(x0: Any) -> Array:
         try:
             values = np.atleast_1d(np.asarray(x0))
         except (TypeError, ValueError):
-            raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}") from None
+            raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}{_way_out(x0)}") from None
     if values.dtype.kind not in "biuf":
-        raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}")
+        raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}{_way_out(x0)}")
     return values if values.dtype in arrays.FLOATS else values.astype(np.float64)
+
+
+def _way_out(x0: Any) -> str:
+    """How to start from several arrays, for messages; empty for a start without arrays."""
+    if isinstance(x0, Mapping):
+        names = [str(name) for name in x0][:2]
+    elif isinstance(x0, list | tuple) and any(hasattr(each, "shape") for each in x0):
+        names = ["a", "b"]
+    else:
+        return ""
+    inside = ", ".join(f"{name!r}: ..." for name in names)
+    return f"; several arrays are given by name, as x0=mpishard.FlatParameters.of({{{inside}}})"
