@@ -20,7 +20,7 @@ from mpishard.nn.device_products import weights_stay
 from mpishard.nn.generation import Generation, agreed_request, lengths_of_change, ranks_of_one_model
 from mpishard.nn.inputs import Inputs
 from mpishard.nn.local_chunks import LocalChunks
-from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model
+from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model, shows_fields
 from mpishard.nn.products import check_compute_dtype, warn_if_slow
 from mpishard.nn.traced_products import TracedProducts
 from mpishard.nn.units import Batch
@@ -81,6 +81,7 @@ class Decoder:
         On this rank, for CuPy without a GPU.
     """
 
+    @shows_fields(PipelineOptions, Precision, MemoryOptions)
     def __init__(
         self,
         architecture: DecoderArchitecture,

@@ -9,7 +9,14 @@ import numpy as np
 from mpishard.comm.mesh import Mesh
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.options import GPTOptions, MemoryOptions, PipelineOptions, Precision, named_architecture
+from mpishard.nn.options import (
+    GPTOptions,
+    MemoryOptions,
+    PipelineOptions,
+    Precision,
+    named_architecture,
+    shows_fields,
+)
 
 
 class GPT(Decoder):
@@ -99,6 +106,7 @@ class GPT(Decoder):
         **options: Unpack[GPTOptions],
     ) -> None: ...
 
+    @shows_fields(Architecture, PipelineOptions, Precision, MemoryOptions)
     def __init__(
         self,
         *architecture: Any,

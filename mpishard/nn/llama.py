@@ -9,7 +9,14 @@ import numpy as np
 from mpishard.comm.mesh import Mesh
 from mpishard.nn.decoder import Decoder
 from mpishard.nn.llama_architecture import LlamaArchitecture
-from mpishard.nn.options import LlamaOptions, MemoryOptions, PipelineOptions, Precision, named_architecture
+from mpishard.nn.options import (
+    LlamaOptions,
+    MemoryOptions,
+    PipelineOptions,
+    Precision,
+    named_architecture,
+    shows_fields,
+)
 
 
 class Llama(Decoder):
@@ -105,6 +112,7 @@ class Llama(Decoder):
         **options: Unpack[LlamaOptions],
     ) -> None: ...
 
+    @shows_fields(LlamaArchitecture, PipelineOptions, Precision, MemoryOptions)
     def __init__(
         self,
         *architecture: Any,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypedDict, TypeVar
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from mpishard.comm.agreement import text_of
 from mpishard.nn.products import check_half
 
 T = TypeVar("T")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,41 @@ class LlamaOptions(ModelOptions, total=False):
 
 # Names of the arguments of `GPT` and `Llama` that may be given by their position.
 _BY_POSITION = ("vocabulary_size", "context_length", "width", "layers", "heads", "dtype", "seed")
+
+
+def shows_fields(*kinds: type) -> Callable[[Init], Init]:
+    """Let `help` and `inspect.signature` show the fields that the ``**options`` of an ``__init__`` take.
+
+    Parameters
+    ----------
+    *kinds : dataclass
+        Their fields: those that may be given by position first, the others by keyword, after the arguments of its own.
+
+    Returns
+    -------
+    decorator
+        Of an ``__init__``, whose ``__signature__`` it sets; a subclass with another one has its own.
+    """
+    keyword, either = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    sizes, options = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+    def decorate(init: Init) -> Init:
+        written = inspect.signature(init, eval_str=True)
+        own = written.parameters.values()
+        shown = {each.name: each for each in own if each.kind not in (sizes, options)}
+        for kind in kinds:
+            hints = get_type_hints(kind)
+            for field in fields(kind):
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                parameter = inspect.Parameter(field.name, keyword, default=default, annotation=hints[field.name])
+                shown[field.name] = parameter
+        if any(each.kind is sizes for each in own):
+            by_position = {name: shown.pop(name).replace(kind=either) for name in ("self", *_BY_POSITION)}
+            shown = by_position | shown
+        init.__signature__ = written.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]
+        return init
+
+    return decorate
 
 
 def named_architecture(call: str, kind: type[T], given: Sequence[Any], options: dict[str, Any]) -> T:

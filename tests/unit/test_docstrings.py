@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cached_property
@@ -163,6 +164,17 @@ def says_who_calls(each: Public) -> bool:
     return any("ollective" in (inspect.getdoc(thing) or "") for thing in (each.thing, each.owner, module) if thing)
 
 
+@contextmanager
+def as_written(thing: Any) -> Iterator[None]:
+    """The class with the arguments of its code: models show the fields of values that their docstrings do not list."""
+    names = getattr(getattr(thing, "__init__", None), "__dict__", {})
+    shown = {name: names.pop(name) for name in ("__signature__",) if name in names}
+    try:
+        yield
+    finally:
+        names.update(shown)
+
+
 def complaints(each: Public) -> list[str]:
     """What is wrong with a docstring."""
     from numpydoc.docscrape import NumpyDocString
@@ -170,7 +182,8 @@ def complaints(each: Public) -> list[str]:
 
     if inherits(each):
         return []
-    wrong = [f"{code} {what}" for code, what in validate(each.name)["errors"] if code in CODES]
+    with as_written(each.thing):
+        wrong = [f"{code} {what}" for code, what in validate(each.name)["errors"] if code in CODES]
     if is_never_called(each.thing):
         return [f"{each.name}: {what}" for what in wrong if not what.startswith("PR01")]
     told = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import ml_dtypes
 import numpy as np
@@ -49,6 +50,29 @@ def test_options_by_name_are_the_fields_of_the_values():
     fields = {field.name for value in values for field in dataclasses.fields(value)}
     by_position = {"vocabulary_size", "context_length", "width", "layers", "heads", "dtype"}
     assert set(GPTOptions.__annotations__) == fields - by_position | {"module"}
+
+
+@pytest.mark.parametrize("model, architecture", [(nn.GPT, nn.Architecture), (nn.Llama, nn.LlamaArchitecture)])
+def test_the_signature_of_a_model_has_its_options(model, architecture):
+    """Sizes may be given by position; every field of the values is there by its name, with its default."""
+    shown = inspect.signature(model).parameters
+    by_position = [each.name for each in shown.values() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert by_position == ["vocabulary_size", "context_length", "width", "layers", "heads", "dtype", "seed"]
+    for value in (architecture, nn.PipelineOptions, nn.Precision, nn.MemoryOptions):
+        for field in dataclasses.fields(value):
+            missing = field.default is dataclasses.MISSING
+            assert shown[field.name].default == (inspect.Parameter.empty if missing else field.default)
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in list(shown.values())[7:])
+    assert shown["microbatches"].annotation == int | None and shown["mesh"].default is None
+    inspect.signature(model).bind(8, 8, 8, 1, 2, np.float64, 3, tied=True, schedule="gpipe", recompute=True)
+
+
+def test_a_model_of_ones_own_has_its_own_signature():
+    class Mine(nn.GPT):
+        def __init__(self, size: int) -> None:
+            super().__init__(8, 8, size, 1, 2)
+
+    assert list(inspect.signature(Mine).parameters) == ["size"]
 
 
 @pytest.mark.parametrize(
