@@ -8,6 +8,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from mpishard import (
     LBFGS,
@@ -160,6 +161,8 @@ def step(mesh, **options):
             lambda mesh: Mesh(4),
             r"comm=4 must be a communicator of mpi4py, .*; sizes are given by name, as Mesh\(data=4",
         ),
+        (lambda mesh: Mesh("x"), "comm='x' must be a communicator of mpi4py"),
+        (lambda mesh: Mesh(MPI.Intracomm()), "comm is a null communicator: it was freed, or this rank is not in it"),
         (lambda mesh: FlatParameters(["a"]), r"specs must be ParameterSpec\(name, shape\), got 'a'"),
         (lambda mesh: FlatParameters([ParameterSpec("a", (2,))], "int64"), "must be float32 or float64, got int64"),
         (lambda mesh: FlatParameters.of({}), "there are no tensors to name"),
