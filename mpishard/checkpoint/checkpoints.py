@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mpishard.arguments import shown
 from mpishard.checkpoint import saver
 from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import best_step
@@ -66,7 +67,7 @@ class Checkpoints:
     ValueError
         On every rank, if an option is invalid or not the same on all.
     TypeError
-        On every rank, if `keep` is no whole number or `asynchronous` no flag.
+        On every rank, if `keep` is no whole number or `asynchronous` no flag; on this rank, if `mesh` is no Mesh.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class Checkpoints:
         on_error: Literal["raise", "warn"] = "raise",
         best: Literal["validation loss"] | None = None,
     ) -> None:
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"Checkpoints: mesh={shown(mesh)} must be mpishard.Mesh()")
         given = {"folder": folder, "every": every, "keep": keep}
         given |= {"asynchronous": asynchronous, "compression": compression, "on_error": on_error, "best": best}
         options = CheckpointOptions.agreed(mesh.world, given)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import integer, no_others, whole_or_fields
+from mpishard.arguments import integer, no_others, shown, whole_or_fields
 from mpishard.backend.array import check_module
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
@@ -97,6 +97,8 @@ class Decoder:
         call = f"{type(self).__name__}()"
         if not isinstance(architecture, DecoderArchitecture):
             raise TypeError(f"{call} needs an architecture, got {architecture!r}")
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise TypeError(f"{call}: mesh={shown(mesh)} must be mpishard.Mesh(), or None")
         self.architecture: DecoderArchitecture = architecture
         pipeline = whole_or_fields(call, "pipeline", PipelineOptions, pipeline, options)
         precision = whole_or_fields(call, "precision", Precision, precision, options)

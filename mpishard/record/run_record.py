@@ -59,7 +59,7 @@ class RunRecord:
     Raises
     ------
     ValueError, TypeError
-        On this rank, if `trace`, `every` or `tensorboard` make no sense.
+        On this rank, if `mesh`, `trace`, `every` or `tensorboard` make no sense.
     ModuleNotFoundError
         On this rank, if TensorBoard is asked for and not installed.
 
@@ -77,6 +77,8 @@ class RunRecord:
         trace: tuple[int, int] | None = None,
         every: float = 1.0,
     ) -> None:
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"RunRecord: mesh={shown(mesh)} must be mpishard.Mesh()")
         steps = [integer("trace", step) for step in entries("trace", () if trace is None else trace, "two steps")]
         if trace is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(f"trace={trace!r} must be the first and the last step to trace, such as (100, 104)")

@@ -32,6 +32,7 @@ from mpishard import (
 )
 from mpishard.arguments import entries, flag, integer, mapping, no_others, number, whole_or_fields
 from mpishard.compression import Int8Compressor, TopKCompressor
+from mpishard.nn import GPT
 
 
 def test_what_is_taken_becomes_a_plain_value():
@@ -162,6 +163,9 @@ def step(mesh, **options):
             r"comm=4 must be a communicator of mpi4py, .*; sizes are given by name, as Mesh\(data=4",
         ),
         (lambda mesh: Mesh("x"), "comm='x' must be a communicator of mpi4py"),
+        (lambda mesh: RunRecord("nowhere", "x"), r"RunRecord: mesh='x' must be mpishard.Mesh\(\)"),
+        (lambda mesh: Checkpoints("nowhere", "x"), r"Checkpoints: mesh='x' must be mpishard.Mesh\(\)"),
+        (lambda mesh: GPT(8, 8, 8, 1, 2, mesh="x"), r"GPT\(\): mesh='x' must be mpishard.Mesh\(\), or None"),
         (lambda mesh: Mesh(MPI.Intracomm()), "comm is a null communicator: it was freed, or this rank is not in it"),
         (lambda mesh: FlatParameters(["a"]), r"specs must be ParameterSpec\(name, shape\), got 'a'"),
         (lambda mesh: FlatParameters([ParameterSpec("a", (2,))], "int64"), "must be float32 or float64, got int64"),
