@@ -222,6 +222,24 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+def printable(text: str) -> str:
+    """A text of unknown origin, such as a name in a file, for a message or a terminal.
+
+    Parameters
+    ----------
+    text : str
+        Anything.
+
+    Returns
+    -------
+    str
+        Control characters, with which a text could change a terminal or forge a line, are escaped as in a repr.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, options: dict[str, Any]) -> T:
     """The value `whole`, or a new one of those `options` that are its fields, which are removed from `options`.
 

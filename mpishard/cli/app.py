@@ -172,5 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = getattr(getattr(error, "ctx", None), "command_path", "mpishard")
         message = f"{message.rstrip('.')}; see {where} --help"
     if not alike or rank == 0:
-        typer.echo(f"mpishard: error: {' '.join(message.split())}", err=True)
+        from mpishard.arguments import printable  # which loads NumPy
+
+        typer.echo(f"mpishard: error: {printable(' '.join(message.split()))}", err=True)
     return 2

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mpishard.arguments import printable
 from mpishard.checkpoint.archives import Archive, write_archive
 from mpishard.checkpoint.comparing import differences, unlike
 from mpishard.checkpoint.converting import write_checkpoint, write_plain
@@ -15,7 +16,6 @@ from mpishard.checkpoint.examining import Examination, examine, found_at, is_che
 from mpishard.checkpoint.folder import astray, candidates, next_generation
 from mpishard.checkpoint.sources import Stored
 from mpishard.cli.checkpoint_text import (
-    plain,
     show_differences,
     show_facts,
     show_kinds,
@@ -42,9 +42,9 @@ def inspect(
     if _is_run(path):
         show_run([_row(each) for each in examined])
         typer.echo("")
-    typer.echo(plain(f"{chosen.folder}: {_state(chosen)}"))
+    typer.echo(printable(f"{chosen.folder}: {_state(chosen)}"))
     for problem in chosen.problems:
-        typer.echo(plain(f"  {problem}"))
+        typer.echo(printable(f"  {problem}"))
     if chosen.contents is None:
         if tensor is not None:
             raise ValueError(f"{chosen.folder} is damaged; its tensors cannot be read")
@@ -74,7 +74,7 @@ def verify(path: _Checkpoint) -> None:
     bad = 0
     if _is_run(path) and (problem := astray(path)):
         bad += 1
-        typer.echo(plain(problem))
+        typer.echo(printable(problem))
     for candidate in found:
         examined = examine(candidate)
         problems = list(examined.problems)
@@ -85,13 +85,13 @@ def verify(path: _Checkpoint) -> None:
                 problems.append(str(error))
         bad += bool(problems)
         if problems:
-            typer.echo(plain(f"{candidate.path}: bad"))
+            typer.echo(printable(f"{candidate.path}: bad"))
             for problem in problems:
-                typer.echo(plain(f"  {problem}"))
+                typer.echo(printable(f"  {problem}"))
         else:
             assert examined.contents is not None
             count = len(examined.contents.tensors)
-            typer.echo(plain(f"{candidate.path}: good; {_files(examined)}, {count} tensors, all values finite"))
+            typer.echo(printable(f"{candidate.path}: good; {_files(examined)}, {count} tensors, all values finite"))
     if bad:
         raise typer.Exit(1)
 
@@ -116,7 +116,7 @@ def convert(
         with Stored(chosen.contents) as stored:
             id = secrets.token_hex(16)
             write_checkpoint(stored, target, files=files, generation=chosen.contents.generation, id=id)
-    typer.echo(plain(f"written to {target}"))
+    typer.echo(printable(f"written to {target}"))
 
 
 def export(
@@ -129,7 +129,7 @@ def export(
     assert chosen.contents is not None
     with Stored(chosen.contents) as stored:
         write_archive(stored, target, optimizer=optimizer)
-    typer.echo(plain(f"written to {target}"))
+    typer.echo(printable(f"written to {target}"))
 
 
 def import_(
@@ -149,7 +149,7 @@ def import_(
             archive.facts |= {"step": step, "steps": step, "skipped_steps": 0}
         generation = next_generation(candidates(target.parent))
         write_checkpoint(archive, target, generation=generation, id=secrets.token_hex(16))
-        typer.echo(plain(f"written to {target}: {len(archive.tensors)} tensors, {', '.join(archive.kinds)}"))
+        typer.echo(printable(f"written to {target}: {len(archive.tensors)} tensors, {', '.join(archive.kinds)}"))
 
 
 def diff(
@@ -174,7 +174,7 @@ def diff(
         found = list(differences(a, b))
     changed = [each for each in found if not each.same_bits]
     for line in only:
-        typer.echo(plain(line))
+        typer.echo(printable(line))
     if changed:
         show_differences(changed)
     typer.echo(f"{len(found) - len(changed)} of {len(found)} arrays are equal to the last bit")
@@ -193,7 +193,7 @@ def _newest_whole(path: Path) -> Examination:
     """The checkpoint at a path, or the newest whole one of a run, whose name is then printed."""
     chosen = newest_whole(path)
     if chosen.folder != path.absolute():
-        typer.echo(plain(f"{path}: taking {chosen.folder.name}"))
+        typer.echo(printable(f"{path}: taking {chosen.folder.name}"))
     return chosen
 
 

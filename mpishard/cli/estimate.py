@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from mpishard.arguments import printable
 from mpishard.cli.estimate_startup import estimate_startup
 from mpishard.cli.estimate_text import console, details, new_table, overview, size
 from mpishard.cli.machine import Network, Speeds
@@ -189,9 +190,13 @@ def estimate(
     overview(found, limit, len(found) if show_all else rows, tokens)
     nodes = f", {machine.ranks_per_node} ranks a node" if machine.network else ", all ranks on one node"
     if (device or half) and flops is None:
-        typer.echo(f"Memory is that of GPUs, but times are those of processors: {machine.name}{nodes}.\n{_OF_GPUS}")
+        typer.echo(
+            f"Memory is that of GPUs, but times are those of processors: {printable(machine.name)}{nodes}.\n{_OF_GPUS}"
+        )
     else:
-        typer.echo(f"Times are predicted for {machine.name}" + (f"{nodes}." if machine is not TYPICAL else _MEASURE))
+        typer.echo(
+            f"Times are predicted for {printable(machine.name)}" + (f"{nodes}." if machine is not TYPICAL else _MEASURE)
+        )
 
 
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."

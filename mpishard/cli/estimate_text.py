@@ -11,7 +11,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
+from mpishard.arguments import printable
 from mpishard.estimate import Estimate, MachineProfile, Memory
 
 _MEMORY = {
@@ -31,6 +33,11 @@ def console() -> Console:
     """A console as wide as the terminal, or 120 columns wide without one, as in a log file; no trailing blanks."""
     file: Any = sys.stdout if sys.stdout.isatty() else _Trimmed(sys.stdout)
     return Console(width=shutil.get_terminal_size((120, 24)).columns, highlight=False, file=file)
+
+
+def cell(text: str, style: str = "") -> Text:
+    """A text that may come from a file: rich would read brackets in a string as markup."""
+    return Text(printable(text), style)
 
 
 class _Trimmed:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mpishard.arguments import printable
 from mpishard.elastic.control import request_resize
 from mpishard.elastic.mesh_choice import MeshSizes
 
@@ -38,4 +39,4 @@ def resize(
     has_it = answer.after == workers if sizes is None else answer.mesh == str(sizes)
     if not has_it:
         text += f"; there are not processes enough for {wanted}, and no more could be spawned: see what the run prints"
-    typer.echo(text)
+    typer.echo(printable(text))

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mpishard.cli.estimate_text import new_table, seconds, size
+from mpishard.cli.estimate_text import cell, new_table, seconds, size
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.environment.findings import count
 from mpishard.record.following import Follower, state_here
@@ -33,7 +33,7 @@ def screen(run: Follower, rows: int) -> Group:
         shown = sorted(processes, key=lambda process: -_busy(process))[:rows]
         parts.append(_table(run, sorted(shown, key=lambda process: process.lines[-1]["rank"])))
         if len(shown) < len(processes):
-            parts.append(Text(f"the {len(shown)} of {len(processes)} ranks that compute longest"))
+            parts.append(cell(f"the {len(shown)} of {len(processes)} ranks that compute longest"))
     return Group(*parts)
 
 
@@ -65,7 +65,7 @@ def snapshot(run: Follower) -> dict[str, Any]:
 
 def _headline(run: Follower) -> Text:
     if not run.last_step:
-        return Text(f"{run.folder}: no step yet")
+        return cell(f"{run.folder}: no step yet")
     own = run.own_metrics
     last = run.metrics[-1] if run.metrics else {}
     problem = run.start.get("problem", {})
@@ -87,7 +87,7 @@ def _headline(run: Follower) -> Text:
             figures.append(f"no step for {_clock(waited)}")
         elif left > 0 and step_s:
             figures.append(f"{_clock(max(1.0, left * step_s))} to go")
-    return Text(f"{run.folder}: " + ", ".join(figures))
+    return cell(f"{run.folder}: " + ", ".join(figures))
 
 
 def _step_s(run: Follower) -> float:
@@ -103,7 +103,7 @@ def _logged(run: Follower) -> list[Text]:
         for name, (step, value) in run.logged.items()
     ]
     more = [f"and {len(values) - _MOST_LOGGED} more"] if len(values) > _MOST_LOGGED else []
-    return [Text(", ".join(values[:_MOST_LOGGED] + more))] if values else []
+    return [cell(", ".join(values[:_MOST_LOGGED] + more))] if values else []
 
 
 def _best(run: Follower) -> str:
@@ -121,8 +121,8 @@ def _best(run: Follower) -> str:
 
 def _remarks(run: Follower, processes: list[Process]) -> list[Text]:
     if run.ending:
-        return [Text(f"ended: {run.ending}")]
-    remarks = [Text(f"straggler: {slow}", style="yellow") for slow in run.stragglers[:_MOST_REMARKS]]
+        return [cell(f"ended: {run.ending}")]
+    remarks = [cell(f"straggler: {slow}", style="yellow") for slow in run.stragglers[:_MOST_REMARKS]]
     silent = [
         process
         for process in processes
@@ -133,15 +133,15 @@ def _remarks(run: Follower, processes: list[Process]) -> list[Text]:
     named = [process for process in silent if states[process.name]][:_MOST_REMARKS]
     for process in named:
         who = f"rank {process.lines[-1]['rank']} ({process.name}) for {_clock(run.silent(process))}"
-        remarks.append(Text(f"silent: {who}: it {states[process.name]}", style="red"))
+        remarks.append(cell(f"silent: {who}: it {states[process.name]}", style="red"))
     others = [process for process in silent if process not in named]
     if others:
         ranks = ", ".join(str(process.lines[-1]["rank"]) for process in others[:_MOST_RANKS])
         more = f" and {len(others) - _MOST_RANKS} more" if len(others) > _MOST_RANKS else ""
         clock = _clock(min(map(run.silent, others)))
-        remarks.append(Text(f"silent: rank{'s' if len(others) > 1 else ''} {ranks}{more} for {clock}", style="red"))
+        remarks.append(cell(f"silent: rank{'s' if len(others) > 1 else ''} {ranks}{more} for {clock}", style="red"))
     if silent:
-        remarks.append(Text(f"mpishard why {run.folder} tells who waits for whom"))
+        remarks.append(cell(f"mpishard why {run.folder} tells who waits for whom"))
     return remarks
 
 
@@ -156,7 +156,7 @@ def _table(run: Follower, processes: list[Process]) -> Table:
         shares = [of.busy, *(of.axes.get(axis, 0.0) for axis in axes)]
         made.add_row(
             str(process.lines[-1]["rank"]),
-            process.name,
+            cell(process.name),
             str(_last_step(process) or "-"),
             f"{of.seconds / of.steps * 1e3:.4g}" if of.steps else "-",
             *(f"{share / of.seconds:.0%}" if of.seconds else "-" for share in shares),

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from mpishard.arguments import printable
 from mpishard.cli.arguments import RecordFolder
 from mpishard.record.diagnosis import Finding, diagnose
 from mpishard.record.reading import check_record
@@ -42,7 +43,7 @@ def why(
         typer.echo(json.dumps(shown))
         return
     if asked.ending and not any(finding.kind == "waits" for finding in findings):
-        typer.echo(f"the run has ended: {asked.ending}")
+        typer.echo(printable(f"the run has ended: {asked.ending}"))
         return
     if asked.answers and not asked.fresh:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(asked.answers[-1]["time"]))
@@ -52,7 +53,7 @@ def why(
     elif all(finding.kind == "runs" for finding in findings):
         typer.echo("nobody has waited for long: the run goes on, or computes")
     for line in _lines(findings):
-        typer.echo(line)
+        typer.echo(printable(line))
 
 
 def _lines(findings: list[Finding]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import h5py
 
+from mpishard.arguments import printable
 from mpishard.backend import array as arrays
 from mpishard.io import hdf5
 from mpishard.io.file_image import USER_BLOCK, FileImage
@@ -95,7 +96,7 @@ def decode(data: bytes, method: Method, like: Array) -> tuple[Array, dict[str, A
             values = {slot: _values(h5, f"slots/{slot}", like) for slot in slots}
             return arrays.on_device_of(point[()], like), values, metadata
     except Exception as error:  # h5py raises errors of many kinds for invalid content
-        raise ValueError(f"this state cannot be used: {str(error) or type(error).__name__}") from None
+        raise ValueError(f"this state cannot be used: {printable(str(error) or type(error).__name__)}") from None
 
 
 def _text(h5: h5py.File, name: str) -> str:

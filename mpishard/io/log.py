@@ -10,6 +10,8 @@ import contextlib
 import logging
 import sys
 
+from mpishard.arguments import printable
+
 LOGGER = logging.getLogger("mpishard")
 
 
@@ -18,7 +20,8 @@ class _ToStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, of a file that is closed
-            sys.stderr.write(f"mpishard: {record.getMessage()}\n")
+            text = "\n".join(map(printable, record.getMessage().split("\n")))
+            sys.stderr.write(f"mpishard: {text}\n")
             sys.stderr.flush()
 
 

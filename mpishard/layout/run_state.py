@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mpishard.arguments import printable
 from mpishard.layout.local_layout import LocalLayout, ModelParallelRank, cut_holding
 from mpishard.layout.specs import ParameterSpec
 
@@ -289,7 +290,7 @@ def brief(value: Any) -> str:
     str
         At most 500 characters and their number.
     """
-    text = value if isinstance(value, str) else repr(value)
+    text = printable(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 

@@ -30,7 +30,7 @@ from mpishard import (
     nn,
     save_checkpoint,
 )
-from mpishard.arguments import entries, flag, integer, mapping, no_others, number, whole_or_fields
+from mpishard.arguments import entries, flag, integer, mapping, no_others, number, printable, whole_or_fields
 from mpishard.compression import Int8Compressor, TopKCompressor
 from mpishard.nn import GPT
 
@@ -192,6 +192,14 @@ def test_options_of_checkpoints_that_ranks_have_agreed_on_stay(mesh, tmp_path):
 class Size:
     width: int = 1
     height: int = 2
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("größe 1 \\", "größe 1 \\"), ("a\x1b[2J\n\u202e", r"a\x1b[2J\n\u202e"), ("\x9b\ud800", r"\x9b\ud800")],
+)
+def test_control_characters_are_escaped(text, shown):
+    assert printable(text) == shown
 
 
 def test_a_value_as_a_whole_or_by_its_fields():

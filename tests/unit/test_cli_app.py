@@ -87,6 +87,11 @@ def test_a_file_that_is_not_there_is_named_first(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err == f"mpishard: error: {tmp_path}/absent.npz: No such file or directory\n"
 
 
+def test_an_error_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "a\x1b[2J\udc80")]) == 2
+    assert r"a\x1b[2J\udc80 is not there" in capsys.readouterr().err
+
+
 def test_mpi_starts_where_no_home_is_known() -> None:
     """That of Open MPI does not without HOME, which is missing in cron jobs and containers."""
     program = "import mpishard, os; mpishard.Mesh(); print(os.environ['HOME'])"

@@ -29,6 +29,11 @@ def test_on_stderr_and_once(capsys: pytest.CaptureFixture[str], caplog: pytest.L
     assert not caplog.records  # which handlers of all loggers would show again
 
 
+def test_what_comes_from_files_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    log.warn("a\x1b[2J\nb\r")
+    assert capsys.readouterr().err == "mpishard: a\\x1b[2J\nb\\r\n"
+
+
 def test_a_script_takes_it(untouched: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     taken: list[tuple[str, str]] = []
 
