@@ -8,6 +8,7 @@ are read as hostile: nothing is unpickled, and the claims of a header are first 
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zipfile
 import zlib
@@ -20,10 +21,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from mpishard.arguments import printable
 from mpishard.backend.array import FLOATS
 from mpishard.checkpoint.atomic_write import published
 from mpishard.checkpoint.disk import unlinked
 from mpishard.checkpoint.sources import Source, blocks, total_bytes
+from mpishard.io import files
 from mpishard.layout.boxes import Box, inside, whole_box
 from mpishard.layout.run_state import PARAMETERS, SLOT
 
@@ -226,7 +229,9 @@ class Archive(AbstractContextManager["Archive"]):
             # zipfile seeks to any offset that the file contains; that error names no file, unlike errors of opening.
             if isinstance(error, OSError) and error.filename is not None:
                 raise
-            raise ValueError(f"{self.path} cannot be read as {self.path.suffix[1:]}: {error}") from error
+            raise ValueError(
+                f"{self.path} cannot be read as {self.path.suffix[1:]}: {printable(str(error))}"
+            ) from error
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
@@ -250,8 +255,9 @@ class _Safetensors:
         from safetensors import safe_open
 
         # The package checks offsets against the file's size, but of two entries with one name it takes the last.
+        files.check(file)
         self._opened = stack.enter_context(safe_open(file, "numpy"))
-        with file.open("rb") as stream:
+        with os.fdopen(files.open_to_read(file), "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length), object_pairs_hook=_once)
         metadata = header.pop("__metadata__", None) or {}
@@ -279,10 +285,11 @@ class _Npz:
     """Labels with shape and dtype, and the values by label, of an npz file."""
 
     def __init__(self, file: Path, stack: ExitStack) -> None:
-        self._archive = stack.enter_context(zipfile.ZipFile(file))
+        stream = stack.enter_context(os.fdopen(files.open_to_read(file), "rb"))
+        self._archive = stack.enter_context(zipfile.ZipFile(stream))
         infos = self._archive.infolist()
         _once([(info.filename, None) for info in infos])
-        size_on_disk = file.stat().st_size
+        size_on_disk = os.fstat(stream.fileno()).st_size
         if sum(info.compress_size for info in infos) > size_on_disk:
             raise ValueError(f"its members overlap, or claim more than its {size_on_disk} bytes")
         self.facts_text = None

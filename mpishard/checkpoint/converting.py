@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from mpishard.checkpoint import disk
@@ -17,6 +16,7 @@ from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
 from mpishard.checkpoint.pieces import BLOCK, StoredPiece, new_file, pieces_file, stored, write_pieces
 from mpishard.checkpoint.sources import Source, Stored, blocks, total_bytes
+from mpishard.io import hdf5
 from mpishard.layout.boxes import Box, split
 from mpishard.layout.local_layout import WHOLE, cut_holding
 from mpishard.layout.run_state import link_name
@@ -118,7 +118,7 @@ def write_plain(contents: Contents, target: Path) -> None:
     """
     mark = f"mpishard plain {contents.id}\n".encode().ljust(BLOCK, b"\0")
     with Stored(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
-        with h5py.File(contents.folder / INDEX, "r") as index, new_file(path, mark, held=True) as (h5, file):
+        with hdf5.open_to_read(contents.folder / INDEX) as index, new_file(path, mark, held=True) as (h5, file):
             h5.attrs.update(index.attrs)
             h5.attrs["format"] = "mpishard plain checkpoint"
             for group in ("json", "history"):

@@ -184,7 +184,7 @@ def read_index(folder: Path) -> Contents:
     path = checks.file_inside(folder, INDEX)
     with checks.refusing(path):
         mark = read_mark(path)
-        with h5py.File(path, "r", locking=False) as h5:
+        with hdf5.open_to_read(path, locking=False) as h5:
             own = _check_origin(h5, mark)
             texts = {name: _text(h5, name) for name in hdf5.children(h5, "json")}
             tensors, kinds = _tensors(texts.pop("tensors")), _kinds(texts.pop("kinds"))

@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from mpishard.checkpoint.pieces import pieces_file
+from mpishard.io import files
 from mpishard.io.readers import Readers
 
 NAME = "manifest.json"
@@ -46,7 +47,7 @@ def hash_file(path: Path) -> tuple[int, str]:
     """
     hasher, size = xxhash.xxh3_128(), 0
     block = memoryview(bytearray(_BLOCK))
-    with io.FileIO(path) as file:
+    with io.FileIO(files.open_to_read(path)) as file:
         while count := file.readinto(block):
             hasher.update(block[:count])
             size += count
@@ -143,10 +144,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        about = path.lstat()
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST:
-            raise ValueError(f"{path} is not a file that mpishard wrote")
-        data = path.read_bytes()
+        data = files.read(path, _LARGEST, links=False)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:
@@ -227,7 +225,7 @@ def _problem(path: Path, entry: FileEntry, id: str) -> str:
 
 
 def _how_altered(path: Path, id: str) -> str:
-    with io.FileIO(path) as file:
+    with io.FileIO(files.open_to_read(path)) as file:
         label = _LABEL.match(file.read(512) or b"")
     if label is None:
         return "altered: its hash differs from the one in the manifest"

@@ -184,16 +184,13 @@ class PieceReader:
             self._files.move_to_end(piece.file)  # what uses it, may use its descriptor later
             return self._opened[key]
         file = self._file(piece.file)
-        path = ""
-        for name in piece.dataset.strip("/").split("/"):
-            path = f"{path}/{name}"
-            hdf5.check_hard_link(file, path)
-        dataset = h5py.h5d.open(file.id, path.encode())
+        hdf5.check_hard_links(file, piece.dataset)
+        dataset = h5py.h5d.open(file.id, piece.dataset.encode())
         hdf5.check_lies_here(dataset)
         dtype = self._contents.kinds[piece.kind]
         shape = piece.shape if piece.start is None else (self._sizes[key],)
         if dataset.shape != shape or dataset.dtype != dtype:
-            raise ValueError(f"{path} is {dataset.dtype} {dataset.shape}, in the index {dtype} {shape}")
+            raise ValueError(f"{piece.dataset} is {dataset.dtype} {dataset.shape}, in the index {dtype} {shape}")
         hdf5.check_written(dataset)
         if piece.start is None:
             self._opened.clear()  # there are many, each used once
@@ -211,7 +208,7 @@ class PieceReader:
         if len(self._files) == _OPEN_FILES:
             self._opened.clear()
             self._files.popitem(last=False)[1].close()
-        self._files[name] = h5py.File(path, "r", locking=False)
+        self._files[name] = hdf5.open_to_read(path, locking=False)
         return self._files[name]
 
 

@@ -12,6 +12,7 @@ readers can check these before they open the file with HDF5.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import h5py
 import numpy as np
 
 from mpishard.checkpoint.disk import DiskFile
+from mpishard.io import files
 from mpishard.layout.boxes import Box, box_shape, box_size
 
 VERSION = 2
@@ -107,7 +109,7 @@ def pieces_mark(id: str, writer: int) -> bytes:
 
 def read_mark(path: Path) -> bytes:
     """The user block of a file of a checkpoint, with zeros where the file is shorter."""
-    with path.open("rb") as file:
+    with os.fdopen(files.open_to_read(path), "rb") as file:
         return file.read(BLOCK).ljust(BLOCK, b"\0")
 
 

@@ -61,7 +61,7 @@ def check(contents: Contents) -> None:
         With the path, if links or virtual data sets lead elsewhere, or there are others.
     """
     path = contents.folder / INDEX
-    with checks.refusing(path), h5py.File(path, "r", locking=False) as h5:
+    with checks.refusing(path), hdf5.open_to_read(path, locking=False) as h5:
         found = read_pieces(h5, contents.tensors, contents.kinds, contents.version)
         for one in set(found) ^ set(contents.pieces):
             with checks.naming_tensor(one.kind, one.name):

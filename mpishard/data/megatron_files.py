@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.data.token_files import MappedTokens, checked_path, file_size
+from mpishard.io.files import open_to_read
 
 # Of Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic and version, code of the dtype, numbers of sequences
 # and of entries in the list of documents, all little-endian; then lengths, places in bytes, and documents.
@@ -127,7 +128,7 @@ class MegatronFile:
 def _read_index(path: Path) -> Index:
     """The parts of an index file as maps; ValueError unless it has its size."""
     size = file_size(path)
-    with open(path, "rb") as file:
+    with os.fdopen(open_to_read(path), "rb") as file:
         header = file.read(_HEADER.size)
     if not header.startswith(_MAGIC):
         raise ValueError(f"{path} is no index of Megatron-LM: it does not begin with {_MAGIC!r}")

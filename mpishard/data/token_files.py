@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.arguments import integer, shown
+from mpishard.io.files import open_to_read
 
 # Bytes of a map that may be resident before they are let go of; the page cache of the node keeps what it has room for.
 RESIDENT = 32 * 1024**2
@@ -79,7 +80,7 @@ class MappedTokens:
         self.dtype = dtype
         self.documents = 0
         self._offset = offset
-        with open(path, "rb") as file:
+        with os.fdopen(open_to_read(path), "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._values = np.frombuffer(self._map, dtype, count, offset)
         self._end = offset + self._values.nbytes
@@ -192,9 +193,10 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
 
 def file_size(path: Path) -> int:
     """Bytes of a file; an OSError that names it if there is none."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: give the file of tokens in it")
     try:
-        return path.stat().st_size
+        with os.fdopen(open_to_read(path), "rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except IsADirectoryError:
+        raise IsADirectoryError(f"{path} is a folder: give the file of tokens in it") from None
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path}") from None

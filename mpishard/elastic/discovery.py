@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from mpishard.io import files
 from mpishard.io.log import warn
 from mpishard.launch.hosts import parse_hosts
 
@@ -90,7 +91,7 @@ def count_slots(text: str) -> int:
 
 def _ask_file(path: Path) -> int:
     if not os.access(path, os.X_OK):
-        return count_slots(path.read_text())
+        return count_slots(files.read(path).decode())
     done = subprocess.run(
         [str(path)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True
     )

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mpishard.io import files
+from mpishard.io.atomic_json import parsed
+
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 _VERSION = 1
 
@@ -280,7 +283,7 @@ class MachineProfile:
             If it is not a machine profile.
         """
         try:
-            stored = json.loads(file.read_text("utf-8"))
+            stored = parsed(files.read(file))
             if stored.pop("mpishard_profile") != _VERSION:
                 raise ValueError("of another version")
             return cls(

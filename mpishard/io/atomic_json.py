@@ -11,6 +11,45 @@ from typing import Any
 
 from mpishard.io import files
 
+_DEEPEST = 100  # lists and objects in each other; Python fails at some 1000, less what calls are under way
+
+
+def parsed(text: str | bytes) -> Any:
+    """The value of a JSON text that others may have written.
+
+    Not collective.
+
+    Parameters
+    ----------
+    text : str or bytes
+        In UTF-8.
+
+    Returns
+    -------
+    object
+        Its lists and objects are nested at most 100 deep.
+
+    Raises
+    ------
+    ValueError
+        If it is no JSON, or nested deeper.
+    """
+    text = text if isinstance(text, str) else text.decode()
+    deep = ValueError(f"its lists and objects are more than {_DEEPEST} deep")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise deep from None
+    if text.count("[") + text.count("{") <= _DEEPEST:
+        return found
+    layer = [found]
+    for _ in range(_DEEPEST + 1):
+        inner = [each for each in layer if isinstance(each, dict | list)]
+        layer = [value for each in inner for value in (each.values() if isinstance(each, dict) else each)]
+        if not layer:
+            return found
+    raise deep
+
 
 def write_note(path: Path, content: Any, *, private: bool = False) -> None:
     """Write a file that only the owner can read: under a temporary name, then renamed.
@@ -71,15 +110,18 @@ def read_note(path: Path, *, private: bool = False) -> Any:
         If the folder must be private, and is not.
     ValueError
         If the file is not JSON.
+    OSError
+        If it is no file.
     """
-    # Another user may have put a pipe there; without O_NONBLOCK opening it would wait.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with files.opened(path.parent, private=private) as folder:
-            with os.fdopen(os.open(path.name, flags, dir_fd=folder)) as file:
-                return json.load(file)
+            data = files.read(path, folder=folder, links=False)
     except FileNotFoundError:
         return None
+    try:
+        return parsed(data)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 def remove_notes(folder: Path, *prefixes: str) -> None:

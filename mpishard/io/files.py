@@ -1,8 +1,8 @@
-"""Files in folders into which other users may write, too.
+"""Files that other users or programs may have written, or in folders into which they may write.
 
 Such a user can put a link to another file there, under a name that is about to be written, or replace a folder in it.
 So a new file never takes an existing name, links are not followed, and a folder that must be private is checked again
-at every use.
+at every use.  What is read may be no file: opening a pipe would wait, and a device never ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import stat
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+LARGEST_NOTE = 2**26  # bytes of a file that is read as a whole, such as JSON
+_KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
 class NotPrivateError(ValueError):
@@ -74,16 +77,109 @@ def open_to_append(path: Path, mode: int = 0o644) -> int:
     OSError
         If it is a link or no plain file, or cannot be opened.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
+
+
+def open_to_read(path: Path | str, most: int | None = None, *, folder: int | None = None, links: bool = True) -> int:
+    """Open a regular file, to read; it waits for nothing.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : path
+        Of the file.
+    most : int, optional
+        Bytes that it may have.
+    folder : int, optional
+        Descriptor of the folder that has it.
+    links : bool
+        Whether a link is followed.
+
+    Returns
+    -------
+    int
+        The descriptor of the file.
+
+    Raises
+    ------
+    OSError
+        If it is a folder, a pipe or a device, has more bytes, or cannot be opened.
+    """
+    descriptor = _open_regular(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW), folder=folder)
+    size = os.fstat(descriptor).st_size
+    if most is not None and size > most:
+        os.close(descriptor)
+        raise OSError(errno.EFBIG, f"it has {size} bytes, but at most {most} are read", str(path))
+    return descriptor
+
+
+def _open_regular(path: Path | str, flags: int, mode: int = 0, folder: int | None = None) -> int:
+    """The descriptor of a regular file; OSError with its path for anything else.
+
+    Without O_NONBLOCK opening a pipe would wait.  What was opened is looked at, since its name may lead elsewhere now.
+    """
+    name = path if folder is None else os.path.basename(path)
     try:
-        descriptor = os.open(path, flags, mode)
+        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=folder)
     except OSError as error:
         text = "it is a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
         raise OSError(error.errno, text, str(path)) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    return descriptor
+    found = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(found):
+        return descriptor
+    os.close(descriptor)
+    kind = _KINDS.get(stat.S_IFMT(found), "socket")
+    code = errno.EISDIR if kind == "folder" else errno.EINVAL
+    raise OSError(code, f"it is a {kind}, but must be a regular file", str(path))
+
+
+def read(path: Path | str, most: int = LARGEST_NOTE, *, folder: int | None = None, links: bool = True) -> bytes:
+    """The content of a regular file.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : path
+        Of the file.
+    most : int
+        Bytes that it may have.
+    folder : int, optional
+        Descriptor of the folder that has it.
+    links : bool
+        Whether a link is followed.
+
+    Returns
+    -------
+    bytes
+        All of it.
+
+    Raises
+    ------
+    OSError
+        As `open_to_read`.
+    """
+    with os.fdopen(open_to_read(path, most, folder=folder, links=links), "rb") as file:
+        return file.read(most)
+
+
+def check(path: Path | str) -> None:
+    """Raise OSError unless a path leads to a regular file, for a library that opens it by name.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : path
+        Of the file.
+
+    Raises
+    ------
+    OSError
+        As `open_to_read`.
+    """
+    os.close(open_to_read(path))
 
 
 @contextlib.contextmanager

@@ -11,16 +11,25 @@ import itertools
 import zlib
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+
+from mpishard.io import files
 
 _COMPRESSORS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_LZF)
 _FILTERS = {h5py.h5z.FILTER_SHUFFLE, *_COMPRESSORS}
 # A chunk is decoded as a whole; by itself h5py makes none above 1 MiB.
 _LARGEST_CHUNK = 2**26
 _TEXT_REFERENCE = 16  # bytes on disk for each text of variable length
+
+
+def open_to_read(path: Path | str, **options: Any) -> h5py.File:
+    """Open a file of unknown origin; OSError if it is no regular file.  `options` are those of h5py."""
+    files.check(path)
+    return h5py.File(path, "r", **options)
 
 
 def check_hard_link(h5: h5py.Group, path: str) -> None:
@@ -30,6 +39,14 @@ def check_hard_link(h5: h5py.Group, path: str) -> None:
         raise ValueError(f"{path} is missing")
     if h5.id.links.get_info(name).type != h5py.h5l.TYPE_HARD:
         raise ValueError(f"{path} is a link to elsewhere")
+
+
+def check_hard_links(h5: h5py.File, path: str) -> None:
+    """Raise ValueError unless every part of a path is a link to an object of this very file."""
+    walked = ""
+    for name in path.strip("/").split("/"):
+        walked = f"{walked}/{name}"
+        check_hard_link(h5, walked)
 
 
 def children(h5: h5py.File, group: str) -> list[str]:

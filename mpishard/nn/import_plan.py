@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import integer, no_others, shown, whole_or_fields
+from mpishard.arguments import integer, no_others, printable, shown, whole_or_fields
 from mpishard.comm.agreement import fingerprint, text_of
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model
@@ -81,7 +81,7 @@ class Plan:
             found = match(table, weights, stored, architecture.tied)
         except (TypeError, ValueError) as error:
             kind = ValueError if isinstance(error, ValueError) else TypeError
-            raise kind(f"{folder}: {error}") from None
+            raise kind(f"{folder}: {printable(str(error))}") from None
         if given.get("precision") is None and "dtype" not in given:
             given["dtype"] = np.float64 if any(each.dtype == "F64" for each in found.values()) else np.float32
         parts = {

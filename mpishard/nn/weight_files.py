@@ -5,7 +5,6 @@ Not collective.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.arguments import shown
+from mpishard.arguments import printable, shown
+from mpishard.io import files
+from mpishard.io.atomic_json import parsed
 from mpishard.layout.boxes import Box, box_shape
 from mpishard.nn.published import DTYPES, HEAD, Published, Run, Weight
 
@@ -36,7 +37,7 @@ class Stored(NamedTuple):
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a file; ValueError if it is none."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = parsed(files.read(path))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -110,7 +111,7 @@ def match(table: Published, weights: Sequence[Weight], stored: Iterable[Stored],
 
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(names[:_MOST_SHOWN]) + more
+    return ", ".join(map(printable, names[:_MOST_SHOWN])) + more
 
 
 class Reader:
@@ -141,10 +142,11 @@ class Reader:
 
         if file not in self._files:
             path = self._folder / file
+            files.check(path)
             try:
                 self._files[file] = self._stack.enter_context(safe_open(path, framework="np"))
             except SafetensorError as error:
-                raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from None
+                raise ValueError(f"{path} is no safetensors file, or damaged: {printable(str(error))}") from None
         return self._files[file]
 
     def read(self, weight: Weight, box: Box, dtype: Any) -> np.ndarray:

@@ -7,15 +7,20 @@ does not open again before ``h5clear``.  And any program can read a line.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpishard.io.files import open_to_append
+from mpishard.io.atomic_json import parsed
+from mpishard.io.files import open_to_append, open_to_read
 
 _END = 65536
+_BLOCK = 2**20
+_LONGEST_LINE = 2**26
+_MOST = 2**32  # bytes that are read of a file
 
 
 class JsonLinesWriter:
@@ -75,13 +80,27 @@ def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
     """Read a file from byte `start` on; returns its objects, and the byte at which to continue.
 
     Lines that a crash has cut are left out.  A last line without its end may be incomplete; it is read later.
+
+    Raises
+    ------
+    OSError
+        With the path, if it is no file, or no file of lines.
     """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError), os.fdopen(open_to_read(path, start + _MOST), "rb") as file:
         file.seek(start)
-        data = file.read()
-        end = data.rfind(b"\n") + 1
-        return list(_objects(data[:end])), start + end
-    return [], start
+        waiting: list[bytes] = []  # of a line whose end is not read yet
+        while block := file.read(_BLOCK):
+            lines, end, rest = block.rpartition(b"\n")
+            if end:
+                data = b"".join([*waiting, lines, end])
+                found += _objects(data)
+                start += len(data)
+                waiting.clear()
+            waiting.append(rest)
+            if sum(map(len, waiting)) > _LONGEST_LINE:
+                raise OSError(errno.EFBIG, f"it has a line of more than {_LONGEST_LINE} bytes", str(path))
+    return found, start
 
 
 def read_end(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +112,7 @@ def read_end(path: Path) -> list[dict[str, Any]]:
 def _objects(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
-            content = json.loads(line)
+            content = parsed(line)
             if isinstance(content, dict):
                 yield content
 

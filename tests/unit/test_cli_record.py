@@ -183,6 +183,20 @@ class TestTop:
         assert main(["top", "--json", str(run)]) == 0
         assert json.loads(capsys.readouterr().out)["logged"]["a"] == {"step": 20, "value": 0.25}
 
+    def test_names_do_not_steer_the_terminal(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        start = {"problem": {"steps": 1}}
+        run = write(tmp_path / "run", [{"step": 1, "loss": 1.0}], [[self.line(0, 1, 1)]], [start])
+        (run / "processes" / "host-0.jsonl").rename(run / "processes" / "\x1b[31m[bold]host-0.jsonl")
+        (run / "logged.jsonl").write_text(json.dumps({"step": 1, "a\x1b[2J": 1}) + "\n")
+        assert main(["top", "--once", str(run)]) == 0
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown and r"a\x1b[2J 1 at step 1" in shown and r"\x1b[31m[bold]host-0" in shown
+        (run / "ends.jsonl").write_text(json.dumps({"step": 1, "start": 1, "reason": "\x1b[2J"}) + "\n")
+        for command in (["top", "--once"], ["why", "--wait", "0"]):
+            assert main([*command, str(run)]) == 0
+            shown = capsys.readouterr().out
+            assert "\x1b" not in shown and r"\x1b[2J after step 1" in shown
+
     @pytest.mark.parametrize("stops", [True, False])
     def test_the_best_validation_loss(self, stops: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Of the steps that the last start has not taken back, and how long a better one is awaited."""
@@ -327,6 +341,17 @@ class TestWrongPlaces:
         ]:
             assert main([command, str(wrong)]) == 2
             assert said in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("size", "message"), [(2**27, "it has a line of more than"), (2**33, "it has 8589934592")])
+    def test_a_file_that_is_none_of_lines_is_not_read_as_a_whole(
+        self, tmp_path: Path, size: int, message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "starts.jsonl").write_text("")
+        (tmp_path / "metrics.jsonl").touch()
+        os.truncate(tmp_path / "metrics.jsonl", size)
+        for command in ("top", "plot"):
+            assert main([command, str(tmp_path)]) == 2
+            assert f"metrics.jsonl: {message}" in capsys.readouterr().err
 
     def test_lines_of_others_are_left_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", [{"epoch": 1}], [[{"x": 2}]], [{"a": 1}])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pwd
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -15,7 +18,7 @@ from mpi4py import MPI
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord
 from mpishard.checkpoint import Checkpoints, saver
 from mpishard.io import files
-from mpishard.io.atomic_json import read_note, write_note
+from mpishard.io.atomic_json import parsed, read_note, write_note
 from mpishard.record.json_lines import JsonLinesWriter
 from mpishard.record.stack_reporter import StackReporter
 
@@ -44,10 +47,9 @@ class TestLinks:
 
     def test_a_pipe_is_not_waited_for(self, tmp_path):
         os.mkfifo(tmp_path / "run")
-        with pytest.raises(ValueError):
-            read_note(tmp_path / "run")
-        with pytest.raises(OSError, match="it is no file"):
-            files.open_to_append(tmp_path / "run")
+        for use in (read_note, files.open_to_append):
+            with pytest.raises(OSError, match="it is a pipe, but must be a regular file"):
+                use(tmp_path / "run")
 
     def test_lines_are_not_added_to_what_a_link_leads_to(self, tmp_path, secret):
         (tmp_path / "metrics.jsonl").symlink_to(secret)
@@ -62,6 +64,84 @@ class TestLinks:
         where = StackReporter(tmp_path, "host-1", mesh, lambda: None, lambda steps: None, 1.0)
         where.watch()
         where.end()
+
+
+PIPES = """
+import sys
+from pathlib import Path
+from mpishard.cli import main
+from mpishard.data import HDF5Tokens, MegatronFile, TextFile, TokenFile
+from mpishard.nn import import_pretrained
+
+folder = Path(sys.argv[1])
+for typed in sys.argv[2:]:
+    assert main(typed.split()) == 2, typed
+sources = [HDF5Tokens(folder / "a.h5"), TokenFile(folder / "a.bin"), TextFile(folder / "a.txt", list)]
+calls = [source.open for source in (*sources, MegatronFile(folder / "b"))]
+for call in (*calls, lambda: import_pretrained(folder / "model")):
+    try:
+        call()
+    except OSError as error:
+        print(error, file=sys.stderr)
+"""
+
+
+@pytest.mark.faults
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path):
+    """Where nobody writes into it, to open it would wait for ever."""
+    names = ["a.safetensors", "a.npz", "a.h5", "a.bin", "a.txt", "b.idx", "model/x.safetensors"]
+    names += ["run/metrics.jsonl", "ends/ends.jsonl"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "run" / "starts.jsonl").write_text("")
+    (tmp_path / "ends" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"wte": "x.safetensors"}}')
+    typed = ["import a.safetensors new", "import a.npz new"]
+    typed += [f"{name} {run}" for name, run in (("top", "run"), ("plot", "run"), ("top", "ends"), ("why", "ends"))]
+    command = [sys.executable, "-c", PIPES, str(tmp_path), *typed]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    lines = finished.stderr.splitlines()
+    assert finished.returncode == 0 and len(lines) == len(typed) + 5, finished.stderr
+    assert all("it is a pipe, but must be a regular file" in line for line in lines), finished.stderr
+
+
+class TestWhatIsRead:
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda path: path.symlink_to("/dev/zero"), "it is a device, but must be a regular file"),
+            (lambda path: path.mkdir(), "it is a folder, but must be a regular file"),
+            (lambda path: path.write_bytes(bytes(11)), "it has 11 bytes, but at most 10 are read"),
+            (lambda path: None, "No such file"),
+        ],
+    )
+    def test_is_a_regular_file_of_a_size_within_reason(self, tmp_path, make, message):
+        make(tmp_path / "file")
+        with pytest.raises(OSError, match=rf"{message}.*file"):
+            files.read(tmp_path / "file", 10)
+
+    def test_may_be_behind_a_link(self, tmp_path):
+        (tmp_path / "file").write_bytes(b"0123456789")
+        (tmp_path / "link").symlink_to(tmp_path / "file")
+        assert files.read(tmp_path / "link", 10) == b"0123456789"
+        with pytest.raises(OSError, match="it is a link, which is not followed"):
+            files.read(tmp_path / "link", links=False)
+
+    @pytest.mark.parametrize(("depth", "fits"), [(100, True), (101, False), (900, False), (100_000, False)])
+    @pytest.mark.parametrize("parts", [("[", "]"), ('{"a":', "}")])
+    def test_is_json_that_is_not_too_deep(self, tmp_path, depth, fits, parts):
+        text = parts[0] * depth + "1" + parts[1] * depth
+        (tmp_path / "note").write_text(text)
+        if fits:
+            assert read_note(tmp_path / "note") == json.loads(text)
+        else:
+            with pytest.raises(ValueError, match="note is not JSON: its lists and objects are more than 100 deep"):
+                read_note(tmp_path / "note")
+
+    def test_is_json_with_many_lists_side_by_side(self):
+        assert parsed("[" + "[[1]]," * 1000 + "2]")[-1] == 2
 
 
 class TestPrivateFolders:

@@ -50,6 +50,17 @@ class TestLines:
         assert read_lines(path)[0] == [{"step": 1}, {"step": 3}]
         assert read_lines(path, end)[0] == [{"step": 3}]
 
+    def test_a_line_that_is_nested_too_deep_is_left_out(self, tmp_path: Path) -> None:
+        (tmp_path / "a").write_text('{"step": ' + "[" * 100_000 + '\n{"step": 2}\n')
+        assert read_lines(tmp_path / "a")[0] == [{"step": 2}]
+
+    def test_lines_may_be_longer_than_what_is_read_at_once(self, tmp_path: Path) -> None:
+        lines = [{"step": step, "text": "x" * 400_000} for step in range(8)] + [{"step": 8, "text": "x" * 3_000_000}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / "a").write_text(text + '{"step"')
+        assert read_lines(tmp_path / "a") == (lines, len(text))
+        assert read_lines(tmp_path / "a", len(text)) == ([], len(text))
+
     @pytest.mark.faults
     def test_no_kill_leaves_more_than_one_line_torn(self, tmp_path: Path) -> None:
         """Killed at many moments, and appended to by the next one, every line that was flushed is there."""
