@@ -38,6 +38,8 @@ _EXTENT_LIMIT = 2**60  # sizes of longer tensors would overflow int64
 _FACTS = "mpishard"
 _LONGEST_COMMENT = 2**16 - 1
 _MOST_DEFLATED = 1032  # largest number of bytes that deflate makes of one
+# An archive that unpacks to more bytes than this must not unpack to more than so many times its own.
+_LEAST_REFUSED, _MOST_UNPACKED = 2**26, 100
 
 
 def format_of(file: Path) -> str:
@@ -296,6 +298,12 @@ class _Npz:
         with suppress(ValueError, KeyError, TypeError):  # the comment may be that of another program
             self.facts_text = json.dumps(json.loads(self._archive.comment)[_FACTS])
         self.entries = {info.filename.removesuffix(".npy"): self._entry(info) for info in infos}
+        unpacked = sum(info.file_size for info in infos)
+        if unpacked > max(_LEAST_REFUSED, _MOST_UNPACKED * size_on_disk):
+            raise ValueError(
+                f"its {size_on_disk} bytes unpack to {unpacked}, more than {_MOST_UNPACKED} times as many, which no "
+                "trained model does; numpy.savez writes such a file without compression"
+            )
 
     def _entry(self, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
         if not info.filename.endswith(".npy"):

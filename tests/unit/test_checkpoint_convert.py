@@ -311,6 +311,13 @@ def test_claims_of_a_zip_are_held_against_its_size(tmp_path):
         Archive(tmp_path / "x.npz")
 
 
+def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path):
+    member = npy(f"({2**24},)", data=bytes(2**26))
+    (tmp_path / "x.npz").write_bytes(zipped(("w.npy", member), method=zipfile.ZIP_DEFLATED))
+    with pytest.raises(ValueError, match=r"x\.npz cannot be read as npz: its \d+ bytes unpack to 67108\d+, more than"):
+        Archive(tmp_path / "x.npz")
+
+
 @pytest.mark.parametrize(("suffix", "good"), [("npz", GOOD_NPZ), ("safetensors", GOOD_TENSORS)])
 def test_damaged_archives_are_refused_or_read(suffix, good, tmp_path):
     generator = np.random.default_rng(0)
