@@ -6,15 +6,18 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import shown
+from mpishard.arguments import printable, shown
 from mpishard.data.token_files import checked_path, file_size
+from mpishard.io.files import open_to_read
 
 _CACHE = 16 * 1024**2  # bytes of chunks that HDF5 keeps, for each file
+_LARGEST_TEXT = 2**32  # bytes; a text is tokenized in memory
 
 
 class ArrayTokens:
@@ -111,14 +114,24 @@ class HDF5Tokens:
         """
         import h5py
 
+        from mpishard.io import hdf5
+
         file_size(Path(self.path))
         try:
             file = h5py.File(self.path, "r", rdcc_nbytes=_CACHE)
         except OSError as error:
-            raise OSError(f"{self.path} is no HDF5 file, or is cut short: {error}") from None
-        found = file.get(self.dataset)
-        if not isinstance(found, h5py.Dataset):
-            raise ValueError(f"{self.path} has no data set {self.dataset!r}; it has {shown(sorted(file))}")
+            raise OSError(f"{self.path} is no HDF5 file, or is cut short: {printable(str(error))}") from None
+        try:
+            hdf5.check_hard_links(file, self.dataset)
+            found = file[self.dataset]
+            if not isinstance(found, h5py.Dataset):
+                raise ValueError("it is a group")
+            hdf5.check_array(found.id)
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"{self.path} has no data set {self.dataset!r} of tokens: {printable(str(error))}; it has "
+                f"{shown(sorted(file))}"
+            ) from None
         return ArrayTokens(f"{self.path}:{self.dataset}", found)
 
 
@@ -171,8 +184,27 @@ class ZarrTokens:
         try:
             array = zarr.open_array(str(self.path), mode="r")
         except Exception as error:  # of many kinds
-            raise ValueError(f"{self.path} is no Zarr array: {error}") from None
+            raise ValueError(f"{self.path} is no Zarr array: {printable(str(error))}") from None
+        _check_zarr(array, Path(self.path))
         return ArrayTokens(str(self.path), array)
+
+
+def _check_zarr(array: Any, folder: Path) -> None:
+    """Raise ValueError if chunks are too large, or most of them have no file: Zarr has 0 there.
+
+    Zarr need not write chunks of zeros, but few chunks of tokens are all zeros.
+    """
+    from mpishard.io import hdf5
+
+    try:
+        hdf5.check_chunk_size(prod(array.chunks) * array.dtype.itemsize)
+        stored = getattr(array, "shards", None) or array.chunks  # a file has several chunks, or one
+        files = prod(-(-extent // along) for extent, along in zip(array.shape, stored, strict=True))
+        found = sum(len(names) for _, _, names in os.walk(folder))
+        if 2 * found < files:
+            raise ValueError(f"it has {found} of its {files} files of chunks")
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}; write the tokens again") from None
 
 
 @dataclass(frozen=True)
@@ -230,7 +262,8 @@ class TextFile:
         """
         file_size(Path(self.path))
         try:
-            text = Path(self.path).read_text("utf-8")
+            with os.fdopen(open_to_read(Path(self.path), _LARGEST_TEXT), encoding="utf-8") as file:
+                text = file.read()
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path} is no text in UTF-8: {error}") from None
         texts = [text] if self.separator is None else text.split(self.separator)

@@ -22,7 +22,7 @@ from mpishard.io import files
 _COMPRESSORS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_LZF)
 _FILTERS = {h5py.h5z.FILTER_SHUFFLE, *_COMPRESSORS}
 # A chunk is decoded as a whole; by itself h5py makes none above 1 MiB.
-_LARGEST_CHUNK = 2**26
+LARGEST_CHUNK = 2**26
 _TEXT_REFERENCE = 16  # bytes on disk for each text of variable length
 
 
@@ -115,6 +115,31 @@ def check_written(dataset: h5py.h5d.DatasetID) -> None:
         raise ValueError("some of its values were never written")
 
 
+def check_array(dataset: h5py.h5d.DatasetID) -> None:
+    """Raise ValueError unless all values of a data set are in its own file, in chunks that can be read one by one.
+
+    For data sets of other programs, which may have filters that `check_written` refuses.
+    """
+    check_lies_here(dataset)
+    if dataset.shape is None:
+        raise ValueError("it has no values")
+    plist = dataset.get_create_plist()
+    if plist.get_layout() != h5py.h5d.CHUNKED:
+        _check_run(dataset)
+        return
+    chunk = plist.get_chunk()
+    check_chunk_size(prod(chunk) * dataset.dtype.itemsize)
+    wanted = prod(-(-extent // along) for extent, along in zip(dataset.shape, chunk, strict=True))
+    if dataset.get_num_chunks() < wanted:
+        raise ValueError(f"it has {dataset.get_num_chunks()} of its {wanted} chunks: the others were never written")
+
+
+def check_chunk_size(size: int) -> None:
+    """Raise ValueError if chunks of so many bytes are too large: each is decoded as a whole."""
+    if size > LARGEST_CHUNK:
+        raise ValueError(f"its chunks are {size} bytes; this mpishard reads chunks of at most {LARGEST_CHUNK}")
+
+
 def check_chunks(dataset: h5py.h5d.DatasetID) -> None:
     """Raise ValueError unless every chunk decodes to all of its values; reads all chunks, one at a time.
 
@@ -127,8 +152,7 @@ def check_chunks(dataset: h5py.h5d.DatasetID) -> None:
     last = filters[-1] if filters and filters[-1] in _COMPRESSORS else None
     chunk = plist.get_chunk()
     size = prod(chunk) * dataset.dtype.itemsize
-    if size > _LARGEST_CHUNK:
-        raise ValueError(f"its chunks are {size} bytes; this mpishard reads chunks of at most {_LARGEST_CHUNK}")
+    check_chunk_size(size)
     for place in itertools.product(*map(range, itertools.repeat(0), dataset.shape, chunk)):
         stored = dataset.get_chunk_info_by_coord(place)
         if stored.byte_offset is None or not 0 < stored.size <= 2 * size + 64:

@@ -108,13 +108,51 @@ def test_arrays_that_are_no_tokens(tmp_path: Path, make: Callable[[Path, Any], A
 
 
 def test_wrong_hdf5_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.h5 has no data set 'ids'; it has \['group'\]"):
+    with pytest.raises(ValueError, match=r"a\.h5 has no data set 'ids' of tokens: /ids is missing; it has \['group'\]"):
         TokenData(HDF5Tokens(hdf5(tmp_path, [1, 2]).path, "ids"), 1)
     (tmp_path / "b.h5").write_bytes((tmp_path / "a.h5").read_bytes()[:700])
     with pytest.raises(OSError, match=r"b\.h5 is no HDF5 file, or is cut short"):
         TokenData(HDF5Tokens(tmp_path / "b.h5"), 1)
     with pytest.raises(FileNotFoundError, match=r"there is no file .*c\.h5"):
         TokenData(HDF5Tokens(tmp_path / "c.h5"), 1)
+
+
+def unlike_tokens(file: Any, kind: str) -> None:
+    """A data set `tokens` whose values are too far apart, elsewhere, or nowhere."""
+    h5py = pytest.importorskip("h5py")
+    if kind == "chunks":
+        file.create_dataset("tokens", (2**40,), np.uint16, chunks=(2**28,))
+    elif kind == "unwritten chunks":
+        file.create_dataset("tokens", (2**40,), np.uint16, chunks=(2**16,))[:10] = 1
+    elif kind == "unwritten":
+        file.create_dataset("tokens", (2**40,), np.uint16)
+    elif kind == "virtual":
+        layout = h5py.VirtualLayout((10,), np.uint16)
+        layout[:] = h5py.VirtualSource("other.h5", "tokens", (10,))
+        file.create_virtual_dataset("tokens", layout)
+    elif kind == "external":
+        file.create_dataset("tokens", (10,), np.uint16, external=[("/dev/zero", 0, 20)])
+    else:
+        file["tokens"] = h5py.ExternalLink("other.h5", "tokens")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("chunks", "its chunks are 536870912 bytes; this mpishard reads chunks of at most 67108864"),
+        ("unwritten chunks", "it has 1 of its 16777216 chunks"),
+        ("unwritten", "some of its values were never written"),
+        ("virtual", "the values are those of another, virtual data set"),
+        ("external", "the values lie in a file outside"),
+        ("link", "/tokens is a link to elsewhere"),
+    ],
+)
+def test_hdf5_tokens_are_all_in_their_file(tmp_path: Path, kind: str, message: str) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        unlike_tokens(file, kind)
+    with pytest.raises(ValueError, match=rf"a\.h5 has no data set 'tokens' of tokens: {message}"):
+        TokenData(HDF5Tokens(tmp_path / "a.h5"), 4)
 
 
 def test_a_damaged_hdf5_file_is_named(tmp_path: Path) -> None:
@@ -136,6 +174,21 @@ def test_wrong_zarr_folders(tmp_path: Path) -> None:
         TokenData(ZarrTokens(tmp_path), 1)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         TokenData(ZarrTokens(tmp_path / "none"), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunks": (2**28,)}, "its chunks are 536870912 bytes; this mpishard reads chunks of at most 67108864"),
+        ({"chunks": (2**20,)}, "it has 1 of its 1048576 files of chunks"),
+        ({"chunks": (2**20,), "shards": (2**24,)}, "it has 1 of its 65536 files of chunks"),
+    ],
+)
+def test_zarr_tokens_are_all_in_their_folder(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra: zarr)")
+    zarr.create_array(str(tmp_path / "a.zarr"), shape=(2**40,), dtype="u2", **options)
+    with pytest.raises(ValueError, match=rf"a\.zarr: {message}"):
+        TokenData(ZarrTokens(tmp_path / "a.zarr"), 4)
 
 
 def test_texts(tmp_path: Path) -> None:
