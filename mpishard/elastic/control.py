@@ -14,9 +14,9 @@ import os
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.io import log
@@ -26,6 +26,7 @@ from mpishard.io.files import NotPrivateError, opened, warn_of_writers
 _POLL_S = 0.2
 _WAIT_POLL_S = 0.05
 FIXED = "the run keeps the tensor and pipeline sizes of its mesh; ElasticOptimizer(..., layouts=...) may change them"
+T = TypeVar("T")
 # What a request asks for: so many workers, or a mesh.
 Wanted = int | MeshSizes
 
@@ -133,12 +134,28 @@ class ControlFolder:
 
     @property
     def standing(self) -> Standing | None:
-        """The state of the run; None if there is no run."""
+        """The state of the run; None if there is no run, ValueError if its file is damaged."""
         found = self._read("run")
         if found is None:
             return None
-        answer = found.pop("answer")
-        return Standing(**found, answer=None if answer is None else Answer(**answer))
+        standing = _of_fields(Standing, found)
+        if standing is not None and standing.answer is not None:
+            answer = _of_fields(Answer, standing.answer)
+            standing = None if answer is None else replace(standing, answer=answer)
+        if standing is None:
+            raise ValueError(
+                f"{self.path / 'run'} is damaged: a run writes its limits, its workers and its answer there"
+            )
+        return standing
+
+
+def _of_fields(kind: type[T], found: Any) -> T | None:
+    """A value of the fields that a file has; None unless it has them all, and no others."""
+    types = get_type_hints(kind)
+    if not isinstance(found, dict) or found.keys() != types.keys():
+        return None
+    plain = all(type(found[name]) is known for name, known in types.items() if known in (int, str))
+    return kind(**found) if plain else None
 
 
 class Control:

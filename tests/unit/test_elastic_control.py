@@ -129,7 +129,26 @@ class TestControl:
             request_resize(folder.path.parent, 3, 0.1)
         assert not (folder.path / "request").exists()
 
-    @pytest.mark.parametrize("content", ["", "{", "7", '{"id": "x", "workers": "many"}', '{"id": "x", "workers": 99}'])
+    @pytest.mark.parametrize(
+        "content",
+        [
+            "[]",
+            "{}",
+            "[" * 100_000,
+            '{"answer": null}',
+            '{"min_workers": 2, "max_workers": 6, "workers": "4", "answer": null, "taken": "", "mesh": ""}',
+            '{"min_workers": 2, "max_workers": 6, "workers": 4, "answer": {"id": "x"}, "taken": "", "mesh": ""}',
+        ],
+    )
+    def test_a_damaged_state_of_the_run_is_named(self, folder, content, capfd):
+        (folder.path / "run").write_text(content)
+        assert main(["resize", str(folder.path.parent), "3", "--wait", "0"]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert f"{folder.path / 'run'} is " in line
+
+    @pytest.mark.parametrize(
+        "content", ["", "{", "7", "[" * 100_000, '{"id": "x", "workers": "many"}', '{"id": "x", "workers": 99}']
+    )
     def test_what_is_no_request_is_dropped(self, folder, content):
         (folder.path / "request").write_text(content)
         assert Control(folder, *LIMITS).poll(4, 1) is None
