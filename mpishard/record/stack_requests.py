@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -20,6 +21,15 @@ _POLL_S = 0.1
 _NOTICE_S = 3.0
 # A trace may take this many times longer than expected.
 _PATIENCE = 3.0
+
+# The fields of an answer and of its calls, with their types.
+_ANSWER = {"time": int | float, "rank": int, "step": int, "call": dict | None, "recent": list, "stack": list}
+_CALL = dict.fromkeys(("axis", "op", "dtype", "label", "site"), str) | {
+    "sequence": int,
+    "elements": int,
+    "members": list,
+}
+_WAIT = {"seconds": int | float}
 
 
 @dataclass(frozen=True)
@@ -146,15 +156,25 @@ def _answers(folder: Path, processes: list[Process], since: float) -> dict[str, 
     found = {}
     for process in processes:
         path = folder / PROCESSES / f"{process.name}{WHERE}"
-        try:
-            written = path.stat().st_mtime
-        except OSError:
-            continue
-        if written >= since:
-            answer = read_note(path)
-            if isinstance(answer, dict):
+        with contextlib.suppress(OSError, ValueError):  # a process without an answer, or with a damaged one, is silent
+            if path.stat().st_mtime >= since and _is_answer(answer := read_note(path)):
                 found[process.name] = answer
     return found
+
+
+def _is_answer(found: Any) -> bool:
+    """Whether the content of a file is what `StackReporter.answer` writes."""
+    if not _has(found, _ANSWER) or not all(isinstance(line, str) for line in found["stack"]):
+        return False
+    waits = [] if found["call"] is None else [found["call"]]
+    calls = found["recent"] + waits
+    if not all(_has(call, _CALL) for call in calls) or not all(_has(call, _WAIT) for call in waits):
+        return False
+    return all(isinstance(rank, int) for call in calls for rank in call["members"])
+
+
+def _has(found: Any, fields: dict[str, Any]) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in fields.items())
 
 
 def _state(process: Process, limit: float) -> str:

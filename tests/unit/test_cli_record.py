@@ -326,6 +326,26 @@ class TestTop:
         assert "the run has ended: none of its processes is left" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "7",
+        "[" * 100_000,
+        '{"rank": 0}',
+        json.dumps({"time": 0, "rank": 0, "step": 9, "call": {"seconds": 9}, "recent": [], "stack": []}),
+        json.dumps({"time": 0, "rank": 0, "step": 9, "call": None, "recent": [1], "stack": []}),
+        json.dumps({"time": 0, "rank": 0, "step": 9, "call": None, "recent": [], "stack": [{}]}),
+    ],
+)
+def test_a_damaged_answer_is_none(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = process_line(0, 1, [0.5], time=time.time()) | {"ranks": 1}
+    run = write(tmp_path / "run", [{"step": 1}], [[line]])
+    (run / "processes" / "host-0.where.json").write_text(text)
+    assert main(["why", "--wait", "0", str(run)]) == 0
+    assert "rank 0 does not answer: process 0 on host gave no answer" in capsys.readouterr().out
+
+
 class TestWrongPlaces:
     @pytest.mark.parametrize("command", ["plot", "top", "why", "trace"])
     def test_are_told_with_the_right_one(
