@@ -19,6 +19,7 @@ from mpishard.record.reading import (
     began_after,
     own_lines,
     own_metrics,
+    own_starts,
     process_files,
     series_of,
 )
@@ -84,7 +85,7 @@ class Follower:
         # The end first: once it is written, so is everything before it.
         for end in own_metrics(self._new(self.folder / ENDS)):
             self._end = end
-        for start in self._new(self.folder / STARTS):
+        for start in own_starts(self._new(self.folder / STARTS)):
             self.start = start
             self.number += 1
         for line in own_metrics(self._new(self.folder / METRICS)):
@@ -208,7 +209,7 @@ class Follower:
 
 def _written(process: Process) -> float:
     """The time of the last line of a process."""
-    return float(process.lines[-1]["time"])
+    return float(process.lines[-1].get("time", 0))
 
 
 def state_here(name: str) -> str:

@@ -18,7 +18,12 @@ TRACE = ".trace.jsonl"
 OWN = {"step", "start", "time", "seconds", "workers", "samples", "loss", "learning_rate", "gradient_norm", "loss_scale"}
 OWN |= {"iteration", "accepted_loss"}  # of a method
 VALIDATION = "validation_loss"  # the series that a run with a validation set logs
-_OF_PROCESS = {"rank", "ranks", "step", "seconds", "busy", "phases", "axes"}
+_OF_PROCESS = {"rank": int, "ranks": int, "step": int, "seconds": list, "busy": list, "phases": dict, "axes": dict}
+_OF_AXIS = ("seconds", "bytes")
+# Fields of a start that are used, with their types; it has many more.
+_OF_START: dict[str, Any] = {"problem": dict, "resumed_steps": int, "steps_before": int}
+_OF_START |= dict.fromkeys(("time", "every"), int | float)
+_OF_PROBLEM = ("steps", "batch_size", "tokens_per_sample")
 _MOST_NEAR = 3
 
 
@@ -109,7 +114,7 @@ class Run:
         processes.sort(key=lambda process: process.lines[-1]["rank"])
         metrics = _columns(own_metrics(read_lines(folder / METRICS)[0]))
         logged = _series(own_metrics(read_lines(folder / LOGGED)[0]), metrics["step"])
-        return cls(folder, read_lines(folder / STARTS)[0], metrics, processes, logged)
+        return cls(folder, own_starts(read_lines(folder / STARTS)[0]), metrics, processes, logged)
 
     @property
     def further(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -162,7 +167,37 @@ def _has_record(folder: Path) -> bool:
 
 def own_metrics(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out lines of other programs, which may have files of this name too."""
-    return [line for line in lines if isinstance(line.get("step"), int)]
+    return [
+        line
+        for line in lines
+        if isinstance(line.get("step"), int)
+        and all(v is None or is_number(v) or (isinstance(v, str) and name not in OWN) for name, v in line.items())
+    ]
+
+
+def own_starts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out fields that mpishard does not write so; the number of a start counts all lines."""
+    found = [{name: v for name, v in line.items() if isinstance(v, _OF_START.get(name, object))} for line in lines]
+    for start in found:
+        problem = start.get("problem", {})
+        start["problem"] = {name: v for name, v in problem.items() if name not in _OF_PROBLEM or is_number(v)}
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that NumPy has, too.  Not collective.
+
+    Parameters
+    ----------
+    value : object
+        Anything.
+
+    Returns
+    -------
+    bool
+        False for larger integers.
+    """
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def series_of(line: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +224,15 @@ def began_after(start: dict[str, Any]) -> int | None:
 
 def own_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`own_metrics` for the lines of a process."""
-    return [line for line in lines if line.keys() >= _OF_PROCESS]
+    return [line for line in lines if _is_of_process(line)]
+
+
+def _is_of_process(line: dict[str, Any]) -> bool:
+    if not all(isinstance(line.get(name), kind) for name, kind in _OF_PROCESS.items()):
+        return False
+    axes = [of if isinstance(of, dict) else {} for of in line["axes"].values()]
+    values = [*line["seconds"], *line["busy"], *line["phases"].values(), *(of.get(n) for of in axes for n in _OF_AXIS)]
+    return all(map(is_number, [line["rank"], line["ranks"], line["step"], line.get("time", 0), *values]))
 
 
 def process_files(folder: Path, kind: str = ".jsonl") -> list[Path]:

@@ -10,6 +10,7 @@ import numpy as np
 from mpishard.record.reading import Run
 
 COMPUTATION = "computation"
+_MOST_STEPS = 2**27
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,22 @@ def spent(run: Run) -> Spent:
     -------
     Spent
         Empty if no process has noted a step.
+
+    Raises
+    ------
+    ValueError
+        If the steps are too many for the memory.
     """
     lines = [line for process in run.processes for line in process.lines if line["seconds"]]
     if not lines:
         return Spent(np.empty(0, np.int64), {}, {})
     first = min(line["step"] for line in lines)
     count = max(line["step"] + len(line["seconds"]) for line in lines) - first
+    if count > _MOST_STEPS:
+        raise ValueError(
+            f"{run.folder} has notes of {count} steps, from {first} on, but at most {_MOST_STEPS} are shown: a file in "
+            "its folder processes is damaged"
+        )
 
     # A line has sums over its steps, of which each step gets an equal part.  The part is added at the first step and
     # subtracted after the last; a running sum then gives the values.

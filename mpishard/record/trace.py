@@ -9,7 +9,7 @@ from typing import Any
 
 from mpishard.comm.ledger import PRODUCT
 from mpishard.record.json_lines import read_lines
-from mpishard.record.reading import TRACE, process_files
+from mpishard.record.reading import TRACE, is_number, process_files
 
 # The kinds of spans that are no calls on an axis.
 OF_NO_AXIS = {"step", "phase", "function", PRODUCT, "F", "B", "I", "W"}
@@ -62,7 +62,7 @@ def read_trace(folder: Path) -> list[Traced]:
     """
     lines: dict[tuple[int, int], dict[str, Any]] = {}
     for file in process_files(folder, TRACE):
-        for line in read_lines(file)[0]:
+        for line in filter(_is_trace, read_lines(file)[0]):
             known = lines.get((line["rank"], line["step"]))
             if known is None or known["spans"][-1][2] < line["spans"][-1][2]:
                 lines[line["rank"], line["step"]] = line
@@ -73,6 +73,18 @@ def read_trace(folder: Path) -> list[Traced]:
         )
     spans = [Traced(rank, step, *span) for (rank, step), line in lines.items() for span in line["spans"]]
     return sorted(spans, key=lambda span: (span.rank, span.start, -span.seconds))
+
+
+def _is_trace(line: dict[str, Any]) -> bool:
+    """Whether a line is one of spans: their names, kinds, starts and seconds."""
+    spans = line.get("spans")
+    return (
+        all(isinstance(line.get(name), int) for name in ("rank", "step"))
+        and isinstance(spans, list)
+        and len(spans) > 0
+        and all(isinstance(each, list) and len(each) == 4 and all(map(is_number, each[2:])) for each in spans)
+        and all(isinstance(text, str) for each in spans for text in each[:2])
+    )
 
 
 def chrome_events(spans: Sequence[Traced]) -> dict[str, Any]:

@@ -373,6 +373,42 @@ class TestWrongPlaces:
             assert main([command, str(tmp_path)]) == 2
             assert f"metrics.jsonl: {message}" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("name", "wrong"),
+        [
+            *(("metrics", {"loss": value}) for value in ({}, [1, 2], "x", 10**400)),
+            ("metrics", {"step": 10**30}),
+            ("metrics", {"seconds": "x"}),
+            *(("processes/host-0", {"seconds": value}) for value in (3, ["x"], None)),
+            *(("processes/host-0", {"axes": value}) for value in ([], {"data": 1}, {"data": {"seconds": 1}})),
+            *(("processes/host-0", wrong) for wrong in ({"phases": {"a": "x"}}, {"step": "x"}, {"step": 2**70})),
+            ("processes/host-0", {"time": "x"}),
+            *(("starts", {"problem": value}) for value in ([], {"steps": "x"}, {"batch_size": "x"})),
+            *(("starts", wrong) for wrong in ({"time": "x"}, {"every": "x"})),
+            ("logged", {"a": {}}),
+            *(("processes/host-0.trace", {"spans": value}) for value in (None, [], [["a"]], [["a", [], 5, 1]])),
+            *(("processes/host-0.trace", {"spans": [["a", "b", "x", 0]], "rank": value}) for value in (0, [])),
+        ],
+    )
+    def test_a_damaged_line_is_left_out(
+        self, name: str, wrong: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        line = process_line(0, 1, [0.5], phases={"computation": 0.5}) | {"ranks": 1, "time": time.time()}
+        run = write(tmp_path / "run", [{"step": 1, "time": 0, "loss": 1.0, "seconds": 0.5}], [[line]], [{"time": 0}])
+        trace = {"rank": 0, "step": 1, "spans": [["step", "step", 0, 1]]}
+        (run / "processes" / "host-0.trace.jsonl").write_text(json.dumps(trace) + "\n")
+        path = run / f"{name}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else ['{"step": 1}']
+        with path.open("a") as file:
+            file.write(json.dumps(json.loads(lines[-1]) | wrong) + "\n")
+        for command in (["top", "--once"], ["plot", "--json"], ["why", "--wait", "0"], ["trace"]):
+            assert main([*command, str(run)]) == 0, command
+
+    def test_steps_that_no_memory_holds(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = write(tmp_path / "run", [{"step": 1}], [[process_line(0, step, [0.5]) for step in (1, 2**40)]])
+        assert main(["plot", "--json", str(run)]) == 2
+        assert f"notes of {2**40} steps, from 1 on, but at most {2**27} are shown" in capsys.readouterr().err
+
     def test_lines_of_others_are_left_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", [{"epoch": 1}], [[{"x": 2}]], [{"a": 1}])
         assert main(["plot", str(run)]) == 2
