@@ -110,7 +110,8 @@ class HDF5Tokens:
         OSError
             If the file cannot be read, or is no HDF5 file.
         ValueError
-            If it has no such data set.
+            If it has no such data set, or one whose values are in other files, were never written, or are in chunks of
+            more than 64 MiB.
         """
         import h5py
 
@@ -127,7 +128,7 @@ class HDF5Tokens:
             if not isinstance(found, h5py.Dataset):
                 raise ValueError("it is a group")
             hdf5.check_array(found.id)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{self.path} has no data set {self.dataset!r} of tokens: {printable(str(error))}; it has "
                 f"{shown(sorted(file))}"
@@ -172,7 +173,7 @@ class ZarrTokens:
         FileNotFoundError
             If there is no such folder.
         ValueError
-            If it is no such array.
+            If it is no such array, lacks most of its chunks, or has chunks of more than 64 MiB.
         """
         try:
             import zarr

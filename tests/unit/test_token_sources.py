@@ -110,6 +110,9 @@ def test_arrays_that_are_no_tokens(tmp_path: Path, make: Callable[[Path, Any], A
 def test_wrong_hdf5_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.h5 has no data set 'ids' of tokens: /ids is missing; it has \['group'\]"):
         TokenData(HDF5Tokens(hdf5(tmp_path, [1, 2]).path, "ids"), 1)
+    for name, message in (("group", "it is a group"), ("group/ids/x", ".*"), ("", ".*")):
+        with pytest.raises(ValueError, match=f"a\\.h5 has no data set '{name}' of tokens: {message}; it has"):
+            TokenData(HDF5Tokens(tmp_path / "a.h5", name), 1)
     (tmp_path / "b.h5").write_bytes((tmp_path / "a.h5").read_bytes()[:700])
     with pytest.raises(OSError, match=r"b\.h5 is no HDF5 file, or is cut short"):
         TokenData(HDF5Tokens(tmp_path / "b.h5"), 1)
