@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ html_show_sphinx = False
 autodoc_typehints = "none"
 autodoc_mock_imports = [name for name in ("jax", "torch") if importlib.util.find_spec(name) is None]
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
+# The source has no defaults of options that models take by name: `_short` writes the values instead.
+autodoc_preserve_defaults = False
 autosummary_generate = False
 numpydoc_show_class_members = False
 # What is in single backticks in a docstring is a link where that name is documented, and else only set apart.
@@ -65,6 +67,13 @@ def _check_all_documented(app: Any, env: Any) -> None:
                 logging.getLogger(__name__).warning("the reference has no page with %s", full, location="reference")
 
 
+def _short(app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any) -> Any:
+    """Write classes and modules among the defaults of a signature by their names."""
+    text = re.sub(r"<(?:class|module) '([\w.]+)'[^>]*>", r"\1", signature or "")
+    return (text, returns) if text else None
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", _short)
     app.connect("missing-reference", _quiet)
     app.connect("env-check-consistency", _check_all_documented)
