@@ -191,14 +191,18 @@ def drop(x_nc: Array, keys_n: Array, positions_n: Array, rate: float) -> None:
 
 
 def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
-    rows, columns = logits_nv.shape
-    losses_n = empty(rows, np.float64, like=logits_nv)
-    given = logits_nv, targets_n, losses_n, rows, columns
-    if columns > ROW_TEAM * HELD_PACKS * columns_of_pack(logits_nv):
-        launch("loss", "cross_entropy_of_long_rows", logits_nv, None, rows, ROW_TEAM, *given)
+    return cross_entropy_rounded(logits_nv, targets_n, logits_nv, logits_nv.shape[1], 1)
+
+
+def cross_entropy_rounded(logits_np: Array, targets_n: Array, gradient_np: Array, columns: int, scale: float) -> float:
+    rows, stride = logits_np.shape
+    losses_n = empty(rows, np.float64, like=logits_np)
+    given = logits_np, targets_n, gradient_np, losses_n, rows, columns, stride, scale
+    if stride > ROW_TEAM * HELD_PACKS * columns_of_pack(logits_np):
+        launch("loss", "cross_entropy_of_long_rows", logits_np, gradient_np, rows, ROW_TEAM, *given)
     else:
-        team = row_team(logits_nv, columns, ROW_TEAM)
-        launch("loss", "cross_entropy", logits_nv, None, *row_blocks(rows, team), *given, team)
+        team = row_team(logits_np, stride, ROW_TEAM)
+        launch("loss", "cross_entropy", logits_np, gradient_np, *row_blocks(rows, team), *given, team)
     return _sum(losses_n)
 
 

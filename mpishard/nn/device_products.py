@@ -94,15 +94,47 @@ class DeviceProduct:
         convert(rows, halves)
         return halves.swapaxes(-1, -2) if transposed else halves
 
-    def rounded_weight(self, weight: Array) -> Array:
-        """A weight as it is multiplied, if weights stay (`weights_stay`), else as it is."""
+    def rounded_weight(self, weight: Array, padded: int | None = None) -> Array:
+        """A weight as it is multiplied, if weights stay (`weights_stay`), else as it is unless it is to be padded.
+
+        Parameters
+        ----------
+        weight : array
+            A view of parameters.
+        padded : int, optional
+            The dimension to which zeros are added, up to a multiple of `ALIGNED`.  Where rounded operands have an odd
+            extent, such as that of a vocabulary, cuBLAS takes kernels that load single numbers.
+
+        Returns
+        -------
+        array
+            Of `rounded_dtype` if it was rounded.
+        """
         weights = _thread.__dict__.get("weights")
-        if weights is None or self.rounded_dtype is None:
+        if self.rounded_dtype is None or (weights is None and padded is None):
             return weight
-        key = backend_of(weight).address(weight), weight.shape, weight.strides, self.rounded_dtype
+        if weights is None:
+            return self._padded(weight, padded)
+        key = backend_of(weight).address(weight), weight.shape, weight.strides, self.rounded_dtype, padded
         if key not in weights:
-            weights[key] = self.rounded(weight)
+            weights[key] = self._padded(weight, padded)
         return weights[key]
+
+    def _padded(self, weight: Array, dim: int | None) -> Array:
+        if dim is None or not weight.shape[dim] % ALIGNED:
+            return self.rounded(weight)
+        extent = weight.shape[dim]
+        shape = (*weight.shape[:dim], padded_extent(extent), *weight.shape[dim + 1 :])
+        whole = arrays.empty(shape, self.rounded_dtype, like=weight)
+        before = [slice(None)] * dim
+        convert(weight, whole[(*before, slice(extent))])
+        whole[(*before, slice(extent, None))] = 0
+        return whole
+
+
+def padded_extent(extent: int) -> int:
+    """The next multiple of `ALIGNED`."""
+    return extent + -extent % ALIGNED
 
 
 def _widened(array: Array, dtype: np.dtype) -> Array:

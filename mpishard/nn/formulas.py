@@ -310,6 +310,19 @@ def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
     return float((xp.log(total_n.astype(np.float64)) - picked_n).sum())
 
 
+def cross_entropy_rounded(logits_np: Array, targets_n: Array, gradient_np: Array, columns: int, scale: float) -> float:
+    """`cross_entropy` of the first columns; `gradient` gets its gradient times a scale, and zeros in the other columns.
+
+    The logits are overwritten or not.
+    """
+    gradient_nv = logits_np[:, :columns].copy()
+    loss = cross_entropy(gradient_nv, targets_n)
+    logits_np[...] = 0
+    logits_np[:, :columns] = gradient_nv * scale
+    _store(gradient_np, logits_np)
+    return loss
+
+
 def row_maximum(logits_nv: Array, top_n: Array) -> None:
     """The largest logit of each row, -infinity of an empty row."""
     top_n[...] = logits_nv.max(axis=1) if logits_nv.shape[1] else -np.inf

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpishard.layout.specs import ParameterSpec
+from mpishard.nn.device_products import DeviceProduct, padded_extent
 from mpishard.nn.layers import Layer
 from mpishard.nn.products import Matmul, make_matmul, multiply_into, rounded_weight, shared_operand
 from mpishard.nn.tensor_parallel import Memory
@@ -109,6 +110,16 @@ class Linear(Layer):
         start, stop = self.parameters.box(self.weight_name)[self._inputs_dim]
         return stop - start
 
+    @property
+    def padded_outputs(self) -> int:
+        """More than `local_outputs` where products of a device are faster with some columns of zeros.
+
+        It takes an array with as many columns in the place of one with `local_outputs`, as result and as gradient.
+        """
+        pads = isinstance(self.matmul, DeviceProduct) and self.matmul.rounded_dtype is not None
+        pads = pads and self.tensor.slices.total == 1
+        return padded_extent(self.local_outputs) if pads else self.local_outputs
+
     def apply(self, x_ni: Array, out_no: Array) -> Array:
         """``x W`` with this rank's slices of W and no communication, unless row-parallel.
 
@@ -117,14 +128,15 @@ class Linear(Layer):
         x_ni : array, shape (n, inputs)
             The inputs.
         out_no : array, shape (n, local_outputs)
-            Overwritten.
+            Overwritten.  With `padded_outputs` columns those behind the outputs become 0.
 
         Returns
         -------
         array, shape (n, local_outputs)
             `out_no`; split by columns if column-parallel.
         """
-        for weight_io, y_no in zip(self._weights(len(x_ni)), self._outputs_apart(out_no), strict=True):
+        weights = self._weights(len(x_ni), out_no.shape[1])
+        for weight_io, y_no in zip(weights, self._outputs_apart(out_no), strict=True):
             self.matmul(x_ni, weight_io, out=y_no)
         return out_no
 
@@ -156,7 +168,9 @@ class Linear(Layer):
         terms_no = self._sums(self._inputs_apart(x_ni), self._weights(len(x_ni)), first_no, work)
         return self.tensor.leave.forward(terms_no, work.rows, memory)
 
-    def forward(self, x_ni: Array, work: Workspace, residual_no: Array | None = None) -> Array:
+    def forward(
+        self, x_ni: Array, work: Workspace, residual_no: Array | None = None, memory: Memory | None = None
+    ) -> Array:
         """``x W + b``, plus `residual` where given.
 
         Parameters
@@ -168,6 +182,8 @@ class Linear(Layer):
             Memory of the micro-batch.
         residual_no : array, optional
             Of the shape of the result, which it is added to.
+        memory : callable, optional
+            As for `product`.
 
         Returns
         -------
@@ -175,7 +191,7 @@ class Linear(Layer):
             If row-parallel the rows that this rank holds, else all rows; in the memory of `work`.
         """
         work.kept[self.role] = x_ni
-        y_no = self.product(x_ni, work)
+        y_no = self.product(x_ni, work, memory)
         if self.bias_name:
             biases = self._cut_bias(self.parameters[self.bias_name])
             residuals = (None,) * len(biases) if residual_no is None else self._outputs_apart(residual_no)
@@ -250,7 +266,7 @@ class Linear(Layer):
             If column-parallel summed over the ranks, the rows that this rank holds.
         """
         dx_ni = work.borrow(f"{self.role}.dx", len(dy_no), self.local_inputs)
-        weights_oi = [weight_io.T for weight_io in self._weights(len(dy_no))]
+        weights_oi = [weight_io.T for weight_io in self._weights(len(dy_no), dy_no.shape[1])]
         if self.split == 1:
             memory = functools.partial(work.borrow, f"{self.role}.dx of own rows")
             terms_ni = self._sums(self._outputs_apart(dy_no), weights_oi, dx_ni, work)
@@ -318,6 +334,8 @@ class Linear(Layer):
     def _add_product_of_rows(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
         view, accumulate = self.parameters.gradient(self.weight_name, self._second_use)
         views = self._cut(view, self._split_dim)
+        if self.split == 1:
+            dy_no = dy_no[:, : self.local_outputs]  # without padding
         inputs, outputs = self._inputs_apart(x_ni), self._outputs_apart(dy_no)
         for index, part in enumerate(views):
             x, dy = inputs[index % len(inputs)], outputs[index % len(outputs)]
@@ -343,13 +361,17 @@ class Linear(Layer):
         """The slices of this rank's part of the bias, which is split by outputs only."""
         return self._cut(array, 0) if self.split == 1 else (array,)
 
-    def _weights(self, rows: int) -> Sequence[Array]:
-        """The slices of the weight, each of shape (inputs, outputs), for products with so many rows."""
+    def _weights(self, rows: int, outputs: int = 0) -> Sequence[Array]:
+        """The slices of the weight, each of shape (inputs, outputs), for products with so many rows.
+
+        `outputs` may be `padded_outputs`.
+        """
         weights = self._cut(self.parameters[self.weight_name], self._split_dim)
         if rows == 1 and self.tensor.slices.ordered:
             # OpenBLAS's products of a matrix and a vector, unlike others, have other bits for a strided matrix.
             return [self.module.ascontiguousarray(weight) for weight in weights]
-        return [rounded_weight(self.matmul, weight) for weight in weights]
+        padded = self._outputs_dim if outputs > self.local_outputs else None
+        return [rounded_weight(self.matmul, weight, padded) for weight in weights]
 
     def _inputs_apart(self, x_ni: Array) -> Sequence[Array]:
         """The slices of an array of inputs; the array if they are not split."""
@@ -411,8 +433,8 @@ class TiedLinear(Linear):
     def initialize(self, seed: int) -> None:
         self._draw(seed, self.weight_name, (self.outputs, self.inputs), self.scale)
 
-    def _weights(self, rows: int) -> Sequence[Array]:
-        return [weight_oi.T for weight_oi in super()._weights(rows)]
+    def _weights(self, rows: int, outputs: int = 0) -> Sequence[Array]:
+        return [weight_oi.T for weight_oi in super()._weights(rows, outputs)]
 
     def _product_into(self, x_ni: Array, dy_no: Array, out: Array, accumulate: bool, work: Workspace) -> None:
         _product_into(self.matmul, dy_no.T, x_ni, out, accumulate, work)

@@ -184,7 +184,7 @@ def shared_operand(matmul: Matmul, array: Array, name: str = "shared operand") -
     return _bits(array, name) if rounded_dtype(matmul) is not None else array
 
 
-def rounded_weight(matmul: Matmul, weight: Array) -> Array:
+def rounded_weight(matmul: Matmul, weight: Array, padded: int | None = None) -> Array:
     """A weight as products take it: on a device, in a step that keeps rounded weights, rounded once for all of them.
 
     Not collective.
@@ -195,13 +195,15 @@ def rounded_weight(matmul: Matmul, weight: Array) -> Array:
         As `make_matmul` gives it.
     weight : array
         A view of parameters.
+    padded : int, optional
+        As for `DeviceProduct.rounded_weight`.
 
     Returns
     -------
     array
         For products by `matmul` only.
     """
-    return matmul.rounded_weight(weight) if isinstance(matmul, DeviceProduct) else weight
+    return matmul.rounded_weight(weight, padded) if isinstance(matmul, DeviceProduct) else weight
 
 
 _rounded = threading.local()

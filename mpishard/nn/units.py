@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from mpishard.nn import device_kernels
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.dropout import Draws, Dropout
@@ -14,6 +15,7 @@ from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear, TiedLinear
 from mpishard.nn.loss import cross_entropy
 from mpishard.nn.norms import LayerNorm, Norm
+from mpishard.nn.products import rounded_dtype
 from mpishard.nn.tensor_parallel import GatherColumns
 from mpishard.nn.workspace import Workspace
 
@@ -207,7 +209,17 @@ class OutputHead(Layer):
         float
             In nats.
         """
-        logits_nv = self.head.forward(self.final_norm.forward(x_nc, work), work)
+        x_nc = self.final_norm.forward(x_nc, work)
+        half = rounded_dtype(self.head.matmul)
+        if self.tensor.slices.total == 1 and half is not None and self.ops is device_kernels:
+            # The gradient is stored as products take it, in the same pass.
+            columns = self.head.padded_outputs
+            logits_np = self.head.forward(x_nc, work, memory=lambda rows, _: work.save(f"{self.role}.y", rows, columns))
+            gradient_np = work.save_bits(f"{self.role}.dy", *logits_np.shape, dtype=half)
+            given = batch.targets_n, gradient_np, self.head.local_outputs, self.parameters.loss_scale
+            work.kept[self.role] = gradient_np
+            return device_kernels.cross_entropy_rounded(logits_np, *given)
+        logits_nv = self.head.forward(x_nc, work)
         loss = cross_entropy(logits_nv, batch.targets_n, self.tensor, self.first, work, self.vocabulary_size)
         work.kept[self.role] = logits_nv
         return loss
@@ -230,7 +242,7 @@ class OutputHead(Layer):
             The rows that this rank holds, in the memory of `work`.
         """
         dlogits_nv = work.kept[self.role]
-        if self.parameters.loss_scale != 1:
+        if self.parameters.loss_scale != 1 and dlogits_nv.dtype == work.dtype:  # else it is scaled
             dlogits_nv *= dlogits_nv.dtype.type(self.parameters.loss_scale)
         return self.final_norm.backward(self.head.backward(dlogits_nv, work), work)
 

@@ -87,7 +87,7 @@ def compare(name: str, arguments: Given, scratch: Sequence[int] = (), tolerance:
 def test_names_and_parameters_are_those_of_the_formulas() -> None:
     named = [name for name, each in vars(formulas).items() if inspect.isfunction(each) and not name.startswith("_")]
     own = [name for name in named if getattr(formulas, name).__module__ == formulas.__name__]
-    assert len(own) == 22
+    assert len(own) == 23
     for name in own:
         assert inspect.signature(getattr(device_kernels, name)) == inspect.signature(getattr(formulas, name)), name
 
@@ -179,6 +179,24 @@ def test_cross_entropy_of_vocabularies(dtype, columns):
     (logits,) = normal(dtype, (2, columns))
     logits[1, -3:] = [30, -40, 50]  # the largest is in the part that is read again
     compare("cross_entropy", [logits, np.array([columns - 1, 7])])
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.uint16, np.float16])
+@pytest.mark.parametrize("columns, stride", [(5, 8), (8, 8), (13, 16), (509, 512), (509, 511), (50257, 50264)])
+def test_gradients_with_a_gap_behind_their_rows(stored, columns, stride):
+    """Rounded, scaled, and zero in the gap, whatever the logits have there."""
+    (logits,) = normal(np.float32, (3, stride))
+    logits[:, columns:] = [np.nan] * (stride - columns)
+    targets = np.array([columns - 1, 0, 2])
+    *_, gradient, loss = outcome("cross_entropy_rounded", [logits, targets, np.ones((3, stride), stored), columns, 8.0])
+    right, _, right_loss = expected("cross_entropy", [logits[:, :columns], targets])
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    assert not gradient[:, columns:].any()
+    values = gradient[:, :columns].astype(np.float32) if stored != np.uint16 else None
+    if values is None:
+        values = gradient[:, :columns].copy().view(ml_dtypes.bfloat16).astype(np.float32)
+    step = {np.float32: 1e-6, np.uint16: 2.0**-8, np.float16: 2.0**-11}[stored]
+    np.testing.assert_allclose(values, 8 * right, rtol=step, atol=step * 8 * np.abs(right).max() * 2.0**-8)
 
 
 def test_empty_vocabularies():

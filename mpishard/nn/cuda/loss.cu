@@ -7,24 +7,39 @@
 #define LONG_TEAM 512
 #define AT_ONCE 4  // packs that a thread loads before it stores the first of them, in loops that do both
 
+// N logits of the row; those behind its last column, `left` columns on, count for nothing.
+template <int N>
+__device__ __forceinline__ void load_logits(const REAL* p, bool whole, int left, REAL* x) {
+    load_pack<N>(p, whole, x);
+    if (left < N)
+#pragma unroll
+        for (int v = 0; v < N; v++)
+            if (v >= left) x[v] = NEGATIVE_INFINITY;
+}
+
+// The gradient may lie where the logits are.  Rows are `stride` elements apart, where the gradient has zeros behind the
+// last column.
 template <int N, int COUNT>
 __device__ __forceinline__ void cross_entropy_of_row(
-    REAL* logits, const long long* targets, double* losses, long long rows, int columns, int size) {
+    REAL* logits, const long long* targets, STORED* gradient, double* losses, long long rows, int columns, int stride,
+    REAL scale, int size) {
     const Team team(size);
     if (team.row >= rows) return;
-    REAL* const row = logits + team.row * columns;
-    const int stride = size * N, first = team.lane * N;
+    REAL* const row = logits + team.row * stride;
+    const int step = size * N, first = team.lane * N;
     const REAL picked = row[targets[team.row]];  // before anybody writes
-    // From the first logit of this thread on: logits of the row, and the place of the target.  Places of other logits
-    // are multiples of `stride`, which is known to the compiler for long rows and then takes no registers.
+    // From the first logit of this thread on: logits of the row, with and without a gap behind them, and the place of the
+    // target.  Places of other logits are multiples of `step`, which is known to the compiler for long rows and then
+    // takes no registers.
     REAL* const x = row + first;
-    const int left = columns - first, target = (int)targets[team.row] - first;
-    const bool whole = aligned<N>(x);
+    STORED* const y = gradient + team.row * stride + first;
+    const int left = columns - first, until = stride - first, target = (int)targets[team.row] - first;
+    const bool whole = aligned<N>(x), whole_y = aligned<N>(y);
     REAL held[COUNT], part[N];
     REAL top = NEGATIVE_INFINITY, of_rest = NEGATIVE_INFINITY, total = 0;
 #pragma unroll
     for (int k = 0; k < COUNT / N; k++) {
-        if (k * stride < left) load_pack<N>(x + k * stride, whole, held + k * N);
+        if (k * step < until) load_logits<N>(x + k * step, whole, left - k * step, held + k * N);
         else
 #pragma unroll
             for (int v = 0; v < N; v++) held[k * N + v] = NEGATIVE_INFINITY;
@@ -32,8 +47,8 @@ __device__ __forceinline__ void cross_entropy_of_row(
 #pragma unroll
     for (int i = 0; i < COUNT; i++) top = held[i] > top ? held[i] : top;
 #pragma unroll 4
-    for (int c = COUNT / N * stride; c < left; c += stride) {
-        load_pack<N>(x + c, whole, part);
+    for (int c = COUNT / N * step; c < left; c += step) {
+        load_logits<N>(x + c, whole, left - c, part);
 #pragma unroll
         for (int v = 0; v < N; v++) take(part[v], &of_rest, &total);
     }
@@ -41,49 +56,56 @@ __device__ __forceinline__ void cross_entropy_of_row(
     if (total != 0) total *= exponential(of_rest - top);
 #pragma unroll
     for (int k = 0; k < COUNT / N; k++)
-        if (k * stride < left)
+        if (k * step < until)
 #pragma unroll
             for (int v = 0; v < N; v++) {
                 held[k * N + v] = exponential(held[k * N + v] - top);
                 total += held[k * N + v];
             }
     total = team.sum(total);
-    const REAL share = 1 / total;
+    const REAL share = scale / total;
     __syncwarp();  // `picked` has been read: the sums of a warp are shuffles, which order no memory
 #pragma unroll
     for (int k = 0; k < COUNT / N; k++)
-        if (k * stride < left) {
+        if (k * step < until) {
 #pragma unroll
-            for (int v = 0; v < N; v++) part[v] = held[k * N + v] * share - (REAL)(k * stride + v == target);
-            store_pack<N>(x + k * stride, whole, part);
+            for (int v = 0; v < N; v++) part[v] = held[k * N + v] * share - (k * step + v == target ? scale : (REAL)0);
+            store_pack<N>(y + k * step, whole_y, part);
         }
     // The registers of `held` are free now: some packs are loaded before the first is stored.
-    for (int c = COUNT / N * stride; c < left; c += AT_ONCE * stride) {
+    for (int c = COUNT / N * step; c < until; c += AT_ONCE * step) {
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
-            if (c + k * stride < left) load_pack<N>(x + c + k * stride, whole, held + k * N);
+            if (c + k * step < until)
+                load_logits<N>(x + c + k * step, whole, left - c - k * step, held + k * N);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
-            if (c + k * stride >= left) continue;
+            if (c + k * step >= until) continue;
 #pragma unroll
             for (int v = 0; v < N; v++)
-                part[v] = exponential(held[k * N + v] - top) * share - (REAL)(c + k * stride + v == target);
-            store_pack<N>(x + c + k * stride, whole, part);
+                part[v] = exponential(held[k * N + v] - top) * share - (c + k * step + v == target ? scale : (REAL)0);
+            store_pack<N>(y + c + k * step, whole_y, part);
         }
     }
     if (team.lane == 0) losses[team.row] = log((double)total) - (double)(picked - top);
 }
 
 extern "C" __global__ void __launch_bounds__(512) cross_entropy(
-    REAL* logits, const long long* targets, double* losses, long long rows, int columns, int size) {
-    if (columns % PACK == 0) cross_entropy_of_row<PACK, HELD>(logits, targets, losses, rows, columns, size);
-    else cross_entropy_of_row<1, HELD>(logits, targets, losses, rows, columns, size);
+    REAL* logits, const long long* targets, STORED* gradient, double* losses, long long rows, int columns, int stride,
+    REAL scale, int size) {
+    if (stride % PACK == 0)
+        cross_entropy_of_row<PACK, HELD>(logits, targets, gradient, losses, rows, columns, stride, scale, size);
+    else cross_entropy_of_row<1, HELD>(logits, targets, gradient, losses, rows, columns, stride, scale, size);
 }
 
 extern "C" __global__ void __launch_bounds__(512) cross_entropy_of_long_rows(
-    REAL* logits, const long long* targets, double* losses, long long rows, int columns) {
-    if (columns % PACK == 0) cross_entropy_of_row<PACK, HELD_LONG>(logits, targets, losses, rows, columns, LONG_TEAM);
-    else cross_entropy_of_row<1, HELD_LONG>(logits, targets, losses, rows, columns, LONG_TEAM);
+    REAL* logits, const long long* targets, STORED* gradient, double* losses, long long rows, int columns, int stride,
+    REAL scale) {
+    if (stride % PACK == 0)
+        cross_entropy_of_row<PACK, HELD_LONG>(
+            logits, targets, gradient, losses, rows, columns, stride, scale, LONG_TEAM);
+    else
+        cross_entropy_of_row<1, HELD_LONG>(logits, targets, gradient, losses, rows, columns, stride, scale, LONG_TEAM);
 }
 
 template <int N>
