@@ -111,10 +111,13 @@ class TorchRule(Rule):
             return
         values = as_tensor(parameters)
         values.grad = as_tensor(gradients) * (clip / divisor)
-        optimizer = self.kind([values], **self._arguments(self.learning_rate(step)))
+        arguments = self._arguments(self.learning_rate(step))
+        optimizer = self.kind([values], **arguments)
         state, own = optimizer.state[values], dict(zip(self.slots, map(as_tensor, slots), strict=True))
         if step > 1:
-            state |= {**own, STEP: torch.tensor(float(step - 1))}
+            # PyTorch's fused kernels read it where the parameters are, all else on the host.
+            on_device = arguments.get("fused") or arguments.get("capturable")
+            state |= {**own, STEP: torch.tensor(float(step - 1), device=values.device if on_device else None)}
         optimizer.step()
         for name, slot in own.items():
             found = state.get(name)  # none without a momentum, where it was set to 0 between two steps
