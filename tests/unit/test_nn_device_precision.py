@@ -117,18 +117,22 @@ def with_torch(torch: Any, reference: nn.GPT, sizes: Any, half: Any, where: str)
 
 @each_size
 @each_dtype
-def test_as_exact_as_pytorch(device: Device, sizes: Any, compute_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_exact_as_pytorch(device: Device, sizes: Any, compute_dtype: Any) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     where = "cpu"
     if device.name == "cupy":
         if not torch.cuda.is_available():
             pytest.skip("this PyTorch finds no GPU")
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
         where = "cuda"
     reference, expected_loss, expected = exact(sizes)
     half = {None: None, np.float16: torch.float16, ml_dtypes.bfloat16: torch.bfloat16}[compute_dtype]
     loss, gradients = on_device(device, reference, sizes, compute_dtype)
-    their_loss, theirs = with_torch(torch, reference, sizes, half, where)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    try:
+        their_loss, theirs = with_torch(torch, reference, sizes, half, where)
+    finally:
+        torch.set_float32_matmul_precision(precision)
     rounding = ROUNDING[compute_dtype]
     assert abs(loss - expected_loss) < 2 * abs(their_loss - expected_loss) + rounding * expected_loss
     ours, peers = errors(gradients, expected), errors(theirs, expected)
