@@ -18,6 +18,8 @@ from mpishard.backend.compiled import HostFunction, inner
 Array = Any
 _HALF, _SIGN, _INFINITE = np.float32(0.5), np.int32(0x8000), np.int32(0x7F800000)
 LARGEST_HALF = 65504.0
+# The scale of a block with NaN, of which arithmetic makes other bits on other processors.
+NAN = np.float32(np.nan)
 _RUN = 1024  # elements that fit the first-level cache several times
 
 
@@ -29,6 +31,11 @@ def _int32(x):  # type: ignore[no-untyped-def]
 @inner
 def _float32(bits):  # type: ignore[no-untyped-def]
     return np.int32(bits).view(np.float32)
+
+
+@inner
+def _sent(scale):  # type: ignore[no-untyped-def]
+    return scale if scale == scale else NAN
 
 
 @inner
@@ -144,7 +151,7 @@ def _to_int8(
             magnitude = whole(places[i] & mask)
             largest = magnitude if magnitude > largest else largest
         place[0] = largest
-        scales[b] = top[0] / levels
+        scales[b] = _sent(np.float32(top[0] / levels))
         scale = real(scales[b])
         if not np.isfinite(scale):
             for i in range(count):
@@ -188,7 +195,7 @@ def _to_signs(values: np.ndarray, scales: np.ndarray, signs: np.ndarray, rest: n
         total = 0.0
         for i in range(count):
             total += np.float64(abs(row[i]))
-        scales[b] = total / count
+        scales[b] = _sent(np.float32(total / count))
         scale = values.dtype.type(scales[b])
         for i in range(left.size):
             left[i] = row[i] - (scale if row[i] >= zero else -scale)

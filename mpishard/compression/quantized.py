@@ -36,6 +36,11 @@ class _Blockwise(FusedCompressor):
         filled[: values.size] = values
         return filled.reshape(rows, self.block)
 
+    def _write(self, scales: Array, found: Array) -> None:
+        """Write the scales as they are sent: NaN in the bits that it has on every processor."""
+        module = arrays.module_of(found)
+        scales[...] = module.where(module.isnan(found), kernels.NAN, found)
+
     def _for_each(self, scales: Array, values: Array) -> Array:
         """The scale of each element."""
         return arrays.module_of(values).repeat(scales.astype(values.dtype), self.block)[: values.size]
@@ -82,7 +87,7 @@ class Int8Compressor(_Blockwise):
         module = arrays.module_of(values)
         scales, codes = self._parts(wire, values.size)
         rows = self._rows(values)
-        scales[...] = module.abs(rows).max(axis=1) / 127
+        self._write(scales, module.abs(rows).max(axis=1) / 127)
         finite = module.isfinite(scales)
         # Divide by the scale as it is sent, in float32.
         divisors = module.where(finite & (scales > 0), scales, 1).astype(values.dtype)
@@ -132,8 +137,8 @@ class SignCompressor(_Blockwise):
         module = arrays.module_of(values)
         scales, signs = self._parts(wire, values.size)
         sums = module.abs(self._rows(values)).sum(axis=1, dtype=np.float64)
-        scales[...] = sums / self.block
-        scales[-1:] = sums[-1:] / (values.size - (len(scales) - 1) * self.block)
+        self._write(scales[:-1], sums[:-1] / self.block)
+        self._write(scales[-1:], sums[-1:] / (values.size - (len(scales) - 1) * self.block))
         signs[: -(-values.size // 8)] = module.packbits(values >= 0)
 
     def _decompress_on_device(self, wire: Array, values: Array) -> None:

@@ -111,6 +111,26 @@ def test_device_and_host_make_the_same_of_it(device, compressor, by_cuda, make, 
     np.testing.assert_array_equal(arrays.to_host(device_rest), rest, strict=True)
 
 
+@pytest.mark.parametrize("compressor", [Int8Compressor(block=2), SignCompressor(block=2)], ids=str)
+@each_dtype
+@pytest.mark.parametrize("by_cuda", [True, False])
+@np.errstate(all="ignore")
+def test_a_scale_that_is_nan_has_the_same_bits_on_every_processor(device, compressor, by_cuda, dtype, monkeypatch):
+    """What arithmetic makes of NaN has the sign and the payload of an operand here, and none of it on GPUs."""
+    monkeypatch.setattr(standin.StandIn, "compiles_cuda", by_cuda and standin.StandIn.compiles_cuda)
+    quiet, whole = {np.float32: (0x7FC00000, np.uint32), np.float64: (0x7FF8 << 48, np.uint64)}[dtype]
+    sign = 1 << (8 * dtype().itemsize - 1)
+    values = np.zeros(9, dtype)  # the last block has one element
+    values.view(whole)[::2] = [quiet, quiet | sign, quiet + (quiet >> 12), 2 * sign - 1, sign - 1]
+    values[1] = -np.inf
+    wire = np.zeros(compressor.nbytes(9, values.dtype), np.uint8)
+    device_wire = device.put(wire)
+    compressor.compress(values, wire)
+    compressor.compress(device.put(values), device_wire)
+    assert (wire[: 4 * 5].view(np.uint32) == 0x7FC00000).all()
+    assert arrays.to_host(device_wire).tobytes() == wire.tobytes()
+
+
 @each_of_many
 @each_dtype
 @pytest.mark.parametrize("make", [random, special])

@@ -16,7 +16,8 @@ __device__ __forceinline__ REAL as_real(float x) {
 }
 __device__ __forceinline__ void put(REAL* value, REAL term, int adds) { *value = adds ? plus(*value, term) : term; }
 
-// NaN has the bits that the host sends.
+// NaN has the bits that the host sends; what arithmetic makes of it has others.
+__device__ __forceinline__ float sent(float scale) { return scale == scale ? scale : __uint_as_float(0x7fc00000u); }
 __device__ __forceinline__ void send(float16* half, float x) {
     if (x == x) store(half, x);
     else half->bits = (unsigned short)((__float_as_uint(x) >> 16 & 0x8000u) | 0x7e00u);
@@ -65,7 +66,7 @@ extern "C" __global__ void to_int8(
     narrow(widened(over(largest, (REAL)127)), &own);
     const bool usable = is_finite(widened(own)), is_zero = widened(own) == 0.0;
     const REAL scale = as_real(own);
-    if (threadIdx.x == 0) scales[blockIdx.x] = own;
+    if (threadIdx.x == 0) scales[blockIdx.x] = sent(own);
     for (int i = threadIdx.x; i < size; i += blockDim.x) {
         const REAL x = values[begin + i];
         REAL level = 1;
@@ -103,7 +104,7 @@ extern "C" __global__ void to_sign_scales(
     float own;
     narrow(total / size, &own);
     const REAL scale = as_real(own);
-    if (threadIdx.x == 0) scales[blockIdx.x] = own;
+    if (threadIdx.x == 0) scales[blockIdx.x] = sent(own);
     for (int i = threadIdx.x; keeps_rest && i < size; i += blockDim.x) {
         const REAL x = values[begin + i];
         rest[begin + i] = widened(x) >= 0.0 ? minus(x, scale) : plus(x, scale);
