@@ -9,7 +9,9 @@ PyTorch and torch.compile, in turns.  trace: what the GPU does in one step, by c
 bandwidth: bytes a second of AdamW, both passes of layer norm and of causal softmax, and cross-entropy, beside a copy.
 all_reduce: 64 MB of 2 ranks through pinned host memory, beside the copies and the MPI that it is made of.  memory: of a
 rank under DDP and ZeRO-1, 2 and 3 with 2 and 4 ranks on the one GPU.  checkpoint: how long an asynchronous save keeps a
-run, beside the copy to the host.  Figures are medians; ratios are medians of ratios of the same turn.
+run, beside the copy to the host.  parity: how far losses and gradients of small GPTs and a Llama in float32, float16
+and bfloat16 are from those of PyTorch in float64, beside how far PyTorch's own are.  Figures are medians; ratios are
+medians of ratios of the same turn.
 
 Every part runs in processes of its own with a time limit: one that crashes or hangs ends no other.  OUT (default:
 ``gpu-results``) gets results.json and tables.md after each part and during long ones, texts of the tests, and
@@ -41,10 +43,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gpu_machine
+import gpu_parity
 import gpu_parts
 import gpu_tables
 import gpu_tests
@@ -66,6 +70,7 @@ CHILDREN: dict[str, Callable[..., dict[str, Any] | None]] = {
     "bandwidth": lambda setting, kind: gpu_parts.child_bandwidth(setting),
     "all_reduce": lambda setting, kind: gpu_parts.child_all_reduce(setting),
     "checkpoint": lambda setting, kind: gpu_parts.child_checkpoint(setting),
+    "parity": gpu_parity.child,
 }
 
 
@@ -188,6 +193,32 @@ def part_checkpoint(launcher: Launcher, setting: Setting, so_far: SoFar) -> Foun
     return launcher.child("checkpoint", setting)
 
 
+def part_parity(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
+    result: Found = {"cases": {}, "losses": {}, "failures": {}, "has_torch": bool(importlib.util.find_spec("torch"))}
+    if not result["has_torch"]:
+        return result
+    # Each in a process of its own: an error of CUDA ends the process, and libraries of PyTorch and CuPy may differ.
+    with tempfile.TemporaryDirectory() as folder:
+        there = replace(setting, output=folder)
+        for model in gpu_parity.MODELS:
+            kind = f"{model}/{gpu_parity.TORCH}"
+            found, failed = of_kind(launcher, "parity", there, kind)
+            result["failures"] |= failed
+            if failed:
+                continue
+            theirs = found[kind]
+            result["losses"][model] = theirs["loss of a token"]
+            result["failures"] |= {f"PyTorch, {model}/{dtype}": why for dtype, why in theirs["failures"].items()}
+            for dtype in gpu_parity.DTYPES:
+                kind = f"{model}/{dtype}"
+                found, failed = of_kind(launcher, "parity", there, kind)
+                result["failures"] |= failed
+                if found:
+                    result["cases"][kind] = gpu_parity.joined(found[kind], theirs["dtypes"].get(dtype))
+                so_far(result)
+    return result
+
+
 # In the order in which they are wanted, should the time not be enough for all.
 PARTS: dict[str, Callable[[Launcher, Setting, SoFar], Found]] = {
     "facts": part_facts,
@@ -198,6 +229,7 @@ PARTS: dict[str, Callable[[Launcher, Setting, SoFar], Found]] = {
     "memory": part_memory,
     "all_reduce": part_all_reduce,
     "checkpoint": part_checkpoint,
+    "parity": part_parity,
 }
 
 

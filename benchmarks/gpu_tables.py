@@ -124,6 +124,27 @@ def checkpoint(found: dict[str, Any], results: dict[str, Any]) -> str:
     return text + f"\n\nThe stall is {found['stall_to_copy']:.2f} of the copy."
 
 
+def parity(found: dict[str, Any], results: dict[str, Any]) -> str:
+    if not found["has_torch"]:
+        return "PyTorch is not installed: nothing to compare with."
+    rows = []
+    for kind, each in found["cases"].items():
+        model, _, dtype = kind.partition("/")
+        pairs = [
+            " / ".join(f"{each[who][name]:.1e}" if who in each else "none" for who in ("ours", "theirs"))
+            for name in ("loss", "median", "largest")
+        ]
+        worst = (f"{each['ratio']:.2f}", each["worst"]) if "worst" in each else ("", "")
+        rows.append((model, dtype, each["attention"], f"{found['losses'][model]:.3f}", *pairs, *worst))
+    header = ("model", "dtype", "attention", "loss", "its error", "of gradients, median", "largest", "ratio", "worst")
+    text = table(header, rows)
+    text += "\n\nErrors are relative to PyTorch in float64, mpishard's / PyTorch's; those of gradients are norms of "
+    text += "differences, over all tensors.  The ratio is the largest of mpishard's to PyTorch's of one tensor, the "
+    text += "worst.  PyTorch computes in half precision by autocast, and in float32 without TF32."
+    warned = dict.fromkeys(warning for each in found["cases"].values() for warning in each["warnings"])
+    return text + "".join(f"\n\nIt warned: {warning}" for warning in warned)
+
+
 TABLES: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "facts": facts,
     "tests": tests,
@@ -133,6 +154,7 @@ TABLES: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "all_reduce": all_reduce,
     "memory": memory,
     "checkpoint": checkpoint,
+    "parity": parity,
 }
 
 

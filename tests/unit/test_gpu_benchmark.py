@@ -63,6 +63,49 @@ def test_parts_on_ranks_on_the_stand_in(tmp_path: Path) -> None:
     assert again["all_reduce"] == results["all_reduce"]
 
 
+def test_losses_and_gradients_beside_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="compares with PyTorch, which is not installed")
+    found = run(tmp_path, "--module", "numpy", "--small", "--only", "parity")["parity"]
+    assert len(found["cases"]) == 9 and not found["failures"]
+    for kind, each in found["cases"].items():
+        rounding = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[kind.partition("/")[2]]
+        for who in ("ours", "theirs"):
+            assert each[who]["loss"] < 8 * rounding and each[who]["largest"] < 8 * rounding, kind
+            assert len(each[who]["tensors"]) > 15
+        assert 0 < each["ratio"] == each["ratios"][each["worst"]] < 8
+    assert "| Llama | bfloat16 | products | 4." in (tmp_path / "tables.md").read_text()
+
+
+def test_a_case_that_fails_ends_no_other(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_torch = {"loss": 0.1, "scale": 1.0, "tensors": {"a": 0.1, "b": 0.0, "c": float("inf"), "d": 0.2}}
+    ours = {"loss": 0.2, "scale": 1.0, "tensors": {"a": 0.3, "b": 0.0, "c": 1.0, "d": 0.2}}
+    ours |= {"attention": "cuDNN", "warnings": ["slow"]}
+
+    class Launcher:
+        def child(self, name: str, setting: Any, kind: str, ranks: int) -> Any:
+            if kind in ("GPT, tied/torch", "GPT/float16"):
+                raise tools.Failed(f"{kind} crashed")
+            if kind.endswith("/torch"):
+                return {"loss of a token": 7.0, "dtypes": {"float32": of_torch}, "failures": {"bfloat16": "none"}}
+            return ours
+
+    setting = tools.Setting("numpy", small=True, output=str(tmp_path))
+    monkeypatch.setattr(tools.importlib.util, "find_spec", lambda name: name)
+    results = tools.run_parts(Launcher(), setting, ["parity"])
+    failed = {"GPT/float16", "GPT, tied/torch", "PyTorch, GPT/bfloat16", "PyTorch, Llama/bfloat16"}
+    assert set(results["parity"]["failures"]) == failed
+    case = results["parity"]["cases"]["GPT/float32"]
+    assert case["ratios"] == {"a": pytest.approx(3), "b": 1.0, "c": 0.0, "d": 1.0} and case["worst"] == "a"
+    text = (tmp_path / "tables.md").read_text()
+    row = "| GPT | float32 | cuDNN | 7.000 | 2.0e-01 / 1.0e-01 | 2.5e-01 / 1.5e-01 | 1.0e+00 / inf | 3.00 | a |"
+    assert row in text and "| GPT | bfloat16 | cuDNN | 7.000 | 2.0e-01 / none |" in text
+    assert text.count("It warned: slow") == 1 and "GPT/float16 failed: GPT/float16 crashed" in text
+    monkeypatch.setattr(tools.importlib.util, "find_spec", lambda name: None)
+    assert "PyTorch is not installed" in tools.gpu_tables.table_of(
+        "parity", tools.run_parts(Launcher(), setting, ["parity"])
+    )
+
+
 @pytest.mark.faults
 def test_what_crashes_or_hangs_ends_no_other_part(tools: Any, tmp_path: Path) -> None:
     launcher = tools.Launcher(None, limit=2)
