@@ -46,6 +46,9 @@ OF_FLOATS(nextafter) OF_FLOATS(pow) OF_FLOATS(remainder)
 static inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
 static inline float ldexp(float x, int exponent) { return ldexpf(x, exponent); }
 static inline float abs(float x) { return fabsf(x); }
+// What GPUs approximate.
+#define __expf expf
+static inline float __fdividef(float x, float y) { return x / y; }
 static inline double abs(double x) { return fabs(x); }
 
 struct Dimensions {

@@ -1,4 +1,4 @@
-"""A double of ``nvmath.bindings.cublasLt``: products with epilogues at raw addresses, on the stand-in's stream.
+"""A double of ``nvmath.bindings.cublasLt``: products with bias and GELU at raw addresses, on the stand-in's stream.
 
 Names, enumerations and the dtypes of attributes are those of nvmath-python 1.0, see ``test_epilogues.py``.  What
 cuBLASLt's documentation rules out is refused.
@@ -18,11 +18,11 @@ import standin
 
 
 class Epilogue(enum.IntEnum):
-    GELU_AUX_BIAS, DGELU_BGRAD = 164, 208
+    GELU_AUX_BIAS = 164
 
 
 class MatmulDescAttribute(enum.IntEnum):
-    TRANSA, EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 3, 7, 8, 11, 12
+    EPILOGUE, BIAS_POINTER, EPILOGUE_AUX_POINTER, EPILOGUE_AUX_LD = 7, 8, 11, 12
 
 
 class MatmulPreferenceAttribute(enum.IntEnum):
@@ -34,7 +34,7 @@ class cuBLASLtError(Exception):
     pass
 
 
-DESC_DTYPES = {3: np.int32, 7: np.uint32, 8: np.int64, 11: np.int64, 12: np.int64}
+DESC_DTYPES = {7: np.uint32, 8: np.int64, 11: np.int64, 12: np.int64}
 PREFERENCE_DTYPES = {1: np.uint64, 5: np.uint32, 6: np.uint32, 7: np.uint32, 8: np.uint32}
 HALVES: dict[int, Any] = {2: np.float16, 14: ml_dtypes.bfloat16}
 matmul_heuristic_result_dtype = np.dtype(
@@ -133,9 +133,8 @@ def _extents(desc: int, layouts: tuple[int, ...]) -> tuple[Any, list[Any], int]:
     product = _known(desc, "product")
     a, b, c, d = found = [_known(each, "layout") for each in layouts]
     asked = {MatmulDescAttribute(each): value for each, value in product.attributes.items()}
-    transposed = asked.get(MatmulDescAttribute.TRANSA, 0)
-    m, k = (a.cols, a.rows) if transposed else (a.rows, a.cols)
-    assert transposed in (0, 1) and (b.rows, d.rows, d.cols) == (k, m, b.cols)
+    m, k = a.rows, a.cols
+    assert (b.rows, d.rows, d.cols) == (k, m, b.cols)
     assert (c.rows, c.cols, c.ld) == (d.rows, d.cols, d.ld)
     # "Must be divisible by 8 and be no less than the number of rows in the output matrix."
     leading = asked[MatmulDescAttribute.EPILOGUE_AUX_LD]
@@ -182,26 +181,14 @@ def matmul(
         columns(aux[0], result.rows, result.cols, aux[1]),
         columns(d, result.rows, result.cols, result.ld),
     ]
-    transposed = asked.get(MatmulDescAttribute.TRANSA, 0)
     executed.append(epilogue)
 
     def work(a: np.ndarray, b: np.ndarray, bias: np.ndarray, aux: np.ndarray, d: np.ndarray) -> None:
-        one, other = a.astype(np.float32), b.astype(np.float32)
         with np.errstate(all="ignore"):
-            values = np.float32(factor) * ((one.T if transposed else one) @ other)
-            if epilogue is Epilogue.GELU_AUX_BIAS:
-                values += bias.astype(np.float32)
-                aux[...] = values.astype(half)
-                d[...] = _gelu(values)[0].astype(half)
-            else:
-                values *= _gelu(aux.astype(np.float32))[1]
-                d[...], bias[...] = values.astype(half), values.sum(axis=1, keepdims=True).astype(half)
+            values = np.float32(factor) * (a.astype(np.float32) @ b.astype(np.float32)) + bias.astype(np.float32)
+            aux[...] = values.astype(half)
+            # The tanh form.
+            t = np.tanh(np.float32(np.sqrt(2 / np.pi)) * (values + np.float32(0.044715) * values**3))
+            d[...] = (values / 2 * (1 + t)).astype(half)
 
     standin.current_stream().launch(work, *operands)
-
-
-def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tanh form, and its derivative."""
-    c = np.float32(np.sqrt(2 / np.pi))
-    t = np.tanh(c * (x + np.float32(0.044715) * x**3))
-    return x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t**2) * c * (1 + 3 * np.float32(0.044715) * x**2)

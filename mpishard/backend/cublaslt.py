@@ -1,4 +1,4 @@
-"""Matrix products with GELU, its gradient and that of a bias in the same kernel (epilogues), by cuBLASLt.
+"""Matrix products with a bias and GELU in the same kernel (an epilogue), by cuBLASLt.
 
 cuBLASLt is called by ``nvmath.bindings.cublasLt`` of the package nvmath-python.  It reads columns, and its biases have
 an entry for each row of the result.  Rows of C are columns of its transpose, so that ``C = A B`` is computed as
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend.cublas import COMPUTE_32F, LARGEST, PLAIN, R_32F, TRANSPOSED, TYPES
+from mpishard.backend.cublas import COMPUTE_32F, LARGEST, R_32F, TYPES
 from mpishard.backend.kinds import backend_of
 from mpishard.backend.optional_library import OptionalLibrary
 
@@ -31,7 +31,7 @@ _FACTORS = np.array([0, 1], np.float32)
 
 
 class Shape(NamedTuple):
-    """Of the two products: rows, channels outside, channels that GELU is applied to."""
+    """Of the product: rows, their channels, channels that GELU is applied to."""
 
     rows: int
     width: int
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 
 class CublasLt:
-    """Products with epilogues on one device, for one thread.
+    """Products with the epilogue on one device, for one thread.
 
     All arrays are C-contiguous, in one half precision: float16, or uint16 for the bits of bfloat16.  Sums are float32.
 
@@ -62,37 +62,28 @@ class CublasLt:
         self._lt = lt
         with backend_of(like).on_device_of(like):
             self._handle = lt.create()
-        self._plans: dict[tuple[Shape, np.dtype], tuple[_Plan, _Plan]] = {}
+        self._plans: dict[tuple[Shape, np.dtype], _Plan] = {}
         self.usable = True
         self.proven: set[np.dtype] = set()
 
     def takes(self, shape: Shape, half: np.dtype, like: Array) -> bool:
-        """Whether cuBLASLt has kernels for forward and backward of a shape; chooses them if so."""
+        """Whether cuBLASLt has a kernel for a shape; chooses it if so."""
         aligned = shape.width % MULTIPLE == 0 == shape.inner % MULTIPLE
         if not self.usable or not aligned or min(shape) < 1 or max(shape) > LARGEST:
             return False
         key = shape, half
         if key not in self._plans and len(self._plans) < MOST_SHAPES:
-            kinds = self._lt.Epilogue
             try:
                 with backend_of(like).on_device_of(like):
-                    self._plans[key] = (
-                        _Plan(self._lt, self._handle, kinds.GELU_AUX_BIAS, PLAIN, shape, half),
-                        _Plan(self._lt, self._handle, kinds.DGELU_BGRAD, TRANSPOSED, shape, half),
-                    )
+                    self._plans[key] = _Plan(self._lt, self._handle, shape, half)
             except Exception as error:  # of several classes, some of them nvmath's own
-                self.give_up(f"cuBLASLt has no kernels with epilogues for {shape} in {half} ({error})")
+                self.give_up(f"cuBLASLt has no kernel with the epilogue for {shape} in {half} ({error})")
         return key in self._plans
 
     def forward(self, x_nc: Array, weight_cd: Array, bias_d: Array, before_nd: Array, y_nd: Array) -> None:
         """``before = x W + bias`` and ``y = GELU(before)``, of a shape that `takes` was asked for."""
-        plan = self._plans[Shape(len(x_nc), x_nc.shape[1], y_nd.shape[1]), y_nd.dtype][0]
+        plan = self._plans[Shape(len(x_nc), x_nc.shape[1], y_nd.shape[1]), y_nd.dtype]
         plan.execute(weight_cd, x_nc, bias_d, before_nd, y_nd)
-
-    def backward(self, dy_nc: Array, weight_dc: Array, before_nd: Array, dbefore_nd: Array, dbias_d: Array) -> None:
-        """``dbefore = (dy W^T) GELU'(before)``, and its column sums into `dbias`."""
-        plan = self._plans[Shape(len(dy_nc), dy_nc.shape[1], dbefore_nd.shape[1]), dbefore_nd.dtype][1]
-        plan.execute(weight_dc, dy_nc, dbias_d, before_nd, dbefore_nd)
 
     def give_up(self, problem: str) -> None:
         """Take no more shapes, and say why."""
@@ -101,19 +92,17 @@ class CublasLt:
 
 
 class _Plan:
-    """A product with its kernel: ``D' = W' X'`` for columns, where D has the rows of X and W is transposed or not."""
+    """A product with its kernel: ``D' = W' X'`` for columns, where D has the rows of X."""
 
-    def __init__(self, lt: Any, handle: int, epilogue: int, transposed: int, shape: Shape, half: np.dtype) -> None:
+    def __init__(self, lt: Any, handle: int, shape: Shape, half: np.dtype) -> None:
         self._lt, self._handle = lt, handle
         rows, width, inner = shape
-        leading = width if transposed else inner
-        self._weight = lt.matrix_layout_create(TYPES[half], leading, inner if transposed else width, leading)
+        self._weight = lt.matrix_layout_create(TYPES[half], inner, width, inner)
         self._rows = lt.matrix_layout_create(TYPES[half], width, rows, width)
         self._result = lt.matrix_layout_create(TYPES[half], inner, rows, inner)
         self._product = lt.matmul_desc_create(COMPUTE_32F, R_32F)
         kinds = lt.MatmulDescAttribute
-        self._set(kinds.TRANSA, transposed)
-        self._set(kinds.EPILOGUE, epilogue)
+        self._set(kinds.EPILOGUE, lt.Epilogue.GELU_AUX_BIAS)
         self._set(kinds.EPILOGUE_AUX_LD, inner)
         # Kernels are chosen by how these are aligned; the addresses come with the product.
         self._set(kinds.BIAS_POINTER, ALIGNMENT)

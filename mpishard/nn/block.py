@@ -99,13 +99,12 @@ class MLP(Layer):
             self.activation.backward(dhidden_nd, work, self._gradient_to_add_to(bias_name))
         else:
             before_nd, weight_name = work.kept[self.activation.role], self.contract.weight_name
-            dbias_d = work.borrow("gradient of bias", self.expand.local_outputs)
 
-            def by_epilogue(dy_nc: Array, work: Workspace) -> Array:
+            def through_gelu(dy_nc: Array, work: Workspace) -> Array:
+                dbias_d = self._gradient_to_add_to(bias_name)
                 return epilogues.backward(dy_nc, self.parameters[weight_name], before_nd, dbias_d, work)
 
-            dhidden_nd = self.contract.backward(dy_nc, work, by_epilogue)
-            self._add_to_gradient(bias_name, dbias_d)
+            dhidden_nd = self.contract.backward(dy_nc, work, through_gelu)
         self._finished(bias_name, work)
         dhidden_nd = self.expand.shared(dhidden_nd, work)
         dx_nc = self.expand.input_gradient(dhidden_nd, work)

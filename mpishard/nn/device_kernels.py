@@ -5,7 +5,8 @@ the device, nor on where in memory an array begins.  Results that only products 
 the ``y`` of norms and activations, heads that are split or columns that are merged, and the ``rounded`` results of the
 softmax may have dtype float16, or uint16 for the bits of bfloat16, where the other arrays are float32.
 
-The functions of `mpishard.nn.device_heads` are found here, too.
+The functions of `mpishard.nn.device_heads` are found here, too, and one that ``formulas`` has not:
+`gelu_backward_of_rounded`.
 """
 
 from __future__ import annotations
@@ -170,6 +171,31 @@ def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
     blocks, threads = tile_blocks(dx_nc, rows, columns, each)
     given = dx_nc, slope_nc, partial, rows, columns, each
     launch("activations", "gelu_backward", dx_nc, None, blocks, threads, *given)
+    _add_sums(partial, parts, dbias_c)
+
+
+def gelu_backward_of_rounded(dx_nc: Array, before_nc: Array, dbias_c: Array) -> None:
+    """As `gelu_backward` in half precision but for the bias, given what GELU was applied to in the derivative's place.
+
+    Parameters
+    ----------
+    dx_nc : array, shape (n, c)
+        float16, or uint16 for the bits of bfloat16; overwritten by the product, rounded.
+    before_nc : array, shape (n, c)
+        Of the same dtype.
+    dbias_c : array, shape (c,)
+        float32; the column sums of the product, not rounded, are added to it.
+    """
+    rows, columns = dx_nc.shape
+    if not dx_nc.size:
+        return
+    pack = columns_of_pack(dx_nc, columns)
+    each = _rows_of_parts(dx_nc, rows, columns, pack)
+    parts = ceiling(rows, each)
+    partial = empty(parts * columns, dbias_c.dtype, like=dx_nc)
+    blocks, threads = tile_blocks(dx_nc, rows, columns, each, pack)
+    given = dx_nc, before_nc, partial, rows, columns, each
+    launch("activations", "gelu_backward_of_rounded", dbias_c, dx_nc, blocks, threads, *given)
     _add_sums(partial, parts, dbias_c)
 
 

@@ -24,9 +24,10 @@ TRIAL_ROUNDINGS = 8
 
 
 class GELUEpilogues:
-    """Bias and GELU in the kernel of the product before, and their gradients in that of the product after.
+    """Bias and GELU in the kernel of the product before, and a backward pass that has all but sums in half precision.
 
-    Not collective.  The gradient of the bias is rounded to half precision, as everything but sums is.
+    Not collective.  The backward pass is a product and a kernel of its own: cuBLASLt has an epilogue for it, but on an
+    H200 that was a product and a second kernel, of 322 us for 16384 rows of 3072 channels.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ class GELUEpilogues:
         before_nd : array, shape (n, d)
             Of `forward`.
         dbias_d : array, shape (d,)
-            For the gradient by the bias.
+            The gradient by the bias, sums in the dtype of activations, is added to it.
         work : Workspace
             Memory of the micro-batch.
 
@@ -79,9 +80,8 @@ class GELUEpilogues:
             In half precision; overwritten by the next call.
         """
         dbefore_nd = work.scratch("gradient before GELU", before_nd.shape, self.half)
-        halves_d = work.scratch("rounded gradient of bias", before_nd.shape[1:], self.half)
-        self._library.backward(self._rounded(dy_nc), self._weight(weight_dc), before_nd, dbefore_nd, halves_d)
-        convert(halves_d, dbias_d)
+        self._matmul(self._rounded(dy_nc), self._weight(weight_dc).T, out=dbefore_nd)
+        device_kernels.gelu_backward_of_rounded(dbefore_nd, before_nd, dbias_d)
         return dbefore_nd
 
     def _rounded(self, array: Array) -> Array:
@@ -163,7 +163,7 @@ def _by_epilogues(
 ) -> dict[str, np.ndarray]:
     work = Workspace(x.dtype, arrays.module_of(x))
     before, y = (arrays.empty((len(x), len(bias)), epilogues.half, like=x) for _ in range(2))
-    dbias = arrays.empty(bias.shape, bias.dtype, like=x)
+    dbias = arrays.zeros(bias.shape, bias.dtype, like=x)
     epilogues.forward(x, weight, bias, before, y)
     dbefore = epilogues.backward(dy, second, before, dbias, work)
     return _on_host(GELU=y, gradient=dbefore, bias_gradient=dbias)

@@ -21,7 +21,6 @@ from mpishard.backend import cublaslt
 HALVES = [np.float16, ml_dtypes.bfloat16]
 SIZES = 11, 20, 32, 2, 2
 MODULE = arrays.module_of(standin.empty(1))
-FORWARD, BACKWARD = fake_cublaslt.Epilogue.GELU_AUX_BIAS, fake_cublaslt.Epilogue.DGELU_BGRAD
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +66,8 @@ def test_loss_and_gradients_are_those_by_kernels(library: Any, half: Any, option
         warnings.simplefilter("error")
         loss, gradients = run(model(half, **options))
     passes = SIZES[3] * options.get("microbatches", 1)
-    # One of each is the proof.
-    assert fake_cublaslt.executed.count(FORWARD) == passes * (2 if options.get("recompute") else 1) + 1
-    assert fake_cublaslt.executed.count(BACKWARD) == passes + 1
+    # One is the proof.
+    assert len(fake_cublaslt.executed) == passes * (2 if options.get("recompute") else 1) + 1
     library["library"] = None
     other_loss, others = run(model(half, **options))
     precision = float(ml_dtypes.finfo(half).eps) / 2
@@ -100,7 +98,7 @@ def test_a_weight_gradient_that_is_done_later(library: Any) -> None:
         for finish in deferred or []:
             finish()
         gradients.append(arrays.to_host(parameters.gradients.flat))
-    assert BACKWARD in fake_cublaslt.executed
+    assert fake_cublaslt.executed
     assert work_done_later
     np.testing.assert_array_equal(gradients[0], gradients[1])
 
@@ -132,7 +130,7 @@ def test_no_more_shapes_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made = model(np.float16)
     for batch in (1, 2, 3, 4):
         run(made, batch)
-    assert fake_cublaslt.executed.count(BACKWARD) == 1 + 2 * SIZES[3]  # one shape is that of the proof
+    assert len(fake_cublaslt.executed) == 1 + 2 * SIZES[3]  # one shape is that of the proof
 
 
 def test_without_a_shape_left_for_the_proof_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +146,12 @@ def test_wrong_results_are_found_and_warned_of_once(monkeypatch: pytest.MonkeyPa
         RuntimeWarning, match="GELU differs by .* from that by kernels; bias and GELU are computed after"
     ):
         loss, _ = run(made)
-    assert fake_cublaslt.executed == [FORWARD, BACKWARD]
+    assert len(fake_cublaslt.executed) == 1
     monkeypatch.setattr(fake_cublaslt, "factor", 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(model(ml_dtypes.bfloat16))
-    assert fake_cublaslt.executed == [FORWARD, BACKWARD]
+    assert len(fake_cublaslt.executed) == 1
     library["library"] = None
     assert run(made)[0] == loss
 
@@ -162,7 +160,7 @@ def test_wrong_results_are_found_and_warned_of_once(monkeypatch: pytest.MonkeyPa
     "name, message",
     [
         ("create", "does not start on this device .CUBLAS_STATUS"),
-        ("matmul_algo_get_heuristic", "has no kernels with epilogues for .* .CUBLAS_STATUS"),
+        ("matmul_algo_get_heuristic", "has no kernel with the epilogue for .* .CUBLAS_STATUS"),
         ("matmul", "a product of cuBLASLt with epilogues fails .CUBLAS_STATUS"),
     ],
 )

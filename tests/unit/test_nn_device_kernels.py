@@ -333,6 +333,35 @@ def test_results_may_be_stored_in_half_precision(name, shapes, place, scalars, s
         assert number == place or np.array_equal(one, other, equal_nan=True)
 
 
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("rows, columns", [*SHAPES, (1, 8), (50, 40), (700, 24), (700, 12)])
+def test_gelu_backward_of_rounded(stored, rows, columns):
+    """Of the formulas in float64 rounded once, and sums as exact as float32 is, which are added."""
+    half = HALVES[stored]
+    dx, before, dbias = normal(np.float32, (rows, columns), (rows, columns), columns)
+    before *= 4
+    before.reshape(-1)[:7] = np.array([0, -0.0, 9, -9, 60, -60, 200], np.float32)[: before.size]
+    dx, before = dx.astype(half), before.astype(half)
+    found, kept, sums = outcome("gelu_backward_of_rounded", [dx.view(stored), before.view(stored), dbias])
+    slope = before.astype(np.float64)
+    formulas.gelu(slope, np.zeros(columns), np.empty_like(slope))
+    exact = dx.astype(np.float64) * slope
+    precision = float(ml_dtypes.finfo(half).eps) / 2
+    np.testing.assert_allclose(found.view(half).astype(np.float64), exact, rtol=1.05 * precision, atol=1e-5)
+    np.testing.assert_array_equal(kept.view(half), before)
+    np.testing.assert_allclose(sums, dbias + exact.sum(axis=0), rtol=0, atol=1e-5 * max(1, rows) ** 0.5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_gelu_backward_of_rounded_hides_no_bad_numbers(bad):
+    zeros, one = np.zeros((2, 3, 16), np.float16)
+    one[1, 5] = bad
+    for dx, before in ([one, zeros], [zeros, one]):
+        found, _, sums = on_stand_in("gelu_backward_of_rounded", [dx, before, np.zeros(16, np.float32)])
+        assert np.isnan(found[1, 5]) or found[1, 5] == bad
+        assert not np.isfinite(sums[5]) and np.isfinite(np.delete(sums, 5)).all()
+
+
 @pytest.mark.parametrize("columns", [64, 66])
 def test_bits_do_not_depend_on_where_memory_begins(columns):
     """Threads take the same elements where they cannot load 16 bytes at once."""
@@ -348,6 +377,10 @@ def test_bits_do_not_depend_on_where_memory_begins(columns):
         given = [*normal(np.float32, *shapes), *scalars]
         for one, other in zip(on_stand_in(name, given), on_stand_in(name, given, shift=1), strict=True):
             assert np.array_equal(one, other), name
+    halves = [each.astype(np.float16) for each in normal(np.float32, wide, wide)]
+    given = [*halves, np.zeros(columns, np.float32)]
+    first, second = (on_stand_in("gelu_backward_of_rounded", given, shift=shift) for shift in (0, 1))
+    assert all(map(np.array_equal, first, second))
     logits, targets = normal(np.float32, wide)[0], np.arange(rows)
     for one, other in zip(
         on_stand_in("cross_entropy", [logits, targets]),
@@ -373,6 +406,9 @@ def test_column_sums_over_many_rows(rows, columns):
     wide = (rows, columns)
     compare("rms_norm_backward", normal(np.float64, wide, wide, rows, columns, wide, columns))
     compare("gelu_backward", normal(np.float64, wide, wide, columns))
+    zeros, sums = np.zeros(wide, np.float16), np.ones(columns, np.float32)
+    found = outcome("gelu_backward_of_rounded", [zeros + np.float16(1), zeros, sums])[2]
+    assert np.array_equal(found, np.full(columns, 1 + rows / 2))  # the derivative at 0 is 1/2
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -2,12 +2,30 @@
 
 #define GELU_SLOPE ((REAL)1.5957691216057308)  // 2 sqrt(2 / pi)
 #define GELU_CUBIC ((REAL)0.044715)
+#define STORED_PACK ((int)(16 / sizeof(STORED)))
 
-// The sigmoid of h, given exp(-u), and 1 minus it without the cancellation where it is close to 1.
+// Of float in few instructions, with errors of some 1e-6 that rounding to half precision hides.
+__device__ __forceinline__ float quick_exponential(float x) { return __expf(x); }
+__device__ __forceinline__ double quick_exponential(double x) { return exp(x); }
+__device__ __forceinline__ float quick_inverse(float x) { return __fdividef(1.0f, x); }
+__device__ __forceinline__ double quick_inverse(double x) { return 1 / x; }
+
+// The sigmoid of u, given -u, and 1 minus it without the cancellation where it is close to 1.
+template <bool QUICK = false>
 __device__ __forceinline__ void sigmoid(REAL exponent, bool positive, REAL* s, REAL* rest) {
-    const REAL e = exponential(exponent);
-    *s = 1 / (1 + e);
+    const REAL e = QUICK ? quick_exponential(exponent) : exponential(exponent);
+    *s = QUICK ? quick_inverse(1 + e) : 1 / (1 + e);
     *rest = positive ? e * *s : 1 - *s;
+}
+
+// GELU of z, and its derivative.
+template <bool QUICK = false>
+__device__ __forceinline__ void gelu_of(REAL z, REAL* value, REAL* slope) {
+    const REAL square = z * z;
+    REAL s, rest;
+    sigmoid<QUICK>(-GELU_SLOPE * z * (1 + GELU_CUBIC * square), z > 0, &s, &rest);
+    *value = z * s;
+    *slope = s + *value * rest * GELU_SLOPE * (1 + 3 * GELU_CUBIC * square);
 }
 
 template <int N>
@@ -24,13 +42,7 @@ __device__ __forceinline__ void gelu_tile(
         const long long at = row * columns + tile.column;
         load_pack<N>(x + at, whole_x, h);
 #pragma unroll
-        for (int v = 0; v < N; v++) {
-            const REAL z = h[v] + b[v], square = z * z;
-            REAL s, rest;
-            sigmoid(-GELU_SLOPE * z * (1 + GELU_CUBIC * square), z > 0, &s, &rest);
-            out[v] = z * s;
-            h[v] = s + out[v] * rest * GELU_SLOPE * (1 + 3 * GELU_CUBIC * square);
-        }
+        for (int v = 0; v < N; v++) gelu_of(h[v] + b[v], out + v, h + v);
         store_pack<N>(y + at, whole_y, out);
         store_pack<N>(x + at, whole_x, h);
     }
@@ -72,6 +84,42 @@ extern "C" __global__ void gelu_backward(
     long long each) {
     if (columns % PACK == 0) gelu_backward_tile<PACK>(dx, slope, partial, rows, columns, each);
     else gelu_backward_tile<1>(dx, slope, partial, rows, columns, each);
+}
+
+// Of what is stored in half precision: `before` is what GELU was applied to.
+template <int N>
+__device__ __forceinline__ void gelu_backward_of_rounded_tile(
+    STORED* __restrict__ dx, const STORED* __restrict__ before, REAL* __restrict__ partial, long long rows, int columns,
+    long long each) {
+    const Tile tile = Tile::of<N>(rows, columns, each);
+    if (tile.column >= columns) return;
+    const bool whole_x = aligned<N>(dx), whole_b = aligned<N>(before);
+    REAL sum[N] = {}, d[N], z[N];
+#pragma unroll 2
+    for (long long row = tile.first; row < tile.last; row++) {
+        const long long at = row * columns + tile.column;
+        load_pack<N>(dx + at, whole_x, d);
+        load_pack<N>(before + at, whole_b, z);
+#pragma unroll
+        for (int v = 0; v < N; v++) {
+            REAL value, slope;
+            gelu_of<true>(z[v], &value, &slope);
+            d[v] *= slope;
+            sum[v] += d[v];
+        }
+        store_pack<N>(dx + at, whole_x, d);
+    }
+    store_pack<N>(partial + tile.part * columns + tile.column, aligned<N>(partial), sum);
+}
+
+extern "C" __global__ void gelu_backward_of_rounded(
+    STORED* __restrict__ dx, const STORED* __restrict__ before, REAL* __restrict__ partial, long long rows, int columns,
+    long long each) {
+    if (columns % STORED_PACK == 0) {
+        gelu_backward_of_rounded_tile<STORED_PACK>(dx, before, partial, rows, columns, each);
+    } else {
+        gelu_backward_of_rounded_tile<1>(dx, before, partial, rows, columns, each);
+    }
 }
 
 template <int N>
