@@ -43,6 +43,42 @@ class _Layout(NamedTuple):
     leading: int
 
 
+class _Matrix(NamedTuple):
+    """What there is to know about an array without its address; matrices of batches, or a vector."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def as_rows(self) -> _Matrix:
+        """A vector as a matrix of one row."""
+        if len(self.shape) > 1:
+            return self
+        return _Matrix((1, *self.shape), (self.shape[0] * self.strides[0], *self.strides), self.dtype)
+
+    def transposed(self) -> _Matrix:
+        """Each matrix."""
+        shape, strides = ((*each[:-2], each[-1], each[-2]) for each in (self.shape, self.strides))
+        return _Matrix(shape, strides, self.dtype)
+
+
+class _Product(NamedTuple):
+    """A call of cuBLAS: its arguments, and where the address of which operand comes, with an offset in bytes."""
+
+    routine: str
+    arguments: list[int]
+    operands: tuple[tuple[int, int, int], ...]
+
+
+# By how operands and result lie: a training multiplies the same shapes in every step.
+_products_of: dict[Any, tuple[_Product, ...]] = {}
+MOST_PRODUCTS = 10_000
+
+
 def multiply(a: Array, b: Array, out: Array, accumulate: bool = False) -> Array:
     """``out = a b``, or ``out += a b``, summed in float32 (float64 for float64), queued on the current stream.
 
@@ -71,14 +107,28 @@ def multiply(a: Array, b: Array, out: Array, accumulate: bool = False) -> Array:
     ValueError
         Shapes that do not go together, or a size of 2^31 or more.
     """
-    _check(a, b, out)
-    if a.ndim == 1:
-        multiply(a[None, :], b, out[None, :], accumulate)
-    elif out.size and not a.shape[-1]:
-        if not accumulate:
-            out[...] = 0
-    elif out.size:
-        _multiply(_readable(a), _readable(b), out, accumulate)
+    one, other, result = [_Matrix(each.shape, each.strides, each.dtype) for each in (a, b, out)]
+    key = one, other, result, accumulate, _tf32()
+    products = _products_of.get(key)
+    if products is None:
+        _check(a, b, out)
+        if out.size and not a.shape[-1]:
+            if not accumulate:
+                out[...] = 0
+            return out
+        if out.size and not (_is_readable(one) and _is_readable(other) and _is_writable(result)):
+            return _multiply_copies(a, b, out, accumulate)
+        if len(_products_of) >= MOST_PRODUCTS:
+            _products_of.clear()
+        products = _products_of[key] = _products(one, other, result, accumulate) if out.size else ()
+    if products:
+        backend = backend_of(out)
+        addresses = backend.address(a), backend.address(b), backend.address(out)
+        for routine, arguments, operands in products:
+            filled = list(arguments)
+            for position, operand, offset in operands:
+                filled[position] = addresses[operand] + offset
+            backend.cublas(out, routine, *filled)
     return out
 
 
@@ -93,51 +143,64 @@ def _check(a: Array, b: Array, out: Array) -> None:
         raise ValueError(f"cannot multiply shapes {a.shape} and {b.shape} into {out.shape}")
 
 
-def _readable(matrix: Array) -> Array:
-    """The operand, or a copy of one that BLAS cannot read."""
-    if _layout(matrix) is None or any(stride < 0 for stride in matrix.strides):
-        return matrix.copy()
-    return matrix
+def _is_readable(matrix: _Matrix) -> bool:
+    """Whether BLAS can read it as it lies."""
+    return _layout(matrix.as_rows()) is not None and all(stride >= 0 for stride in matrix.strides)
 
 
-def _multiply(a: Array, b: Array, out: Array, accumulate: bool) -> None:
-    layout = _layout(out)
-    if layout is None or any(s <= 0 < n - 1 for s, n in zip(out.strides, out.shape, strict=True)):
-        whole = arrays.empty(out.shape, out.dtype, like=out)
-        _multiply(a, b, whole, False)
-        if accumulate:
-            out += whole
-        else:
-            out[...] = whole
-        return
-    if layout.by_columns:
-        a, b, out = (each.swapaxes(-1, -2) for each in (b, a, out))
-    queue = backend_of(out).cublas
+def _is_writable(out: _Matrix) -> bool:
+    """Whether BLAS can write it as it lies."""
+    once = all(step > 0 or extent < 2 for step, extent in zip(out.strides, out.shape, strict=True))
+    return once and _layout(out.as_rows()) is not None
+
+
+def _multiply_copies(a: Array, b: Array, out: Array, accumulate: bool) -> Array:
+    """With copies of what BLAS cannot read or write as it lies."""
+    a, b = (each if _is_readable(_Matrix(each.shape, each.strides, each.dtype)) else each.copy() for each in (a, b))
+    if _is_writable(_Matrix(out.shape, out.strides, out.dtype)):
+        return multiply(a, b, out, accumulate)
+    whole = arrays.empty(out.shape, out.dtype, like=out)
+    multiply(a, b, whole)
+    if accumulate:
+        out += whole
+    else:
+        out[...] = whole
+    return out
+
+
+def _products(a: _Matrix, b: _Matrix, out: _Matrix, accumulate: bool) -> tuple[_Product, ...]:
+    """The calls of cuBLAS for matrices that lie so."""
+    a, out = a.as_rows(), out.as_rows()
+    first, second = 0, 1
+    if _known_layout(out).by_columns:
+        a, b, out = (each.transposed() for each in (b, a, out))
+        first, second = 1, 0
     compute, (zero, one) = _computed_in(a.dtype)
     left, right, result = (_known_layout(each) for each in (b, a, out))
     m, n, k = out.shape[-1], out.shape[-2], a.shape[-1]
     _check_sizes(out, m, n, k, left.leading, right.leading, result.leading)
+    shape = TRANSPOSED if left.by_columns else PLAIN, TRANSPOSED if right.by_columns else PLAIN, m, n, k
+    products = []
     for count, steps, places in _batches(b, a, out):
         _check_sizes(out, count)
-        addresses = [
-            backend_of(out).address(each) + place * each.itemsize
-            for each, place in zip((b, a, out), places, strict=True)
-        ]
-        operands = [
-            (address, TYPES[each.dtype], layout.leading, step)
-            for address, each, layout, step in zip(addresses, (b, a, out), (left, right, result), steps, strict=True)
-        ]
-        one_product = count == 1
-        first, second, third = (each[:3] if one_product else each for each in operands)
-        shape = TRANSPOSED if left.by_columns else PLAIN, TRANSPOSED if right.by_columns else PLAIN, m, n, k
-        product = *shape, one, *first, *second, one if accumulate else zero, *third
-        if one_product:
-            queue(out, "gemmEx", *product, compute, GEMM_DEFAULT)
-        else:
-            queue(out, "gemmStridedBatchedEx", *product, count, compute, GEMM_DEFAULT)
+        routine = "gemmEx" if count == 1 else "gemmStridedBatchedEx"
+        arguments: list[int] = [*shape, one]
+        operands = []
+        for each, layout, step, place, number in zip(
+            (b, a, out), (left, right, result), steps, places, (second, first, 2), strict=True
+        ):
+            if number == 2:
+                arguments.append(one if accumulate else zero)
+            operands.append((len(arguments), number, place * each.itemsize))
+            arguments += [0, TYPES[each.dtype], layout.leading]
+            if count > 1:
+                arguments.append(step)
+        arguments += [compute, GEMM_DEFAULT] if count == 1 else [count, compute, GEMM_DEFAULT]
+        products.append(_Product(routine, arguments, tuple(operands)))
+    return tuple(products)
 
 
-def _layout(matrix: Array) -> _Layout | None:
+def _layout(matrix: _Matrix) -> _Layout | None:
     """How the last two dimensions lie in memory; None if BLAS cannot read them so."""
     (rows, columns), (row, column) = matrix.shape[-2:], matrix.strides[-2:]
     if row % matrix.itemsize or column % matrix.itemsize:
@@ -150,13 +213,13 @@ def _layout(matrix: Array) -> _Layout | None:
     return None
 
 
-def _known_layout(matrix: Array) -> _Layout:
+def _known_layout(matrix: _Matrix) -> _Layout:
     layout = _layout(matrix)
     assert layout is not None
     return layout
 
 
-def _check_sizes(out: Array, *sizes: int) -> None:
+def _check_sizes(out: _Matrix, *sizes: int) -> None:
     if max(sizes) > LARGEST:
         raise ValueError(
             f"cuBLAS takes sizes and leading dimensions up to {LARGEST}, but the product of shape {out.shape} has "
@@ -164,7 +227,7 @@ def _check_sizes(out: Array, *sizes: int) -> None:
         )
 
 
-def _batches(*operands: Array) -> Iterator[tuple[int, list[int], list[int]]]:
+def _batches(*operands: _Matrix) -> Iterator[tuple[int, list[int], list[int]]]:
     """Runs of matrices with one step from each to the next: how many, steps, and first places, in elements."""
     extents = list(operands[0].shape[:-2])
     strides = [[each.strides[dim] // each.itemsize for each in operands] for dim in range(len(extents))]

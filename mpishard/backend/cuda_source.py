@@ -67,9 +67,9 @@ def parse_parameters(text: str) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CudaFunction:
-    """A function of a `CudaSource` for certain element types.
+    """A function of a `CudaSource` for certain element types; the source makes each once.
 
     Parameters
     ----------
@@ -114,15 +114,26 @@ class CudaFunction:
             names = ", ".join(each.name for each in self.parameters)
             raise TypeError(f"{self.name} takes the arguments {names}, got {len(arguments)} of them")
         converted = []
-        for parameter, argument in zip(self.parameters, arguments, strict=True):
-            dtype = DTYPES[parameter.type]
-            if not parameter.is_array:
-                converted.append(dtype.type(argument))
+        for (dtype, of_scalar), argument in zip(self._kinds, arguments, strict=True):
+            if of_scalar is not None:
+                converted.append(of_scalar(argument))
             elif argument.dtype == dtype:
                 converted.append(argument)
             else:
-                raise TypeError(f"{self.name} takes {parameter.name} as {dtype}, got {argument.dtype}")
+                name = self.parameters[len(converted)].name
+                raise TypeError(f"{self.name} takes {name} as {dtype}, got {argument.dtype}")
         return converted
+
+    @functools.cached_property
+    def _kinds(self) -> tuple[tuple[np.dtype, Any], ...]:
+        """Of each parameter the dtype, and of a scalar the type."""
+        dtypes = [(DTYPES[each.type], each.is_array) for each in self.parameters]
+        return tuple((dtype, None if is_array else dtype.type) for dtype, is_array in dtypes)
+
+    @functools.cached_property
+    def first_array(self) -> int:
+        """The number of the first array among the parameters."""
+        return next(number for number, each in enumerate(self.parameters) if each.is_array)
 
 
 class CudaSource:
@@ -202,5 +213,4 @@ def launch(function: CudaFunction, blocks: int, threads: int, *arguments: Any, r
     """
     converted = function.converted(arguments)
     if blocks:
-        first = next(each for each, one in zip(converted, function.parameters, strict=True) if one.is_array)
-        backend_of(first).launch_cuda(function, blocks, threads, converted, reached)
+        backend_of(converted[function.first_array]).launch_cuda(function, blocks, threads, converted, reached)

@@ -231,7 +231,7 @@ class CuPyBackend(Backend):
         arguments: Sequence[Any],
         reached: Sequence[Array] = (),
     ) -> None:
-        device = next(each.device for each in arguments if isinstance(each, self.module.ndarray))
+        device = arguments[function.first_array].device
         compiled = self._functions.get((function, device.id))
         with device:
             if compiled is None:
@@ -283,11 +283,15 @@ class CuPyBackend(Backend):
         return array.data.ptr
 
     def cublas(self, like: Array, routine: str, *arguments: int) -> None:
-        from cupy_backends.cuda.libs import cublas
-
         with like.device:
             # The routine sets the stream of the handle to the current one.
-            getattr(cublas, routine)(self.module.cuda.device.get_cublas_handle(), *arguments)
+            getattr(self._cublas, routine)(self.module.cuda.device.get_cublas_handle(), *arguments)
+
+    @functools.cached_property
+    def _cublas(self) -> Any:
+        from cupy_backends.cuda.libs import cublas
+
+        return cublas
 
     def nccl(self) -> Any:
         with warnings.catch_warnings():  # CuPy warns, and gives a module without functions
