@@ -225,7 +225,7 @@ class Decoder:
         Sharded ones, as an optimizer for ZeRO-3 makes them at its start, are gathered anew for each micro-batch, in
         memory that other units use in between.
         """
-        return weights_stay(self.parameters.sharded is None)
+        return weights_stay(self.parameters.flat if self.parameters.sharded is None else None)
 
     def loss(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a batch, without gradients.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,44 @@ ALIGNED = 8
 _thread = threading.local()  # has `weights` in a step
 
 
+class _RoundedWeights:
+    """The weights of a step in half precision: those that lie in `flat` are rounded at once, others one by one."""
+
+    def __init__(self, flat: Array) -> None:
+        self._flat = flat
+        self._halves: dict[np.dtype, Array] = {}
+        self._others: dict[Any, Array] = {}
+
+    def get(self, weight: Array, dtype: np.dtype, padded: int | None, make: Callable[[], Array]) -> Array:
+        """A rounded weight, padded or not; `make` gives it where it lies in another way."""
+        address = backend_of(weight).address
+        if padded is None and weight.flags.c_contiguous and weight.dtype == self._flat.dtype:
+            place, rest = divmod(address(weight) - address(self._flat), weight.itemsize)
+            if not rest and 0 <= place <= self._flat.size - weight.size and not place % ALIGNED:
+                halves = self._halves.get(dtype)
+                if halves is None:
+                    halves = self._halves[dtype] = arrays.empty(self._flat.shape, dtype, like=weight)
+                    convert(self._flat, halves)
+                return halves[place : place + weight.size].reshape(weight.shape)
+        key = address(weight), weight.shape, weight.strides, dtype, padded
+        if key not in self._others:
+            self._others[key] = make()
+        return self._others[key]
+
+
 @contextlib.contextmanager
-def weights_stay(keep: bool = True) -> Iterator[None]:
-    """Weights change in no product inside, and lie where they are: each is rounded once, at its first product.
+def weights_stay(flat: Array | None) -> Iterator[None]:
+    """Weights change in no product inside, and lie where they are: they are rounded once, at the first product.
 
     Not collective.  The rounded weights are kept to the end, as those of PyTorch's autocast are.
 
     Parameters
     ----------
-    keep : bool
-        False: weights are rounded at every product.
+    flat : array or None
+        What weights are views of; None: weights are rounded at every product.
     """
     outer = _thread.__dict__.get("weights")
-    _thread.weights = {} if keep else None
+    _thread.weights = None if flat is None else _RoundedWeights(flat)
     try:
         yield
     finally:
@@ -110,18 +135,17 @@ class DeviceProduct:
         array
             Of `rounded_dtype` if it was rounded.
         """
+        if padded is not None and not weight.shape[padded] % ALIGNED:
+            padded = None
         weights = _thread.__dict__.get("weights")
         if self.rounded_dtype is None or (weights is None and padded is None):
             return weight
         if weights is None:
             return self._padded(weight, padded)
-        key = backend_of(weight).address(weight), weight.shape, weight.strides, self.rounded_dtype, padded
-        if key not in weights:
-            weights[key] = self._padded(weight, padded)
-        return weights[key]
+        return weights.get(weight, self.rounded_dtype, padded, lambda: self._padded(weight, padded))
 
     def _padded(self, weight: Array, dim: int | None) -> Array:
-        if dim is None or not weight.shape[dim] % ALIGNED:
+        if dim is None:
             return self.rounded(weight)
         extent = weight.shape[dim]
         shape = (*weight.shape[:dim], padded_extent(extent), *weight.shape[dim + 1 :])

@@ -189,8 +189,10 @@ def test_weights_are_rounded_once_a_step_and_anew_in_the_next(module, tied, shar
             results.append(run(device, *given))
             times = [rounded.count(shape) for shape in sorted(weights - {(12, CONTEXT)})]
             if not sharded:
-                # The table of tokens, and in each of two layers one of a shape, but for the two of the MLP.
-                assert times == [1, 2, 2, 4]
+                # All at once, and by themselves at most the table of tokens, and in each of two layers one of a shape,
+                # but for the two of the MLP: those that do not begin at a multiple of 16 bytes, and a padded table.
+                assert rounded.count((device.parameters.size,)) == 1
+                assert all(one <= most for one, most in zip(times, [1, 2, 2, 4], strict=True))
             else:
                 assert min(times) >= 2 * 4
             if not step and not sharded:
@@ -210,12 +212,12 @@ def test_products_of_attention_round_nothing(module, kind, options, monkeypatch)
     plain = device_products.convert
 
     def noted(source, target):
-        rounded.append(source.ndim)
+        rounded.append(source.shape)
         plain(source, target)
 
     monkeypatch.setattr(device_products, "convert", noted)
     run(device, *batch(2, 20))
-    assert set(rounded) == {2}
+    assert {len(shape) for shape in rounded if shape != (device.parameters.size,)} == {2}
 
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
