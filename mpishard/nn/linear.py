@@ -288,8 +288,7 @@ class Linear(Layer):
         if not self.bias_name:
             return
         matmul = make_matmul(self.module)
-        ones = work.scratch("ones", (len(dy_no),), work.dtype)
-        ones.fill(1)
+        ones = work.scratch.ones(len(dy_no), work.dtype)
         if self.split == 0 and self.tensor.slices.ordered:
 
             def sum_block(block: slice, sums_o: Array) -> None:

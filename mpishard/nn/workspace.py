@@ -54,6 +54,14 @@ class Pool:
         view = self._views[name, dtype, shape] = memory[:size].reshape(shape)
         return view
 
+    def ones(self, count: int, dtype: Any) -> Array:
+        """So many ones, which nobody may change: they are written once."""
+        before = self._memory.get(("ones", dtype))
+        view = self("ones", (count,), dtype)
+        if self._memory["ones", dtype] is not before:
+            self._memory["ones", dtype].fill(1)
+        return view
+
     @classmethod
     def like(cls, array: Array) -> Pool:
         """A pool whose memory lives where that of `array` does."""
