@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -20,10 +22,11 @@ from mpishard.estimate.traffic import (
 )
 from mpishard.estimate.workload import BatchShape, Workload
 from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.parameters.block_pool import block_sizes
 
-# Blocks of memory, each of the size of the largest bucket or unit: one bucket is filled while another is sent, one unit
-# is used while the next is gathered.  The table of a tied model needs a third one.
-_BLOCKS = 2
+# Buckets or units that have memory at once: one bucket is filled while another is sent, one unit is used while the next
+# is gathered.  The table of a tied model, which is in the first of them, has memory all the time.
+_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -148,10 +151,10 @@ class Plan:
         held, layout, microbatches = self.held(parts), self.layout, self.shape.microbatches
         buckets, units = self.buckets(parts), held.units()
         owned = sum(-(-size // layout.data) for size in (units if layout.zero_stage == 3 else buckets))
-        blocks = _BLOCKS + any(tensor.tied or tensor.shared for tensor in held.tensors)
-        # One of the blocks is of a sum under way; there is none on one data rank.  With zb-h1 the first half of a
+        twice = any(tensor.tied or tensor.shared for tensor in held.tensors)
+        # One of the buckets is of a sum under way; there is none on one data rank.  With zb-h1 the first half of a
         # backward pass begins all gradients, and the second half finishes them.
-        open_buckets = min(blocks - (layout.data == 1), len(buckets)) if layout.schedule != "zb-h1" else len(buckets)
+        open_buckets = _AT_ONCE - (layout.data == 1) if layout.schedule != "zb-h1" else len(buckets)
         workload, weights = self.workload, [tensor.size for tensor in held.tensors if tensor.multiplied]
         activations = Activations(self.architecture, layout, self.shape.length, workload.device, workload.half)
         peaks = peak_in_flight(layout.schedule, layout.pipeline, microbatches, layout.chunks, rank)
@@ -159,8 +162,8 @@ class Plan:
             parameters=owned if layout.zero_stage == 3 else held.size,
             gradients=owned if layout.zero_stage >= 2 else held.size,
             state=self.workload.slots * (owned if layout.zero_stage else held.size),
-            gathered=min(blocks, len(units)) * max(units) if layout.zero_stage == 3 else 0,
-            buckets=open_buckets * max(buckets) if layout.zero_stage >= 2 else 0,
+            gathered=in_turns(units, _AT_ONCE, twice, workload.device) if layout.zero_stage == 3 else 0,
+            buckets=in_turns(buckets, open_buckets, twice, workload.device) if layout.zero_stage >= 2 else 0,
             activations=sum(
                 activations.in_flight(part, rows)
                 for part, peak in zip(parts, peaks, strict=True)
@@ -185,3 +188,30 @@ class Plan:
         The block released last is reused first, so the order of the blocks is reversed from step to step.
         """
         return [max(self.shape.rows[index], self.shape.rows[flights - 1 - index]) for index in range(flights)]
+
+
+def in_turns(sizes: Sequence[int], at_once: int, twice: bool, device: bool) -> int:
+    """Most elements of the memory that buckets or units of these sizes use in turns, as `BlockPool` gives it out.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        In order.
+    at_once : int
+        How many neighbours have memory at once.
+    twice : bool
+        Whether the first one has memory all the time.
+    device : bool
+        Whether the memory is that of devices, where it is free after each use.
+    """
+    sets = [
+        [*sizes[first : first + at_once], *(sizes[:1] if twice and first else ())]
+        for first in range(max(1, len(sizes) - at_once + 1))
+    ]
+    if device:
+        return max(map(sum, sets))
+    blocks = block_sizes(sizes)
+    most: Counter[int] = Counter()
+    for each in sets:
+        most |= Counter(blocks[size] for size in each)
+    return sum(size * count for size, count in most.items())

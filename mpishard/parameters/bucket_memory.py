@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from mpishard.backend import array as arrays
 from mpishard.layout.local_layout import Piece
+from mpishard.parameters.block_pool import BlockPool
 from mpishard.parameters.early_gradients import EarlyGradients
 from mpishard.parameters.gradient_buckets import Bucket, names_in
 from mpishard.parameters.partial_sums import PartialSums
@@ -67,7 +68,6 @@ class BucketMemory:
         self.written: set[str] = set()
         self._like = like
         self._size = sum(piece.size for piece in pieces)
-        self._largest = max((bucket.size for bucket in buckets), default=0)
         self._buckets = tuple(buckets)
         self._partials = tuple(partials)
         self.early: EarlyGradients = EarlyGradients(like)
@@ -83,7 +83,7 @@ class BucketMemory:
         self._second: dict[int, Array] = {}
         self._lent: dict[int, Array] = {}
         self._blocks: dict[int, Array] = {}
-        self._free: list[Array] = []
+        self._pool = BlockPool((bucket.size for bucket in buckets), like)
 
     @property
     def flat(self) -> Array:
@@ -100,8 +100,8 @@ class BucketMemory:
         """Bytes of gradient memory held now."""
         own = sum(partials.nbytes for partials in set(self._partials)) + self.early.nbytes
         own += 0 if self._flat is None else self._flat.nbytes
-        blocks = (*self._blocks.values(), *self._free, *self._second.values())
-        return int(own + sum(block.nbytes for block in blocks))
+        blocks = (*self._blocks.values(), *self._second.values())
+        return int(own + self._pool.nbytes + sum(block.nbytes for block in blocks))
 
     def view(self, name: str) -> tuple[Array, bool]:
         """The memory for the gradient of tensor `name`, and whether it has content, to which one adds."""
@@ -127,11 +127,9 @@ class BucketMemory:
             flat = self.flat if self._flat is None else self._flat
             return flat[bucket.start : bucket.stop]
         if bucket.index not in self._blocks:
-            # Blocks are as large as the largest bucket, so that any bucket can use any free block.
-            block = self._free.pop() if self._free else arrays.empty(self._largest, self._like.dtype, like=self._like)
-            self._blocks[bucket.index] = block
+            self._blocks[bucket.index] = self._pool.take(bucket.size)
             self.peak_bytes = max(self.peak_bytes, self.nbytes)
-        return self._blocks[bucket.index][: bucket.stop - bucket.start]
+        return self._blocks[bucket.index][: bucket.size]
 
     def zero_missing(self, bucket: Bucket) -> Array:
         """Write zeros for the tensors of a bucket that have no gradient; returns the memory of the bucket."""
@@ -156,7 +154,7 @@ class BucketMemory:
         """Free the memory of a bucket that is on demand; its tensors have no gradient any more."""
         if self.on_demand:
             if self._lent.pop(bucket.index, None) is None:
-                self._free.append(self._blocks.pop(bucket.index))
+                self._pool.give_back(self._blocks.pop(bucket.index))
             self.written.difference_update(self._names[bucket.index])
 
     def forget(self) -> None:

@@ -14,6 +14,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.request import Request
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.local_layout import Piece
+from mpishard.parameters.block_pool import BlockPool
 
 Array = Any
 
@@ -58,8 +59,7 @@ class ShardedUnits:
         for cuts in self._cuts:
             self._starts.append(self._starts[-1] + cuts[axis.rank + 1] - cuts[axis.rank])
         self.shard: Array = arrays.zeros(self._starts[-1], like.dtype, like=like)
-        self._largest = max((stop - start for start, stop in self._extents), default=0)
-        self._free: list[Array] = []
+        self._pool = BlockPool((stop - start for start, stop in self._extents), like)
         self._blocks: dict[int, Array] = {}
         self._pending: dict[int, Request] = {}
         self._users: Counter[int] = Counter()
@@ -81,7 +81,7 @@ class ShardedUnits:
     @property
     def nbytes(self) -> int:
         """Bytes held: the shares, and the memory for gathered units."""
-        return int(self.shard.nbytes + sum(block.nbytes for block in (*self._free, *self._blocks.values())))
+        return int(self.shard.nbytes + self._pool.nbytes + sum(block.nbytes for block in self._blocks.values()))
 
     def share(self, unit: int) -> Array:
         """This rank's share of a unit, a view of `shard`.
@@ -141,8 +141,7 @@ class ShardedUnits:
             if unit in self._blocks:
                 continue
             start, stop = self._extents[unit]
-            block = self._free.pop() if self._free else arrays.empty(self._largest, self._like.dtype, like=self._like)
-            self._blocks[unit] = block
+            block = self._blocks[unit] = self._pool.take(stop - start)
             self._pending[unit] = self.axis.start_all_gather(
                 block[: stop - start], self.share(unit), counts(self._cuts[unit]), label="parameters"
             )
@@ -235,4 +234,4 @@ class ShardedUnits:
         first, last = self._units[unit]
         for piece in self._pieces[first:last]:
             self.views.pop(piece.name, None)
-        self._free.append(self._blocks.pop(unit))
+        self._pool.give_back(self._blocks.pop(unit))
