@@ -5,6 +5,7 @@ The same network in PyTorch says how exact each precision can be.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -139,3 +140,21 @@ def test_as_exact_as_pytorch(device: Device, sizes: Any, compute_dtype: Any) -> 
     typical = float(np.median(list(peers.values())))
     worse = {name: (ours[name], peers[name]) for name in ours if not ours[name] < 2 * max(peers[name], typical)}
     assert not worse, (worse, typical)
+
+
+@pytest.mark.parametrize("model", ["GPT, tied", "Llama"])
+def test_the_benchmark_beside_pytorch(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part `parity` of ``benchmarks/gpu.py``, on NumPy."""
+    pytest.importorskip("torch", reason="compares with PyTorch, which is not installed")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import gpu_machine
+    import gpu_parity
+
+    setting = gpu_machine.Setting("numpy", small=True, output=str(tmp_path))
+    theirs = gpu_parity.child(setting, f"{model}/{gpu_parity.TORCH}")
+    for dtype, step in {"float32": 2.0**-23, "bfloat16": 2.0**-7}.items():
+        found = gpu_parity.joined(gpu_parity.child(setting, f"{model}/{dtype}"), theirs["dtypes"][dtype])
+        for who in ("ours", "theirs"):
+            assert found[who]["loss"] < 8 * step and found[who]["largest"] < 8 * step
+            assert len(found[who]["tensors"]) > 15
+        assert 0 < found["ratio"] == found["ratios"][found["worst"]] < 8
