@@ -31,7 +31,7 @@ def as_distributed(
 
     The module has no wrapper and is used as before.  Its parameters become views into one flat array, with the values
     of rank 0 on all ranks, and hooks send each gradient as soon as autograd has finished it.  PyTorch gets as many
-    threads as the mesh has for a rank.
+    threads as the mesh has for a rank.  `ModuleOptimizer.close`, or nobody's holding the result any more, ends that.
 
     Collective over the mesh.
 
@@ -58,7 +58,7 @@ def as_distributed(
     Returns
     -------
     ModuleOptimizer
-        With `step`, `zero_grad` and `no_sync`.
+        With `step`, `zero_grad`, `no_sync` and `close`.
 
     Raises
     ------
@@ -85,8 +85,12 @@ def as_distributed(
     assert optimizer is not None and tensors is not None
     torch.set_num_threads(config.mesh.blas_threads)
     state = state_of(module, tensors, buffers)
-    optimizer.bind(state.parameters)
-    arrays.ready(state.parameters.held)  # PyTorch may go on in another stream of a GPU
+    try:
+        optimizer.bind(state.parameters)
+        arrays.ready(state.parameters.held)  # PyTorch may go on in another stream of a GPU
+    except BaseException:
+        state.release()
+        raise
     if isinstance(rule, TorchRule) and rule.live is not None:
         rule.live.claim()
     return ModuleOptimizer(state, optimizer)

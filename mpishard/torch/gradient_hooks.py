@@ -52,9 +52,17 @@ class GradientHooks:
         self._seen: set[str] = set()
         # What the hook has left in ``p.grad``, and the version of its values.
         self._kept: dict[str, tuple[Any, int]] = {}
+        self._handles: list[Any] = []
         for name, p in self._tensors.items():
-            p.register_hook(partial(_make_room, p))
-            p.register_post_accumulate_grad_hook(partial(self._take, name))
+            self._handles.append(p.register_hook(partial(_make_room, p)))
+            self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, name)))
+
+    def remove(self) -> None:
+        """Leave gradients to autograd from now on.  Not collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.clear()
 
     @property
     def unused(self) -> list[str]:

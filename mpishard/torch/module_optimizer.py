@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,20 @@ class ModuleOptimizer:
         state.hooks.keeps = state.hooks.scales = True
         state.hooks.clear()
         state.parameters.reset_gradients()
+        self._end = weakref.finalize(self, state.release)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        """Let the module go: it stays as it is, and is trained by this optimizer no more.
+
+        Then layers may be frozen or not, added or moved, and `as_distributed` takes the module again, as for gradual
+        unfreezing.  An optimizer that nobody holds any more is closed.  Calling it twice does nothing.
+
+        Collective if a backward pass outside of `no_sync` was made since the last step.
+        """
+        if self._end.alive and self.parameters.gradients.has_content:
+            self.parameters.reset_gradients()
+        self._end()
 
     @property
     def module(self) -> Any:

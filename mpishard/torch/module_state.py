@@ -17,6 +17,7 @@ from mpishard.torch.memory import array_module, as_array, as_tensor
 from mpishard.torch.module_tensors import ModuleTensors, plain_name
 
 Array = Any
+_WHEN = "before as_distributed, or after close() of what it returned"
 
 
 class ModuleState:
@@ -41,10 +42,14 @@ class ModuleState:
     buffers : Buffers
     hooks : GradientHooks
         They hand gradients from autograd to the parameters.
+    users : int
+        How many optimizers and problems are in use that train the module by this state.
     """
 
     def __init__(self, module: Any, tensors: ModuleTensors, buffers: str) -> None:
         self.module = module
+        self.users: int = 0
+        self._let_go = False
         self._trained = tensors.trained
         self._frozen = tensors.frozen
         # In the order of their indices; channels_last has its own order in memory only.
@@ -104,27 +109,41 @@ class ModuleState:
         """Make the buffers equal on all ranks, unless they are.  Collective over the axis."""
         self.buffers.consolidate(axis)
 
+    def release(self) -> None:
+        """One user less; after the last one the module is one of PyTorch alone, with the values it has.
+
+        Not collective.
+        """
+        self.users -= 1
+        if not self.users:
+            self._let_go = True
+            self.hooks.remove()
+            _states.pop(self.module, None)
+
     def check_intact(self) -> None:
         """Raise ValueError if parameters were added, removed, replaced, moved, frozen or released since wrapping.
 
         Or buffers were, but for one that another tensor of its kind has replaced: its values are taken.  Or gradients
         were, since their backward pass.
         """
+        if self._let_go:
+            raise ValueError(
+                "the module was let go: what as_distributed returned was closed, or nobody holds it any more; keep it, "
+                "or call as_distributed again"
+            )
         for name, p, memory in self._memory:
             if _memory_of(p) != memory:
                 raise ValueError(
                     f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
-                    "module.to(...), load_state_dict(assign=True) and p.data = ... do; do that before as_distributed"
+                    f"module.to(...), load_state_dict(assign=True) and p.data = ... do; do that {_WHEN}"
                 )
             if not p.requires_grad:
-                raise ValueError(
-                    f"parameter {name!r} was frozen after the module was made distributed; freeze before as_distributed"
-                )
+                raise ValueError(f"parameter {name!r} was frozen after the module was made distributed; freeze {_WHEN}")
         for name, p in self._frozen.items():
             if p.requires_grad:
                 raise ValueError(
                     f"parameter {name!r} was frozen when the module was made distributed, and requires a gradient now; "
-                    "set requires_grad before as_distributed"
+                    f"set requires_grad {_WHEN}"
                 )
         for table, before in self._tables:
             if len(table) != len(before) or any(
@@ -143,7 +162,7 @@ class ModuleState:
         other = [name for name in now if name in before and now[name] is not before[name]]
         found = [*(f"{name!r} is new" for name in come), *(f"{name!r} is gone" for name in gone)]
         found += [f"{name!r} is another Parameter" for name in other]
-        return f"{', '.join(found[:3]) or 'it has other submodules'}; change it before as_distributed"
+        return f"{', '.join(found[:3]) or 'it has other submodules'}; change it {_WHEN}"
 
 
 def _memory_of(p: Any) -> tuple[Any, ...]:
@@ -154,7 +173,7 @@ _states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary
 
 
 def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
-    """The state of a module: the one that it has had since the first call, or a new one.  Not collective.
+    """The state of a module: the one that others use, or a new one; the caller is a user more.  Not collective.
 
     Parameters
     ----------
@@ -173,7 +192,7 @@ def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
     Raises
     ------
     ValueError
-        If the module was changed since the first call.
+        If the module was changed since the state was made.
     """
     module, found = _known(module)
     if found is None:
@@ -182,6 +201,7 @@ def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
         found.check_intact()
         found.buffers.mode = buffers
         found.hooks.clear()
+    found.users += 1
     return found
 
 

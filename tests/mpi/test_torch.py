@@ -214,3 +214,50 @@ def test_an_optimizer_of_pytorch_with_its_scheduler(mesh, gloo, zero):
             history.append(loss.item())
         runs.append(history)
     assert np.allclose(*runs, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_module_that_was_let_go_is_trained_again(mesh, zero, how):
+    """Gradual unfreezing, and then PyTorch alone: the losses are those of the whole batch in PyTorch alone."""
+    ours, theirs = smooth().double(), smooth().double()
+    x, y = images()
+    x = x.double()
+    optimizer = None
+    for phase, trained in enumerate([("3",), ("1", "3"), ("1",)]):
+        if optimizer is not None and how == "close":
+            optimizer.close()
+            optimizer.close()
+            with pytest.raises(ValueError, match="the module was let go.*call as_distributed again"):
+                optimizer.step()
+        optimizer = None
+        for module in (ours, theirs):
+            for name, p in module.named_parameters():
+                p.requires_grad_(name.startswith(trained))
+        optimizer = mpishard.torch.as_distributed(ours, mesh, RULE, zero=zero)
+        adamw = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.01)
+        for step in range(3):
+            order = np.concatenate(mesh.world.allgather_object(samples_of(mesh, 3 * phase + step)))
+            loss = loss_of(theirs, x, y, order)
+            adamw.zero_grad()
+            loss.backward()
+            adamw.step()
+            own = loss_of(ours, x, y, samples_of(mesh, 3 * phase + step))
+            own.backward()
+            optimizer.step()
+            assert np.mean(mesh.world.allgather_object(own.item())) == pytest.approx(loss.item(), rel=1e-9)
+    optimizer.close()
+    ours.append(torch.nn.Linear(5, 5).double())  # it is a module of PyTorch alone: no hook is left, and it may change
+    loss_of(ours, x, y, samples_of(mesh, 0)).backward()
+    assert all(p.grad is not None for p in ours.parameters() if p.requires_grad)
+
+
+def test_one_of_two_optimizers_is_closed(mesh):
+    module = smooth()
+    one, other = (mpishard.torch.as_distributed(module, mesh, RULE, zero=1) for _ in range(2))
+    one.close()
+    x, y = images()
+    before = other.parameters.flat.copy()
+    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    other.step()
+    assert not np.array_equal(other.parameters.flat, before)

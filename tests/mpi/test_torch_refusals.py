@@ -59,11 +59,12 @@ def test_what_one_rank_alone_finds_is_raised_on_all(mesh):
     module = smooth()
     with pytest.raises(TypeError, match="LBFGS cannot take a step of a flat array.*; use an element-wise optimizer"):
         mpishard.torch.as_distributed(module, mesh, torch.optim.LBFGS(module.parameters()) if last else RULE)
-    mpishard.torch.as_distributed(module, mesh, RULE)
+    kept = mpishard.torch.as_distributed(module, mesh, RULE)
     if last:
         module[3] = torch.nn.Linear(8, 5)
     with pytest.raises(ValueError, match="'3.weight' is another Parameter"):
         mpishard.torch.as_distributed(module, mesh, RULE)
+    kept.close()
 
 
 def test_a_learning_rate_of_one_rank_is_refused_at_its_first_step(mesh):
