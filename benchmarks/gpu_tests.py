@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed|xpassed)")
 MARK = re.compile(r"chosen_device|pytest\.mark\.gpu|\bCUPY\b|use_over_mpi|def \w+\([^)]*\bdevice\b")
 QUICK = ("test_array.py", "test_nn_device.py", "test_device.py")
-RANKS = (1, 4)
+RANKS = (1, 2, 4)
 
 Runner = Callable[..., tuple[int | None, str]]
 
@@ -87,7 +87,7 @@ def run_tests(
         return {"file": file, "ranks": ranks, "counts": found, "failures": failures, "ended": code is not None}
 
     cores = len(os.sched_getaffinity(0))
-    pool = ThreadPoolExecutor(max(1, min(4, cores // 4)))
+    pool = ThreadPoolExecutor(max(1, min(8, cores // 2)))
     waiting = [pool.submit(one, job) for job in jobs if (job[0], job[1]) not in ended]
     try:
         for done in as_completed(waiting):
