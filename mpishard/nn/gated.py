@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from mpishard.nn.layers import Layer
@@ -97,11 +98,10 @@ class GatedMLP(Layer):
         shared = shared_operand(self.matmul, dgate_nd, "dgate"), shared_operand(self.matmul, dup_nd, "dup")
         dx_nc = self._input_gradient(*shared, work)
         if work.deferred is None or not work.defers_products:
-            self._add_products(x_nc, *shared, work)
+            self._add_products(x_nc, *shared, work, functools.partial(self._finished, work=work))
         else:  # not in the memory that others share
-            work.deferred.append(functools.partial(self._add_products, x_nc, dgate_nd, dup_nd, work))
-        for part in (self.up, self.gate):
-            self._finished(part.weight_name, work)
+            ready = self.parameters.mark_ready
+            work.deferred.append(functools.partial(self._add_products, x_nc, dgate_nd, dup_nd, work, ready))
         return dx_nc
 
     def _input_gradient(self, dgate_nd: Array, dup_nd: Array, work: Workspace) -> Array:
@@ -124,11 +124,14 @@ class GatedMLP(Layer):
         own = functools.partial(work.borrow, f"{self.role}.dx of own rows")
         return self.tensor.enter.backward(terms_nc, work.rows, own)
 
-    def _add_products(self, x_nc: Array, dgate_nd: Array, dup_nd: Array, work: Workspace) -> None:
-        """The gradients of gate and up."""
+    def _add_products(
+        self, x_nc: Array, dgate_nd: Array, dup_nd: Array, work: Workspace, finished: Callable[[str], None]
+    ) -> None:
+        """The gradients of up and gate; the first is `finished` before the second has memory."""
         rows_nc = shared_operand(self.matmul, self._all_rows(x_nc, work))
         for part, dy_nd in ((self.up, dup_nd), (self.gate, dgate_nd)):
             part._add_product_of_rows(rows_nc, dy_nd, work)
+            finished(part.weight_name)
 
     def _all_rows(self, x_nc: Array, work: Workspace) -> Array:
         return self.tensor.enter.forward(x_nc, work.rows, functools.partial(work.borrow, "all rows"))

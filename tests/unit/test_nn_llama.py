@@ -216,6 +216,29 @@ def test_options_change_no_more_than_rounding(options):
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize("options", [dict(), dict(recompute=True), dict(schedule="zb-h1")])
+def test_the_gradient_of_a_matrix_is_ready_before_another_is_written(options, monkeypatch):
+    """Under ZeRO-2 both would have memory, beside that of a sum under way; in a bucket of their own they are large."""
+    written, ready, steps = FlatParameters.gradient, FlatParameters.mark_ready, []
+
+    def gradient(parameters, name, second=False):
+        steps.append((name, "written"))
+        return written(parameters, name, second)
+
+    def mark_ready(parameters, name):
+        steps.append((name, "ready"))
+        ready(parameters, name)
+
+    monkeypatch.setattr(FlatParameters, "gradient", gradient)
+    monkeypatch.setattr(FlatParameters, "mark_ready", mark_ready)
+    llama = model("qwen3", **options)
+    llama.loss_and_gradient(*batch())
+    matrices = [spec.name for spec in llama.parameters.specs if len(spec.shape) == 2 and "blocks" in spec.name]
+    assert len(matrices) == 2 * 5
+    of_matrices = [step for step in steps if step[0] in matrices]
+    assert of_matrices == [(name, what) for name in matrices[::-1] for what in ("written", "ready")]
+
+
 def test_compiled_kernels_equal_their_formulas():
     llama, pair = model("qwen3"), batch()
     loss, gradients = run(llama, *pair)
