@@ -17,6 +17,7 @@ from mpishard.layout.boxes import nested_split
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.device_mixing import BLOCK as DEVICE_BLOCK
 from mpishard.nn.device_mixing import group_sizes
+from mpishard.nn.device_products import padded_extent
 from mpishard.nn.mixing import BLOCK, GROUP_SCORES
 from mpishard.nn.slices import most_sums, nodes_by_rank, summed_by_mpi
 
@@ -91,6 +92,11 @@ class Activations:
         """Elements of memory for a result that only products take, which is rounded unless ranks exchange its rows."""
         return elements if self.layout.sequence_parallel else self.halved(elements)
 
+    @property
+    def rounds_logits(self) -> bool:
+        """Whether the gradient of the logits is computed in half precision, beside them."""
+        return self.half and self.layout.tensor == self.architecture.shards == 1
+
     def of_block(self, rows: int) -> int:
         """Elements that one block keeps, without its input."""
         block = self.block
@@ -103,9 +109,13 @@ class Activations:
         return norms + attention + hidden + 2 * self.passed(rows)
 
     def of_head(self, rows: int) -> int:
-        """Elements that the output head keeps: its norm, and the logits, whose memory their gradient reuses."""
+        """Elements that the output head keeps: its norm, and the logits, whose memory their gradient may reuse."""
         norm = self.for_products(self.passed(rows)) + self.block.statistics * self.own_rows(rows)
-        return norm + rows * self.share(self.architecture.vocabulary_size)
+        vocabulary = self.architecture.vocabulary_size
+        if not self.rounds_logits:
+            return norm + rows * self.share(vocabulary)
+        logits = rows * padded_extent(vocabulary)
+        return norm + logits + self.halved(logits)
 
     def put_off(self, part: VirtualStage, rows: int) -> int:
         """Elements of the outputs' gradients of all products, kept until the weight gradients are computed (zb-h1)."""
@@ -117,7 +127,8 @@ class Activations:
         # Gate and up have the gradients of their outputs in memory of their own.
         hidden = 0 if self.block.gated else self.share(self.block.hidden)
         block = rows * (2 * width + self.share(self.block.qkv) + hidden)
-        return blocks * block + part.head * rows * self.share(self.architecture.vocabulary_size)
+        logits = rows * self.share(self.architecture.vocabulary_size)
+        return blocks * block + part.head * (self.halved(logits) if self.rounds_logits else logits)
 
     def in_flight(self, part: VirtualStage, rows: int) -> int:
         """Elements that a micro-batch of `rows` tokens keeps in one model chunk while it is in flight."""
@@ -157,7 +168,7 @@ class Activations:
         if any(part.blocks for part in parts):
             attention = 2 * self.device_scores(rows)  # probabilities, and gradients by scores
             needed = max(attention, rows * (self.share(sizes.hidden) + width), rows * (self.share(sizes.qkv) + width))
-        if any(part.head for part in parts):
+        if any(part.head for part in parts) and not self.rounds_logits:
             needed = max(needed, rows * self.share(self.architecture.vocabulary_size))
         return needed
 

@@ -11,6 +11,7 @@ from mpishard.estimate.layouts import Layout
 from mpishard.layout.boxes import box_size, counts, split
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.device_products import ALIGNED, padded_extent
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD
 from mpishard.parameters.gradient_buckets import make_buckets, make_runs
 
@@ -42,8 +43,11 @@ class Tensor(NamedTuple):
         Whether two units on this rank use it.
     stage, unit : int
         Virtual stage on this rank, and unit in it.
-    multiplied : bool
-        Whether it is an operand of products: a matrix, and not one of which rows are looked up only.
+    multiplied : int
+        Elements that it has as an operand of products in half precision, with the zeros that the outputs of a head get;
+        0 for what is no operand: a vector, or a matrix of which rows are looked up only.
+    apart : bool
+        Whether the operand does not lie in memory as the tensor does: it has zeros, or is cut by columns.
     """
 
     size: int
@@ -53,7 +57,8 @@ class Tensor(NamedTuple):
     shared: bool
     stage: int
     unit: int
-    multiplied: bool
+    multiplied: int
+    apart: bool
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,17 @@ class Holding:
         alone = shared.tied
         unit = shared.stage, shared.unit
         return sum(t.everywhere for t in self.tensors if t is shared or (not alone and (t.stage, t.unit) == unit))
+
+    def rounded(self) -> int:
+        """Elements of the weights in half precision that are kept in a step: all tensors at once, and some apart."""
+        apart, start, at_once = 0, 0, False
+        for tensor in self.tensors:
+            if tensor.apart or start % ALIGNED:  # products load what begins elsewhere more slowly
+                apart += tensor.multiplied
+            else:
+                at_once |= tensor.multiplied > 0
+            start += tensor.size
+        return apart + self.size * at_once
 
     def buckets(self, minimum: int, by_unit: bool) -> list[int]:
         """Elements of each gradient bucket: at least `minimum`, or with `by_unit` one unit; a tied tensor is alone."""
@@ -119,11 +135,15 @@ def holding(
     for stage, part in enumerate(parts):
         kinds = [*([EMBEDDINGS] * part.embeddings), *(["blocks.0"] * part.blocks), *([OUTPUT_HEAD] * part.head)]
         for unit, kind in enumerate(kinds):
-            for name, size, everywhere, partial, matrix in _tensors(architecture, kind, tensor, sequence_parallel):
+            of_unit = _tensors(architecture, kind, tensor, sequence_parallel)
+            for name, size, everywhere, partial, matrix, by_columns in of_unit:
                 used_twice = architecture.tied and name == TABLE
                 tied, shared = used_twice and not whole, used_twice and both
-                multiplied = matrix and (kind != EMBEDDINGS or shared)
-                found = Tensor(size, everywhere, partial, tied, shared, stage, unit, multiplied)
+                multiplied = size if matrix and (kind != EMBEDDINGS or shared) else 0
+                if multiplied and (kind == OUTPUT_HEAD or shared) and tensor == architecture.shards == 1:
+                    multiplied = padded_extent(architecture.vocabulary_size) * architecture.width
+                apart = multiplied != size or (by_columns and architecture.shards > tensor)
+                found = Tensor(size, everywhere, partial, tied, shared, stage, unit, multiplied, apart)
                 if not (used_twice and kind == OUTPUT_HEAD):
                     tensors.append(found)
                 elif not both:
@@ -148,12 +168,13 @@ def buckets_of(
 @functools.lru_cache(maxsize=256)
 def _tensors(
     architecture: DecoderArchitecture, unit: str, tensor: int, sequence_parallel: bool
-) -> Sequence[tuple[str, int, int, bool, bool]]:
+) -> Sequence[tuple[str, int, int, bool, bool, bool]]:
     found = []
     for spec in architecture.specs_of(unit, sequence_parallel=sequence_parallel):
         size = box_size(ModelParallelRank(0, tensor).box(spec))
         everywhere = spec.size * (tensor if spec.tensor_dim is None else 1)
-        found.append((spec.name, size, everywhere, spec.partial and tensor > 1, len(spec.shape) == 2))
+        partial, matrix = spec.partial and tensor > 1, len(spec.shape) == 2
+        found.append((spec.name, size, everywhere, partial, matrix, matrix and spec.tensor_dim == 1))
     return found
 
 

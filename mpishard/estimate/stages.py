@@ -46,8 +46,8 @@ class Memory:
     scratch : int
         Memory that layers use in turns.
     rounded : int
-        Weights in half precision, each from its first product in a step to the end of the step; on devices only, and
-        none with ZeRO-3.
+        Parameters in half precision, from the first product in a step to the end of the step, and the weights that
+        cannot be multiplied as they lie there; on devices only, and none with ZeRO-3.
     """
 
     parameters: int
@@ -155,7 +155,7 @@ class Plan:
         # One of the buckets is of a sum under way; there is none on one data rank.  With zb-h1 the first half of a
         # backward pass begins all gradients, and the second half finishes them.
         open_buckets = _AT_ONCE - (layout.data == 1) if layout.schedule != "zb-h1" else len(buckets)
-        workload, weights = self.workload, [tensor.size for tensor in held.tensors if tensor.multiplied]
+        workload = self.workload
         activations = Activations(self.architecture, layout, self.shape.length, workload.device, workload.half)
         peaks = peak_in_flight(layout.schedule, layout.pipeline, microbatches, layout.chunks, rank)
         elements = dict(
@@ -177,9 +177,9 @@ class Plan:
         if workload.half:
             memory["scratch"] += HALF_BYTES * activations.operands(parts, self.shape.rows[0])
             if layout.zero_stage == 3:
-                memory["scratch"] += HALF_BYTES * max(weights, default=0)
+                memory["scratch"] += HALF_BYTES * max((tensor.multiplied for tensor in held.tensors), default=0)
             else:
-                memory["rounded"] = HALF_BYTES * sum(weights)
+                memory["rounded"] = HALF_BYTES * held.rounded()
         return Memory(**memory)
 
     def largest_rows(self, flights: int) -> list[int]:

@@ -28,6 +28,11 @@ class _RoundedWeights:
         self._halves: dict[np.dtype, Array] = {}
         self._others: dict[Any, Array] = {}
 
+    @property
+    def kept(self) -> list[Array]:
+        """The rounded arrays."""
+        return [*self._halves.values(), *self._others.values()]
+
     def get(self, weight: Array, dtype: np.dtype, padded: int | None, make: Callable[[], Array]) -> Array:
         """A rounded weight, padded or not; `make` gives it where it lies in another way."""
         address = backend_of(weight).address

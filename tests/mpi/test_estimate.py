@@ -125,9 +125,10 @@ def test_half_precision_on_devices(comm, what, zero_stage, options, monkeypatch)
     """Rounded weights to the byte, and what layers keep; operands of single products are in the tests without MPI."""
     kept = {}
 
-    def rounded_weight(product, weight):
-        halves = plain(product, weight)
-        kept.update({id(each): each.nbytes for each in (device_products._thread.weights or {}).values()})
+    def rounded_weight(product, weight, padded=None):
+        halves = plain(product, weight, padded)
+        weights = device_products._thread.weights
+        kept.update({id(each): each.nbytes for each in (weights.kept if weights else ())})
         return halves
 
     plain = device_products.DeviceProduct.rounded_weight

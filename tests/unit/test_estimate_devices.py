@@ -28,9 +28,9 @@ class Rounded:
 
     def note(self, halves: Any) -> None:
         arrays.ready(halves)  # the stand-in keeps operands until its work is done
-        held = device_products._thread.weights or {}
-        self.weights = sum(each.nbytes for each in held.values())
-        known = {id(each) for each in held.values()}
+        held = device_products._thread.weights.kept
+        self.weights = sum(each.nbytes for each in held)
+        known = {id(each) for each in held}
         self._alive = [each for each in self._alive if each() is not None]
         self._alive.append(weakref.ref(halves))
         others = {id(each()): each().nbytes for each in self._alive if id(each()) not in known}  # type: ignore[union-attr]
