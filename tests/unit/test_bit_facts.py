@@ -247,8 +247,8 @@ def test_there_must_be_something_to_allow(mesh):
 
 def test_the_record_of_a_run_has_them(mesh, tmp_path):
     def function(parameters, samples, gradients):
-        gradients += parameters
-        return 1.0
+        gradients += len(samples) * parameters
+        return float(len(samples))
 
     optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), ShardingConfiguration(mesh, reproducible=True))
     problem = mpishard.OptimizationProblem(function, np.ones(3), 4, 4, steps=1, micro_batch_size=2)

@@ -195,15 +195,11 @@ class TestOthers:
 
 class TestTheStartOfARun:
     def optimize(self, mesh, **options):
-        steps = []
-
         def function(parameters, samples, gradients):
-            steps.append(len(samples))
             return 0.0
 
         problem = OptimizationProblem(function, np.zeros(3), samples=4, batch_size=4, steps=2)
-        DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem, progress=False, **options)
-        return len(steps)
+        return DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem, progress=False, **options).steps
 
     @pytest.mark.parametrize("every", [None, 1000])
     def test_a_folder_that_cannot_hold_checkpoints_is_found_before_a_step(self, tmp_path, mesh, secret, every):
