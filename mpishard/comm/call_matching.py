@@ -112,6 +112,8 @@ class CallMatching:
                 self._check()
 
     def free(self) -> None:
+        if self._comm == MPI.COMM_NULL:
+            return
         # Receive what nobody has waited for, or a message could stay unreceived.
         barrier = None
         while barrier is None or not barrier.Test():
