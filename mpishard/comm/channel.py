@@ -17,6 +17,8 @@ from mpishard.comm.capabilities import probe
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Call, Ledger
 from mpishard.comm.request import Fields, Request
+from mpishard.layout.boxes import counts as run_lengths
+from mpishard.layout.boxes import split
 
 Array = Any
 
@@ -190,7 +192,8 @@ class Channel:
         call = Call(*fields).placed(sys._getframe())
         # The sizes of the buffers of an all_to_all may differ between ranks.
         size = "" if call.op == "all_to_all" else f"{call.elements} x "
-        cut = "" if counts is None else f" cut as {list(counts)}"
+        usual = counts is None or list(counts) == run_lengths(split(call.elements, self.size))
+        cut = "" if usual else f" cut as {list(counts or ())}"
         what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut}){f' {form}' if form else ''}"
         self.ledger.active = fields
         try:

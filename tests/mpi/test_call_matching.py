@@ -121,6 +121,14 @@ def test_debug_knows_what_may_differ_and_what_may_not(comm):
         axis = mesh.data
         counts = [axis.rank + to + 1 for to in range(axis.size)]  # symmetric, and of another sum on each rank
         axis.all_to_all(np.zeros(sum(counts)), np.zeros(sum(counts)), counts, counts)
+        axis.reduce_scatter(np.zeros(2 * axis.size), counts=[2] * axis.size if axis.rank == 0 else None)
         mine = [axis.size, *[0] * (axis.size - 1)]
         with pytest.raises(CollectiveMismatchError, match="cut as"):
             axis.reduce_scatter(np.zeros(axis.size), counts=mine if axis.rank == 0 else mine[::-1])
+
+
+def test_debug_lets_a_mesh_be_freed_that_is_released(comm):
+    """A spare of an elastic run has released it when an error of a worker ends the run."""
+    mesh = mpishard.Mesh(comm, debug=True)
+    mesh.release()
+    mesh.free()
