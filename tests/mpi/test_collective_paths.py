@@ -68,6 +68,7 @@ def test_one_rank_has_another_kind_of_buffer_of_pieces(shared_mesh, monkeypatch,
         assert np.array_equal(axis.all_gather(made(whole), piece, cuts), total)
 
         fast = not is_odd or odd in ("a part of another", "cut by default")
+        fast = fast and not shared_mesh.debug  # which looks at every call
         exchanges = bool(exchanged) and max(counts) * (ranks - 1) <= 2 * size
         assert slow == ["reduce_scatter"] * (exchanges or not fast) + ["all_gather"] * (not fast)
 
