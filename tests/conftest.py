@@ -291,6 +291,12 @@ def mesh(comm: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
+def without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is sent, and when: with MPISHARD_DEBUG=1 ranks send more, and wait.  By `usefixtures`."""
+    monkeypatch.delenv("MPISHARD_DEBUG", raising=False)
+
+
+@pytest.fixture
 def folder(comm: Any) -> Iterator[Path]:
     """A folder that all ranks see, removed at the end.  Collective."""
     with tempfile.TemporaryDirectory() as name:

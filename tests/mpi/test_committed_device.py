@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import standin
 
-from mpishard import Mesh, ParameterSpec
+from mpishard import ParameterSpec
 from mpishard.backend import array as arrays
 from mpishard.comm.deferred import DEFERRED
 from mpishard.elastic.committed_state import Committed
@@ -45,13 +46,9 @@ def test_a_step_is_undone_and_the_state_of_a_dead_neighbour_is_given_to_others(m
         assert [piece.start for piece in shard.holding] == [0, SIZE]
 
 
-def test_copies_of_several_arrays_leave_the_device_before_the_host_waits(comm, monkeypatch):
-    with Mesh(comm, debug=False) as mesh:  # debug mode waits for what it compares
-        _copies_leave_before_the_host_waits(mesh.data, monkeypatch)
-
-
-def _copies_leave_before_the_host_waits(axis, monkeypatch):
-    waited = []
+@pytest.mark.usefixtures("without_debug")
+def test_copies_of_several_arrays_leave_the_device_before_the_host_waits(mesh, monkeypatch):
+    axis, waited = mesh.data, []
     pieces = (Piece("x", ((SIZE * axis.rank, SIZE * (axis.rank + 1)),), 0),)
     given = [standin.zeros(SIZE) for _ in range(3)]
     shards = [Shard(f"optimizer/{number}", array, pieces, pieces) for number, array in enumerate(given)]

@@ -58,6 +58,7 @@ def shape(what: str, size: int) -> dict[str, int]:
         ("pipeline", 0, {"llama": {"key_value_heads": 8}, "schedule": "zb-h1"}),
     ],
 )
+@pytest.mark.usefixtures("without_debug")
 def test_bytes_of_a_step(comm, what, zero_stage, options):
     sizes = shape(what, comm.size)
     model_options = dict(options)
@@ -65,7 +66,7 @@ def test_bytes_of_a_step(comm, what, zero_stage, options):
     architecture = {name: model_options.pop(name) for name in ("tied", "shards") if name in options}
     if architecture.get("shards", comm.size) % sizes["tensor"]:
         pytest.skip(f"{sizes['tensor']} tensor ranks cannot share {architecture['shards']} shards")
-    with Mesh(comm, **sizes, debug=False) as mesh:  # debug mode sends more
+    with Mesh(comm, **sizes) as mesh:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             kind, sizes_of_kind = (GPT, {}) if llama is None else (Llama, {"head_width": 6, **llama})

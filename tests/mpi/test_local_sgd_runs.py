@@ -37,6 +37,7 @@ def problem(steps=None, **changes):
 
 
 @pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.usefixtures("without_debug")
 def test_a_run_meets_at_averages_only(mesh, same_on_all, delay):
     """In the end every loss is that of all ranks, and a rank that is to stop waits for the others."""
     expected = DDPOptimizer(SGD(lr=0.0), mesh).optimize(problem(30), progress=False).loss_history

@@ -168,6 +168,7 @@ def test_a_gpt_takes_the_same_steps_on_every_layout(mesh):
         np.testing.assert_allclose(losses(MPI.COMM_WORLD, **sizes), wanted, rtol=1e-9)
 
 
+@pytest.mark.usefixtures("without_debug")
 def test_dear_samples_are_dealt_out_by_their_cost(mesh):
     """The bits stay; the dear micro-batch's rank has fewer others."""
     own: list[int] = []

@@ -157,6 +157,7 @@ def test_the_bits_are_those_of_host_arrays(mesh, call, op, dtype):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("without_debug")
 def test_ranks_may_differ_in_their_kind_of_memory_for_one_piece(mesh, call, standin_kind):
     axis = mesh.data
     place, back = (lambda values: late(values, standin_kind), read) if axis.rank % 2 else (np.copy, lambda array: array)

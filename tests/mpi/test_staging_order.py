@@ -48,6 +48,7 @@ def test_a_rank_that_blocks_has_begun_what_it_has_started(mesh, comm, blocks, st
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("without_debug")
 def test_a_blocking_call_may_come_before_or_after_a_started_one(mesh, standin_kind):
     axis = mesh.data
     one, two = late(np.ones(1000), standin_kind), late(np.ones(3), standin_kind)

@@ -18,6 +18,7 @@ def write(mesh, path, values, dtype="u2"):
     return TokenFile(path, dtype)
 
 
+@pytest.mark.usefixtures("without_debug")
 def test_a_mixture_trains_alike_on_any_ranks(mesh, folder):
     values = np.random.default_rng(0).integers(0, 20, (2, 700))
     sources = [write(mesh, folder / f"{name}.bin", row) for name, row in zip("ab", values, strict=True)]
@@ -68,6 +69,7 @@ class Reader:
 
 @pytest.mark.parametrize("strategy", [mpishard.ZeRO1Optimizer, mpishard.ZeRO2Optimizer])
 @pytest.mark.parametrize("options", [{"micro_batch_size": 3}, {}])
+@pytest.mark.usefixtures("without_debug")
 def test_what_a_rank_reads_is_expected(mesh, strategy, options):
     reader = Reader().of(lambda samples: (samples[:, None] % 20, samples[:, None] % 20))
     model = nn.GPT(20, 1, width=8, layers=1, heads=2, mesh=mesh)

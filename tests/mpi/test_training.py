@@ -235,6 +235,7 @@ def test_bad_problems(options, error, message):
 
 
 @pytest.mark.parametrize("mode", ["raise", "ignore"])
+@pytest.mark.usefixtures("without_debug")
 def test_a_gradient_that_nobody_sees_is_reported_once(mesh, mode):
     def assigns(parameters, samples, gradients):
         gradients = DATA[samples].T @ np.ones(len(samples))
@@ -430,6 +431,7 @@ def test_accumulation_by_hand_after_a_run(mesh):
     ("loss", "accepted"),
     [(1, True), (np.float32(1), True), (np.array(1.0), True), (None, False), ("1.0", False), (np.True_, False)],
 )
+@pytest.mark.usefixtures("without_debug")
 def test_what_a_loss_may_be(mesh, loss, accepted):
     task = OptimizationProblem(lambda *_: loss, np.zeros(3), samples=45, batch_size=15, steps=1)
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
