@@ -33,9 +33,11 @@ class Writer:
         self._folder = folder
         self._mesh = mesh
         self._on_error = on_error
-        self._axis: Axis | None = Axis("checkpoint", mesh.world.comm.Dup(), Ledger())
+        world = mesh.world.comm
+        self._family = mesh.family.dependent(world)
+        with self._family.creating():
+            self._axis: Axis | None = Axis("checkpoint", world.Dup(), Ledger(), family=self._family)
         self._under_way: _BackgroundSave | None = None
-        atexit.register(self._at_exit)
 
     @property
     def axis(self) -> Axis:
@@ -52,6 +54,7 @@ class Writer:
         if not beside:
             return self.conclude(saver.carry_out(task, self.axis), task.step, task.unfinished)
         self._under_way = _BackgroundSave(task, self.axis)
+        atexit.register(self._at_exit)  # not before: it keeps this object, and so the mesh
         return task.unfinished.target
 
     def finish(self) -> None:
@@ -59,7 +62,7 @@ class Writer:
         save = self._under_way
         if save is not None:
             save.join()  # after an interrupt it is still under way
-            self._under_way = None
+            self._forget()
             self.conclude(save.outcome(), save.task.step, save.task.unfinished)
 
     def conclude(self, outcome: SaveOutcome, step: int | None, unfinished: Unfinished | None) -> Path | None:
@@ -88,7 +91,8 @@ class Writer:
     def rebind(self) -> None:
         """Use the communicators of the mesh after its `rebind`.  A save under way has ended or is abandoned."""
         self.join()
-        self._under_way = None
+        self._forget()
+        self._family.close()
         world = self._mesh.world.comm  # all ranks have it, so that a failure below can be ended by revoking it
         self._axis = Axis("checkpoint", world.Dup(), Ledger(), later=world.Dup())
 
@@ -105,9 +109,14 @@ class Writer:
             self.finish()
         finally:
             if self._under_way is None:  # else the wait was interrupted, and the thread needs its communicator
-                atexit.unregister(self._at_exit)
                 axis, self._axis = self._axis, None
                 axis.free()
+                self._family.close()
+
+    def _forget(self) -> None:
+        """Hold a save that has ended no longer."""
+        self._under_way = None
+        atexit.unregister(self._at_exit)
 
     def _warn(self, text: str) -> None:
         if self._mesh.rank == 0:

@@ -12,6 +12,7 @@ from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.channel import NOTHING
 from mpishard.comm.communicator import Communicator
+from mpishard.comm.family import Family
 from mpishard.comm.ledger import Ledger
 from mpishard.deprecated import renamed_method
 from mpishard.io import log
@@ -89,6 +90,8 @@ class Axis(Communicator):
     said : set of str, optional
         Collectives of device buffers go by NCCL where they can; the set has what this rank has said of it already.
         Default: by MPI.
+    family : Family, optional
+        Of its communicators, and of those of its sub-groups.
     """
 
     def __init__(
@@ -101,8 +104,9 @@ class Axis(Communicator):
         later: MPI.Intracomm | None = None,
         matching: CallMatching | None = None,
         said: set[str] | None = None,
+        family: Family | None = None,
     ) -> None:
-        super().__init__(name, comm, ledger, members=members, later=later, matching=matching, said=said)
+        super().__init__(name, comm, ledger, members=members, later=later, matching=matching, said=said, family=family)
         # The names of `subgroup` by ranks, which stay; and the axes by ranks, or by the name of `split`.
         self._names: dict[tuple[int, ...], str] = {}
         self._subgroups: dict[tuple[int, ...] | str, Axis | None] = {}
@@ -253,7 +257,8 @@ class Axis(Communicator):
         """
         part = self._subgroups.get(name)
         if part is None:
-            now, later = (self.comm.Split(color, self.rank) for _ in range(2))
+            with Family.creating():
+                now, later = (self.comm.Split(color, self.rank) for _ in range(2))
             assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
             ranks = MPI.Group.Translate_ranks(now.group, None, self.comm.group)
             members = [self.members[rank] for rank in ranks]
@@ -262,7 +267,9 @@ class Axis(Communicator):
         return part
 
     def _part(self, key: tuple[int, ...], parent: MPI.Intracomm, color: int) -> Axis | None:
-        now, later = (parent.Split(color if self.rank in key else MPI.UNDEFINED, self.rank) for _ in range(2))
+        color = color if self.rank in key else MPI.UNDEFINED
+        with Family.creating():
+            now, later = (parent.Split(color, self.rank) for _ in range(2))
         if self.rank not in key:
             return None
         assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
@@ -270,7 +277,8 @@ class Axis(Communicator):
         return self._axis_of(self._names[key], now, later, members)
 
     def _axis_of(self, name: str, now: MPI.Intracomm, later: MPI.Intracomm, members: list[int]) -> Axis:
-        part = Axis(name, now, self.ledger, members=members, later=later, matching=self._matching, said=self._said)
+        shared: dict[str, Any] = {"matching": self._matching, "said": self._said, "family": self._family}
+        part = Axis(name, now, self.ledger, members=members, later=later, **shared)
         part.withhold_device_buffers(self._channel.withholds_device_buffers)
         return part
 

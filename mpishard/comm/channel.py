@@ -15,6 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.call_matching import CallMatching, CollectiveMismatchError, Late
 from mpishard.comm.capabilities import probe
 from mpishard.comm.deferred import DEFERRED
+from mpishard.comm.family import Family
 from mpishard.comm.ledger import Call, Ledger
 from mpishard.comm.request import Fields, Request
 from mpishard.layout.boxes import counts as run_lengths
@@ -45,6 +46,8 @@ class Channel:
         In debug mode: compares the calls of the ranks.
     started : bool
         Whether its calls are those that are started.
+    family : Family, optional
+        Of the communicator.
 
     Attributes
     ----------
@@ -70,6 +73,7 @@ class Channel:
         matching: CallMatching | None = None,
         *,
         started: bool = False,
+        family: Family | None = None,
     ) -> None:
         self.comm = comm
         self.name = name
@@ -86,6 +90,16 @@ class Channel:
         self.under_way: WeakSet[Request] = WeakSet()
         self.matching = matching if self.size > 1 else None
         self._unique_name = "" if self.matching is None else self.matching.name(comm)
+        self._family = None if self.is_self else family
+        if self._family is not None:
+            self._family.add(comm)
+
+    def note_started(self, request: Request) -> None:
+        """Note a collective that was started, and keep the communicator until its end.  Not collective."""
+        self.under_way.add(request)
+        request.channel = self
+        if self._family is not None:
+            request.release = self._family.hold()
 
     def finish(self) -> None:
         """Wait until MPI is done with the collectives that were started and not waited for; errors are ignored.
@@ -104,6 +118,8 @@ class Channel:
         """Free the communicator, if this rank has one: a spare of an elastic run has none.  Collective."""
         if not self.is_self and self.comm != MPI.COMM_NULL:
             DEFERRED.flush()
+            if self._family is not None:
+                self._family.remove(self.comm)
             self.comm.Free()
 
     def revoke(self) -> None:

@@ -278,7 +278,7 @@ class Collectives:
                 arrays.ready(each)
             request = Request(self._ledger, call, sent, start(), finish, read)
         if self._nonblocking and self._size > 1:
-            self.channel.under_way.add(request)
+            self.channel.note_started(request)
         return request
 
     def _is_staged(self, *buffers: Array) -> bool:

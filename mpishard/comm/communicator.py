@@ -17,6 +17,7 @@ from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.channel import NOTHING, OPS, Channel
 from mpishard.comm.collectives import Collectives
 from mpishard.comm.deferred import DEFERRED
+from mpishard.comm.family import Family
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
 from mpishard.comm.messages import Messages
 from mpishard.comm.nccl import NcclLink
@@ -65,7 +66,7 @@ class Communicator:
 
     Parameters
     ----------
-    name, comm, ledger, members, later, matching, said : as for `Axis`
+    name, comm, ledger, members, later, matching, said, family : as for `Axis`
         What it is made of.
 
     Attributes
@@ -90,11 +91,13 @@ class Communicator:
         later: MPI.Intracomm | None = None,
         matching: CallMatching | None = None,
         said: set[str] | None = None,
+        family: Family | None = None,
     ) -> None:
         self.name = name
         self.ledger = ledger
         self.times_bound = 0
         self._said = said
+        self._family = family
         self._link: NcclLink | None = None
         self._bind(comm, members, later, matching)
 
@@ -114,8 +117,10 @@ class Communicator:
         self.times_bound += 1
         self._matching = matching
         self.members: list[int] = list(range(comm.size) if members is None else members)
-        self._channel = Channel(comm, self.name, self.ledger, self.members, matching)
-        self._channel_of_started = Channel(later, self.name, self.ledger, self.members, matching, started=True)
+        self._channel = Channel(comm, self.name, self.ledger, self.members, matching, family=self._family)
+        self._channel_of_started = Channel(
+            later, self.name, self.ledger, self.members, matching, started=True, family=self._family
+        )
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
         blocking = Collectives(self._channel, nonblocking=False)

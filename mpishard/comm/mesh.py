@@ -6,6 +6,7 @@ An `Axis` is a communicator with collectives; a mesh is three of them and the wo
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -20,10 +21,11 @@ from mpishard.arguments import flag, shown
 from mpishard.backend.blas_threads import limit_blas_threads
 from mpishard.backend.products.choice import Common
 from mpishard.comm.abort import abort_on_exception, start_mpi
-from mpishard.comm.axis import Axis
+from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import agree_on_device_buffers, heals_in_place
 from mpishard.comm.deferred import flush
+from mpishard.comm.family import CommunicatorsExhaustedError, Family
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh_facts import exchange_facts
 from mpishard.comm.product_choice import agree_on_products
@@ -39,7 +41,9 @@ class Mesh:
     """Communicators for data, tensor and pipeline parallelism.  Creation and `free` are collective over `comm`.
 
     As a context manager it frees them at the end, unless an exception leaves the block: other ranks may not come to
-    the end then.  Code that catches that exception on all ranks calls `free` itself.
+    the end then.  Code that catches that exception on all ranks calls `free` itself.  A mesh that was dropped on all of
+    its ranks is freed when they make the next one (not under ULFM, where a rank may have died); hold it while another
+    library uses its communicators.
 
     Of its public members half are what everything asks a mesh for: its axes, and where this rank is on them.  The other
     half is the life of the communicators, which only a mesh can change together.
@@ -83,6 +87,8 @@ class Mesh:
         As above.  What an axis has come to is `Axis.device_collectives`.
     ledger : Ledger
         What this rank has communicated over all axes.
+    family : Family
+        Its communicators.
     initial_values : bool
         Whether models made for the mesh draw their initial values, see `without_initial_values`.
 
@@ -94,6 +100,8 @@ class Mesh:
         rank, too, if `collectives` is not known, or if it, a size, or the version of mpishard differs between ranks.
     TypeError, ValueError
         On this rank, if `comm`, `timeout` or `debug` make no sense.
+    RuntimeError
+        On every rank, if MPI has no communicator left.
     """
 
     debug: bool
@@ -108,6 +116,7 @@ class Mesh:
     node: Axis
     blas_threads: int
     product_libraries: Common
+    family: Family
     initial_values: bool = True
 
     def __init__(
@@ -150,16 +159,35 @@ class Mesh:
         self.collectives = collectives
         self._said: set[str] | None = set() if collectives == "nccl" else None
         self.ledger = Ledger()
-        flush()
-        world = comm.Dup()
-        self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
-        abort_on_exception(self.ledger, watchdog=self._watchdog)
         self._parent: Mesh | None = None
-        self._axes: dict[str, Axis] = {}
-        problem = self._split(world, data, tensor, pipeline, problem)
+        flush()
+        Family.collect_garbage()
+        try:
+            problem = self._make(comm, timeout, data, tensor, pipeline, problem)
+        except CommunicatorsExhaustedError:
+            gc.collect()
+            if not Family.free_orphans(allgather_values(comm, Family.orphans())):
+                raise
+            problem = self._make(comm, timeout, data, tensor, pipeline, problem)
         if problem is not None:
             self.free()
             raise problem
+
+    def _make(self, comm: MPI.Intracomm, timeout: float | None, *sizes_and_problem: Any) -> Exception | None:
+        """Make the communicators and the watchdog, or none of them.  Collective; see `_split`."""
+        self._axes: dict[str, Axis] = {}
+        self.family = Family(comm.size)
+        try:
+            with Family.creating():
+                world = comm.Dup()
+                self.family.add(world)
+                self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
+                self.family.ends.append(self._watchdog.close)
+                abort_on_exception(self.ledger, watchdog=self._watchdog)
+                return self._split(world, *sizes_and_problem)
+        except CommunicatorsExhaustedError:
+            self.family.free()
+            raise
 
     def _split(
         self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int, problem: Exception | None = None
@@ -172,6 +200,8 @@ class Mesh:
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
         if self._parent is None:
             self._matching = CallMatching(world) if self.debug else None
+            if self._matching is not None:
+                self.family.ends.insert(0, self._matching.free)
         else:
             self._matching = self._parent._matching
         rank = world.rank
@@ -187,7 +217,7 @@ class Mesh:
             if name in self._axes:
                 self._axes[name].rebind(now, **of_now)
             else:
-                self._axes[name] = Axis(name, now, self.ledger, **of_now, said=self._said)
+                self._axes[name] = Axis(name, now, self.ledger, **of_now, said=self._said, family=self.family)
             return self._axes[name]
 
         def split(color: int, place: int) -> list[MPI.Comm]:
@@ -203,7 +233,9 @@ class Mesh:
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False
         self.nodes: list[int]
-        self.nodes, problem = exchange_facts(world, min(self.node.members), self.collectives, self.sizes, problem)
+        self.nodes, problem = exchange_facts(
+            world, min(self.node.members), self.collectives, self.sizes, self.family, problem
+        )
         if problem is not None:
             return problem
         self.blas_threads = limit_blas_threads(world, self.node.members)
@@ -305,6 +337,7 @@ class Mesh:
         """
         assert not self.is_reshaped
         flush()
+        self.family.close()
         if tensor is not None or pipeline is not None:
             self.pipeline.forget_subgroups()  # other models have other ties, and make their axes again
         sizes = {"tensor": tensor or self.shape["tensor"], "pipeline": pipeline or self.shape["pipeline"]}
@@ -378,6 +411,8 @@ class Mesh:
         if self._watchdog is not None:
             self._watchdog.close()
         self.release()
+        if self._parent is None:
+            self.family.close()
 
 
 class _ReshapedMesh(Mesh):
@@ -389,7 +424,9 @@ class _ReshapedMesh(Mesh):
         self._watchdog = None
         self._parent = parent
         self._axes = {}
-        problem = self._split(parent.world.comm.Dup(), data, tensor, pipeline)
+        self.family = parent.family
+        with Family.creating():
+            problem = self._split(parent.world.comm.Dup(), data, tensor, pipeline)
         if problem is not None:
             self.free()
             raise problem

@@ -9,6 +9,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpishard.comm.axis import allgather_values
+from mpishard.comm.family import Family
 from mpishard.comm.nccl import COLLECTIVES
 from mpishard.launch.job_notes import ECHO, raised_by_all
 from mpishard.version import VERSION
@@ -17,9 +18,11 @@ _MOST_SHOWN = 4
 
 
 def exchange_facts(
-    world: MPI.Intracomm, node: int, collectives: Any, sizes: str, problem: Exception | None
+    world: MPI.Intracomm, node: int, collectives: Any, sizes: str, family: Family, problem: Exception | None
 ) -> tuple[list[int], Exception | None]:
     """Tell the other ranks of a mesh what this one has, and compare.  Collective over `world`.
+
+    The family gets its name, and meshes that all of their ranks have dropped are freed.
 
     Parameters
     ----------
@@ -31,6 +34,8 @@ def exchange_facts(
         What was given for the mesh's argument.
     sizes : str
         The sizes of the mesh, in words.
+    family : Family
+        Of the communicators of the mesh.
     problem : Exception or None
         Why this rank cannot have such a mesh.
 
@@ -40,11 +45,14 @@ def exchange_facts(
         By rank its `node`, and what to raise, on every rank, if the ranks cannot share a mesh.
     """
     # The version comes first: another version may tell something else after it.
-    facts = allgather_values(world, (VERSION, node, collectives, sizes, None if problem is None else str(problem)))
+    text = None if problem is None else str(problem)
+    facts = allgather_values(world, (VERSION, node, collectives, sizes, text, family.own_name, Family.orphans()))
     error = _unlike_versions(world, [version for version, *_ in facts])
     if error is not None:
         return [], raised_by_all(error, world.size)
-    _, nodes, all_collectives, all_sizes, problems = zip(*facts, strict=True)
+    _, nodes, all_collectives, all_sizes, problems, names, orphans = zip(*facts, strict=True)
+    family.name = family.name or names[0]
+    Family.free_orphans(orphans)
     first = next((rank for rank, text in enumerate(problems) if text is not None), None)
     if first is None:
         error = _unlike_collectives(all_collectives) or _unlike_sizes(all_sizes)

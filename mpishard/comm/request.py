@@ -36,7 +36,17 @@ class Request:
         Arrays that MPI reads, kept alive until then.
     statuses : sequence of mpi4py.MPI.Status, optional
         One for each of `requests`, filled when it ends.
+
+    Attributes
+    ----------
+    channel : Channel or None
+        Of a collective: it must live until this is over.
+    release : callable or None
+        Called when MPI no longer uses the communicator.
     """
+
+    channel: object = None
+    release: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -100,6 +110,7 @@ class Request:
             except MPI.Exception:
                 pass
         self._call = None
+        self._let_go()
 
     def wait(self) -> Array:
         """Finish the call, which takes as long as other ranks take to come to it.
@@ -115,12 +126,19 @@ class Request:
             self._ledger.active = (began, *call[1:])
             try:
                 self._complete()
+                self._let_go()
                 self._result = self._finish()
                 self._read = ()
             finally:
                 self._ledger.active = None
             self._ledger.enter(call, self._sent, self._started_s + self._ledger.spend(call, began))
         return self._result
+
+    def _let_go(self) -> None:
+        """Note that MPI no longer uses the communicator; not after an error, when nobody knows that."""
+        if self.release is not None:
+            self.release()
+            self.release = None
 
     def _complete(self) -> None:
         """Wait for MPI."""

@@ -172,7 +172,7 @@ class StagedCollectives:
         options |= {"read": read, "started": self._started}
         request = StagedRequest(self._channel.ledger, call, sent, pieces, like, result, **options)
         if self._started:
-            self._channel.under_way.add(request)
+            self._channel.note_started(request)
         return request
 
     def _limit(self, buffer: Array) -> int:

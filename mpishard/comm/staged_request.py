@@ -350,6 +350,7 @@ class StagedRequest(Request):
                 except MPI.Exception:
                     pass
         self._settle(self._pieces)
+        self._let_go()
 
     def _settle(self, free: Sequence[Piece]) -> None:
         """End without a result: wait for all copies, and give back the memory of pieces that MPI does not have."""

@@ -79,7 +79,9 @@ class Watchdog:
         atexit.register(self._end_of_script)
 
     def close(self) -> None:
-        """End the watch and free the communicator."""
+        """End the watch and free the communicator; a second call does nothing."""
+        if self._comm == MPI.COMM_NULL:
+            return
         atexit.unregister(self._end_of_script)
         forget(self)
         self._leave("has freed its mesh")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm.abort import _AbortOnException
+from mpishard.comm.family import Family
 from mpishard.comm.mesh_facts import in_words
 from mpishard.launch.job_notes import ALIKE, ECHO
 from mpishard.layout.local_layout import ModelParallelRank
@@ -114,6 +117,127 @@ def test_hundreds_of_meshes_can_be_made_and_freed(comm):
         mesh = mpishard.Mesh(comm)
         mesh.free()
         mesh.free()  # a second time does nothing
+
+
+def test_hundreds_of_meshes_can_be_dropped(comm):
+    """More communicators than MPICH has; sub-groups and the threads of the meshes go with them."""
+    threads = threading.active_count()
+    for _ in range(200 if comm.size < 3 and MPI.get_vendor()[0] == "MPICH" else 30):
+        mpishard.Mesh(comm).data.split("part", 0).all_reduce(np.ones(1))
+    for _ in range(250):
+        mpishard.Mesh(MPI.COMM_SELF)  # quicker
+    gc.collect()
+    mpishard.Mesh(comm).free()
+    assert not Family.orphans() and threading.active_count() <= threads + 1
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="needs two ranks")
+def test_a_dropped_mesh_is_freed_once_all_ranks_have_dropped_it(comm):
+    gc.collect()
+    mpishard.Mesh(comm).free()
+    kept = [mpishard.Mesh(comm), mpishard.Mesh(comm)]
+    first = kept[0] if comm.rank == 0 else None
+    names = sorted(mesh.family.name for mesh in kept)
+    kept.clear()
+    gc.collect()
+    assert sorted(name for name, _ in Family.orphans()) == [
+        name for name in names if first is None or name != first.family.name
+    ]
+    mpishard.Mesh(comm).free()
+    if first is not None:
+        assert first.world.comm.size == comm.size and not Family.orphans()
+        del first
+        gc.collect()
+    else:
+        assert len(Family.orphans()) == 1
+    mpishard.Mesh(comm).free()
+    assert not Family.orphans()
+
+
+@pytest.mark.parametrize("what", ["axis", "communicator", "request"])
+def test_who_holds_a_part_of_a_mesh_keeps_it(comm, what):
+    mesh = mpishard.Mesh(comm)
+    ones = np.ones(3)
+    pending = mesh.data.start_all_reduce(ones) if what == "request" else None
+    held = {"axis": mesh.data, "communicator": mesh.world.comm, "request": pending}[what]
+    del mesh, pending
+    for _ in range(2):
+        gc.collect()
+        mpishard.Mesh(comm).free()
+    if what == "axis":
+        assert held.all_reduce(ones)[0] == comm.size
+    elif what == "communicator":
+        assert held.allreduce(1) == comm.size
+    else:
+        assert held.wait()[0] == comm.size
+    del held
+    gc.collect()
+    mpishard.Mesh(comm).free()
+    assert not Family.orphans()
+
+
+def test_checkpoints_that_were_dropped_give_their_communicators_back(comm, tmp_path):
+    with mpishard.Mesh(comm) as mesh:
+        for _ in range(3):
+            mpishard.Checkpoints(comm.bcast(tmp_path), mesh)
+            gc.collect()
+            assert [name for name, _ in Family.orphans()] == [f"{mesh.family.name}/{mesh.family._dependents}"]
+    mpishard.Mesh(comm).free()
+    assert not Family.orphans()
+
+
+@pytest.mark.parametrize("in_cycle", [False, True])
+def test_a_collective_that_was_started_and_dropped_keeps_its_communicators(comm, in_cycle):
+    """MPI may still use them."""
+    ones = np.ones(3)
+    mesh = mpishard.Mesh(comm)
+    name = mesh.family.name
+    held = [mesh, mesh.data.start_all_reduce(ones)]
+    if in_cycle:
+        held.append(held)
+    del mesh, held
+    gc.collect()
+    assert (name in dict(Family.orphans())) == (comm.size == 1)
+    mpishard.Mesh(comm).free()
+    comm.allgather(None)
+
+
+def test_no_communicator_left_is_an_error_that_says_what_to_free(comm):
+    gc.collect()
+    mpishard.Mesh(comm).free()
+    before, meshes = len(Family._open), []
+    if MPI.get_vendor()[0] == "MPICH":
+        with pytest.raises(
+            RuntimeError, match=r"MPI has no communicator left: \d+ meshes are open .* mesh.free"
+        ) as found:
+            while True:
+                meshes.append(mpishard.Mesh(MPI.COMM_SELF))
+        assert f" {before + len(meshes)} meshes are open" in str(found.value)
+    meshes.clear()
+    mpishard.Mesh(comm).free()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1 or MPI.get_vendor()[0] != "MPICH", reason="needs two ranks of MPICH")
+def test_no_communicator_left_that_all_ranks_have(comm):
+    own = []
+    with pytest.raises(MPI.Exception):
+        while True:
+            own.append(MPI.COMM_SELF.Dup())
+    first, second = own[: len(own) // 2], own[len(own) // 2 :]
+    for each in second if comm.rank == 0 else first:
+        each.Free()
+    with pytest.raises(RuntimeError, match="MPI has no communicator left"):
+        mpishard.Mesh(comm)
+    for each in first if comm.rank == 0 else second:
+        each.Free()
+    mpishard.Mesh(comm).free()
+
+
+def test_where_deaths_are_survived_a_family_takes_nothing_in(comm, monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    family = Family(comm.size)
+    family.add(comm)
+    assert not family._members and family not in Family._open
 
 
 def test_node_and_device(mesh, comm):
