@@ -167,6 +167,7 @@ def test_rank_that_never_comes(failing: Callable[..., Any]) -> None:
     assert finished.seconds < SOON + TIME_LIMIT
 
 
+@pytest.mark.usefixtures("without_debug")
 def test_mismatched_collectives_wait_no_longer_than_the_limit(failing: Callable[..., Any]) -> None:
     finished = failing("mesh.data.broadcast(total)")
     assert f"rank 0 waits {TIME_LIMIT}" in finished.errors and f"script.py:{LINE_OF_COLLECTIVE}" in finished.errors
@@ -228,6 +229,7 @@ def test_a_late_rank_is_waited_for_where_the_root_has_left(mpirun: Callable[...,
 
 
 @pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="Open MPI sends from the root to each rank of a few")
+@pytest.mark.usefixtures("without_debug")
 def test_a_rank_that_leaves_beside_others_that_took_part_is_noticed(mpirun: Callable[..., Any]) -> None:
     finished = mpirun(4, "-c", LATE.format(late="sys.exit('bad input')", collective="broadcast", then=60))
     assert finished.code != 0
@@ -238,6 +240,7 @@ def test_a_rank_that_leaves_beside_others_that_took_part_is_noticed(mpirun: Call
     assert finished.seconds < SOON
 
 
+@pytest.mark.usefixtures("without_debug")
 def test_a_set_up_is_waited_for_unless_nobody_is_at_work(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     script = tmp_path / "script.py"
     script.write_text(

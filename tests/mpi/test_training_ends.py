@@ -97,6 +97,7 @@ def pressing(press, step, function=least_squares):
 
 
 @pytest.mark.parametrize("kind", ["default", "ignore", "local"])
+@pytest.mark.usefixtures("without_debug")
 def test_ctrl_c_on_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path, capfd, ctrl_c, kind):
     def optimizer():
         if kind == "local":
@@ -142,6 +143,7 @@ def test_stops_when_time_is_over_on_any_rank(mesh, comm):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("reason", ["callback", "seconds", "signal"])
+@pytest.mark.usefixtures("without_debug")
 def test_one_rank_stops_all_of_any_mesh(comm, reason, ctrl_c):
     """Ranks of other stages, or of other parts of a tensor, have a data axis of their own."""
 
@@ -240,6 +242,7 @@ def test_nothing_that_stops(mesh):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.usefixtures("without_debug")
 def test_nonfinite_loss_gradients_end_the_loop_on_all_ranks(mesh, strategy):
     def broken(parameters, samples, gradients):
         gradients += np.nan if mesh.rank == 0 and broken.calls == 3 else 1.0

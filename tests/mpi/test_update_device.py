@@ -143,6 +143,7 @@ def test_launches_of_a_rule_with_norms_of_tensors(comm, monkeypatch):
     ],
     ids=["plain", "norm", "value", "lamb"],
 )
+@pytest.mark.usefixtures("without_debug")
 def test_waits_of_a_step_of_one_rank(rule, options, most, monkeypatch):
     """Sums over ranks have waits of their own."""
     with Mesh(MPI.COMM_SELF) as mesh:

@@ -145,7 +145,7 @@ def counting(steps, **options):
 
     def function(parameters, samples, gradients):
         gradients += len(samples)
-        return 1.0
+        return float(len(samples))
 
     return OptimizationProblem(function, np.zeros(1), 8, 8, steps=steps, **options)
 

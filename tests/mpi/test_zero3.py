@@ -70,6 +70,7 @@ def test_trains_as_one_rank(mesh, expected, same_on_all, from_the_start, overlap
     assert same_on_all(whole)
 
 
+@pytest.mark.usefixtures("without_debug")
 def test_sends_three_times_where_others_send_twice(comm):
     """By total over the ranks: a gather in each direction and a reduce-scatter, (N - 1) times the bytes each."""
     with Mesh(comm) as mesh:
