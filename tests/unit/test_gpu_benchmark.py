@@ -183,7 +183,7 @@ def test_files_of_tests_that_have_ended_do_not_run_again(tools: Any, tmp_path: P
         return 0, "3 passed in 2.00s\n"
 
     first = tools.gpu_tests.run_tests(setting, some_run, 10, so_far=after.append)
-    assert len(after) == 3 and first["failures"] == ["tests/mpi/test_device.py, 4 ranks: did not run"]
+    assert len(after) == 4 and first["failures"] == ["tests/mpi/test_device.py, 4 ranks: did not run"]
     ran_before = len(ran)
     rest = tools.gpu_tests.run_tests(setting, some_run, 10, earlier=json.loads(json.dumps(first["files"])))
     assert ran[ran_before:] == [("tests/mpi/test_device.py", 4)] and not rest["failures"]
@@ -288,7 +288,7 @@ def test_counts_of_tests_are_read_and_failures_named(tools: Any, tmp_path: Path)
     setting = tools.Setting("cupy", quick=True, output=str(tmp_path))
     found = tools.gpu_tests.run_tests(setting, some_run, 10)
     files = [each["file"] for each in found["files"]]
-    assert files == ["tests/unit/test_nn_device.py", "tests/unit/test_array.py"] + ["tests/mpi/test_device.py"] * 2
+    assert files == ["tests/unit/test_nn_device.py", "tests/unit/test_array.py"] + ["tests/mpi/test_device.py"] * 3
     assert found["total"]["no launcher"] == {"failed": 1, "passed": 5, "deselected": 7, "skipped": 1}
     assert found["total"]["1 ranks"] == {"passed": 3, "skipped": 1}
     alone = tools.gpu_tests.run_tests(setting, some_run, 10, why_no_ranks="no mpirun")
