@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.convert import convert
+from mpishard.backend.kinds import backend_of
 from mpishard.nn.cache import KeyValueCache
+from mpishard.nn.cudnn_attention import Shape
+from mpishard.nn.fused_mixing import FusedMixing, fused_mixing
 from mpishard.nn.head_norms import HeadNorms
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
@@ -151,6 +154,15 @@ class CausalSelfAttention(Layer):
             The rows that this rank holds, in the memory of `work`.
         """
         qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
+        fused = self._fused_in_rows(qkv_nd, work, length)
+        if fused is None:
+            mixed_nc = self._mixed(x_nc, qkv_nd, work, length)
+        else:
+            mixed_nc = self._mixed_in_rows(fused, x_nc, qkv_nd, work, length)
+        return self.output.forward(mixed_nc, work, residual_nc)
+
+    def _mixed(self, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:
+        """The mixed values of heads, each of which lies by itself."""
         shape = self._shape_of_heads(qkv_nd, length)
         slices, kinds, *rest = shape
         half = self._half_of_heads() if work.cache is None else None
@@ -161,7 +173,7 @@ class CausalSelfAttention(Layer):
         heads_lsbhtd = work.borrow(_BY_HEADS, *shape) if apart_from_kept else kept_lsbhtd
         mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs)
         logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, kinds - 2, *rest[:3])
-        work.kept[self.role] = x_nc, kept_lsbhtd, mixed_nc, logsum_lsbht
+        work.kept[self.role] = None, x_nc, kept_lsbhtd, mixed_nc, logsum_lsbht
         apart, cut = self.tensor.slices.apart, self.tensor.slices.cut
         qkv_lnd, biases = apart(qkv_nd, self.qkv.outputs), cut(self._bias(work), self.qkv.outputs, 0)
         for qkv, bias, heads in zip(qkv_lnd, biases, heads_lsbhtd, strict=True):
@@ -184,7 +196,34 @@ class CausalSelfAttention(Layer):
                 self.mixing.forward(heads[:-2], heads[-2], heads[-1], mixed_sbhtd, logsum, work)
             else:
                 self._mix_with_known(index, heads[:-2], mixed_sbhtd, work.cache, work)
-        return self.output.forward(mixed_nc, work, residual_nc)
+        return mixed_nc
+
+    def _fused_in_rows(self, qkv_nd: Array, work: Workspace, length: int) -> FusedMixing | None:
+        """Attention by a library that takes heads as they lie in the rows of the product, where it can be."""
+        if self.module is np or self._changes_heads or self.kinds != 3 or not backend_of(qkv_nd).has_cublas:
+            return None
+        _, _, batch, heads, _, width = self._shape_of_heads(qkv_nd, length)
+        shape = Shape(batch, heads, heads, length, width, in_rows=True)
+        return fused_mixing(self.matmul, self.ops, self.mixing.scale, shape, qkv_nd, work)
+
+    def _mixed_in_rows(self, fused: FusedMixing, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:
+        """As `_mixed`, in half precision, and without a copy of the heads in another order."""
+        half = self._half_of_heads()
+        assert half is not None
+        slices, kinds, *rest = self._shape_of_heads(qkv_nd, length)
+        rows_nd = work.save_bits(f"{self.role}.heads", *qkv_nd.shape, dtype=half)
+        mixed_nc = work.save_bits(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs, dtype=half)
+        logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, 1, *rest[:3])
+        work.kept[self.role] = fused, x_nc, rows_nd, mixed_nc, logsum_lsbht
+        apart, columns = self.tensor.slices.apart, self.qkv.outputs
+        biases, mixed_lnc = self.tensor.slices.cut(self._bias(work), columns, 0), apart(mixed_nc, self.output.inputs)
+        for qkv, bias, rows, mixed, logsum in zip(
+            apart(qkv_nd, columns), biases, apart(rows_nd, columns), mixed_lnc, logsum_lsbht, strict=True
+        ):
+            self.ops.split_heads(qkv, bias, rows.reshape(1, 1, 1, *rows.shape))  # adds the bias, and rounds
+            heads = self._by_heads(rows, kinds, length)
+            fused.forward(heads[:1], heads[1], heads[2], self._by_heads(mixed, 1, length), logsum, work)
+        return mixed_nc
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
         """Gradient by `x`.
@@ -203,7 +242,21 @@ class CausalSelfAttention(Layer):
         array, shape (n, width)
             In the memory of `work`.
         """
-        x_nc, heads_lsbhtd, mixed_nc, logsum_lsbht = work.kept[self.role]
+        fused, x_nc, heads, mixed_nc, logsum = work.kept[self.role]
+        if fused is None:
+            dqkv_nd = self._dqkv(dy_nc, heads, mixed_nc, logsum, work, length)
+        else:
+            dqkv_nd = self._dqkv_in_rows(fused, dy_nc, heads, mixed_nc, logsum, work, length)
+        shared_nd = self.qkv.shared(dqkv_nd, work)
+        dx_nc = self.qkv.input_gradient(shared_nd, work)
+        self.qkv.bias_gradient(dqkv_nd, work)
+        self.qkv.weight_gradient(x_nc, shared_nd, work)
+        return dx_nc
+
+    def _dqkv(
+        self, dy_nc: Array, heads_lsbhtd: Array, mixed_nc: Array, logsum_lsbht: Array, work: Workspace, length: int
+    ) -> Array:
+        """Gradient by queries, keys and values, and the gradients of the output projection."""
         dmixed_nc = self.output.backward(dy_nc, work)
         dqkv_nd = work.borrow("qkv", len(mixed_nc), self.qkv.local_outputs)
         _, kinds, *rest = heads_lsbhtd.shape
@@ -224,11 +277,32 @@ class CausalSelfAttention(Layer):
             self._before_rotation(dheads_lsbhtd, work)
             for dqkv, dheads in zip(dqkv_lnd, dheads_lsbhtd, strict=True):
                 self.ops.merge_heads(dqkv, dheads)
-        shared_nd = self.qkv.shared(dqkv_nd, work)
-        dx_nc = self.qkv.input_gradient(shared_nd, work)
-        self.qkv.bias_gradient(dqkv_nd, work)
-        self.qkv.weight_gradient(x_nc, shared_nd, work)
-        return dx_nc
+        return dqkv_nd
+
+    def _dqkv_in_rows(
+        self,
+        fused: FusedMixing,
+        dy_nc: Array,
+        rows_nd: Array,
+        mixed_nc: Array,
+        logsum_lsbht: Array,
+        work: Workspace,
+        length: int,
+    ) -> Array:
+        """As `_dqkv`, in half precision."""
+        dmixed_nc = work.scratch("dmixed in rows", mixed_nc.shape, mixed_nc.dtype)
+        dqkv_nd = work.scratch("dqkv in rows", rows_nd.shape, rows_nd.dtype)
+        self.output.backward(dy_nc, work, functools.partial(self.output.input_gradient, dx_ni=dmixed_nc))
+        by_heads = functools.partial(self._by_heads, length=length)
+        apart = self.tensor.slices.apart
+        rows_lnd, dqkv_lnd = (apart(each, self.qkv.outputs) for each in (rows_nd, dqkv_nd))
+        mixed_lnc, dmixed_lnc = (apart(each, self.output.inputs) for each in (mixed_nc, dmixed_nc))
+        for rows, dqkv, mixed, dmixed, logsum in zip(
+            rows_lnd, dqkv_lnd, mixed_lnc, dmixed_lnc, logsum_lsbht, strict=True
+        ):
+            heads, dheads = by_heads(rows, self.kinds), by_heads(dqkv, self.kinds)
+            fused.backward(heads, logsum, by_heads(mixed, 1), by_heads(dmixed, 1), logsum, dheads, work)
+        return dqkv_nd
 
     @property
     def _changes_heads(self) -> bool:

@@ -23,20 +23,33 @@ MOST_SHAPES = 32
 
 
 class Shape(NamedTuple):
-    """Of attention: sequences, heads of queries, heads of keys and values, positions, channels of a head."""
+    """Of attention: sequences, heads of queries, heads of keys and values, positions, channels of a head.
+
+    `in_rows`: a position has a row in memory, in which the heads lie side by side, of each its query, key and value;
+    mixed values have rows of their own.  Else each array is C-contiguous of shape (batch, heads, length, width).
+    """
 
     batch: int
     heads: int
     groups: int
     length: int
     width: int
+    in_rows: bool = False
+
+    def strides(self, heads: int, in_row: int) -> list[int]:
+        """Those of an array by batch, head, position and channel, of which `in_row` lie side by side in a row."""
+        if not self.in_rows:
+            return _strides([self.batch, heads, self.length, self.width])
+        row = heads * in_row * self.width
+        return [self.length * row, in_row * self.width, row, 1]
 
 
 class CudnnAttention:
     """Attention on one device, for one thread; operands and results are in half precision.
 
-    Queries, their results and the gradients by these are C-contiguous of shape (batch, heads, length, width), keys and
-    values (batch, groups, length, width).  Query head number i uses those of number ``i // (heads // groups)``.
+    Queries, their results and the gradients by these are of shape (batch, heads, length, width), keys and values of
+    (batch, groups, length, width); `Shape` says how they lie in memory.  Query head number i uses keys and values of
+    number ``i // (heads // groups)``.
 
     Parameters
     ----------
@@ -61,7 +74,7 @@ class CudnnAttention:
 
     def builds(self, shape: Shape, half: np.dtype, scale: float, like: Array) -> bool:
         """Whether cuDNN has forward and backward for this shape; builds them if so."""
-        if shape.width > WIDEST_HEAD or shape.width % HEAD_MULTIPLE or 0 in shape:
+        if shape.width > WIDEST_HEAD or shape.width % HEAD_MULTIPLE or 0 in shape[:-1]:
             return False
         key = shape, half, scale
         if key not in self._graphs:
@@ -71,17 +84,19 @@ class CudnnAttention:
                 with self._backend.on_device_of(like):
                     self._graphs[key] = self._forward_graph(*key), self._backward_graph(*key)
             except Exception as error:  # of several classes, some of them cuDNN's own
-                self._graphs[key] = None
+                for in_rows in (False, True):
+                    self._graphs[shape._replace(in_rows=in_rows), half, scale] = None
                 LIBRARY.warn_once(f"cuDNN builds no attention of {shape} in {half} ({error})")
         return self._graphs[key] is not None
 
-    def forward(self, scale: float, q: Array, k: Array, v: Array, mixed: Array, stats: Array) -> None:
+    def forward(self, scale: float, in_rows: bool, q: Array, k: Array, v: Array, mixed: Array, stats: Array) -> None:
         """Mixed values, and the logarithm of each query's normaliser (float32, shape (batch, heads, length))."""
-        self._built(scale, q, k)[0].execute(self._cudnn, self._handle, q=q, k=k, v=v, o=mixed, stats=stats)
+        self._built(scale, in_rows, q, k)[0].execute(self._cudnn, self._handle, q=q, k=k, v=v, o=mixed, stats=stats)
 
     def backward(
         self,
         scale: float,
+        in_rows: bool,
         q: Array,
         k: Array,
         v: Array,
@@ -93,12 +108,12 @@ class CudnnAttention:
         dv: Array,
     ) -> None:
         """Gradients by queries, keys and values, from the results of `forward` and the gradient by the mixed values."""
-        graph = self._built(scale, q, k)[1]
+        graph = self._built(scale, in_rows, q, k)[1]
         graph.execute(self._cudnn, self._handle, q=q, k=k, v=v, o=mixed, do=dmixed, stats=stats, dq=dq, dk=dk, dv=dv)
 
-    def _built(self, scale: float, q: Array, k: Array) -> tuple[_Graph, _Graph]:
+    def _built(self, scale: float, in_rows: bool, q: Array, k: Array) -> tuple[_Graph, _Graph]:
         batch, heads, length, width = q.shape
-        built = self._graphs[Shape(batch, heads, k.shape[1], length, width), q.dtype, scale]
+        built = self._graphs[Shape(batch, heads, k.shape[1], length, width, in_rows), q.dtype, scale]
         assert built is not None
         return built
 
@@ -113,30 +128,27 @@ class CudnnAttention:
             handle=self._handle,
         )
 
-        def tensor(name: str, extents: list[int]) -> Any:
+        def tensor(name: str, extents: list[int], strides: list[int]) -> Any:
             data_type = kinds.FLOAT if name == "stats" else kind
-            return graph.tensor(name=name, dim=extents, stride=_strides(extents), data_type=data_type)
+            return graph.tensor(name=name, dim=extents, stride=strides, data_type=data_type)
 
         return graph, tensor
 
     def _forward_graph(self, shape: Shape, half: np.dtype, scale: float) -> _Graph:
         graph, tensor = self._new_graph(half)
-        batch, heads, groups, length, width = shape
-        queries, keys = [batch, heads, length, width], [batch, groups, length, width]
-        tensors = {"q": tensor("q", queries), "k": tensor("k", keys), "v": tensor("v", keys)}
+        places = _places(shape)
+        tensors = {name: tensor(name, *places[name]) for name in ("q", "k", "v")}
         tensors["o"], tensors["stats"] = graph.sdpa(
             name="attention", **tensors, is_inference=False, attn_scale=scale, use_causal_mask=True
         )
-        self._mark_output(tensors["o"], queries)
-        self._mark_output(tensors["stats"], [batch, heads, length, 1]).set_data_type(self._cudnn.data_type.FLOAT)
+        _mark_output(tensors["o"], *places["o"])
+        _mark_output(tensors["stats"], *places["stats"]).set_data_type(self._cudnn.data_type.FLOAT)
         return _Graph(self._cudnn, graph, tensors)
 
     def _backward_graph(self, shape: Shape, half: np.dtype, scale: float) -> _Graph:
         graph, tensor = self._new_graph(half)
-        batch, heads, groups, length, width = shape
-        queries, keys = [batch, heads, length, width], [batch, groups, length, width]
-        tensors = {name: tensor(name, keys if name in ("k", "v") else queries) for name in ("q", "k", "v", "o", "do")}
-        tensors["stats"] = tensor("stats", [batch, heads, length, 1])
+        places = _places(shape)
+        tensors = {name: tensor(name, *places[name]) for name in ("q", "k", "v", "o", "do", "stats")}
         named = {{"do": "dO"}.get(name, name): each for name, each in tensors.items()}
         tensors["dq"], tensors["dk"], tensors["dv"] = graph.sdpa_backward(
             name="gradient",
@@ -146,12 +158,9 @@ class CudnnAttention:
             # Else gradients by queries are added up in an order that changes from run to run.
             use_deterministic_algorithm=True,
         )
-        for name, extents in (("dq", queries), ("dk", keys), ("dv", keys)):
-            self._mark_output(tensors[name], extents)
+        for name in ("dq", "dk", "dv"):
+            _mark_output(tensors[name], *places[name])
         return _Graph(self._cudnn, graph, tensors)
-
-    def _mark_output(self, tensor: Any, extents: list[int]) -> Any:
-        return tensor.set_output(True).set_dim(extents).set_stride(_strides(extents))
 
 
 class _Graph:
@@ -171,12 +180,26 @@ class _Graph:
         """Queue it on the current stream."""
         like = operands["q"]
         backend = backend_of(like)
-        assert all(each.flags.c_contiguous for each in operands.values())
         workspace = arrays.empty(self._workspace_bytes, np.uint8, like=like)
         addresses = {self._tensors[name]: backend.address(each) for name, each in operands.items()}
         with backend.on_device_of(like):
             cudnn.set_stream(handle=handle, stream=backend.current_stream(like).ptr)
             self._graph.execute(addresses, backend.address(workspace), handle=handle)
+
+
+def _places(shape: Shape) -> dict[str, tuple[list[int], list[int]]]:
+    """Extents and strides of each operand and result, by name."""
+    batch, heads, groups, length, width, _ = shape
+    statistics = [batch, heads, length, 1]
+    places = {"stats": (statistics, _strides(statistics))}
+    for names, count, in_row in ((("q", "dq"), heads, 3), (("k", "v", "dk", "dv"), groups, 3), (("o", "do"), heads, 1)):
+        for name in names:
+            places[name] = [batch, count, length, width], shape.strides(count, in_row)
+    return places
+
+
+def _mark_output(tensor: Any, extents: list[int], strides: list[int]) -> Any:
+    return tensor.set_output(True).set_dim(extents).set_stride(strides)
 
 
 def _strides(extents: list[int]) -> list[int]:

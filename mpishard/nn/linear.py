@@ -250,7 +250,7 @@ class Linear(Layer):
         # A product that is done later takes it from other memory.
         return shared_operand(self.matmul, dy_no) if work.deferred is None else dy_no
 
-    def input_gradient(self, dy_no: Array, work: Workspace) -> Array:
+    def input_gradient(self, dy_no: Array, work: Workspace, dx_ni: Array | None = None) -> Array:
         """``dy W^T``.
 
         Parameters
@@ -259,13 +259,16 @@ class Linear(Layer):
             All rows; if column-parallel this rank's columns of them.
         work : Workspace
             That of the forward pass.
+        dx_ni : array, shape (n, local_inputs), optional
+            Memory for the result, which may be in half precision, unless the layer is column-parallel.
 
         Returns
         -------
         array, shape (n, local_inputs)
             If column-parallel summed over the ranks, the rows that this rank holds.
         """
-        dx_ni = work.borrow(f"{self.role}.dx", len(dy_no), self.local_inputs)
+        if dx_ni is None:
+            dx_ni = work.borrow(f"{self.role}.dx", len(dy_no), self.local_inputs)
         weights_oi = [weight_io.T for weight_io in self._weights(len(dy_no), dy_no.shape[1])]
         if self.split == 1:
             memory = functools.partial(work.borrow, f"{self.role}.dx of own rows")
@@ -281,13 +284,14 @@ class Linear(Layer):
         Parameters
         ----------
         dy_no : array, shape (n, local_outputs)
-            The rows to whose outputs this rank has added the bias.
+            The rows to whose outputs this rank has added the bias; they may be rounded.
         work : Workspace
             That of the forward pass.
         """
         if not self.bias_name:
             return
-        matmul = make_matmul(self.module)
+        # What is rounded already is added up as it is.
+        matmul = make_matmul(self.module) if dy_no.dtype == work.dtype else self.matmul
         ones = work.scratch.ones(len(dy_no), work.dtype)
         if self.split == 0 and self.tensor.slices.ordered:
 
