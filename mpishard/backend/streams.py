@@ -74,6 +74,49 @@ def record_current(like: Array) -> Event:
     return backend.record(like, backend.current_stream(like))
 
 
+class PendingNumber:
+    """A number of a device on its way to the host: ``float(number)`` waits for it, and what is queued later does not.
+
+    Parameters
+    ----------
+    array : array, shape (1,)
+        On a device; the number as of what is queued on the current stream so far.
+    """
+
+    def __init__(self, array: Array) -> None:
+        backend = backend_of(array)
+        stream = backend.current_stream(array)
+        self._pool = copy_streams(array).pinned
+        self._slab = self._pool.take(array.nbytes, array)
+        self._copied: Event | None = None
+        self._number = self._slab.bytes[: array.nbytes].view(array.dtype)
+        backend.start_to_host(array, self._number, stream)
+        self._copied = backend.record(array, stream)
+
+    def __float__(self) -> float:
+        assert self._copied is not None
+        self._copied.synchronize()
+        return float(self._number[0])
+
+    def __del__(self) -> None:
+        self._pool.give(self._slab, self._copied)
+
+
+def queue_copy(source: np.ndarray, target: Array) -> None:
+    """Copy to an array of a device on its current stream; the host goes on, and may change `source` at once."""
+    if not target.size:
+        return
+    backend, pool = backend_of(target), copy_streams(target).pinned
+    slab = pool.take(target.nbytes, target)
+    if slab.free is not None:
+        slab.free.synchronize()
+    staged = slab.bytes[: target.nbytes].view(target.dtype).reshape(target.shape)
+    staged[...] = source
+    stream = backend.current_stream(target)
+    backend.start_to_device(staged, target, stream)
+    pool.give(slab, backend.record(target, stream))
+
+
 def copy_together(pairs: Sequence[tuple[Array, np.ndarray]]) -> None:
     """Copy device arrays to the host; all copies are queued before the host waits for them, once a device.
 

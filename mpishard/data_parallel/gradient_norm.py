@@ -56,7 +56,8 @@ class Inspection:
         self._sums_are_everywhere = strategy.sums_are_everywhere and parameters.size <= _SHORT
         parts = strategy.ownership.owned_parts if self._sums_are_everywhere else strategy.ownership.counted_parts
         self._spans = Ranges([Range(*span) for span in spans_of(parts)])
-        self._largest = LargestGradients(parameters.pieces, self._spans)
+        same = strategy.mesh.size == 1 and strategy.reducer.keeps_memory
+        self._largest = LargestGradients(parameters.pieces, self._spans, same)
         self._first_steps = _FIRST_STEPS
         self.nonfinite_loss = ""
         self.finite_loss = True

@@ -30,12 +30,18 @@ class LargestGradients:
         The tensors of this rank.
     spans : Ranges
         Parts of the summed gradients.
+    same : bool
+        Whether the sums are this rank's own gradients, in the same memory: then a tensor is looked at only to find
+        which one is not finite.
     """
 
-    def __init__(self, pieces: Sequence[Piece], spans: Ranges) -> None:
+    def __init__(self, pieces: Sequence[Piece], spans: Ranges, same: bool = False) -> None:
         self._pieces = pieces
         self._spans = spans
+        self._same = same
         self._nonfinite = ""
+        # By bucket, where nobody has looked yet.
+        self._later: dict[int, tuple[Bucket, Array]] = {}
         # On a device: the values of all pieces, then of all spans, and the buckets that were looked at.
         self._values: LargestValues | None = None
         self._looked: dict[int, Bucket] = {}
@@ -43,6 +49,12 @@ class LargestGradients:
 
     def look(self, bucket: Bucket, gradient: Array) -> None:
         """Look at this rank's gradient of a bucket, before the sum with other ranks.  Not collective."""
+        if self._same:
+            self._later[bucket.index] = bucket, gradient
+        else:
+            self._look(bucket, gradient)
+
+    def _look(self, bucket: Bucket, gradient: Array) -> None:
         if arrays.runs_cuda(gradient):
             ranges = self._of_bucket.get(bucket.index)
             if ranges is None:
@@ -57,6 +69,12 @@ class LargestGradients:
 
     def of_spans(self, gradients: Sequence[Array]) -> list[float]:
         """The largest values of the spans of summed gradients, one for each; on a device the host waits once."""
+        tops = self._of_spans(gradients)
+        if all(map(math.isfinite, tops)):
+            self._later.clear()
+        return tops
+
+    def _of_spans(self, gradients: Sequence[Array]) -> list[float]:
         if not gradients or not arrays.runs_cuda(gradients[0]):
             return exact_norm.largest_of(gradients, self._spans)
         values = self._on_device(gradients[0])
@@ -68,6 +86,9 @@ class LargestGradients:
     @property
     def nonfinite(self) -> str:
         """The first tensor looked at whose gradient is not finite; empty: all are.  On a device the host may wait."""
+        for bucket, gradient in self._later.values():
+            self._look(bucket, gradient)
+        self._later.clear()
         if self._looked and self._values is not None:
             self._read(self._values.values())
         return self._nonfinite
@@ -75,6 +96,7 @@ class LargestGradients:
     def forget(self) -> None:
         """Forget what was found; the next gradients belong to another step.  Not collective."""
         self._nonfinite = ""
+        self._later.clear()
         self._looked.clear()
         if self._values is not None:
             self._values.clear()

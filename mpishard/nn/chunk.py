@@ -129,7 +129,7 @@ class Chunk:
         Returns
         -------
         array of shape (n, width), or float
-            The last stage returns the loss in nats, summed over its tokens.
+            The last stage returns the loss in nats, summed over its tokens; on a device a `PendingNumber`.
         """
         work.rows, work.draws, work.deferred, work.cache = batch.rows, batch.draws, None, None
         for unit in self._gathered(self._called):

@@ -11,11 +11,12 @@ The functions of `mpishard.nn.device_heads` are found here, too, and one that ``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
-from mpishard.backend.array import empty, module_of, to_host
+from mpishard.backend.array import empty, module_of
+from mpishard.backend.streams import PendingNumber
 from mpishard.nn.cuda_launch import (
     HELD_PACKS,
     WARP,
@@ -216,11 +217,13 @@ def drop(x_nc: Array, keys_n: Array, positions_n: Array, rate: float) -> None:
     launch("activations", "drop", x_nc, None, blocks, threads, x_nc, keys_n, positions_n, *scalars)
 
 
-def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
+def cross_entropy(logits_nv: Array, targets_n: Array) -> SupportsFloat:
     return cross_entropy_rounded(logits_nv, targets_n, logits_nv, logits_nv.shape[1], 1)
 
 
-def cross_entropy_rounded(logits_np: Array, targets_n: Array, gradient_np: Array, columns: int, scale: float) -> float:
+def cross_entropy_rounded(
+    logits_np: Array, targets_n: Array, gradient_np: Array, columns: int, scale: float
+) -> SupportsFloat:
     rows, stride = logits_np.shape
     losses_n = empty(rows, np.float64, like=logits_np)
     given = logits_np, targets_n, gradient_np, losses_n, rows, columns, stride, scale
@@ -245,7 +248,9 @@ def exponentials(logits_nv: Array, targets_n: Array, top_n: Array, total_n: Arra
     launch("loss", "exponentials", logits_nv, None, *row_blocks(rows, team), *given)
 
 
-def cross_entropy_of_sums(weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int) -> float:
+def cross_entropy_of_sums(
+    weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int
+) -> SupportsFloat:
     rows, columns = weights_nv.shape
     losses_n = empty(rows, np.float64, like=weights_nv)
     blocks = ceiling(rows, THREADS)
@@ -256,11 +261,11 @@ def cross_entropy_of_sums(weights_nv: Array, targets_n: Array, total_n: Array, p
     return _sum(losses_n)
 
 
-def _sum(losses_n: Array) -> float:
-    """Their sum on the host, which waits for the device."""
+def _sum(losses_n: Array) -> PendingNumber:
+    """Their sum."""
     total = empty(1, losses_n.dtype, like=losses_n)
     launch("sums", "sum_all", losses_n, None, 1, 1024, losses_n, total, len(losses_n))
-    return float(to_host(total)[0])
+    return PendingNumber(total)
 
 
 def _rows_of_parts(like: Array, rows: int, columns: int, pack: int | None = None) -> int:

@@ -12,7 +12,7 @@ head or of all that is computed of a token, p pairs of these, s kinds (queries, 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -297,7 +297,7 @@ def causal_softmax_backward(
         _store(drounded_gtt[:, start : start + keys, start:], dscores_gkq)
 
 
-def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
+def cross_entropy(logits_nv: Array, targets_n: Array) -> SupportsFloat:
     """Sum over rows of ``-log softmax(logits)[target]`` in nats; `logits` becomes the gradient of that sum."""
     xp = module_of(logits_nv)
     rows = xp.arange(len(targets_n))
@@ -310,7 +310,9 @@ def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
     return float((xp.log(total_n.astype(np.float64)) - picked_n).sum())
 
 
-def cross_entropy_rounded(logits_np: Array, targets_n: Array, gradient_np: Array, columns: int, scale: float) -> float:
+def cross_entropy_rounded(
+    logits_np: Array, targets_n: Array, gradient_np: Array, columns: int, scale: float
+) -> SupportsFloat:
     """`cross_entropy` of the first columns; `gradient` gets its gradient times a scale, and zeros in the other columns.
 
     The logits are overwritten or not.
@@ -343,7 +345,9 @@ def exponentials(logits_nv: Array, targets_n: Array, top_n: Array, total_n: Arra
     total_n[...] = logits_nv.sum(axis=1)
 
 
-def cross_entropy_of_sums(weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int) -> float:
+def cross_entropy_of_sums(
+    weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int
+) -> SupportsFloat:
     """The rest of `cross_entropy`, from what `exponentials` left, with `total` and `picked` of the whole vocabulary."""
     xp = module_of(weights_nv)
     columns_n = targets_n - first

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.array import copy_to_device, is_array, to_host
+from mpishard.backend.array import is_array, to_host
+from mpishard.backend.streams import queue_copy
 from mpishard.layout.boxes import split
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.dropout import Draws
@@ -112,7 +113,7 @@ class Inputs:
             flat[first:last].reshape(part.shape)[...] = part
         if self._moved is not None:
             moved = self._moved(what, flat.shape, flat.dtype)
-            copy_to_device(flat, moved)
+            queue_copy(flat, moved)
             flat = moved
         return [flat[first:last] for first, last in pairwise(cuts)]
 

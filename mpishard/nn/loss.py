@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsFloat
 
 from mpishard.nn.layers import operations
 from mpishard.nn.tensor_parallel import ALONE, FORWARD, TensorParallel
@@ -44,6 +44,18 @@ def cross_entropy(
     float
         In nats, summed over the rows.
     """
+    return float(queue_cross_entropy(logits_nv, targets_n, tensor, first, work, vocabulary_size))
+
+
+def queue_cross_entropy(
+    logits_nv: Array,
+    targets_n: Array,
+    tensor: TensorParallel,
+    first: int,
+    work: Workspace | None,
+    vocabulary_size: int | None,
+) -> SupportsFloat:
+    """`cross_entropy`, whose host does not wait for a device: there it is a `PendingNumber`."""
     ops = operations(logits_nv)
     slices = tensor.slices
     if slices.total == 1:
@@ -73,4 +85,4 @@ def cross_entropy(
         ops.cross_entropy_of_sums(part_nv, targets_n, *sums_2n, start)
         for part_nv, start in zip(logits_snv, starts, strict=False)
     ]
-    return float(losses[0])
+    return losses[0]

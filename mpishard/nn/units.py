@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 from mpishard.nn import device_kernels
 from mpishard.nn.block import TransformerBlock
@@ -13,7 +13,7 @@ from mpishard.nn.dropout import Draws, Dropout
 from mpishard.nn.embeddings import Embedding, PositionEmbedding
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear, TiedLinear
-from mpishard.nn.loss import cross_entropy
+from mpishard.nn.loss import queue_cross_entropy
 from mpishard.nn.norms import LayerNorm, Norm
 from mpishard.nn.products import rounded_dtype
 from mpishard.nn.tensor_parallel import GatherColumns
@@ -192,7 +192,7 @@ class OutputHead(Layer):
         if isinstance(self.head, TiedLinear):
             self.head.announces = not embeddings_here
 
-    def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> float:
+    def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> SupportsFloat:
         """Summed loss of the batch; keeps the gradient by the logits for `backward`.
 
         Parameters
@@ -206,7 +206,7 @@ class OutputHead(Layer):
 
         Returns
         -------
-        float
+        float, or on a device `PendingNumber`
             In nats.
         """
         x_nc = self.final_norm.forward(x_nc, work)
@@ -220,7 +220,7 @@ class OutputHead(Layer):
             work.kept[self.role] = gradient_np
             return device_kernels.cross_entropy_rounded(logits_np, *given)
         logits_nv = self.head.forward(x_nc, work)
-        loss = cross_entropy(logits_nv, batch.targets_n, self.tensor, self.first, work, self.vocabulary_size)
+        loss = queue_cross_entropy(logits_nv, batch.targets_n, self.tensor, self.first, work, self.vocabulary_size)
         work.kept[self.role] = logits_nv
         return loss
 

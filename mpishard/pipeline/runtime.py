@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -113,7 +113,7 @@ class Pipeline:
         self._handover: Handover = WithinRank()
         if axis.size > 1:
             self._handover = Messages(axis, self.virtual_stages, self.wire_dtype)
-        self._losses: dict[int, float] = {}  # by micro-batch, on the last stage
+        self._losses: dict[int, SupportsFloat] = {}  # by micro-batch, on the last stage
         self._unfinished = False
 
     def train(self, batches: Sequence[Batch]) -> float:
@@ -273,7 +273,7 @@ class Pipeline:
 
     def _losses_of(self, microbatches: int) -> list[float]:
         """The loss of each micro-batch, on all stages."""
-        losses = np.array([self._losses.get(number, 0.0) for number in range(microbatches)], np.float64)
+        losses = np.array([float(self._losses.get(number, 0.0)) for number in range(microbatches)], np.float64)
         found: list[float] = self._handover.share(losses).tolist()
         return found
 
@@ -281,7 +281,7 @@ class Pipeline:
         """The loss of all micro-batches, on all stages."""
         total = 0.0
         for loss in self._losses.values():  # one by one: the `sum` of Python 3.12 rounds in another way
-            total += loss
+            total += float(loss)
         return float(self._handover.share(np.array([total]))[0])
 
     def _forward(self, action: Action, batch: Batch, infer: bool = False) -> Array:

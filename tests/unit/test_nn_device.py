@@ -11,9 +11,11 @@ import pytest
 import standin
 from layer_kernels import use_formulas
 from mpi4py import MPI
+from waits import launches
 
 from mpishard import Mesh, nn
 from mpishard.backend import array as arrays
+from mpishard.backend.streams import PendingNumber
 from mpishard.nn import device_mixing, device_products
 
 VOCABULARY, CONTEXT = 11, 110  # longer than a block of attention on the host
@@ -49,6 +51,25 @@ def run(model, *given):
     model.parameters.reset_gradients()
     loss = model.loss_and_gradient(*given)
     return loss, arrays.to_host(model.parameters.gradients.flat)
+
+
+def test_the_host_queues_the_backward_pass_before_it_waits_for_the_loss(monkeypatch):
+    module = arrays.module_of(standin.empty(1))
+    model = pair(module, np.float32, microbatches=2)[1]
+    run(model, *batch(4, 30))
+    names, seen = launches(monkeypatch), []
+    read = PendingNumber.__float__
+
+    def reading(self):
+        seen.append(len(names))
+        return read(self)
+
+    monkeypatch.setattr(PendingNumber, "__float__", reading)
+    monkeypatch.delattr(standin.StandIn, "to_device")
+    monkeypatch.delattr(standin.StandIn, "to_host")
+    model.loss_and_gradient(*batch(4, 30))
+    assert names.count("cross_entropy") == 2
+    assert seen == [len(names)] * 2
 
 
 def test_half_precision_needs_no_arrays_of_bfloat16(monkeypatch):

@@ -50,7 +50,7 @@ def on_stand_in(name: str, arguments: Given, shift: int = 0) -> list[Any]:
     copies = [on_device(argument, shift) for argument in arguments]
     result = getattr(device_kernels, name)(*copies)
     found = [arrays.to_host(copy) for copy in copies if isinstance(copy, standin.DeviceArray)]
-    return found + ([] if result is None else [result])
+    return found + ([] if result is None else [float(result)])
 
 
 def outcome(name: str, arguments: Given) -> list[Any]:
