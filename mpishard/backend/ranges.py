@@ -42,6 +42,9 @@ class Ranges:
         self._table = DeviceTable()
         self._scalars = DeviceTable()
         self._fixed: dict[int, np.ndarray] = {}
+        # What the last table was made of, and its numbers.
+        self._key: Any = None
+        self._numbers = np.empty(0, np.int64)
 
     @classmethod
     def whole(cls, arrays: Sequence[Array]) -> Ranges:
@@ -72,12 +75,14 @@ class Ranges:
             choices (n), then for each array of a row the addresses of their first elements (n).
         """
         first = rows[0][0]
-        backend = backend_of(first)
-        sizes = np.array([row[0].size for row in rows])
-        assert (self._stops <= sizes[self._rows]).all(), "a range ends behind its arrays"
-        bases = np.array([[backend.address(array) for array in row] for row in rows], np.int64)
-        addresses = bases.T[:, self._rows] + self._starts * first.itemsize
-        return self._table.of(np.concatenate([self._of_chunks(chunk), addresses.reshape(-1)]), first)
+        address = backend_of(first).address
+        key = chunk, [[(address(array), array.size) for array in row] for row in rows], first.itemsize
+        if key != self._key:
+            bases, sizes = np.moveaxis(np.array(key[1], np.int64), -1, 0)
+            assert (self._stops <= sizes[self._rows, 0]).all(), "a range ends behind its arrays"
+            addresses = bases.T[:, self._rows] + self._starts * first.itemsize
+            self._key, self._numbers = key, np.concatenate([self._of_chunks(chunk), addresses.reshape(-1)])
+        return self._table.of(self._numbers, first)
 
     def scalars(self, sets: Sequence[Sequence[float]], like: Array) -> Array:
         """The sets of scalars, float64, on the device of `like`, end to end."""
