@@ -125,8 +125,9 @@ def arguments() -> argparse.Namespace:
         "--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps of which to note all, for mpishard trace"
     )
     options = parser.parse_args()
-    if options.sample < 0:
-        parser.error("--sample must be at least 0")
+    for name, least in (("steps", 1), ("sample", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
     return options
 
 
