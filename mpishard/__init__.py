@@ -152,7 +152,6 @@ _MODULES = {
     "training.saving": "load_checkpoint save_checkpoint",
 }
 # Old names, for one release.
-_RENAMED = {"Pending": "Request"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 # What launchers and the supervisor leave in the environment of the processes that they start.
@@ -173,11 +172,6 @@ _STARTED_BY = (
 if not TYPE_CHECKING:  # a type checker has the names from above, and shall know no others
 
     def __getattr__(name: str) -> Any:
-        if name in _RENAMED:
-            from mpishard.deprecated import warn_renamed
-
-            warn_renamed(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
-            return __getattr__(_RENAMED[name])
         where = f"{__name__}.{_MODULE_OF.get(name, name)}"
         if name.startswith("_"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

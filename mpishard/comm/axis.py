@@ -14,7 +14,6 @@ from mpishard.comm.channel import NOTHING
 from mpishard.comm.communicator import Communicator
 from mpishard.comm.family import Family
 from mpishard.comm.ledger import Ledger
-from mpishard.deprecated import renamed_method
 from mpishard.io import log
 from mpishard.launch.job_notes import ECHO, raised_by_all
 from mpishard.launch.tracebacks import in_users_code
@@ -283,10 +282,6 @@ class Axis(Communicator):
         return part
 
     # -- small values, and errors -------------------------------------------------------------------------------------
-
-    exchange = renamed_method("Axis", "exchange", "allgather_object")
-    agree = renamed_method("Axis", "agree", "raise_if_any")
-    regain_parts = renamed_method("Axis", "regain_parts", "regain_subgroups")
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Tell each other a small plain value.  Collective.

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import counts, split
 
 Array = Any
@@ -89,8 +88,6 @@ class Compressor(ABC):
         T
             The result of the one method of `maker` that is for this kind of compressor.
         """
-
-    make_reducer = renamed_method("Compressor", "make_reducer", "make_sums")
 
     @abstractmethod
     def collectives(self, shapes: Sequence[Sequence[int]], dtype: np.dtype, ranks: int) -> list[Collective]:

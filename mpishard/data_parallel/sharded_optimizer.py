@@ -18,7 +18,6 @@ from mpishard.data_parallel.method_stages import begin_stage
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.method_update import update_by_method
 from mpishard.data_parallel.optimizer_state import OptimizerState
-from mpishard.data_parallel.renamed_members import RENAMED
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.settings import Settings
 from mpishard.data_parallel.step_arguments import checked_arguments
@@ -31,7 +30,6 @@ from mpishard.data_parallel.validation import (
     check_replacement,
     tell_of_other_starts,
 )
-from mpishard.deprecated import renamed_attribute
 from mpishard.minimizers import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.optim import Rule
@@ -490,8 +488,3 @@ class ShardedOptimizer:
         from mpishard.data_parallel import serialization
 
         serialization.deserialize(self.state, data)
-
-    if not TYPE_CHECKING:  # a type checker shall know the new names only
-
-        def __getattr__(self, name: str) -> Any:
-            return renamed_attribute(self, "ShardedOptimizer", name, RENAMED)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import platform
 import resource
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import h5py
 from mpi4py import MPI
@@ -28,7 +26,6 @@ from mpishard.comm.capabilities import (
     heals_in_place,
     probe,
 )
-from mpishard.deprecated import warn_renamed
 from mpishard.environment.gpus import Devices, collect_devices
 from mpishard.launch.detection import Launch, launches
 from mpishard.launch.launchers import Launcher, find_launcher
@@ -228,52 +225,6 @@ class Facts:
         for name, value in asdict(self).items():
             found |= {name: value} if name in ("versions", "mpi") else value
         return found
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Deprecated: a fact by its own name, without its group."""
-            group = _GROUP_OF.get(name)
-            if group is None:
-                raise AttributeError(f"'Facts' object has no attribute {name!r}", name=name, obj=self)
-            warn_renamed(f"Facts.{name}", f"Facts.{group}.{name}")
-            return getattr(getattr(self, group), name)
-
-
-_GROUPS = {
-    "process": Process,
-    "mpi_setup": MpiSetup,
-    "h5py": H5py,
-    "processor": Processor,
-    "memory": Memory,
-    "devices": Devices,
-}
-_GROUP_OF = {each.name: group for group, kind in _GROUPS.items() for each in fields(kind)}
-
-
-def _also_without_groups(init: Callable[..., None]) -> Callable[..., None]:
-    """The `__init__` of `Facts` that, deprecated, also takes facts by their own names, or all in their order."""
-    of_group = {group: [each.name for each in fields(kind)] for group, kind in _GROUPS.items()}
-    in_order = [name for each in fields(Facts) for name in of_group.get(each.name, [each.name])]
-
-    @functools.wraps(init)
-    def initialize(facts: Facts, *values: Any, **named: Any) -> None:
-        in_old_order = bool(values) and not isinstance(values[0], Process) and len(values) <= len(in_order)
-        if in_old_order or named.keys() & _GROUP_OF.keys():
-            warn_renamed("Facts(rank=..., ...)", "Facts(process=Process(rank=..., ...), ...)")
-            if in_old_order:
-                named, values = dict(zip(in_order, values, strict=False)) | named, ()
-            for group, kind in _GROUPS.items():
-                own = {name: named.pop(name) for name in of_group[group] if name in named}
-                if own:
-                    named[group] = replace(named[group], **own) if group in named else kind(**own)
-        init(facts, *values, **named)
-
-    return initialize
-
-
-if not TYPE_CHECKING:
-    Facts.__init__ = _also_without_groups(Facts.__init__)
 
 
 def collect(comm: MPI.Intracomm) -> Facts:

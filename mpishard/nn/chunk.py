@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mpishard.deprecated import renamed_attribute
 from mpishard.nn.activations import ActivationCheckpointing, BlockUnit, KeepAll, Spot
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.tensor_parallel import TensorParallel
@@ -211,11 +210,6 @@ class Chunk:
         assert deferred is not None
         for each in deferred:
             each()
-
-    if not TYPE_CHECKING:  # a type checker shall know the new name only
-
-        def __getattr__(self, name: str) -> Any:
-            return renamed_attribute(self, "Chunk", name, {"stage": "virtual_stage"})
 
     def _gathered(self, units: Sequence[Any]) -> Iterator[Any]:
         """Yield the units, each while its parameters are gathered."""

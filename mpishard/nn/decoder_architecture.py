@@ -10,14 +10,11 @@ from numbers import Integral
 from typing import Any
 
 from mpishard.arguments import flag, shown
-from mpishard.deprecated import warn_renamed
 from mpishard.layout.boxes import split
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.dropout import checked_rate
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingUnit, OutputHead, Unit
-
-_OLD_NAMES = {"stem": EMBEDDINGS, "top": OUTPUT_HEAD}
 
 
 class DecoderArchitecture(ABC):
@@ -128,9 +125,6 @@ class DecoderArchitecture(ABC):
         TypeError
             If a `build_...` method of the architecture returns no unit of its kind.
         """
-        if unit in _OLD_NAMES:
-            warn_renamed(f'the unit "{unit}" of a model', f'"{_OLD_NAMES[unit]}"')
-            unit = _OLD_NAMES[unit]
         # With several shards layers take sums over rows themselves: no gradient is partial.
         sequence_parallel = sequence_parallel and self.shards == 1
         built: Unit

@@ -11,7 +11,6 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import Box
 from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank
 from mpishard.layout.specs import ParameterSpec
@@ -414,9 +413,6 @@ class FlatParameters:
             overwritten.
         """
         return self.gradients.gradient(name, second)
-
-    finished = renamed_method("FlatParameters", "finished", "mark_ready")
-    gradient_runs = renamed_method("FlatParameters", "gradient_runs", "layout.gradient_runs")
 
     def mark_ready(self, name: str) -> None:
         """Mark a gradient as complete in this backward pass, so that its reduction may start.

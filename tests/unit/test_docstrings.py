@@ -34,7 +34,7 @@ CODES = set("GL06 GL07 GL08 SS01 SS03 SS06 PR01 PR02 PR03 PR04 PR07 PR10 RT01 RT
 # Packages and modules of which the names that others import have all of this, too.  The list may only get longer.  Of
 # `backend` the module `array` is not among them: with these sections it would be too long for a file.
 BETWEEN_PACKAGES = set(
-    "arguments checkpoint comm compression data_parallel deprecated elastic environment estimate io launch layout "
+    "arguments checkpoint comm compression data_parallel elastic environment estimate io launch layout "
     "optim parameters pipeline record reduction training version backend.blas_threads backend.compiled "
     "backend.exact_dot backend.exact_norm backend.random".split()
 )
@@ -107,8 +107,8 @@ def is_property(thing: Any) -> bool:
 
 
 def is_callable(thing: Any) -> bool:
-    """Whether it is a method or a property; deprecated aliases do not count."""
-    return inspect.isfunction(bare(thing)) and bare(thing).__module__ != "mpishard.deprecated"
+    """Whether it is a method or a property."""
+    return inspect.isfunction(bare(thing))
 
 
 def bare(thing: Any) -> Any:

@@ -1,17 +1,10 @@
-"""Facts of the environment: their JSON, and their old names and arguments."""
+"""Facts of the environment as JSON."""
 
 from __future__ import annotations
 
 import json
-import pickle
-from dataclasses import fields, replace
-from typing import Any
 
-import pytest
 from facts import GOOD
-
-from mpishard import deprecated
-from mpishard.environment import Facts
 
 # What ``mpishard info --json`` prints for these facts; a new fact comes at the end.
 PRINTED = (
@@ -31,32 +24,3 @@ PRINTED = (
 
 def test_what_is_printed_as_json_stays() -> None:
     assert json.dumps(GOOD.flat()) == PRINTED
-
-
-def test_facts_have_their_old_names_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deprecated, "_warned", set())
-    with pytest.warns(DeprecationWarning, match=r"Facts\.heals is called Facts\.mpi_setup\.heals now"):
-        assert getattr(GOOD, "heals")  # noqa: B009
-    with pytest.warns(DeprecationWarning):
-        assert {name: getattr(GOOD, name) for name in json.loads(PRINTED)}.keys() == GOOD.flat().keys()
-    with pytest.raises(AttributeError, match="'Facts' object has no attribute 'heels'"):
-        getattr(GOOD, "heels")  # noqa: B009
-    assert pickle.loads(pickle.dumps(GOOD)) == GOOD
-
-
-def test_facts_are_made_without_groups_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, in their order, and by `dataclasses.replace`."""
-    groups = ("process", "mpi_setup", "h5py", "processor", "memory", "devices")
-    old: dict[str, Any] = {}
-    for field in fields(GOOD):
-        value = getattr(GOOD, field.name)
-        old |= vars(value) if field.name in groups else {field.name: value}
-    assert list(old) == list(GOOD.flat())
-    for made in (lambda: Facts(**old), lambda: Facts(*old.values()), lambda: replace(GOOD, rank=0)):
-        monkeypatch.setattr(deprecated, "_warned", set())
-        with pytest.warns(DeprecationWarning, match=r"Facts\(rank=\.\.\., \.\.\.\) is called Facts\(process=Process"):
-            assert made() == GOOD
-    with pytest.raises(TypeError, match="'host'"):
-        Facts(**{name: value for name, value in old.items() if name != "host"})
-    with pytest.raises(TypeError):
-        Facts(*old.values(), 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"arguments", "deprecated", "lazy", "version"},
+    {"arguments", "lazy", "version"},
     {"backend", "layout", "pipeline.schedule"},
     {"io"},
     {"launch", "optim", "minimizers", "compression"},
@@ -32,7 +32,6 @@ TOP = "__init__"  # the public face, which may import every package and which no
 # Packages that can be imported where there is no MPI library: they import each other only.
 WITHOUT_MPI = {
     "arguments",
-    "deprecated",
     "lazy",
     "version",
     "backend",

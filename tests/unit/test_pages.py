@@ -136,7 +136,6 @@ def absent(page: str, text: str) -> Iterator[str]:
         yield from (name for name in CLASS_OR_MEMBER.findall(text) if name not in defined_anywhere())
 
 
-@pytest.mark.filterwarnings("ignore:.*is called:DeprecationWarning")  # pages also name what is deprecated
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_is_there(page: str) -> None:
     assert list(absent(page, (ROOT / page).read_text("utf-8"))) == []
