@@ -1,13 +1,18 @@
-"""Hooks that hand each gradient over when autograd has finished it, so that it travels during the backward pass."""
+"""Hooks that hand each gradient over when autograd has finished it, so that it travels during the backward pass.
+
+Where every rank gets all sums (`GradientHooks.sums_over`), a callback at the end of the pass waits for them.  Then
+``p.grad`` is what DistributedDataParallel leaves there: the mean over ranks, which a loop may change before the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.memory import as_tensor, finish_stream
 
@@ -19,8 +24,8 @@ class SpreadGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
             "p.grad has no values here: gradients leave during the backward pass under zero=2, with reproducible sums "
-            "or a loss scale.  To clip, give ShardingConfiguration max_gradient_norm or max_gradient_value; the norm "
-            "is optimizer.optimizer.gradient_norm after the step"
+            "or a loss scale.  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
+            "max_gradient_norm or max_gradient_value"
         )
 
 
@@ -42,19 +47,28 @@ class GradientHooks:
         without mpishard.
     scales : bool
         Whether the gradients lack the loss scale, since the loss was not multiplied by it.
+    sums_over : callable
+        Gives the number of ranks whose mean ``p.grad`` is after a backward pass, where every rank gets all sums; else
+        0: gradients are on their way then, and a change of ``p.grad`` is refused.
     """
 
     def __init__(self, parameters: FlatParameters, tensors: Mapping[str, Any]) -> None:
         self.keeps: bool = False
         self.scales: bool = False
+        self.sums_over: Callable[[], int] = lambda: 0
         self._parameters = parameters
-        self._tensors = dict(tensors)
+        self.tensors = dict(tensors)
         self._seen: set[str] = set()
         # What the hook has left in ``p.grad``, and the version of its values.
         self._kept: dict[str, tuple[Any, int]] = {}
+        # Means of earlier passes since the last step, in flat order.
+        self._earlier: Any = None
+        # The pass of autograd whose end waits for the sums.
+        self._pass = -1
+        self._told = False
         self._handles: list[Any] = []
-        for name, p in self._tensors.items():
-            self._handles.append(p.register_hook(partial(_make_room, p)))
+        for name, p in self.tensors.items():
+            self._handles.append(p.register_hook(partial(self._make_room, p)))
             self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, name)))
 
     def remove(self) -> None:
@@ -67,32 +81,112 @@ class GradientHooks:
     @property
     def unused(self) -> list[str]:
         """The parameters that got no gradient since `clear`.  Not collective."""
-        return [name for name in self._tensors if name not in self._seen]
+        return [name for name in self.tensors if name not in self._seen]
 
     def clear(self) -> None:
         """Begin a step: forget which gradients came, and let autograd make new ones.  Not collective."""
         self._seen.clear()
         self._kept.clear()
-        for p in self._tensors.values():
+        self._earlier = None
+        for p in self.tensors.values():
             p.grad = None
 
-    def check_untouched(self) -> None:
-        """Raise ValueError if a ``p.grad`` is not what its hook has left: the step would not see the change."""
-        for name, p in self._tensors.items():
+    def complete(self) -> int:
+        """Wait for the sums of this step, and leave their means in ``p.grad``; what `sums_over` gives.  Collective.
+
+        Returns at once where that is 0, or it is done.
+        """
+        reducer, ranks = self._parameters.gradients, self.sums_over()
+        if not ranks or reducer.reduced:
+            return ranks
+        reducer.finalize()
+        flat = as_tensor(reducer.flat)
+        if ranks > 1:
+            flat.div_(ranks)
+        if self._earlier is not None:
+            flat.add_(self._earlier)
+            self._earlier = None
+        finish_stream(flat)
+        for name, p in self.tensors.items():
+            view = as_tensor(reducer.memory.view(name)[0])
+            self._kept[name] = view, view._version
+            moved = (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device)
+            # What was assigned without a backward pass stays, for `take_changes`; so does a parameter that was moved.
+            if not moved and (self._seen or p.grad is None):
+                p.grad = view
+        return ranks
+
+    def _finish_pass(self) -> None:
+        self.complete()
+
+    def take_changes(self) -> None:
+        """Take gradients that were assigned to ``p.grad`` after `complete`.
+
+        Raises
+        ------
+        ValueError
+            If a ``p.grad`` is not what is there since the backward pass, and the step would not see the change.
+        """
+        reducer = self._parameters.gradients
+        complete = self._seen and reducer.reduced and self.sums_over()
+        for name, p in self.tensors.items():
             kept, version = self._kept.get(name, (None, 0))
-            if p.grad is kept and (kept is None or type(kept) is SpreadGradient or kept._version == version):
+            if complete and p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype:
+                memory, gradient = as_tensor(reducer.memory.view(name)[0]), p.grad.detach()
+                if gradient.data_ptr() != memory.data_ptr():
+                    memory.copy_(gradient)
+                finish_stream(memory)
                 continue
-            how = "dropped" if p.grad is None else "changed" if p.grad is kept else "assigned"
+            left = kept is None or type(kept) is SpreadGradient
+            if not complete and p.grad is kept and (left or kept._version == version):
+                continue
+            how = "dropped" if p.grad is None else "changed" if p.grad is kept and not complete else "assigned"
             raise ValueError(
-                f"the gradient of parameter {name!r} was {how} after the backward pass, and this step would not see it "
-                "since gradients go to the other ranks during that pass.  To clip, give ShardingConfiguration "
+                f"the gradient of parameter {name!r} was {how} after the backward pass, and this step would not see it"
+                + ("" if complete else " since gradients go to the other ranks during that pass")
+                + ".  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
                 "max_gradient_norm or max_gradient_value; to leave gradients out, call optimizer.zero_grad() and "
                 "no step(); to make gradients, call backward()"
             )
 
+    def _make_room(self, p: Any, _: Any) -> None:
+        """Before autograd adds to ``p.grad``: a gradient that is summed already, or has left, is not added to."""
+        if type(p.grad) is SpreadGradient:
+            p.grad = None
+        if self.keeps and self._parameters.gradients.reduced and self.sums_over():
+            self._begin_another_pass()
+
+    def _begin_another_pass(self) -> None:
+        """Another backward pass since the last step, as of a loss for real and one for generated images, is summed too.
+
+        What the passes before have left in ``p.grad``, changed or not, is added to its mean.
+        """
+        if any(p.grad is not None for p in self.tensors.values()):
+            if not self._told:
+                self._told = True
+                log.inform(
+                    "a second backward pass since the last step is summed over the ranks too; make all passes but the "
+                    "last within optimizer.no_sync() to sum once"
+                )
+            self._earlier = torch.zeros_like(as_tensor(self._parameters.gradients.flat))
+            for piece in self._parameters.pieces:
+                grad = self.tensors[piece.name].grad
+                if grad is not None:
+                    self._earlier[piece.start : piece.start + piece.size].copy_(grad.detach().reshape(-1))
+        self._parameters.reset_gradients()
+        self._kept.clear()
+        for p in self.tensors.values():
+            p.grad = None
+
     def _take(self, name: str, p: Any) -> None:
         """Move a gradient from autograd to the flat gradients, and say that it is complete in this pass."""
         reducer = self._parameters.gradients
+        if self.keeps and reducer.is_last_pass:
+            current = torch._C._current_graph_task_id()
+            if current != self._pass and self.sums_over():
+                self._pass = current
+                # As DistributedDataParallel does it: called when this pass of autograd is over.
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
         try:
             view, adds = reducer.gradient(name)
         except RuntimeError:
@@ -130,9 +224,3 @@ class GradientHooks:
         else:
             p.grad = None
         reducer.mark_ready(name)
-
-
-def _make_room(p: Any, _: Any) -> None:
-    """Before autograd adds to ``p.grad``: it cannot add to what stands for a gradient that has left."""
-    if type(p.grad) is SpreadGradient:
-        p.grad = None

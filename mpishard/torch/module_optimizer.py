@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,15 @@ from mpishard.torch.module_state import ModuleState
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 _SHOWN = 5
+_CLIP_EPSILON = 1e-6  # as PyTorch's
 _OF_TORCH = ("param_groups", "defaults", "state", "add_param_group")  # what schedulers and GradScaler look for
+
+
+def _sums_over(optimizer: ShardedOptimizer) -> int:
+    """See `GradientHooks.sums_over`."""
+    strategy = optimizer.state.binding.strategy
+    whole = strategy.sums_are_everywhere and strategy.reducer.keeps_memory and optimizer.config.auto_sync_gradients
+    return strategy.axis.size if whole and strategy.parameters.loss_scale == 1 else 0
 
 
 class ModuleOptimizer:
@@ -47,6 +56,7 @@ class ModuleOptimizer:
         self.optimizer = optimizer
         self.unused_parameters: list[str] = []
         state.hooks.keeps = state.hooks.scales = True
+        state.hooks.sums_over = partial(_sums_over, optimizer)
         state.hooks.clear()
         state.parameters.reset_gradients()
         self._end = weakref.finalize(self, state.release)
@@ -93,6 +103,9 @@ class ModuleOptimizer:
         """
         first = not self.optimizer.clock
         self.unused_parameters = self._state.hooks.unused
+        ranks = self._state.hooks.complete()
+        if ranks and (count is None or isinstance(count, (int, float))):  # another count is refused below
+            count = (ranks if count is None else count) / ranks
         try:
             self.optimizer.step(self.parameters, count=count)
             arrays.ready(self.parameters.held)  # PyTorch may go on in another stream of a GPU
@@ -105,6 +118,46 @@ class ModuleOptimizer:
                 f"no gradient reached {len(self.unused_parameters)} of {len(self.parameters)} parameters on rank 0: "
                 f"{shown}{f' and {more} more' if more > 0 else ''}; it counts as zero (see unused_parameters)"
             )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, foreach: bool | None = None) -> Any:
+        """Scale all gradients so that their global norm is at most `max_norm`, for any `zero`; as FSDP's method.
+
+        ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same where ``p.grad`` has values: under
+        ``zero=0``.
+
+        Parameters
+        ----------
+        max_norm : float
+            Of the mean gradient over the ranks; a sum with ``step(count=)`` is clipped before it is divided.
+        norm_type : float
+            2, where ranks divide the gradients; else any.
+        foreach : bool, optional
+            As for ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns
+        -------
+        Tensor
+            The norm before, of shape ().
+
+        Raises
+        ------
+        ValueError
+            On every rank, for another norm than 2 of divided gradients.
+        """
+        if self._state.hooks.complete():
+            tensors = list(self._state.hooks.tensors.values())
+            return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, foreach=foreach)
+        if norm_type != 2:
+            raise ValueError(f"norm_type={norm_type}: ranks divide the gradients, and measure their 2-norm alone")
+        binding = self.optimizer.state.binding
+        strategy = binding.strategy
+        strategy.reducer.finalize()
+        divisor = strategy.axis.size * self.parameters.loss_scale
+        norm = binding.on_rank.inspection.norm(True, False) / divisor
+        factor = min(1.0, float(max_norm) / (norm + _CLIP_EPSILON))
+        for gradient in strategy.gradients():
+            gradient *= factor
+        return torch.tensor(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of backward passes that no step has used.

@@ -150,7 +150,7 @@ class ModuleState:
                 table.get(name) is not each for name, each in before
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
-        self.hooks.check_untouched()
+        self.hooks.take_changes()
         self.buffers.take_back()
 
     def _changes(self) -> str:

@@ -56,6 +56,73 @@ def test_losses_are_those_of_ddp(mesh, gloo, kind, zero):
             assert p.data_ptr() == optimizer.parameters[name].ctypes.data
 
 
+def clipped_by_torch(module, optimizer):
+    assert 0 < torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05) < 100
+
+
+def clipped_by_the_optimizer(module, optimizer):
+    if hasattr(optimizer, "clip_grad_norm_"):
+        return optimizer.clip_grad_norm_(0.05)
+    return torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+
+
+def changed(module, optimizer):
+    for number, p in enumerate(module.parameters()):
+        if p.grad is not None and number % 2:
+            p.grad.mul_(0.25)
+
+
+def replaced(module, optimizer):
+    for p in module.parameters():
+        if p.grad is not None:
+            p.grad = p.grad / (1 + p.grad.norm())
+
+
+@pytest.mark.parametrize("change", [None, clipped_by_torch, clipped_by_the_optimizer, changed, replaced])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_after_a_backward_pass_are_those_of_ddp(mesh, gloo, kind, change):
+    """And what a loop makes of them is what steps; and several passes before a step add up."""
+    module, x, y = make(kind)
+    theirs = gloo(copy.deepcopy(module), find_unused_parameters=kind == "transformer")
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.5, momentum=0.9)
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5, momentum=0.9))
+    for step in range(4):
+        for each, which in ((theirs, sgd), (module, optimizer)):
+            which.zero_grad()
+            for number in range(1 + step % 2):
+                loss_of(each, x, y, samples_of(mesh, step + number)).backward()
+            if change is not None:
+                change(each, which)
+        for (name, p), q in zip(module.named_parameters(), theirs.parameters(), strict=True):
+            if q.grad is not None:
+                torch.testing.assert_close(
+                    p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text
+                )
+        for which in (sgd, optimizer):
+            which.step()
+    for p, q in zip(module.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("maximum", [0.05, 1e6])
+def test_the_norm_of_all_gradients_is_that_of_ddp(mesh, gloo, zero, maximum):
+    module, x, y = make("convolutional")
+    theirs = gloo(copy.deepcopy(module))
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5), zero=zero)
+    for step in range(3):
+        for each, which in ((theirs, sgd), (module, optimizer)):
+            which.zero_grad()
+            loss_of(each, x, y, samples_of(mesh, step)).backward()
+        norm = optimizer.clip_grad_norm_(maximum)
+        torch.testing.assert_close(norm.float(), torch.nn.utils.clip_grad_norm_(theirs.parameters(), maximum))
+        optimizer.step()
+        sgd.step()
+    for p, q in zip(module.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("zero", [0, 2])
 def test_micro_batches_add_up(mesh, zero):
     """Two halves of a rank's samples, the first within no_sync, are one step with all of them."""

@@ -94,19 +94,27 @@ def drop_gradient(p):
     p.grad = None
 
 
+def reshape_gradient(p):
+    other = torch.zeros(3)
+    p.grad.data = other
+
+
 @pytest.mark.parametrize(
-    ("change", "how"),
+    ("zero", "change", "how"),
     [
-        (lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1), "changed"),
-        (lambda p: p.grad.mul_(0.5), "changed"),
-        (lambda p: p.grad.zero_(), "changed"),
-        (replace_gradient, "assigned"),
-        (drop_gradient, "dropped"),
+        (1, lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1), "changed"),
+        (1, lambda p: p.grad.mul_(0.5), "changed"),
+        (1, lambda p: p.grad.zero_(), "changed"),
+        (1, replace_gradient, "assigned"),
+        (1, drop_gradient, "dropped"),
+        (0, drop_gradient, "dropped"),
+        (0, reshape_gradient, "assigned"),
     ],
 )
-@pytest.mark.parametrize("zero", [0, 1])
 def test_gradients_that_were_changed_are_refused_on_all_ranks(mesh, zero, change, how):
     """A step would not see it; after the error and zero_grad, the next step is as ever."""
+    if zero and mesh.size == 1 and change is not drop_gradient:
+        pytest.skip("one rank alone has all gradients")
     steps = {}
     for changes in (True, False):
         module, (x, y) = smooth(), images()
@@ -198,9 +206,7 @@ def test_gradients_that_have_left_cannot_be_used(mesh, use):
                 loss_of(module, x, y, samples_of(mesh, 2)).backward()
             loss_of(module, x, y, samples_of(mesh, step)).backward()
             if uses:
-                with pytest.raises(
-                    RuntimeError, match="under zero=2, .*max_gradient_norm.*gradient_norm after the step"
-                ):
+                with pytest.raises(RuntimeError, match="under zero=2, .*clip_grad_norm_.*max_gradient_norm"):
                     use(module)
             optimizer.step()
         assert all(p.grad is None for p in module.parameters())

@@ -318,7 +318,7 @@ def test_an_optimizer_takes_no_step_by_itself() -> None:
     made = module()
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         theirs = adamw(made)
-        optimizer = mpishard.torch.as_distributed(made, mesh, theirs)
+        optimizer = mpishard.torch.as_distributed(made, mesh, theirs, zero=2)
         settings = optimizer.optimizer.settings
         with pytest.raises(AttributeError, match="no attribute 'param_groups': .* takes the torch optimizer that"):
             optimizer.param_groups  # noqa: B018
