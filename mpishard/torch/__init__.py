@@ -1,5 +1,7 @@
 """PyTorch modules on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`, `rule_of` for rules.
 
+`convert_sync_batchnorm` lets batch norms see the samples of all ranks.
+
 PyTorch is imported with the first of these names.
 """
 
@@ -7,16 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpishard.torch.batch_norm import convert_sync_batchnorm
     from mpishard.torch.distributed import as_distributed
     from mpishard.torch.module_optimizer import ModuleOptimizer
     from mpishard.torch.problem import problem
     from mpishard.torch.torch_rule import rule_of
 
-__all__ = ["ModuleOptimizer", "as_distributed", "problem", "rule_of"]
+__all__ = ["ModuleOptimizer", "as_distributed", "convert_sync_batchnorm", "problem", "rule_of"]
 
 _MODULE_OF = {
     "ModuleOptimizer": "module_optimizer",
     "as_distributed": "distributed",
+    "convert_sync_batchnorm": "batch_norm",
     "problem": "problem",
     "rule_of": "torch_rule",
 }

@@ -61,8 +61,8 @@ class ModuleTensors:
             if isinstance(child, torch.nn.SyncBatchNorm):
                 raise ValueError(
                     f"{plain_name(name)!r} is a torch.nn.SyncBatchNorm, which sums over ranks of torch.distributed: "
-                    "here it would normalize each rank's samples alone; use torch.nn.BatchNorm1d, 2d or 3d, whose "
-                    "running averages ranks share as buffers= says, or torch.nn.GroupNorm"
+                    "here it would normalize each rank's samples alone; call "
+                    "mpishard.torch.convert_sync_batchnorm(module, mesh) before"
                 )
         named = {plain_name(name): p for name, p in module.named_parameters()}
         trained = {name: p for name, p in named.items() if p.requires_grad}

@@ -123,6 +123,38 @@ def test_the_norm_of_all_gradients_is_that_of_ddp(mesh, gloo, zero, maximum):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norms_over_the_ranks_are_those_of_the_whole_batch(mesh, momentum, affine):
+    """With other numbers of samples on each rank, none on the last of several."""
+    torch.manual_seed(1)
+    x, y = (each.double() if each.is_floating_point() else each for each in images())
+    theirs = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4, momentum=momentum, affine=affine), torch.nn.Tanh(),
+        torch.nn.Flatten(), torch.nn.Linear(144, 5), torch.nn.BatchNorm1d(5, momentum=momentum, affine=affine),
+    ).double()  # fmt: skip
+    ours = mpishard.torch.convert_sync_batchnorm(copy.deepcopy(theirs), mesh)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.2)
+    optimizer = mpishard.torch.as_distributed(ours, mesh, mpishard.SGD(lr=0.2), buffers="local")
+    cuts = [0, *(3 * rank * rank + 4 for rank in range(1, mesh.size)), SAMPLES][: mesh.size] + [SAMPLES]
+    if mesh.size > 2:
+        cuts[-2] = SAMPLES
+    own = slice(*cuts[mesh.rank : mesh.rank + 2])
+    for _ in range(4):
+        sgd.zero_grad()
+        torch.nn.functional.cross_entropy(theirs(x), y).backward()
+        torch.nn.functional.cross_entropy(ours(x[own]), y[own], reduction="sum").backward()
+        sgd.step()
+        optimizer.step(count=SAMPLES)
+    for (name, one), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: name + text)
+    again = copy.deepcopy(ours).eval()
+    torch.testing.assert_close(again(x), theirs.eval()(x))
+    with pytest.raises(ValueError, match="more than 1 values a channel over all ranks|more than 1 value per channel"):
+        again.train()(x[: 1 if mesh.rank == 0 else 0])
+
+
 @pytest.mark.parametrize("zero", [0, 2])
 def test_micro_batches_add_up(mesh, zero):
     """Two halves of a rank's samples, the first within no_sync, are one step with all of them."""

@@ -77,7 +77,7 @@ def sharing() -> Any:
         (
             lambda: torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.SyncBatchNorm(2)),
             ValueError,
-            r"'1' is a torch.nn.SyncBatchNorm, which sums over ranks of torch.distributed.*use torch.nn.BatchNorm1d",
+            r"'1' is a torch.nn.SyncBatchNorm, which sums over .* torch.distributed.*call mpishard.torch.convert_sync",
         ),
     ],
 )

@@ -1,0 +1,163 @@
+"""Batch norms that normalize by the samples of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.torch.memory import as_array, finish_stream
+
+# Norms sum in the forward and in the backward pass, between the sums of gradients that are under way: by themselves.
+_GROUP = "batch norms"
+
+
+def convert_sync_batchnorm(module: Any, mesh: Mesh) -> Any:
+    """Let all batch norms of a module normalize by the samples of all data ranks, as ``torch.nn.SyncBatchNorm`` does.
+
+    Call it before `as_distributed` or `problem`.  The names in the ``state_dict`` stay.  In training each layer
+    then sums over the ranks in its forward and in its backward pass: all ranks make the same passes, of any numbers of
+    samples.
+
+    Collective over the mesh.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its layers of the kinds BatchNorm1d, 2d, 3d and SyncBatchNorm are replaced, and keep their parameters and
+        buffers.
+    mesh : Mesh
+        Data-parallel.
+
+    Returns
+    -------
+    torch.nn.Module
+        `module`; or what takes its place, if it is a batch norm itself.
+
+    Raises
+    ------
+    TypeError
+        If it is no module.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"convert_sync_batchnorm needs a torch.nn.Module, got a {type(module).__name__}")
+    axis = mesh.data.subgroup(_GROUP, range(mesh.data.size))
+    assert axis is not None
+    return _converted(module, _Ranks(axis))
+
+
+class _Ranks:
+    """The ranks that sum; copies of a layer sum over the same."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __deepcopy__(self, memo: Any) -> _Ranks:
+        return self
+
+
+def _converted(module: Any, ranks: _Ranks) -> Any:
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        return _OverRanks(module, ranks)
+    for name, child in module.named_children():
+        setattr(module, name, _converted(child, ranks))
+    return module
+
+
+class _OverRanks(torch.nn.modules.batchnorm._BatchNorm):
+    """A batch norm over the ranks, with the parameters and buffers of another one."""
+
+    def __init__(self, layer: Any, ranks: _Ranks) -> None:
+        options = layer.eps, layer.momentum, layer.affine, layer.track_running_stats
+        super().__init__(layer.num_features, *options, device="meta")
+        for name, each in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+            setattr(self, name, each)
+        self.training = layer.training
+        self._ranks = ranks
+
+    def _check_input_dim(self, x: Any) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"a batch norm takes (samples, channels, ...), got {x.dim()} dimensions")
+
+    def forward(self, x: Any) -> Any:
+        axis = self._ranks.axis
+        by_batch = self.training or self.running_mean is None
+        if axis.size == 1 or not by_batch:
+            return super().forward(x)
+        self._check_input_dim(x)
+        y, mean, variance, count = _Normalize.apply(x, self.weight, self.bias, self.eps, axis)
+        batches, averages = self.num_batches_tracked, (self.running_mean, self.running_var)
+        if self.training and batches is not None:
+            batches.add_(1)
+            share = 1 / float(batches) if self.momentum is None else self.momentum
+            for average, now in zip(averages, (mean, variance * (count / (count - 1))), strict=True):
+                assert average is not None
+                average.mul_(1 - share).add_(now.to(average.dtype), alpha=share)
+        return y
+
+
+class _Normalize(torch.autograd.Function):
+    """Of Ioffe and Szegedy (2015), with sums over ranks in float64."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, axis: Axis) -> Any:
+        sums = _sums_over_ranks(axis, x.new_full((1,), x.numel() // max(1, x.shape[1])), *_moments(x))
+        count = float(sums[0])
+        if count < 2:
+            raise ValueError(f"a batch norm needs more than {count:.0f} values a channel over all ranks in training")
+        mean, variance = sums[1:].reshape(2, -1) / count
+        variance = (variance - mean.square()).clamp_min(0)
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.axis, ctx.count, ctx.biased = axis, count, bias is not None
+        y = _normalized(x, mean, scale)
+        if weight is not None:
+            y = y * _by_channel(weight, y)
+        if bias is not None:
+            y = y + _by_channel(bias, y)
+        ctx.mark_non_differentiable(mean, variance)
+        return y.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any, *_: Any) -> Any:
+        x, weight, mean, scale = ctx.saved_tensors
+        normalized = _normalized(x, mean, scale)
+        dy = dy.to(normalized.dtype)
+        own = [each.sum(_all_but_channels(x), dtype=torch.float64) for each in (dy, dy * normalized)]
+        dweight = None if weight is None else own[1].to(weight.dtype)
+        dbias = own[0].to(dy.dtype) if ctx.biased else None
+        if not ctx.needs_input_grad[0]:
+            return None, dweight, dbias, None, None
+        plain, along = _sums_over_ranks(ctx.axis, *own).reshape(2, -1) / ctx.count
+        dx = (dy - _by_channel(plain, dy) - normalized * _by_channel(along, dy)) * _by_channel(scale, dy)
+        if weight is not None:
+            dx = dx * _by_channel(weight, dx)
+        return dx.to(x.dtype), dweight, dbias, None, None
+
+
+def _moments(x: Any) -> tuple[Any, Any]:
+    """The sums of a channel's values and of their squares."""
+    dims = _all_but_channels(x)
+    return x.sum(dims, dtype=torch.float64), torch.linalg.vector_norm(x, dim=dims, dtype=torch.float64).square()
+
+
+def _sums_over_ranks(axis: Axis, *parts: Any) -> Any:
+    sums = torch.cat([part.to(torch.float64) for part in parts])
+    finish_stream(sums)
+    axis.all_reduce(as_array(sums), label="batch norm")
+    return sums
+
+
+def _normalized(x: Any, mean: Any, scale: Any) -> Any:
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide - _by_channel(mean, wide)) * _by_channel(scale, wide)
+
+
+def _by_channel(values: Any, like: Any) -> Any:
+    return values.to(like.dtype).reshape(1, -1, *[1] * (like.dim() - 2))
+
+
+def _all_but_channels(x: Any) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
