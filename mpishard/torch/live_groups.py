@@ -81,6 +81,12 @@ class LiveGroups:
         self._optimizer.state.clear()
         self._optimizer.register_step_pre_hook(_refuse)
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups as they are, with their parameters.  Not collective."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
     def arguments(self, number: int) -> dict[str, Any]:
         """The arguments of the class for a group, as plain values.  Not collective.
 
@@ -221,8 +227,8 @@ def _check_parameters(groups: list[dict[str, Any]], names: Mapping[int, str]) ->
 def _refuse(optimizer: Any, *_: Any) -> None:
     """A hook before each step that an optimizer would take by itself."""
     raise RuntimeError(
-        f"mpishard takes the steps of this {type(optimizer).__name__}: call step() of what as_distributed returned; a "
-        "GradScaler, which calls this one, is not needed under torch.autocast with bfloat16"
+        f"mpishard takes the steps of this {type(optimizer).__name__}: call step() of what as_distributed returned, and "
+        "give that to a GradScaler"
     )
 
 

@@ -16,11 +16,12 @@ from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.no_sync import NoSync
 from mpishard.torch.module_state import ModuleState
+from mpishard.torch.torch_rule import TorchRule
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 _SHOWN = 5
 _CLIP_EPSILON = 1e-6  # as PyTorch's
-_OF_TORCH = ("param_groups", "defaults", "state", "add_param_group")  # what schedulers and GradScaler look for
+_OF_TORCH = ("defaults", "state", "add_param_group")  # what schedulers look for
 
 
 def _sums_over(optimizer: ShardedOptimizer) -> int:
@@ -83,6 +84,21 @@ class ModuleOptimizer:
     def parameters(self) -> FlatParameters:
         """Its parameters that are trained, by the names in its ``state_dict``, as views into one flat array."""
         return self._state.parameters
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As ``torch.amp.GradScaler`` looks for them, which needs ``zero=0``; not collective.
+
+        Returns
+        -------
+        list of dict
+            Those of the optimizer of PyTorch that `as_distributed` was given; for a rule one group with the parameters
+            alone, as a rule has no values that a scheduler could set.
+        """
+        rule = self.optimizer.rule
+        if isinstance(rule, TorchRule) and rule.live is not None:
+            return rule.live.groups
+        return [{"params": list(self._state.hooks.tensors.values())}]
 
     def step(self, *, count: float | None = None) -> None:
         """Average the gradients over the ranks, and update the parameters; the gradients are cleared.
@@ -263,7 +279,7 @@ class ModuleOptimizer:
         def __getattr__(self, name: str) -> Any:
             of_torch = (
                 ": a scheduler of PyTorch takes the torch optimizer that was given to as_distributed in the place of a "
-                "rule; a GradScaler is not needed under torch.autocast with bfloat16"
+                "rule"
             )
             told = of_torch if name in _OF_TORCH else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{told}", name=name, obj=self)

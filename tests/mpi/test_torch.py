@@ -123,6 +123,29 @@ def test_the_norm_of_all_gradients_is_that_of_ddp(mesh, gloo, zero, maximum):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("given", [torch.optim.SGD, mpishard.SGD])
+def test_a_gradient_scaler_of_pytorch(mesh, gloo, given):
+    """Beside DDP, with a step whose gradients are infinite on one rank: all leave it out."""
+    module, x, y = make("convolutional")
+    theirs = gloo(copy.deepcopy(module))
+    sgd = torch.optim.SGD(theirs.parameters(), lr=0.5, momentum=0.9)
+    rule = given(*[module.parameters()] * (given is torch.optim.SGD), lr=0.5, momentum=0.9)
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
+    for step in range(5):
+        for each, which, scaler in zip((theirs, module), (sgd, optimizer), scalers, strict=True):
+            which.zero_grad()
+            factor = 1e38 if step == 2 and mesh.rank == mesh.size - 1 else 1.0
+            scaler.scale(loss_of(each, x, y, samples_of(mesh, step)) * factor).backward()
+            scaler.unscale_(which)
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            scaler.step(which)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
+    for p, q in zip(module.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_batch_norms_over_the_ranks_are_those_of_the_whole_batch(mesh, momentum, affine):

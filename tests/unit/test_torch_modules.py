@@ -320,8 +320,9 @@ def test_an_optimizer_takes_no_step_by_itself() -> None:
         theirs = adamw(made)
         optimizer = mpishard.torch.as_distributed(made, mesh, theirs, zero=2)
         settings = optimizer.optimizer.settings
-        with pytest.raises(AttributeError, match="no attribute 'param_groups': .* takes the torch optimizer that"):
-            optimizer.param_groups  # noqa: B018
+        assert optimizer.param_groups is theirs.param_groups
+        with pytest.raises(AttributeError, match="no attribute 'add_param_group': .* takes the torch optimizer that"):
+            optimizer.add_param_group  # noqa: B018
         assert not hasattr(optimizer, "others")
         backward(made)
         with pytest.raises(RuntimeError, match="but the last one within optimizer.no_sync.., or call optimizer.step"):
