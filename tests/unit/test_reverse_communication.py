@@ -70,21 +70,32 @@ def test_a_run_that_has_reached_a_limit_goes_on_with_another(method, limit):
     assert result.success and result.fun < 1e-6 and result.nfev > first.result.nfev and result.nit > first.result.nit
 
 
-@pytest.mark.parametrize("method", ["L-BFGS", "L-BFGS-B", "CG"])
+@pytest.mark.parametrize(
+    ("method", "limit", "bounds"),
+    [
+        ("L-BFGS", "maxiter", None),
+        ("L-BFGS-B", "maxiter", (-2, 0.9)),
+        ("CG", "maxiter", None),
+        ("trust-ncg", "maxiter", None),
+        ("trust-ncg", "maxiter", (-2, 0.9)),
+        ("trust-ncg", "maxfun", None),  # has no line search that could be cut off
+        ("trust-ncg", "maxfun", (-2, 0.9)),
+    ],
+)
 @pytest.mark.parametrize("stop", [1, 2, 7, 18])
-def test_a_run_that_reached_maxiter_comes_to_the_bits_of_one_that_was_not_stopped(method, stop):
+def test_a_run_that_reached_a_limit_comes_to_the_bits_of_one_that_was_not_stopped(method, limit, bounds, stop):
     """After one evaluation more, of its last iterate."""
 
-    def run(maxiter, state=None):
-        options = {"maxiter": maxiter, "gtol": 0, "ftol": 0}
-        bounds = {"bounds": (-2, 0.9)} if method == "L-BFGS-B" else {}
-        made = ReverseCommunication(method, np.full(6, -1.2), options=options, **bounds)
+    def run(most, state=None):
+        options = {"maxiter": 1000, limit: most, "gtol": 0, "ftol": 0}
+        made = ReverseCommunication(method, np.full(6, -1.2), options=options, bounds=bounds)
         if state is not None:
             made.deserialize(state)
-        trajectory(made, function=rosenbrock)
-        return made
+        return made, trajectory(made, function=rosenbrock)
 
-    whole, second = run(20), run(20, run(stop).serialize())
+    (whole, seen), (first, begun) = run(20), run(stop)
+    second, rest = run(20 + (limit == "maxfun"), first.serialize())
+    assert len(begun) < len(seen) and same_requests(rest[1:], seen[len(begun) :])
     assert np.array_equal(second.result.x, whole.result.x) and second.result.fun == whole.result.fun
     assert (second.result.nit, second.result.nfev) == (whole.result.nit, whole.result.nfev + 1)
 
