@@ -29,7 +29,7 @@ from mpishard.comm.family import CommunicatorsExhaustedError, Family
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh_facts import exchange_facts
 from mpishard.comm.product_choice import agree_on_products
-from mpishard.comm.watchdog import Watchdog
+from mpishard.comm.watchdog import Watchdog, arrival
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
 from mpishard.layout.local_layout import ModelParallelRank
 
@@ -179,7 +179,8 @@ class Mesh:
         self.family = Family(comm.size)
         try:
             with Family.creating():
-                world = comm.Dup()
+                with arrival(comm, timeout):
+                    world = comm.Dup()
                 self.family.add(world)
                 self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
                 self.family.ends.append(self._watchdog.close)

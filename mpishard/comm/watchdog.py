@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -18,7 +20,7 @@ from mpi4py import MPI
 from mpishard.comm.abort import FIRST_S, LAST_S, abort, dead_ranks, forget, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.death_monitor import DeathMonitor
-from mpishard.comm.ledger import Call, Ledger
+from mpishard.comm.ledger import Call, Ledger, users_level
 from mpishard.comm.time_limit import LEAST_S, TimeLimit
 from mpishard.launch.tracebacks import innermost, main_frame
 
@@ -32,8 +34,39 @@ _ANSWER_S = 2.0
 _LOOK_S, _IDLE_S = 15.0, LEAST_S
 # How long the first rank waits to hear whether all have failed.
 _ALIKE_S = 0.6
+# How long ranks of a new mesh wait for the others before they say so, and at least before they end the job.
+_ARRIVAL_SAID_S, _ARRIVAL_LEAST_S = 15.0, LEAST_S
 # Longest answer; more stack frames fit than anybody reads.
 _ANSWER_BYTES = 2000
+
+
+def arrival(comm: MPI.Intracomm, limit: float | None) -> contextlib.ExitStack:
+    """A context in which the ranks of a new mesh wait for each other: they say so after a while, and not for ever.
+
+    They have no communicator yet on which they could ask who is missing.
+    """
+    context = contextlib.ExitStack()
+    if comm.size == 1 or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        return context
+    frame, limits = sys._getframe(users_level() - 1), TimeLimit(limit)
+    seconds = max(limits.seconds, _ARRIVAL_LEAST_S)
+    text = (
+        f"mpishard: Mesh() at {Path(frame.f_code.co_filename).name}:{frame.f_lineno} waits for other ranks: all "
+        f"{comm.size} of its communicator make it; a rank in Mesh(MPI.COMM_SELF), or that ends its script, does not"
+    )
+
+    def say() -> None:
+        sys.stderr.write(f"{text}; the job ends after {seconds:.0f} s\n")
+
+    # One after the other, so that the first one ends the job for all.
+    timers = [threading.Timer(seconds + min(comm.rank, 5), abort, [f"{text}; the job ends after {seconds:.0f} s"])]
+    if comm.rank < 2:  # one of them may be the one that is missing
+        timers.append(threading.Timer(_ARRIVAL_SAID_S, say))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+        context.callback(timer.cancel)
+    return context
 
 
 class _Reply(NamedTuple):

@@ -227,8 +227,8 @@ def _check_parameters(groups: list[dict[str, Any]], names: Mapping[int, str]) ->
 def _refuse(optimizer: Any, *_: Any) -> None:
     """A hook before each step that an optimizer would take by itself."""
     raise RuntimeError(
-        f"mpishard takes the steps of this {type(optimizer).__name__}: call step() of what as_distributed returned, and "
-        "give that to a GradScaler"
+        f"mpishard takes the steps of this {type(optimizer).__name__}: call step() of what as_distributed returned, "
+        "and give that to a GradScaler"
     )
 
 

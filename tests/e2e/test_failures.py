@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,34 @@ def test_exception_before_the_mesh(tmp_path: Path, mpirun: Callable[..., Any]) -
     finished = mpirun(3, script, timeout=30)
     assert finished.code != 0
     assert "rank 1 of 3 failed" in finished.errors and "no data here" in finished.errors
+    assert finished.seconds < SOON
+
+
+MESH_OF_ONE = """
+import sys, time
+from mpi4py import MPI
+import mpishard
+from mpishard.comm import watchdog
+watchdog._ARRIVAL_SAID_S, watchdog._ARRIVAL_LEAST_S = 1.0, {limit}
+if MPI.COMM_WORLD.rank == 1:
+    mpishard.Mesh(MPI.COMM_SELF)
+    time.sleep({seconds})
+mpishard.Mesh()
+print("made")
+"""
+
+
+@pytest.mark.parametrize("limit, seconds", [(60.0, 4.0), (3.0, 60.0)], ids=["comes", "never comes"])
+def test_a_mesh_for_which_a_rank_is_missing_says_so(
+    tmp_path: Path, mpirun: Callable[..., Any], limit: float, seconds: float
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MESH_OF_ONE.format(limit=limit, seconds=seconds))
+    finished = mpirun(3, script, MPISHARD_TIMEOUT="1")
+    comes = seconds < limit
+    assert (finished.code == 0, finished.output.count("made")) == (comes, 3 if comes else 0), finished.all
+    said = r"Mesh\(\) at script.py:\d+ waits for other ranks: all 3 of its communicator make it.* the job ends after"
+    assert re.search(said, finished.errors), finished.all
     assert finished.seconds < SOON
 
 
