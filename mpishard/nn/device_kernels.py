@@ -46,6 +46,8 @@ ROW_TEAM, LOGITS_TEAM = 512, 1024
 HELD_PACKS_BACKWARD = 4
 # Blocks that take part of the column sums each: four for each multiprocessor of a large device, whatever it is.
 SUMMING_BLOCKS = 528
+# The same in the backward pass of norms, for rows of 1025 to 2048 columns; narrower ones take more.
+NORM_BLOCKS = 512
 # The most tokens that are sorted by comparing each with each: more have a sort for which CuPy waits.
 COUNTED_ROWS = 2**15
 # Rows that one thread adds up, of column sums.
@@ -134,8 +136,8 @@ def _norm_backward(
     packs = HELD_PACKS_BACKWARD if columns_of_pack(x_nc, columns) > 1 else HELD_PACKS_BACKWARD // 2
     team = row_team(x_nc, columns, ROW_TEAM, packs)
     if columns <= team * packs * columns_of_pack(x_nc):
-        # Narrow rows need more blocks to keep the memory busy.
-        parts = min(ceiling(rows, 8), SUMMING_BLOCKS * max(1, 1024 // columns))
+        # Narrow rows need more blocks to keep the memory busy: as many as there are registers for.
+        parts = min(ceiling(rows, 8), NORM_BLOCKS * min(4, max(1, 2048 // columns)))
         partial = empty(parts * width, x_nc.dtype, like=x_nc)
         given = scale_n, weight_c, dx_nc, partial, rows, columns
         if mean_n is None:

@@ -5,7 +5,8 @@
 #define HELD_BACKWARD (4 * PACK)
 #define HELD_BACKWARD_ALONE (2 * PACK)  // where rows are no multiple of a pack: indices take registers, too
 
-template <int N, bool CENTERED>
+// WHOLE says that all memory is aligned: loads that do not ask for it are on their way together.
+template <int N, bool CENTERED, bool WHOLE>
 __device__ __forceinline__ void norm(
     const REAL* x, const REAL* weight, const REAL* bias, STORED* y, REAL* mean, REAL* scale, REAL epsilon,
     long long rows, int columns, int size) {
@@ -13,14 +14,13 @@ __device__ __forceinline__ void norm(
     if (team.row >= rows) return;
     x += team.row * columns;
     y += team.row * columns;
-    const bool whole_x = aligned<N>(x), whole_y = aligned<N>(y), whole_w = aligned<N>(weight), whole_b = aligned<N>(bias);
     const int stride = size * N, rest = HELD / N * stride + team.lane * N;
     REAL held[HELD], part[N], w[N], b[N];
     REAL total = 0, center = 0;
 #pragma unroll
     for (int k = 0; k < HELD / N; k++) {
         int c = k * stride + team.lane * N;
-        if (c < columns) load_pack<N>(x + c, whole_x, held + k * N);
+        if (c < columns) load_pack<N>(x + c, WHOLE, held + k * N);
     }
     if (CENTERED) {
 #pragma unroll
@@ -29,7 +29,7 @@ __device__ __forceinline__ void norm(
 #pragma unroll
                 for (int v = 0; v < N; v++) total += held[k * N + v];
         for (int c = rest; c < columns; c += stride) {
-            load_pack<N>(x + c, whole_x, part);
+            load_pack<N>(x + c, WHOLE, part);
             for (int v = 0; v < N; v++) total += part[v];
         }
         center = team.sum(total) / (REAL)columns;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void norm(
 #pragma unroll
             for (int v = 0; v < N; v++) total += (held[k * N + v] - center) * (held[k * N + v] - center);
     for (int c = rest; c < columns; c += stride) {
-        load_pack<N>(x + c, whole_x, part);
+        load_pack<N>(x + c, WHOLE, part);
         for (int v = 0; v < N; v++) total += (part[v] - center) * (part[v] - center);
     }
     const REAL factor = 1 / root(team.sum(total) / (REAL)columns + epsilon);
@@ -49,19 +49,19 @@ __device__ __forceinline__ void norm(
     for (int k = 0; k < HELD / N; k++) {
         int c = k * stride + team.lane * N;
         if (c >= columns) continue;
-        load_pack<N>(weight + c, whole_w, w);
-        if (CENTERED) load_pack<N>(bias + c, whole_b, b);
+        load_pack<N>(weight + c, WHOLE, w);
+        if (CENTERED) load_pack<N>(bias + c, WHOLE, b);
 #pragma unroll
         for (int v = 0; v < N; v++)
             part[v] = (held[k * N + v] - center) * factor * w[v] + (CENTERED ? b[v] : (REAL)0);
-        store_pack<N>(y + c, whole_y, part);
+        store_pack<N>(y + c, WHOLE, part);
     }
     for (int c = rest; c < columns; c += stride) {
-        load_pack<N>(x + c, whole_x, part);
-        load_pack<N>(weight + c, whole_w, w);
-        if (CENTERED) load_pack<N>(bias + c, whole_b, b);
+        load_pack<N>(x + c, WHOLE, part);
+        load_pack<N>(weight + c, WHOLE, w);
+        if (CENTERED) load_pack<N>(bias + c, WHOLE, b);
         for (int v = 0; v < N; v++) part[v] = (part[v] - center) * factor * w[v] + (CENTERED ? b[v] : (REAL)0);
-        store_pack<N>(y + c, whole_y, part);
+        store_pack<N>(y + c, WHOLE, part);
     }
     if (team.lane == 0) {
         if (CENTERED) mean[team.row] = center;
@@ -69,22 +69,30 @@ __device__ __forceinline__ void norm(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512) layer_norm(
+template <bool CENTERED>
+__device__ __forceinline__ void norm_of_rows(
     const REAL* x, const REAL* weight, const REAL* bias, STORED* y, REAL* mean, REAL* scale, REAL epsilon,
     long long rows, int columns, int size) {
-    if (columns % PACK == 0) norm<PACK, true>(x, weight, bias, y, mean, scale, epsilon, rows, columns, size);
-    else norm<1, true>(x, weight, bias, y, mean, scale, epsilon, rows, columns, size);
+    const bool whole = aligned<PACK>(x) && aligned<PACK>(weight) && aligned<PACK>(bias) && aligned<PACK>(y);
+    if (columns % PACK) norm<1, CENTERED, false>(x, weight, bias, y, mean, scale, epsilon, rows, columns, size);
+    else if (whole) norm<PACK, CENTERED, true>(x, weight, bias, y, mean, scale, epsilon, rows, columns, size);
+    else norm<PACK, CENTERED, false>(x, weight, bias, y, mean, scale, epsilon, rows, columns, size);
 }
 
-extern "C" __global__ void __launch_bounds__(512) rms_norm(
+extern "C" __global__ void __launch_bounds__(512, 2) layer_norm(
+    const REAL* x, const REAL* weight, const REAL* bias, STORED* y, REAL* mean, REAL* scale, REAL epsilon,
+    long long rows, int columns, int size) {
+    norm_of_rows<true>(x, weight, bias, y, mean, scale, epsilon, rows, columns, size);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 2) rms_norm(
     const REAL* x, const REAL* weight, STORED* y, REAL* scale, REAL epsilon, long long rows, int columns, int size) {
-    if (columns % PACK == 0) norm<PACK, false>(x, weight, x, y, scale, scale, epsilon, rows, columns, size);
-    else norm<1, false>(x, weight, x, y, scale, scale, epsilon, rows, columns, size);
+    norm_of_rows<false>(x, weight, x, y, scale, scale, epsilon, rows, columns, size);
 }
 
 // A block takes every so many rows, all columns of each, and holds its part of the column sums in registers.  A row of
 // `partial` has the sums for the weight, then with CENTERED those for the bias.
-template <int N, bool CENTERED>
+template <int N, bool CENTERED, bool WHOLE>
 __device__ __forceinline__ void norm_backward(
     const REAL* dy, const REAL* x, const REAL* mean, const REAL* scale, const REAL* weight, REAL* dx, REAL* partial,
     long long rows, int columns) {
@@ -94,7 +102,6 @@ __device__ __forceinline__ void norm_backward(
     // From the first element of this thread on.
     const int left = columns - first;
     weight += first;
-    const bool whole = aligned<N>(dy) && aligned<N>(x) && aligned<N>(dx), whole_w = aligned<N>(weight);
     REAL normed[COUNT], given[COUNT], result[COUNT], w[N];
     REAL dweight[COUNT] = {}, dbias[COUNT] = {};
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -105,15 +112,15 @@ __device__ __forceinline__ void norm_backward(
         for (int k = 0; k < COUNT / N; k++) {
             const int c = k * stride;
             if (c >= left) continue;
-            load_pack<N>(dy + at + c, whole, given + k * N);
-            load_pack<N>(x + at + c, whole, normed + k * N);
-            load_pack<N>(dx + at + c, whole, result + k * N);
+            load_pack<N>(dy + at + c, WHOLE, given + k * N);
+            load_pack<N>(x + at + c, WHOLE, normed + k * N);
+            load_pack<N>(dx + at + c, WHOLE, result + k * N);
         }
 #pragma unroll
         for (int k = 0; k < COUNT / N; k++) {
             const int c = k * stride;
             if (c >= left) continue;
-            load_pack<N>(weight + c, whole_w, w);
+            load_pack<N>(weight + c, WHOLE, w);
 #pragma unroll
             for (int v = 0; v < N; v++) {
                 const int i = k * N + v;
@@ -136,32 +143,40 @@ __device__ __forceinline__ void norm_backward(
                 const int i = k * N + v;
                 result[i] += factor * (given[i] - plain - normed[i] * along);
             }
-            store_pack<N>(dx + at + c, whole, result + k * N);
+            store_pack<N>(dx + at + c, WHOLE, result + k * N);
         }
     }
     partial += (long long)blockIdx.x * columns * (CENTERED ? 2 : 1) + first;
-    const bool whole_p = aligned<N>(partial);
 #pragma unroll
     for (int k = 0; k < COUNT / N; k++) {
         const int c = k * stride;
         if (c >= left) continue;
-        store_pack<N>(partial + c, whole_p, dweight + k * N);
-        if (CENTERED) store_pack<N>(partial + columns + c, whole_p, dbias + k * N);
+        store_pack<N>(partial + c, WHOLE, dweight + k * N);
+        if (CENTERED) store_pack<N>(partial + columns + c, WHOLE, dbias + k * N);
     }
+}
+
+template <bool CENTERED>
+__device__ __forceinline__ void norm_backward_of_rows(
+    const REAL* dy, const REAL* x, const REAL* mean, const REAL* scale, const REAL* weight, REAL* dx, REAL* partial,
+    long long rows, int columns) {
+    const bool whole = aligned<PACK>(dy) && aligned<PACK>(x) && aligned<PACK>(weight) && aligned<PACK>(dx) &&
+                       aligned<PACK>(partial);
+    if (columns % PACK) norm_backward<1, CENTERED, false>(dy, x, mean, scale, weight, dx, partial, rows, columns);
+    else if (whole) norm_backward<PACK, CENTERED, true>(dy, x, mean, scale, weight, dx, partial, rows, columns);
+    else norm_backward<PACK, CENTERED, false>(dy, x, mean, scale, weight, dx, partial, rows, columns);
 }
 
 extern "C" __global__ void __launch_bounds__(512) layer_norm_backward(
     const REAL* dy, const REAL* x, const REAL* mean, const REAL* scale, const REAL* weight, REAL* dx, REAL* partial,
     long long rows, int columns) {
-    if (columns % PACK == 0) norm_backward<PACK, true>(dy, x, mean, scale, weight, dx, partial, rows, columns);
-    else norm_backward<1, true>(dy, x, mean, scale, weight, dx, partial, rows, columns);
+    norm_backward_of_rows<true>(dy, x, mean, scale, weight, dx, partial, rows, columns);
 }
 
 extern "C" __global__ void __launch_bounds__(512) rms_norm_backward(
     const REAL* dy, const REAL* x, const REAL* scale, const REAL* weight, REAL* dx, REAL* partial, long long rows,
     int columns) {
-    if (columns % PACK == 0) norm_backward<PACK, false>(dy, x, scale, scale, weight, dx, partial, rows, columns);
-    else norm_backward<1, false>(dy, x, scale, scale, weight, dx, partial, rows, columns);
+    norm_backward_of_rows<false>(dy, x, scale, scale, weight, dx, partial, rows, columns);
 }
 
 // For rows that no block can hold: first the two means of each row, then all else by tiles of columns.  No means

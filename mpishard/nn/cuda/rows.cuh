@@ -54,8 +54,8 @@ struct Team {
 
     __device__ __forceinline__ explicit Team(int size)
         : size(size),
-          lane((int)threadIdx.x % size),
-          row((long long)blockIdx.x * ((int)blockDim.x / size) + (int)threadIdx.x / size) {}
+          lane(size == WARP ? (int)threadIdx.x % WARP : (int)threadIdx.x),
+          row(size == WARP ? (long long)blockIdx.x * ((int)blockDim.x / WARP) + (int)threadIdx.x / WARP : blockIdx.x) {}
 
     // Over the team; every thread gets the result.
     __device__ __forceinline__ REAL sum(REAL x) const {

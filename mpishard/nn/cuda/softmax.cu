@@ -1,109 +1,165 @@
 // Causal softmax over the keys of each query; scores lie as (heads of a group, keys, queries).
 
-#define QUERIES 16  // of a block, one a thread
-#define LANES 32    // threads of a query, which take its keys in turns
-#define WARPS (QUERIES * LANES / WARP)
+#define QUERIES 16   // of a block
+#define THREADS 512  // of a block
+#define WARPS (THREADS / WARP)
 #define HELD ((int)(128 / sizeof(REAL)))  // scores that a thread holds in registers; of more keys the rest is read again
 
-// Over the threads of a query: the sum, or with LARGEST the largest; every thread gets the result.
-template <bool LARGEST>
-__device__ __forceinline__ REAL over_lanes(REAL x) {
+// Over the threads of each query, which have N queries each: the sum, or with LARGEST the largest; all get the result.
+template <bool LARGEST, int N>
+__device__ __forceinline__ void over_lanes(REAL* x) {
     __shared__ REAL shown[WARPS][QUERIES];
-    const int warp = (int)threadIdx.x / WARP, query = (int)threadIdx.x % QUERIES;
-    const REAL other = __shfl_xor_sync(EVERY_LANE, x, QUERIES);
-    x = LARGEST ? (other > x ? other : x) : x + other;
-    __syncthreads();  // what was shown before has been read
-    if ((int)threadIdx.x % WARP < QUERIES) shown[warp][query] = x;
-    __syncthreads();
-    x = shown[0][query];
+    const int warp = (int)threadIdx.x / WARP, query = (int)threadIdx.x % (QUERIES / N) * N;
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) {
-        const REAL next = shown[w][query];
-        x = LARGEST ? (next > x ? next : x) : x + next;
-    }
-    return x;
+    for (int distance = WARP / 2; distance >= QUERIES / N; distance /= 2)
+#pragma unroll
+        for (int v = 0; v < N; v++) {
+            const REAL other = __shfl_xor_sync(EVERY_LANE, x[v], distance);
+            x[v] = LARGEST ? (other > x[v] ? other : x[v]) : x[v] + other;
+        }
+    __syncthreads();  // what was shown before has been read
+    if ((int)threadIdx.x % WARP < QUERIES / N)
+#pragma unroll
+        for (int v = 0; v < N; v++) shown[warp][query + v] = x[v];
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < N; v++) x[v] = shown[0][query + v];
+#pragma unroll 5
+    for (int w = 1; w < WARPS; w++)
+#pragma unroll
+        for (int v = 0; v < N; v++) {
+            const REAL next = shown[w][query + v];
+            x[v] = LARGEST ? (next > x[v] ? next : x[v]) : x[v] + next;
+        }
 }
 
-// `shares` may be `scores`.
-template <typename T>
+// A thread has N queries, and takes their keys in turns with the others of these queries.  WHOLE says that all memory
+// is aligned.  `shares` may be `scores`.
+template <int N, bool WHOLE, typename T>
 __device__ __forceinline__ void softmax_of_queries(
     const REAL* scores, T* shares, REAL* logsum, int keys, int queries, int length, int offset, REAL scale) {
+    constexpr int LANES = THREADS * N / QUERIES, COUNT = HELD / N;
     const int tiles = (queries + QUERIES - 1) / QUERIES, group = (int)(blockIdx.x / tiles);
-    const int query = (int)(blockIdx.x % tiles) * QUERIES + (int)threadIdx.x % QUERIES;
-    const int lane = (int)threadIdx.x / QUERIES;
-    const bool inside = query < queries;
-    // Of keys from that of this thread on: those that are written, and those that the query sees.
-    const int written = (inside ? keys : 0) - lane, seen = inside && query + offset < keys ? query + offset + 1 - lane : written;
-    const long long step = (long long)LANES * queries, begin = ((long long)group * keys + lane) * queries + query;
-    const REAL* p = scores + begin;
-    REAL held[HELD];
-    REAL top = NEGATIVE_INFINITY, of_rest = NEGATIVE_INFINITY, total = 0;
+    const int query = (int)(blockIdx.x % tiles) * QUERIES + (int)threadIdx.x % (QUERIES / N) * N;
+    const int lane = (int)threadIdx.x / (QUERIES / N);
+    // Of keys from that of this thread on: those that are written, that its first query sees, and that any query sees.
+    const int written = (query < queries ? keys : 0) - lane, seen = query + offset + 1 - lane;
+    const int read = seen + N - 1 < written ? seen + N - 1 : written;
+    scores += ((long long)group * keys + lane) * queries + query;
+    shares += ((long long)group * keys + lane) * queries + query;
+    const long long step = (long long)queries * LANES;
+    const REAL* p = scores;
+    REAL held[HELD], part[N], own[N], top[N], total[N];
 #pragma unroll
-    for (int k = 0; k < HELD; k++, p += step) held[k] = k * LANES < seen ? *p * scale : NEGATIVE_INFINITY;
+    for (int k = 0; k < COUNT; k++, p += step)
+        if (k * LANES < read) load_pack<N>(p, WHOLE, held + k * N);
 #pragma unroll
-    for (int k = 0; k < HELD; k++) top = held[k] > top ? held[k] : top;
-#pragma unroll 2
-    for (int key = HELD * LANES; key < seen; key += LANES, p += step) take(*p * scale, &of_rest, &total);
-    top = over_lanes<true>(of_rest > top ? of_rest : top);
-    if (total != 0) total *= exponential(of_rest - top);
-#pragma unroll
-    for (int k = 0; k < HELD; k++) {
-        if (k * LANES >= seen) continue;
-        held[k] = exponential(held[k] - top);
-        total += held[k];
+    for (int v = 0; v < N; v++) {
+        own[v] = NEGATIVE_INFINITY;
+        total[v] = 0;
     }
-    total = over_lanes<false>(total);
-    const REAL share = 1 / total;
-    T* to = shares + begin;
 #pragma unroll
-    for (int k = 0; k < HELD; k++, to += step)
-        if (k * LANES < written) store(to, k * LANES < seen ? held[k] * share : (REAL)0);
-    p = scores + begin + HELD * step;
-#pragma unroll 2
-    for (int key = HELD * LANES; key < written; key += LANES, p += step, to += step)
-        store(to, key < seen ? exponential(*p * scale - top) * share : (REAL)0);
-    if (lane == 0 && inside) logsum[(long long)group * length + offset + query] = top + log(total);
+    for (int k = 0; k < COUNT; k++)
+        if (k * LANES < read)
+#pragma unroll
+            for (int v = 0; v < N; v++) {
+                held[k * N + v] = k * LANES < seen + v ? held[k * N + v] * scale : NEGATIVE_INFINITY;
+                own[v] = held[k * N + v] > own[v] ? held[k * N + v] : own[v];
+            }
+    for (int key = COUNT * LANES; key < read; key += LANES, p += step) {
+        load_pack<N>(p, WHOLE, part);
+#pragma unroll
+        for (int v = 0; v < N; v++)
+            if (key < seen + v) take(part[v] * scale, own + v, total + v);
+    }
+#pragma unroll
+    for (int v = 0; v < N; v++) top[v] = own[v];
+    over_lanes<true, N>(top);
+#pragma unroll
+    for (int v = 0; v < N; v++)
+        if (total[v] != 0) total[v] *= exponential(own[v] - top[v]);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (k * LANES < read)
+#pragma unroll
+            for (int v = 0; v < N; v++) {
+                held[k * N + v] = exponential(held[k * N + v] - top[v]);
+                total[v] += held[k * N + v];
+            }
+    over_lanes<false, N>(total);
+    if (lane == 0 && query < queries)
+#pragma unroll
+        for (int v = 0; v < N; v++) logsum[(long long)group * length + offset + query + v] = top[v] + log(total[v]);
+#pragma unroll
+    for (int v = 0; v < N; v++) total[v] = 1 / total[v];
+#pragma unroll
+    for (int k = 0; k < COUNT; k++, shares += step) {
+        if (k * LANES >= written) continue;
+#pragma unroll
+        for (int v = 0; v < N; v++) part[v] = k * LANES < seen + v ? held[k * N + v] * total[v] : (REAL)0;
+        store_pack<N>(shares, WHOLE, part);
+    }
+    scores += COUNT * step;
+    for (int key = COUNT * LANES; key < written; key += LANES, scores += step, shares += step) {
+        if (key < read) load_pack<N>(scores, WHOLE, part);
+#pragma unroll
+        for (int v = 0; v < N; v++)
+            part[v] = key < seen + v ? exponential(part[v] * scale - top[v]) * total[v] : (REAL)0;
+        store_pack<N>(shares, WHOLE, part);
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void softmax(
+    const REAL* scores, T* shares, REAL* logsum, int keys, int queries, int length, int offset, REAL scale) {
+    if (queries % PACK)
+        softmax_of_queries<1, false>(scores, shares, logsum, keys, queries, length, offset, scale);
+    else if (aligned<PACK>(scores) && aligned<PACK>(shares))
+        softmax_of_queries<PACK, true>(scores, shares, logsum, keys, queries, length, offset, scale);
+    else
+        softmax_of_queries<PACK, false>(scores, shares, logsum, keys, queries, length, offset, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 2) causal_softmax(
     REAL* scores, REAL* logsum, int keys, int queries, int length, int offset, REAL scale) {
-    softmax_of_queries(scores, scores, logsum, keys, queries, length, offset, scale);
+    softmax(scores, scores, logsum, keys, queries, length, offset, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 2) causal_softmax_rounded(
     const REAL* __restrict__ scores, STORED* __restrict__ shares, REAL* __restrict__ logsum, int keys, int queries,
     int length, int offset, REAL scale) {
-    softmax_of_queries(scores, shares, logsum, keys, queries, length, offset, scale);
+    softmax(scores, shares, logsum, keys, queries, length, offset, scale);
 }
 
 // Rows are the keys of all groups.  `gradients` has `length` queries and `all_keys` keys a group: those of `scores` are
 // the last queries, and as many keys from the position of the first of these on.  The results lie as what they are
 // computed from, and may be in its place.
-template <int N, typename T>
+template <int N, bool WHOLE, typename T>
 __device__ __forceinline__ void softmax_backward_tile(
     const REAL* scores, const REAL* gradients, const REAL* logsum, const REAL* inner, T* to_weights, T* to_gradients,
     long long rows, int keys, int queries, int all_keys, int length, REAL scale, long long each) {
     const Tile tile = Tile::of<N>(rows, queries, each);
     if (tile.column >= queries) return;
     const int start = length - queries;
-    const bool whole_s = aligned<N>(scores), whole_g = aligned<N>(gradients);
-    const bool whole_l = aligned<N>(logsum) && aligned<N>(inner);
-    const bool whole_w = aligned<N>(to_weights), whole_t = aligned<N>(to_gradients);
+    long long group = tile.first / keys;
+    int key = (int)(tile.first % keys);
     REAL weight[N], gradient[N], l[N], in[N];
 #pragma unroll 2
-    for (long long row = tile.first; row < tile.last; row++) {
-        const long long group = row / keys;
-        const int key = (int)(row % keys);
+    for (long long row = tile.first; row < tile.last; row++, key++) {
+        if (key == keys) {
+            key = 0;
+            group++;
+        }
         const long long of_scores = row * queries + tile.column;
         const long long of_gradients = (group * all_keys + start + key) * length + start + tile.column;
         const long long at = group * length + start + tile.column;
 #pragma unroll
         for (int v = 0; v < N; v++) weight[v] = gradient[v] = 0;
         if (tile.column + N > key) {
-            load_pack<N>(scores + of_scores, whole_s, weight);
-            load_pack<N>(gradients + of_gradients, whole_g, gradient);
-            load_pack<N>(logsum + at, whole_l, l);
-            load_pack<N>(inner + at, whole_l, in);
+            load_pack<N>(scores + of_scores, WHOLE, weight);
+            load_pack<N>(gradients + of_gradients, WHOLE, gradient);
+            load_pack<N>(logsum + at, WHOLE, l);
+            load_pack<N>(inner + at, WHOLE, in);
 #pragma unroll
             for (int v = 0; v < N; v++) {
                 const bool seen = tile.column + v >= key;
@@ -111,8 +167,8 @@ __device__ __forceinline__ void softmax_backward_tile(
                 gradient[v] = seen ? weight[v] * (gradient[v] - in[v]) * scale : (REAL)0;
             }
         }
-        store_pack<N>(to_weights + of_scores, whole_w, weight);
-        store_pack<N>(to_gradients + of_gradients, whole_t, gradient);
+        store_pack<N>(to_weights + of_scores, WHOLE, weight);
+        store_pack<N>(to_gradients + of_gradients, WHOLE, gradient);
     }
 }
 
@@ -120,12 +176,18 @@ template <typename T>
 __device__ __forceinline__ void softmax_backward(
     const REAL* scores, const REAL* gradients, const REAL* logsum, const REAL* inner, T* to_weights, T* to_gradients,
     long long rows, int keys, int queries, int all_keys, int length, REAL scale, long long each) {
-    if (queries % PACK == 0 && length % PACK == 0)
-        softmax_backward_tile<PACK>(
+    const bool whole = aligned<PACK>(scores) && aligned<PACK>(gradients) && aligned<PACK>(logsum) &&
+                       aligned<PACK>(inner) && aligned<PACK>(to_weights) && aligned<PACK>(to_gradients);
+    if (queries % PACK || length % PACK)
+        softmax_backward_tile<1, false>(
+            scores, gradients, logsum, inner, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
+            each);
+    else if (whole)
+        softmax_backward_tile<PACK, true>(
             scores, gradients, logsum, inner, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
             each);
     else
-        softmax_backward_tile<1>(
+        softmax_backward_tile<PACK, false>(
             scores, gradients, logsum, inner, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
             each);
 }
