@@ -76,6 +76,7 @@ void resume(unsigned int block, unsigned int thread, unsigned int barriers, unsi
 static bool watching;
 static bool report(const char*, const void*) { return false; }
 static void atomic(const void*, size_t, const void*) {}
+static void share(void*, size_t, size_t) {}
 static void allow(const void*, size_t) {}
 static void use_stacks(const void*, size_t) {}
 static void resume(unsigned int, unsigned int, unsigned int, unsigned int) {}
@@ -119,6 +120,14 @@ static void** arguments;
 static jmp_buf scheduler;
 static unsigned int current;
 static unsigned int barriers, warp_barriers[32];  // that the threads of the block, or of a warp, have passed
+static unsigned int shared_bytes;                   // of the extern __shared__ array of this launch
+// Copies that the threads have begun.
+struct Copy {
+    void* to;
+    const void* from;
+};
+static Copy copies[MOST][64];
+static unsigned int begun[MOST];
 
 static void wait(State state, const void* place, unsigned int mask = 0, bool orders_memory = true) {
     Fiber& own = fibers[current];
@@ -192,6 +201,7 @@ static void run_block(unsigned int threads, bool backwards) {
         Fiber& fiber = fibers[i];
         if (fiber.state != ENDED) fiber.begun = false;  // those of a block that could not end are started anew
         fiber.state = RUNNABLE, fiber.exchanges = 0;
+        begun[i] = 0;
     }
     barriers = 0;
     for (unsigned int& count : warp_barriers) count = 0;
@@ -217,7 +227,10 @@ static void run_block(unsigned int threads, bool backwards) {
         }
     }
 }
-static void run(unsigned int blocks, unsigned int threads, unsigned int first, void (*called)(void**), void** given) {
+static void run(
+    unsigned int blocks, unsigned int threads, unsigned int first, unsigned int bytes, void (*called)(void**),
+    void** given) {
+    shared_bytes = bytes;
     bool backwards = getenv("MPISHARD_CUDA_BACKWARDS") != nullptr;
     if (!stacks) stacks = (char*)malloc(STACK * MOST);
     function = called;
@@ -246,6 +259,38 @@ static T exchange(T x, unsigned int lane, unsigned int mask, const void* place) 
     return result;
 }
 }  // namespace host
+
+// The extern __shared__ array of a launch, of elements of this size.
+namespace host {
+OF_GPU static void* shared_memory(size_t size) {
+    alignas(16) static char memory[1 << 18];
+    if (shared_bytes) checks::share(memory, shared_bytes, size);
+    return memory;
+}
+OF_GPU static bool next_copy(Copy* copy) {
+    checks::Pause pause;
+    if (begun[current] == 0) return false;
+    *copy = copies[current][--begun[current]];
+    return true;
+}
+}  // namespace host
+struct alignas(16) SixteenBytes {
+    unsigned int of[4];
+};
+// As late as can be, and the last one first.
+OF_GPU static void begin_copy(void* to, const void* from) {
+    checks::Pause pause;
+    if (host::begun[host::current] == 64) abort();
+    host::copies[host::current][host::begun[host::current]++] = {to, from};
+}
+static inline void end_copies() {
+    host::Copy copy;
+    while (host::next_copy(&copy)) *(SixteenBytes*)copy.to = *(const SixteenBytes*)copy.from;
+}
+template <typename P>
+static void store_last(P* p, const P& x) {
+    *p = x;
+}
 
 OF_GPU static void __syncthreads() {
     checks::Pause pause;

@@ -34,6 +34,8 @@ CHECKED = (
 CAN_CHECK = COMPILER is not None and Path(COMPILER).name == "g++" and shutil.which("addr2line") is not None
 # The most threads of a block, and without __launch_bounds__: each of them may then take 255 of 65536 registers.
 MOST_THREADS, MOST_UNBOUNDED = 1024, 256
+MOST_SHARED = 232448  # bytes of a block on an H100
+EXTERN = re.compile(r"extern __shared__ ([^;]+) (\w+)\[\];")
 DECLARATION = re.compile(r"__shared__\s[^;]*?(\w+)(?:\[[^;]*)?;")
 
 # Whether every run is checked for what a GPU would punish: the option ``--cuda-checks`` of pytest sets it.
@@ -51,6 +53,7 @@ def run(
     arguments: Sequence[Any],
     reached: Sequence[np.ndarray] = (),
     first_block: int = 0,
+    shared: int = 0,
 ) -> None:
     """Run a CUDA function on NumPy arrays in the place of device arrays, and scalars of the right types.
 
@@ -64,6 +67,8 @@ def run(
         Those besides that the function may touch, by addresses in an array.
     first_block : int
         Blocks before this one do not run; nor are accesses to arrays checked for races then.
+    shared : int
+        Bytes of the function's ``extern __shared__`` array, for each block.
 
     Raises
     ------
@@ -71,7 +76,7 @@ def run(
         For a launch that a GPU refuses.  Where `checked` is set also for races, accesses outside of the arrays, and the
         others of ``cuda_checks.cpp``.
     """
-    _check_launch(function, blocks, threads)
+    _check_launch(function, blocks, threads, shared)
     cells = [
         np.array([argument.ctypes.data], np.uint64) if isinstance(argument, np.ndarray) else np.array([argument])
         for argument in arguments
@@ -82,17 +87,19 @@ def run(
         regions = _regions([each for each in (*arguments, *reached) if isinstance(each, np.ndarray)])
         columns = [(ctypes.c_size_t * len(regions))(*column) for column in zip(*regions, strict=True)]
         library.checks_begin(ctypes.c_size_t(len(regions)), *columns, ctypes.c_int(first_block == 0))
-    numbers = (ctypes.c_uint(each) for each in (blocks, threads, first_block))
+    numbers = (ctypes.c_uint(each) for each in (blocks, threads, first_block, shared))
     getattr(library, f"host_{function.name}")(*numbers, pointers)
     if checked:
         _raise_faults(function, library)
 
 
-def _check_launch(function: CudaFunction, blocks: int, threads: int) -> None:
+def _check_launch(function: CudaFunction, blocks: int, threads: int, shared: int) -> None:
     bounds = re.search(rf"__launch_bounds__\((\d+)[^)]*\) {function.name}\(", function.code)
     most = min(int(bounds[1]), MOST_THREADS) if bounds else MOST_UNBOUNDED
     if not (0 < threads <= most and 0 < blocks < 2**31):
         raise Fault(f"{function.name} of {blocks} blocks of {threads} threads, of at most 2**31 - 1 and {most}")
+    if shared > MOST_SHARED:
+        raise Fault(f"{function.name} with {shared} bytes of shared memory, of at most {MOST_SHARED}")
 
 
 def _regions(arrays: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
@@ -136,9 +143,10 @@ def _loaded(code: str, defines: tuple[str, ...], checked: bool) -> ctypes.CDLL:
 def _library(code: str, defines: tuple[str, ...], checked: bool) -> Path:
     """The compiled library, in a folder that all processes of a user share; beside one with checks lies its source."""
     assert COMPILER is not None
+    code = EXTERN.sub(r"\1* const \2 = (\1*)host::shared_memory(sizeof(\1));", code)
     if checked:
         code = DECLARATION.sub(
-            r"\g<0> checks::share(&\1, sizeof(\1), sizeof(checks::ElementOf<decltype(\1)>::Type));", code
+            r"\g<0> checks::share(&\1, sizeof(\1), sizeof(typename checks::ElementOf<decltype(\1)>::Type));", code
         )
     text = "\n".join([HEADER.read_text("utf-8"), code, *_entries(code)])
     parts = [COMPILER, C_HEADERS, *FLAGS, *defines, text, *((CHECKED, CHECKS.read_text("utf-8")) if checked else ())]
@@ -186,7 +194,7 @@ def _entries(code: str) -> list[str]:
         ]
         entries.append(
             f"static void call_{name}(void** given) {{ checks::call({', '.join([name, *values])}); }}\n"
-            f'extern "C" void host_{name}(unsigned int blocks, unsigned int threads, unsigned int first, void** given) '
-            f"{{ host::run(blocks, threads, first, call_{name}, given); }}"
+            f'extern "C" void host_{name}(unsigned int blocks, unsigned int threads, unsigned int first, '
+            f"unsigned int shared, void** given) {{ host::run(blocks, threads, first, shared, call_{name}, given); }}"
         )
     return entries

@@ -331,6 +331,8 @@ class Module:
 # Of this process; `nccl_double` and tests set them.
 nccl_module: Any = None
 device_name = f"GPU {os.getpid()}"
+# Few, so that blocks take several rows of small arrays in turns, and what blocks of an H100 may have.
+processors, shared_memory = 3, 232448
 _device = contextlib.nullcontext()
 
 
@@ -382,15 +384,22 @@ class StandIn(Backend):
         threads: int,
         arguments: Sequence[Any],
         reached: Sequence[DeviceArray] = (),
+        shared: int = 0,
     ) -> None:
         arrays = [each for each in arguments if isinstance(each, DeviceArray)]
 
         def work(*hosts: np.ndarray) -> None:
             views = iter(hosts)
             given = [next(views) if isinstance(each, DeviceArray) else each for each in arguments]
-            cuda_on_host.run(function, blocks, threads, given, reached=list(views))
+            cuda_on_host.run(function, blocks, threads, given, reached=list(views), shared=shared)
 
         current_stream().launch(work, *arrays, *reached)
+
+    def processors(self, like: DeviceArray) -> int:
+        return processors
+
+    def shared_memory(self, like: DeviceArray) -> int:
+        return shared_memory
 
     def current_stream(self, like: DeviceArray) -> Stream:
         return current_stream()

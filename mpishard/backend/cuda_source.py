@@ -193,7 +193,14 @@ class CudaSource:
         return made
 
 
-def launch(function: CudaFunction, blocks: int, threads: int, *arguments: Any, reached: Sequence[Array] = ()) -> None:
+def launch(
+    function: CudaFunction,
+    blocks: int,
+    threads: int,
+    *arguments: Any,
+    reached: Sequence[Array] = (),
+    shared: int = 0,
+) -> None:
     """Queue a CUDA function on the current stream of the device of its first array; no blocks: nothing is done.
 
     Parameters
@@ -205,6 +212,8 @@ def launch(function: CudaFunction, blocks: int, threads: int, *arguments: Any, r
         As its signature says; arrays must be contiguous where the function takes them to be.
     reached : sequence of arrays
         What it reads or writes besides, by addresses in an array.
+    shared : int
+        Bytes of its ``extern __shared__`` array, for each block.
 
     Raises
     ------
@@ -213,4 +222,4 @@ def launch(function: CudaFunction, blocks: int, threads: int, *arguments: Any, r
     """
     converted = function.converted(arguments)
     if blocks:
-        backend_of(converted[function.first_array]).launch_cuda(function, blocks, threads, converted, reached)
+        backend_of(converted[function.first_array]).launch_cuda(function, blocks, threads, converted, reached, shared)

@@ -85,6 +85,7 @@ class Backend:
         threads: int,
         arguments: Sequence[Any],
         reached: Sequence[Array] = (),
+        shared: int = 0,
     ) -> None:
         """Queue a CUDA function on the current stream.
 
@@ -97,7 +98,17 @@ class Backend:
             Device arrays, the first of them of this backend, and scalars of NumPy of the right types.
         reached : sequence of arrays
             What the function reads or writes besides, by addresses in an array.
+        shared : int
+            Bytes of its ``extern __shared__`` array, for each block.
         """
+        raise NotImplementedError
+
+    def processors(self, like: Array) -> int:
+        """Multiprocessors of the device of `like`."""
+        raise NotImplementedError
+
+    def shared_memory(self, like: Array) -> int:
+        """The most bytes of shared memory that a block may have there."""
         raise NotImplementedError
 
     def current_stream(self, like: Array) -> Stream:
@@ -180,6 +191,7 @@ class CuPyBackend(Backend):
         self.module = cupy
         self.has_cublas = not cupy.cuda.runtime.is_hip
         self._functions: dict[tuple[CudaFunction, int], Any] = {}
+        self._attributes: dict[int, dict[str, int]] = {}
 
     def device_number(self, like: Array) -> int:
         return like.device.id
@@ -230,6 +242,7 @@ class CuPyBackend(Backend):
         threads: int,
         arguments: Sequence[Any],
         reached: Sequence[Array] = (),
+        shared: int = 0,
     ) -> None:
         device = arguments[function.first_array].device
         compiled = self._functions.get((function, device.id))
@@ -237,7 +250,21 @@ class CuPyBackend(Backend):
             if compiled is None:
                 module = self.module.RawModule(code=function.code, options=function.options)
                 compiled = self._functions[function, device.id] = module.get_function(function.name)
-            compiled((blocks,), (threads,), tuple(arguments))
+            if shared and shared != compiled.max_dynamic_shared_size_bytes:
+                compiled.max_dynamic_shared_size_bytes = shared
+            compiled((blocks,), (threads,), tuple(arguments), shared_mem=shared)
+
+    def processors(self, like: Array) -> int:
+        return self._attribute("MultiProcessorCount", like.device)
+
+    def shared_memory(self, like: Array) -> int:
+        return self._attribute("MaxSharedMemoryPerBlockOptin", like.device)
+
+    def _attribute(self, name: str, device: Any) -> int:
+        attributes = self._attributes.get(device.id)
+        if attributes is None:  # CUDA is asked for all of them at each access
+            attributes = self._attributes[device.id] = device.attributes
+        return int(attributes.get(name, 0))
 
     def current_stream(self, like: Array) -> Stream:
         with like.device:

@@ -11,11 +11,14 @@ from typing import Any
 
 from mpishard.backend import cuda_source
 from mpishard.backend.cuda_source import CudaSource
+from mpishard.backend.kinds import backend_of
 
 Array = Any
 WARP = 32
 # Packs of a row that a thread of a team holds in registers.
 HELD_PACKS = 8
+# Bytes of shared memory that are kept for other arrays than ``extern`` ones.
+OTHER_SHARED = 8192
 # Of a block of tiles, or of rows that have a warp each.
 MOST_THREADS = 128
 
@@ -26,7 +29,16 @@ def source(name: str) -> CudaSource:
     return CudaSource(Path(__file__).with_name("cuda") / f"{name}.cu")
 
 
-def launch(file: str, name: str, like: Array, stored: Array | None, blocks: int, threads: int, *arguments: Any) -> None:
+def launch(
+    file: str,
+    name: str,
+    like: Array,
+    stored: Array | None,
+    blocks: int,
+    threads: int,
+    *arguments: Any,
+    shared: int = 0,
+) -> None:
     """Queue a function of a file; not collective.
 
     Parameters
@@ -41,6 +53,8 @@ def launch(file: str, name: str, like: Array, stored: Array | None, blocks: int,
         Blocks, and threads of each.
     *arguments : arrays and numbers
         As the signature says.
+    shared : int
+        Bytes of the function's ``extern __shared__`` array, for each block.
 
     Raises
     ------
@@ -56,7 +70,17 @@ def launch(file: str, name: str, like: Array, stored: Array | None, blocks: int,
                 "to contiguous memory first"
             )
     function = source(file).function(name, REAL=like.dtype, STORED=(like if stored is None else stored).dtype)
-    cuda_source.launch(function, blocks, threads, *arguments)
+    cuda_source.launch(function, blocks, threads, *arguments, shared=shared)
+
+
+def processors(like: Array) -> int:
+    """Multiprocessors of the device."""
+    return backend_of(like).processors(like)
+
+
+def most_shared(like: Array) -> int:
+    """Bytes that the ``extern __shared__`` array of a block may have: all but those that functions have besides."""
+    return backend_of(like).shared_memory(like) - OTHER_SHARED
 
 
 def ceiling(count: int, size: int) -> int:

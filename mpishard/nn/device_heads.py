@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpishard.nn.cuda_launch import WARP, ceiling, columns_of_pack, launch, tile_blocks
+from mpishard.nn.cuda_launch import WARP, ceiling, columns_of_pack, launch, most_shared, tile_blocks
 
 Array = Any
 
 # Rows of a tile.
 ROWS = 8
-# Of a block of the softmax: queries, and threads.
-QUERIES, SOFTMAX_THREADS = 16, 512
+# Of a block of the softmax: queries, threads, and packs of scores that a thread holds in registers.
+QUERIES, SOFTMAX_THREADS, HELD_SCORES = 32, 512, 8
 # Heads of rows that a block takes.
 HEADS = 4
 
@@ -57,12 +57,17 @@ def causal_softmax(
 ) -> None:
     group, keys, queries = scores_gkq.shape
     blocks = group * ceiling(queries, QUERIES)
-    given = logsum_gt, keys, queries, logsum_gt.shape[1], offset, scale
+    packs = ceiling(keys * QUERIES, SOFTMAX_THREADS * columns_of_pack(scores_gkq))  # of a thread
+    shared = max(0, packs - HELD_SCORES) * SOFTMAX_THREADS * 16
+    fits = columns_of_pack(scores_gkq, queries) > 1 and shared <= most_shared(scores_gkq)
+    shared = shared if fits else 0
+    given = logsum_gt, keys, queries, logsum_gt.shape[1], offset, scale, fits
     if rounded_gkq is None:
-        launch("softmax", "causal_softmax", scores_gkq, None, blocks, SOFTMAX_THREADS, scores_gkq, *given)
+        name = "causal_softmax"
+        launch("softmax", name, scores_gkq, None, blocks, SOFTMAX_THREADS, scores_gkq, *given, shared=shared)
     else:
-        both = scores_gkq, rounded_gkq
-        launch("softmax", "causal_softmax_rounded", *both, blocks, SOFTMAX_THREADS, *both, *given)
+        name, both = "causal_softmax_rounded", (scores_gkq, rounded_gkq)
+        launch("softmax", name, *both, blocks, SOFTMAX_THREADS, *both, *given, shared=shared)
 
 
 def causal_softmax_backward(

@@ -23,6 +23,8 @@ from mpishard.nn.cuda_launch import (
     ceiling,
     columns_of_pack,
     launch,
+    most_shared,
+    processors,
     row_blocks,
     row_team,
     tile_blocks,
@@ -42,8 +44,9 @@ Array = Any
 ROWS, THREADS = 8, 128
 # The most threads of a team: where they hold a row in registers, and where they do not.
 ROW_TEAM, LOGITS_TEAM = 512, 1024
-# Packs of a row that a thread holds in the backward pass of norms; half of it where rows are no multiple of a pack.
-HELD_PACKS_BACKWARD = 4
+# Packs of a row that a thread holds in norms, and in their backward pass: there half of it where rows are no multiple
+# of a pack.
+HELD_PACKS_FORWARD, HELD_PACKS_BACKWARD = 6, 4
 # Blocks that take part of the column sums each: four for each multiprocessor of a large device, whatever it is.
 SUMMING_BLOCKS = 528
 # The same in the backward pass of norms, for rows of 1025 to 2048 columns; narrower ones take more.
@@ -88,14 +91,14 @@ def layer_norm(
     x_nc: Array, weight_c: Array, bias_c: Array, y_nc: Array, mean_n: Array, scale_n: Array, epsilon: float
 ) -> None:
     rows, columns = x_nc.shape
-    team = row_team(x_nc, columns, ROW_TEAM)
+    team = row_team(x_nc, columns, ROW_TEAM, HELD_PACKS_FORWARD)
     given = x_nc, weight_c, bias_c, y_nc, mean_n, scale_n, epsilon, rows, columns, team
     launch("norms", "layer_norm", x_nc, y_nc, *row_blocks(rows, team), *given)
 
 
 def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon: float) -> None:
     rows, columns = x_nc.shape
-    team = row_team(x_nc, columns, ROW_TEAM)
+    team = row_team(x_nc, columns, ROW_TEAM, HELD_PACKS_FORWARD)
     given = x_nc, weight_c, y_nc, scale_n, epsilon, rows, columns, team
     launch("norms", "rms_norm", x_nc, y_nc, *row_blocks(rows, team), *given)
 
@@ -230,7 +233,10 @@ def cross_entropy_rounded(
     losses_n = empty(rows, np.float64, like=logits_np)
     given = logits_np, targets_n, gradient_np, losses_n, rows, columns, stride, scale
     if stride > ROW_TEAM * HELD_PACKS * columns_of_pack(logits_np):
-        launch("loss", "cross_entropy_of_long_rows", logits_np, gradient_np, rows, ROW_TEAM, *given)
+        name, blocks = "cross_entropy_of_long_rows", min(rows, processors(logits_np))
+        shared = columns // columns_of_pack(logits_np) * 16  # bytes of the packs of a row
+        fits = shared <= most_shared(logits_np)
+        launch("loss", name, logits_np, gradient_np, blocks, LOGITS_TEAM, *given, fits, shared=shared if fits else 0)
     else:
         team = row_team(logits_np, stride, ROW_TEAM)
         launch("loss", "cross_entropy", logits_np, gradient_np, *row_blocks(rows, team), *given, team)

@@ -73,6 +73,24 @@ FAULTS = {
         x[at] = shown[i];""",
         "read of shared memory that nobody has written",
     ),
+    "copies_that_nobody_waits_for": (
+        """extern __shared__ Pack<int> places[];
+        begin_copy(places + i, x + at / 4 * 4);
+        y[count] = places[i].of[0];""",
+        "read of shared memory that nobody has written",
+    ),
+    "copies_of_other_threads": (
+        """extern __shared__ Pack<int> places[];
+        begin_copy(places + i, x + at / 4 * 4);
+        end_copies();
+        if (places[i ^ 1].of[0] == 5) atomicAdd(y + count, 1);""",
+        r"race: (write, and read|read, and write)",
+    ),
+    "behind_the_shared_memory_of_a_launch": (
+        """extern __shared__ Pack<int> places[];
+        places[i + 1].of[0] = i;""",
+        "write outside of all arrays",
+    ),
     "divergent_barriers": (
         "if (i < 32) __syncthreads();\n else __syncthreads();\n x[at] = 1;",
         "threads wait at different barriers or shuffles",
@@ -118,6 +136,11 @@ SOUND = """
     shown[i ^ 1] += 1;
     atomicAdd(y + count, shown[i ^ 1]);
     if (i % 4 == 0) *(Pack<int>*)(x + at) = *(Pack<int>*)(x + at);
+    extern __shared__ Pack<int> places[];
+    begin_copy(places + i, y);
+    end_copies();
+    __syncthreads();
+    if (places[i ^ 1].of[0] == 5) x[at] = 1;
 """
 pytestmark = pytest.mark.skipif(not cuda_on_host.checked, reason="runs with --cuda-checks")
 BLOCKS, THREADS, COUNT = 4, 64, 9
@@ -140,7 +163,7 @@ def run(function: CudaFunction) -> None:
     memory = np.zeros(BLOCKS * THREADS + 64, np.int32)
     first = -memory.ctypes.data // 4 % 4
     x, y = memory[first : first + BLOCKS * THREADS], memory[-32 : -32 + COUNT + 1]  # faults end in `memory`, too
-    cuda_on_host.run(function, BLOCKS, THREADS, function.converted((x, y, COUNT)))
+    cuda_on_host.run(function, BLOCKS, THREADS, function.converted((x, y, COUNT)), shared=16 * THREADS)
 
 
 @pytest.mark.parametrize("backwards", ["", "1"])
@@ -162,6 +185,8 @@ def test_launches_that_a_gpu_refuses(functions: CudaSource) -> None:
     for blocks, threads in ((1, 288), (2**31, 64), (1, 0)):
         with pytest.raises(cuda_on_host.Fault, match="of at most"):
             cuda_on_host.run(function, blocks, threads, [])
+    with pytest.raises(cuda_on_host.Fault, match="300000 bytes of shared memory, of at most 232448"):
+        cuda_on_host.run(function, 1, 64, [], shared=300000)
 
 
 def mostly_empty(shape: tuple[int, ...], dtype: Any, last_rows: np.ndarray) -> np.ndarray:
@@ -191,10 +216,11 @@ def test_more_elements_than_an_int_counts(
 ) -> None:
     """The last rows of matrices of more than 2**31 elements, of which only the last blocks run."""
 
-    def launch_cuda(self, function, blocks, threads, arguments, reached=()):
-        cuda_on_host.run(function, blocks, threads, arguments, reached, max(0, blocks - 16))
+    def launch_cuda(self, function, blocks, threads, arguments, reached=(), shared=0):
+        cuda_on_host.run(function, blocks, threads, arguments, reached, max(0, blocks - 16), shared)
 
     monkeypatch.setattr(type(backend_of(np.zeros(1))), "launch_cuda", launch_cuda)
+    monkeypatch.setattr(device_kernels, "PendingNumber", lambda total: float(total[0]))
     random, few, rows = np.random.default_rng(0), 4, 2**31 // columns + 10
     small, large = [], []
     for shape in shapes:

@@ -48,9 +48,10 @@ RETURNS = {
 MEMBERS = {
     "cupy.cuda.Stream": ("synchronize", "wait_event", "__enter__", "__exit__", "__eq__"),
     "cupy.cuda.Event": ("synchronize", "record", "done"),
-    "cupy.cuda.Device": ("use", "id", "pci_bus_id", "__enter__", "__exit__"),
+    "cupy.cuda.Device": ("use", "id", "pci_bus_id", "attributes", "__enter__", "__exit__"),
     "cupy.cuda.MemoryPointer": ("copy_to_host_async", "copy_from_host_async", "ptr"),
     "cupy.RawModule": ("get_function",),
+    "cupy.RawKernel": ("max_dynamic_shared_size_bytes", "__call__"),
     "cupy.cuda.MemoryHook": ("malloc_postprocess", "__enter__", "__exit__"),
     "cupy.ndarray": ("get", "set", "data", "device", "flags", "view", "nbytes", "toDlpack", "__dlpack__", "fill"),
 }

@@ -43,6 +43,47 @@ __device__ __forceinline__ void store(double* p, double x) { *p = x; }
 __device__ __forceinline__ void store(float16* p, float x) { p->bits = half_bits(x); }
 __device__ __forceinline__ void store(bfloat16* p, float x) { p->bits = bfloat16_bits(x); }
 
+// Two numbers that lie together, at an address that is a multiple of their size.  Processors from 8.0 on round both in
+// one instruction: with the same bits but for NaN, which becomes 0x7fff whatever it was.
+template <typename T, typename X>
+__device__ __forceinline__ void store_two(T* p, X x, X y) {
+    store(p, x);
+    store(p + 1, y);
+}
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void store_two(float16* p, float x, float y) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(*(unsigned int*)p) : "f"(y), "f"(x));
+}
+__device__ __forceinline__ void store_two(bfloat16* p, float x, float y) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(*(unsigned int*)p) : "f"(y), "f"(x));
+}
+#endif
+
+#ifndef MPISHARD_ON_HOST  // else the tests define them
+// 16 bytes from global to shared memory, which the thread itself may read after `end_copies`, and others after a
+// barrier behind that.  From processor 8.0 on they are on their way meanwhile, and pass no registers.
+__device__ __forceinline__ void begin_copy(void* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned int place = (unsigned int)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+#else
+    *(uint4*)to = *(const uint4*)from;
+#endif
+}
+__device__ __forceinline__ void end_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+// A store of what nobody reads soon: it leaves the cache first.
+template <typename P>
+__device__ __forceinline__ void store_last(P* p, const P& x) {
+    if (sizeof(P) == 16) __stcs((uint4*)p, *(const uint4*)&x);
+    else if (sizeof(P) == 8) __stcs((uint2*)p, *(const uint2*)&x);
+    else *p = x;
+}
+#endif
+
 // CuPy compiles with -ftz=true: arithmetic in float takes numbers below 2^-126 for zero.  These functions do not, for
 // results that must have the bits of the host; comparisons of such numbers are exact of `widened` ones.
 template <typename T>

@@ -1,10 +1,8 @@
 // Cross-entropy of whole rows, and in steps of rows that several ranks or slices share.
 
-// Logits of a row that a thread holds in registers, which of long rows are nearly all that there are for a block of this
-// size; of still longer rows the rest is read again.
+// Logits of a row that a thread holds in registers: all of them, or the row is a long one.
 #define HELD (8 * PACK)
-#define HELD_LONG (sizeof(REAL) == 4 ? 22 * PACK : 16 * PACK)
-#define LONG_TEAM 512
+#define LONG_TEAM 1024  // threads of a long row
 #define AT_ONCE 4  // packs that a thread loads before it stores the first of them, in loops that do both
 
 // N logits of the row; those behind its last column, `left` columns on, count for nothing.
@@ -19,7 +17,7 @@ __device__ __forceinline__ void load_logits(const REAL* p, bool whole, int left,
 
 // The gradient may lie where the logits are.  Rows are `stride` elements apart, where the gradient has zeros behind the
 // last column.
-template <int N, int COUNT>
+template <int N>
 __device__ __forceinline__ void cross_entropy_of_row(
     REAL* logits, const long long* targets, STORED* gradient, double* losses, long long rows, int columns, int stride,
     REAL scale, int size) {
@@ -28,34 +26,26 @@ __device__ __forceinline__ void cross_entropy_of_row(
     REAL* const row = logits + team.row * stride;
     const int step = size * N, first = team.lane * N;
     const REAL picked = row[targets[team.row]];  // before anybody writes
-    // From the first logit of this thread on: logits of the row, with and without a gap behind them, and the place of the
-    // target.  Places of other logits are multiples of `step`, which is known to the compiler for long rows and then
-    // takes no registers.
+    // From the first logit of this thread on: logits of the row, with and without a gap behind them, and the place of
+    // the target.
     REAL* const x = row + first;
     STORED* const y = gradient + team.row * stride + first;
     const int left = columns - first, until = stride - first, target = (int)targets[team.row] - first;
     const bool whole = aligned<N>(x), whole_y = aligned<N>(y);
-    REAL held[COUNT], part[N];
-    REAL top = NEGATIVE_INFINITY, of_rest = NEGATIVE_INFINITY, total = 0;
+    REAL held[HELD], part[N];
+    REAL top = NEGATIVE_INFINITY, total = 0;
 #pragma unroll
-    for (int k = 0; k < COUNT / N; k++) {
+    for (int k = 0; k < HELD / N; k++) {
         if (k * step < until) load_logits<N>(x + k * step, whole, left - k * step, held + k * N);
         else
 #pragma unroll
             for (int v = 0; v < N; v++) held[k * N + v] = NEGATIVE_INFINITY;
     }
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) top = held[i] > top ? held[i] : top;
-#pragma unroll 4
-    for (int c = COUNT / N * step; c < left; c += step) {
-        load_logits<N>(x + c, whole, left - c, part);
+    for (int i = 0; i < HELD; i++) top = held[i] > top ? held[i] : top;
+    top = team.largest(top);
 #pragma unroll
-        for (int v = 0; v < N; v++) take(part[v], &of_rest, &total);
-    }
-    top = team.largest(of_rest > top ? of_rest : top);
-    if (total != 0) total *= exponential(of_rest - top);
-#pragma unroll
-    for (int k = 0; k < COUNT / N; k++)
+    for (int k = 0; k < HELD / N; k++)
         if (k * step < until)
 #pragma unroll
             for (int v = 0; v < N; v++) {
@@ -66,27 +56,12 @@ __device__ __forceinline__ void cross_entropy_of_row(
     const REAL share = scale / total;
     __syncwarp();  // `picked` has been read: the sums of a warp are shuffles, which order no memory
 #pragma unroll
-    for (int k = 0; k < COUNT / N; k++)
+    for (int k = 0; k < HELD / N; k++)
         if (k * step < until) {
 #pragma unroll
             for (int v = 0; v < N; v++) part[v] = held[k * N + v] * share - (k * step + v == target ? scale : (REAL)0);
             store_pack<N>(y + k * step, whole_y, part);
         }
-    // The registers of `held` are free now: some packs are loaded before the first is stored.
-    for (int c = COUNT / N * step; c < until; c += AT_ONCE * step) {
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            if (c + k * step < until)
-                load_logits<N>(x + c + k * step, whole, left - c - k * step, held + k * N);
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            if (c + k * step >= until) continue;
-#pragma unroll
-            for (int v = 0; v < N; v++)
-                part[v] = exponential(held[k * N + v] - top) * share - (c + k * step + v == target ? scale : (REAL)0);
-            store_pack<N>(y + c + k * step, whole_y, part);
-        }
-    }
     if (team.lane == 0) losses[team.row] = log((double)total) - (double)(picked - top);
 }
 
@@ -94,18 +69,106 @@ extern "C" __global__ void __launch_bounds__(512) cross_entropy(
     REAL* logits, const long long* targets, STORED* gradient, double* losses, long long rows, int columns, int stride,
     REAL scale, int size) {
     if (stride % PACK == 0)
-        cross_entropy_of_row<PACK, HELD>(logits, targets, gradient, losses, rows, columns, stride, scale, size);
-    else cross_entropy_of_row<1, HELD>(logits, targets, gradient, losses, rows, columns, stride, scale, size);
+        cross_entropy_of_row<PACK>(logits, targets, gradient, losses, rows, columns, stride, scale, size);
+    else cross_entropy_of_row<1>(logits, targets, gradient, losses, rows, columns, stride, scale, size);
 }
 
-extern "C" __global__ void __launch_bounds__(512) cross_entropy_of_long_rows(
+// A long row: aligned packs, which its threads take in turns, and where the stride is no multiple of a pack single
+// logits in front of the packs and behind them, which have a thread each.
+struct LongRow {
+    long long first;  // the logit where the packs begin
+    int columns, front, packs;  // front: single logits in front of the packs
+
+    __device__ __forceinline__ LongRow(long long row, int columns, int stride) : columns(columns) {
+        first = (row * stride + PACK - 1) / PACK * PACK;
+        front = (int)(first - row * stride);
+        packs = (columns - front) / PACK;
+    }
+    // The column of the single logit of a thread, or -1.
+    __device__ __forceinline__ int single(int lane) const {
+        return lane >= columns - packs * PACK ? -1 : lane < front ? lane : packs * PACK + lane;
+    }
+    // The thread that takes a column.
+    __device__ __forceinline__ int owner(int column) const {
+        const int in_packs = column - front;
+        if (in_packs < 0) return column;
+        return in_packs < packs * PACK ? in_packs / PACK % LONG_TEAM : column - packs * PACK;
+    }
+};
+
+// Blocks take rows in turns.  With SHARED, where all memory is aligned, each pack of a row has a place in shared memory
+// that only its thread uses, so that no barrier is needed: when the pack is stored, the next row's is fetched there.
+// Otherwise logits are read three times.  Results have the same bits.
+template <bool SHARED>
+__device__ __forceinline__ void cross_entropy_in_turns(
     REAL* logits, const long long* targets, STORED* gradient, double* losses, long long rows, int columns, int stride,
     REAL scale) {
-    if (stride % PACK == 0)
-        cross_entropy_of_row<PACK, HELD_LONG>(
-            logits, targets, gradient, losses, rows, columns, stride, scale, LONG_TEAM);
-    else
-        cross_entropy_of_row<1, HELD_LONG>(logits, targets, gradient, losses, rows, columns, stride, scale, LONG_TEAM);
+    extern __shared__ PackOf<REAL, PACK> places[];
+    const Team team(LONG_TEAM);
+    const int lane = team.lane;
+    const bool whole = SHARED || (aligned<PACK>(logits) && aligned<PACK>(gradient));
+    if (SHARED && blockIdx.x < rows) {
+        const LongRow begun(blockIdx.x, columns, stride);
+        for (int p = lane; p < begun.packs; p += LONG_TEAM) begin_copy(places + p, logits + begun.first + p * PACK);
+    }
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+        const LongRow own(row, columns, stride), next(row + gridDim.x, columns, stride);
+        const REAL* const x = logits + row * stride;
+        STORED* const y = gradient + row * stride;
+        const REAL* const packs = SHARED ? places[0].of : logits + own.first;
+        const int next_packs = row + gridDim.x < rows ? next.packs : 0;
+        const int single = own.single(lane), target = (int)targets[row];
+        REAL of_single = single < 0 ? NEGATIVE_INFINITY : x[single], top = of_single, part[PACK];
+        if (SHARED) end_copies();
+#pragma unroll 4
+        for (int p = lane; p < own.packs; p += LONG_TEAM) {
+            load_pack<PACK>(packs + p * PACK, whole, part);
+#pragma unroll
+            for (int v = 0; v < PACK; v++) top = larger(top, part[v]);
+        }
+        top = team.largest(top);
+        REAL total = of_single = exponential(of_single - top);
+#pragma unroll 4
+        for (int p = lane; p < own.packs; p += LONG_TEAM) {
+            load_pack<PACK>(packs + p * PACK, whole, part);
+#pragma unroll
+            for (int v = 0; v < PACK; v++) {
+                part[v] = exponential(part[v] - top);
+                total += part[v];
+            }
+            if (SHARED) store_pack<PACK>(places[p].of, true, part);
+        }
+        total = team.sum(total);
+        const REAL share = scale / total;
+        const bool has_target = lane == own.owner(target);
+        const REAL picked = has_target ? x[target] - top : (REAL)0;  // before this thread stores there
+#pragma unroll 4
+        for (int p = lane; p < columns / PACK; p += LONG_TEAM) {
+            if (p < own.packs) {
+                load_pack<PACK>(packs + p * PACK, whole, part);
+#pragma unroll
+                for (int v = 0; v < PACK; v++) part[v] = (SHARED ? part[v] : exponential(part[v] - top)) * share;
+                store_pack<PACK, true>(gradient + own.first + p * PACK, whole, part);
+            }
+            if (SHARED && p < next_packs) begin_copy(places + p, logits + next.first + p * PACK);
+        }
+        if (single >= 0) store(y + single, of_single * share);
+        for (int c = columns + lane; c < stride; c += LONG_TEAM) store(y + c, (REAL)0);
+        if (has_target) {
+            store(y + target, exponential(picked) * share - scale);
+            losses[row] = log((double)total) - (double)picked;
+        }
+    }
+}
+
+// `shared` says that the launch has as much shared memory as the packs of a row take.  With one block a multiprocessor
+// the compiler uses more registers, and has more exponentials under way.
+extern "C" __global__ void __launch_bounds__(1024, 1) cross_entropy_of_long_rows(
+    REAL* logits, const long long* targets, STORED* gradient, double* losses, long long rows, int columns, int stride,
+    REAL scale, int shared) {
+    if (shared && aligned<PACK>(logits) && aligned<PACK>(gradient))
+        cross_entropy_in_turns<true>(logits, targets, gradient, losses, rows, columns, stride, scale);
+    else cross_entropy_in_turns<false>(logits, targets, gradient, losses, rows, columns, stride, scale);
 }
 
 template <int N>

@@ -1,7 +1,8 @@
 // Layer norm and root mean square norm; formulas: layer_norm, rms_norm and their backward passes.
 
-// Elements of a row that a thread holds in registers.  Forward the rest of a longer row is read again.
-#define HELD (8 * PACK)
+// Elements of a row that a thread holds in registers: forward as many as fit into 64, and the rest of a longer row is
+// read again.
+#define HELD (6 * PACK)
 #define HELD_BACKWARD (4 * PACK)
 #define HELD_BACKWARD_ALONE (2 * PACK)  // where rows are no multiple of a pack: indices take registers, too
 

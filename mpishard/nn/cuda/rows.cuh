@@ -9,6 +9,8 @@
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }  // the number where the other is NaN
+__device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
 
@@ -34,13 +36,14 @@ __device__ __forceinline__ void load_pack(const T* p, bool whole, REAL* x) {
         for (int v = 0; v < N; v++) x[v] = (REAL)load(p + v);
     }
 }
-template <int N, typename T>
+template <int N, bool LAST = false, typename T>  // LAST: nobody reads them soon
 __device__ __forceinline__ void store_pack(T* p, bool whole, const REAL* x) {
     if (N > 1 && whole) {
         PackOf<T, N> pack;
 #pragma unroll
-        for (int v = 0; v < N; v++) store(pack.of + v, x[v]);
-        *(PackOf<T, N>*)p = pack;
+        for (int v = 0; v + 1 < N; v += 2) store_two(pack.of + v, x[v], x[v + 1]);
+        if (LAST) store_last((PackOf<T, N>*)p, pack);
+        else *(PackOf<T, N>*)p = pack;
     } else {
 #pragma unroll
         for (int v = 0; v < N; v++) store(p + v, x[v]);
@@ -95,13 +98,3 @@ struct Tile {
         return tile;
     }
 };
-
-// One more number for a thread's largest one and its sum of exp(x - largest).
-__device__ __forceinline__ void take(REAL x, REAL* top, REAL* total) {
-    if (x > *top) {
-        *total = *total * exponential(*top - x) + 1;
-        *top = x;
-    } else if (x != NEGATIVE_INFINITY) {
-        *total += exponential(x - *top);
-    }
-}

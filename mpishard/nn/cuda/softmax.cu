@@ -1,134 +1,163 @@
 // Causal softmax over the keys of each query; scores lie as (heads of a group, keys, queries).
 
-#define QUERIES 16   // of a block
+#define QUERIES 32   // of a block
 #define THREADS 512  // of a block
 #define WARPS (THREADS / WARP)
-#define HELD ((int)(128 / sizeof(REAL)))  // scores that a thread holds in registers; of more keys the rest is read again
+#define HELD ((int)(128 / sizeof(REAL)))  // scores that a thread holds in registers
 
-// Over the threads of each query, which have N queries each: the sum, or with LARGEST the largest; all get the result.
-template <bool LARGEST, int N>
-__device__ __forceinline__ void over_lanes(REAL* x) {
-    __shared__ REAL shown[WARPS][QUERIES];
-    const int warp = (int)threadIdx.x / WARP, query = (int)threadIdx.x % (QUERIES / N) * N;
+// Over the threads of each query, which have N queries each: the sum, or the largest; all get the result.
+template <int N>
+__device__ __forceinline__ void over_lanes(REAL* x, bool largest) {
+    __shared__ PackOf<REAL, N> shown[WARPS][QUERIES / N];
+    const int warp = (int)threadIdx.x / WARP, query = (int)threadIdx.x % (QUERIES / N);
 #pragma unroll
     for (int distance = WARP / 2; distance >= QUERIES / N; distance /= 2)
 #pragma unroll
         for (int v = 0; v < N; v++) {
             const REAL other = __shfl_xor_sync(EVERY_LANE, x[v], distance);
-            x[v] = LARGEST ? (other > x[v] ? other : x[v]) : x[v] + other;
+            x[v] = largest ? larger(other, x[v]) : x[v] + other;
         }
     __syncthreads();  // what was shown before has been read
-    if ((int)threadIdx.x % WARP < QUERIES / N)
-#pragma unroll
-        for (int v = 0; v < N; v++) shown[warp][query + v] = x[v];
+    if ((int)threadIdx.x % WARP < QUERIES / N) store_pack<N>(shown[warp][query].of, true, x);
     __syncthreads();
-#pragma unroll
-    for (int v = 0; v < N; v++) x[v] = shown[0][query + v];
+    load_pack<N>(shown[0][query].of, true, x);
 #pragma unroll 5
-    for (int w = 1; w < WARPS; w++)
+    for (int w = 1; w < WARPS; w++) {
+        REAL next[N];
+        load_pack<N>(shown[w][query].of, true, next);
 #pragma unroll
-        for (int v = 0; v < N; v++) {
-            const REAL next = shown[w][query + v];
-            x[v] = LARGEST ? (next > x[v] ? next : x[v]) : x[v] + next;
-        }
+        for (int v = 0; v < N; v++) x[v] = largest ? larger(next[v], x[v]) : x[v] + next[v];
+    }
 }
 
-// A thread has N queries, and takes their keys in turns with the others of these queries.  WHOLE says that all memory
-// is aligned.  `shares` may be `scores`.
-template <int N, bool WHOLE, typename T>
+// A thread has N queries, and takes their keys in turns with the others of these queries.  With SHARED, where memory is
+// aligned, it holds the first in registers, and the others in places of shared memory that no other thread uses.
+// Otherwise scores are read three times.  Results have the same bits.  `shares` may be `scores`.
+template <int N, bool SHARED, typename T>
 __device__ __forceinline__ void softmax_of_queries(
     const REAL* scores, T* shares, REAL* logsum, int keys, int queries, int length, int offset, REAL scale) {
-    constexpr int LANES = THREADS * N / QUERIES, COUNT = HELD / N;
+    constexpr int LANES = THREADS * N / QUERIES, COUNT = SHARED ? HELD / N : 0;
+    // Results in half precision are powers of 2, which take a third of the instructions of exp(x).  Their relative
+    // error is 2^-22, and 2^-23 for each unit of the scaled score (2^-24 with exp(x)): little beside the 2^-9 or 2^-12
+    // of rounding the result.
+    constexpr bool HALF = sizeof(T) == 2;
+    const REAL factor = HALF ? scale * (REAL)1.4426950408889634 : scale;  // log2(e)
+    const auto power = [](REAL x) { return HALF ? exp2(x) : exponential(x); };
+    extern __shared__ PackOf<REAL, PACK> places[];
+    PackOf<REAL, PACK>* const place = places + threadIdx.x;
+    const bool whole = SHARED || (aligned<N>(scores) && aligned<N>(shares));
     const int tiles = (queries + QUERIES - 1) / QUERIES, group = (int)(blockIdx.x / tiles);
     const int query = (int)(blockIdx.x % tiles) * QUERIES + (int)threadIdx.x % (QUERIES / N) * N;
     const int lane = (int)threadIdx.x / (QUERIES / N);
     // Of keys from that of this thread on: those that are written, that its first query sees, and that any query sees.
     const int written = (query < queries ? keys : 0) - lane, seen = query + offset + 1 - lane;
     const int read = seen + N - 1 < written ? seen + N - 1 : written;
+    const long long step = (long long)queries * LANES;
     scores += ((long long)group * keys + lane) * queries + query;
     shares += ((long long)group * keys + lane) * queries + query;
-    const long long step = (long long)queries * LANES;
-    const REAL* p = scores;
-    REAL held[HELD], part[N], own[N], top[N], total[N];
+    // The scores of a key, scaled where queries see it.
+    const auto masked = [&](int key, REAL* x) {
 #pragma unroll
-    for (int k = 0; k < COUNT; k++, p += step)
-        if (k * LANES < read) load_pack<N>(p, WHOLE, held + k * N);
+        for (int v = 0; v < N; v++) x[v] *= factor;
+        if (key >= seen)
 #pragma unroll
-    for (int v = 0; v < N; v++) {
-        own[v] = NEGATIVE_INFINITY;
-        total[v] = 0;
+            for (int v = 0; v < N; v++)
+                if (key >= seen + v) x[v] = NEGATIVE_INFINITY;
+    };
+    const auto load_further = [&](int k, REAL* x) {
+        load_pack<N>(SHARED ? place[(k - COUNT) * THREADS].of : scores + k * step, whole, x);
+        masked(k * LANES, x);
+    };
+    REAL held[HELD], part[N], top[N], total[N];
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (k * LANES < read) load_pack<N>(scores + k * step, whole, held + k * N);
+    if (SHARED)
+        for (int k = COUNT; k * LANES < read; k++) begin_copy(place + (k - COUNT) * THREADS, scores + k * step);
+#pragma unroll
+    for (int v = 0; v < N; v++) part[v] = total[v] = 0, top[v] = NEGATIVE_INFINITY;
+    for (int k = read > 0 ? (read + LANES - 1) / LANES : 0; k * LANES < written; k++)
+        store_pack<N, HALF>(shares + k * step, whole, part);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (k * LANES < read) {
+            masked(k * LANES, held + k * N);
+#pragma unroll
+            for (int v = 0; v < N; v++) top[v] = larger(held[k * N + v], top[v]);
+        }
+    if (SHARED) end_copies();
+#pragma unroll 4
+    for (int k = COUNT; k * LANES < read; k++) {
+        load_further(k, part);
+#pragma unroll
+        for (int v = 0; v < N; v++) top[v] = larger(part[v], top[v]);
     }
+    over_lanes<N>(top, true);
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
         if (k * LANES < read)
 #pragma unroll
             for (int v = 0; v < N; v++) {
-                held[k * N + v] = k * LANES < seen + v ? held[k * N + v] * scale : NEGATIVE_INFINITY;
-                own[v] = held[k * N + v] > own[v] ? held[k * N + v] : own[v];
-            }
-    for (int key = COUNT * LANES; key < read; key += LANES, p += step) {
-        load_pack<N>(p, WHOLE, part);
-#pragma unroll
-        for (int v = 0; v < N; v++)
-            if (key < seen + v) take(part[v] * scale, own + v, total + v);
-    }
-#pragma unroll
-    for (int v = 0; v < N; v++) top[v] = own[v];
-    over_lanes<true, N>(top);
-#pragma unroll
-    for (int v = 0; v < N; v++)
-        if (total[v] != 0) total[v] *= exponential(own[v] - top[v]);
-#pragma unroll
-    for (int k = 0; k < COUNT; k++)
-        if (k * LANES < read)
-#pragma unroll
-            for (int v = 0; v < N; v++) {
-                held[k * N + v] = exponential(held[k * N + v] - top[v]);
+                held[k * N + v] = power(held[k * N + v] - top[v]);
                 total[v] += held[k * N + v];
             }
-    over_lanes<false, N>(total);
+#pragma unroll 4
+    for (int k = COUNT; k * LANES < read; k++) {
+        load_further(k, part);
+#pragma unroll
+        for (int v = 0; v < N; v++) {
+            part[v] = power(part[v] - top[v]);
+            total[v] += part[v];
+        }
+        if (SHARED) store_pack<N>(place[(k - COUNT) * THREADS].of, true, part);
+    }
+    over_lanes<N>(total, false);
     if (lane == 0 && query < queries)
 #pragma unroll
-        for (int v = 0; v < N; v++) logsum[(long long)group * length + offset + query + v] = top[v] + log(total[v]);
+        for (int v = 0; v < N; v++)
+            logsum[(long long)group * length + offset + query + v] =
+                (HALF ? top[v] * (REAL)0.6931471805599453 : top[v]) + log(total[v]);  // log(2)
 #pragma unroll
     for (int v = 0; v < N; v++) total[v] = 1 / total[v];
 #pragma unroll
-    for (int k = 0; k < COUNT; k++, shares += step) {
-        if (k * LANES >= written) continue;
+    for (int k = 0; k < COUNT; k++)
+        if (k * LANES < read) {
 #pragma unroll
-        for (int v = 0; v < N; v++) part[v] = k * LANES < seen + v ? held[k * N + v] * total[v] : (REAL)0;
-        store_pack<N>(shares, WHOLE, part);
-    }
-    scores += COUNT * step;
-    for (int key = COUNT * LANES; key < written; key += LANES, scores += step, shares += step) {
-        if (key < read) load_pack<N>(scores, WHOLE, part);
+            for (int v = 0; v < N; v++) part[v] = held[k * N + v] * total[v];
+            store_pack<N, HALF>(shares + k * step, whole, part);
+        }
+#pragma unroll 4
+    for (int k = COUNT; k * LANES < read; k++) {
+        if (SHARED) load_pack<N>(place[(k - COUNT) * THREADS].of, true, part);
+        else load_further(k, part);
 #pragma unroll
-        for (int v = 0; v < N; v++)
-            part[v] = key < seen + v ? exponential(part[v] * scale - top[v]) * total[v] : (REAL)0;
-        store_pack<N>(shares, WHOLE, part);
+        for (int v = 0; v < N; v++) part[v] = (SHARED ? part[v] : power(part[v] - top[v])) * total[v];
+        store_pack<N, HALF>(shares + k * step, whole, part);
     }
 }
 
+// `shared` says that the launch has as much shared memory as these keys need.
 template <typename T>
 __device__ __forceinline__ void softmax(
-    const REAL* scores, T* shares, REAL* logsum, int keys, int queries, int length, int offset, REAL scale) {
+    const REAL* scores, T* shares, REAL* logsum, int keys, int queries, int length, int offset, REAL scale,
+    int shared) {
     if (queries % PACK)
         softmax_of_queries<1, false>(scores, shares, logsum, keys, queries, length, offset, scale);
-    else if (aligned<PACK>(scores) && aligned<PACK>(shares))
+    else if (shared && aligned<PACK>(scores) && aligned<PACK>(shares))
         softmax_of_queries<PACK, true>(scores, shares, logsum, keys, queries, length, offset, scale);
     else
         softmax_of_queries<PACK, false>(scores, shares, logsum, keys, queries, length, offset, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 2) causal_softmax(
-    REAL* scores, REAL* logsum, int keys, int queries, int length, int offset, REAL scale) {
-    softmax(scores, scores, logsum, keys, queries, length, offset, scale);
+    REAL* scores, REAL* logsum, int keys, int queries, int length, int offset, REAL scale, int shared) {
+    softmax(scores, scores, logsum, keys, queries, length, offset, scale, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 2) causal_softmax_rounded(
     const REAL* __restrict__ scores, STORED* __restrict__ shares, REAL* __restrict__ logsum, int keys, int queries,
-    int length, int offset, REAL scale) {
-    softmax(scores, shares, logsum, keys, queries, length, offset, scale);
+    int length, int offset, REAL scale, int shared) {
+    softmax(scores, shares, logsum, keys, queries, length, offset, scale, shared);
 }
 
 // Rows are the keys of all groups.  `gradients` has `length` queries and `all_keys` keys a group: those of `scores` are
