@@ -50,6 +50,8 @@ static inline float abs(float x) { return fabsf(x); }
 #define __expf expf
 static inline float __fdividef(float x, float y) { return x / y; }
 static inline double abs(double x) { return fabs(x); }
+static inline float __fmul_rn(float x, float y) { return x * y; }
+static inline double __dmul_rn(double x, double y) { return x * y; }
 
 struct Dimensions {
     unsigned int x, y, z;

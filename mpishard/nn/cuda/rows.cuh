@@ -9,6 +9,10 @@
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
+// A product that the compiler does not join with an addition, which would save its rounding in some forms of a function
+// and not in others.
+__device__ __forceinline__ float product(float x, float y) { return __fmul_rn(x, y); }
+__device__ __forceinline__ double product(double x, double y) { return __dmul_rn(x, y); }
 __device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }  // the number where the other is NaN
 __device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }

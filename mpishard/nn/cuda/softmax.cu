@@ -58,7 +58,7 @@ __device__ __forceinline__ void softmax_of_queries(
     // The scores of a key, scaled where queries see it.
     const auto masked = [&](int key, REAL* x) {
 #pragma unroll
-        for (int v = 0; v < N; v++) x[v] *= factor;
+        for (int v = 0; v < N; v++) x[v] = product(x[v], factor);
         if (key >= seen)
 #pragma unroll
             for (int v = 0; v < N; v++)
