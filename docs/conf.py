@@ -32,6 +32,7 @@ html_theme = "furo"
 html_title = f"mpishard {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "search.js")
 html_show_sphinx = False
 
 # Types are in the docstrings, in words; signatures without them fit on a phone.
