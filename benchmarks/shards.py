@@ -65,7 +65,7 @@ def child(kind: Kind, steps: int) -> dict[str, Any]:
     import numpy as np
 
     import mpishard
-    from mpishard.backend.arithmetic import arithmetic
+    from mpishard.backend.process import arithmetic
 
     sizes = WIDE if kind.wide else MODEL
     with mpishard.Mesh(tensor=TENSOR[kind.ranks]) as mesh:

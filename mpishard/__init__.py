@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.axis import Axis
     from mpishard.comm.call_matching import CollectiveMismatchError
+    from mpishard.comm.channel import Request
     from mpishard.comm.mesh import Mesh
-    from mpishard.comm.request import Request
     from mpishard.comm.reshard import reshard_state
     from mpishard.data.evaluation import EarlyStopping, Evaluation
     from mpishard.data_parallel.configuration import ShardingConfiguration
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
         minimize,
         regularized,
     )
-    from mpishard.launch.leave_signals import Signals
-    from mpishard.layout.specs import ParameterSpec
+    from mpishard.launch.signals import Signals
+    from mpishard.layout.tensors import ParameterSpec
     from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, ParameterGroup, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
@@ -129,7 +129,7 @@ _MODULES = {
     "comm.axis": "Axis",
     "comm.call_matching": "CollectiveMismatchError",
     "comm.mesh": "Mesh",
-    "comm.request": "Request",
+    "comm.channel": "Request",
     "comm.reshard": "reshard_state",
     "data.evaluation": "EarlyStopping Evaluation",
     "data_parallel.configuration": "ShardingConfiguration",
@@ -139,10 +139,10 @@ _MODULES = {
     "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
-    "launch.leave_signals": "Signals",
-    "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov backward_in_time check_adjoint "
-    "check_gradient minimize regularized",
-    "layout.specs": "ParameterSpec",
+    "launch.signals": "Signals",
+    "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov backward_in_time "
+    "check_adjoint check_gradient minimize regularized",
+    "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion ParameterGroup RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
@@ -202,7 +202,7 @@ def _runs_distributed() -> bool:
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
 # In a program that does not run distributed nothing is replaced: neither hooks nor handlers nor the environment.
 if _runs_distributed():
-    from mpishard.launch.ctrl_c import deferred
+    from mpishard.launch.signals import deferred
 
     with deferred():
         from mpishard.launch.detection import check_before_mpi

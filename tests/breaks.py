@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import threadpoolctl
 
-import mpishard.backend.blas_threads
+import mpishard.backend.process
 import mpishard.nn.slices
 import mpishard.training.step_runner
 from mpishard.nn.slices import Slices
@@ -45,7 +45,7 @@ def _threads(stack: contextlib.ExitStack) -> None:
     before = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     stack.callback(threadpoolctl.threadpool_limits, max(before, default=1))
     stack.enter_context(mock.patch.object(mpishard.training.step_runner, "fix_blas_threads", two_threads))
-    stack.enter_context(mock.patch.object(mpishard.backend.blas_threads, "matmul", np.matmul))
+    stack.enter_context(mock.patch.object(mpishard.backend.process, "matmul", np.matmul))
 
 
 def _slices(stack: contextlib.ExitStack) -> None:

@@ -50,7 +50,7 @@ class Agreement:
 
     def __init__(self, config: pytest.Config, world: Any) -> None:
         from mpishard.comm import abort
-        from mpishard.comm.death_monitor import DeathMonitor
+        from mpishard.comm.abort import DeathMonitor
 
         self.world = world.Dup()  # a communicator of its own: a test's leftovers cannot match its messages
         self.rank, self.size = world.rank, world.size

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.layout.specs import ParameterSpec
-from mpishard.parameters.gradient_buckets import make_buckets
-from mpishard.parameters.gradient_reducer import GradientReducer
+from mpishard.layout.tensors import ParameterSpec
+from mpishard.parameters.buckets import make_buckets
+from mpishard.parameters.reducer import GradientReducer
 
 LIKE = np.zeros(1)
 

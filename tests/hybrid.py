@@ -12,7 +12,7 @@ from steps import write_gradients
 
 import mpishard
 from mpishard import DDPOptimizer, ShardingConfiguration
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 LAYERS = 4

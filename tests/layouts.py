@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpishard.layout.boxes import split
-from mpishard.layout.local_layout import ModelParallelRank, Piece, cut_holding
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ModelParallelRank, ParameterSpec, Piece, cut_holding
 
 LAYERS = 4
 

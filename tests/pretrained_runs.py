@@ -10,9 +10,7 @@ import safetensors.numpy
 
 from mpishard import nn
 from mpishard.layout.boxes import box_shape
-from mpishard.nn.import_plan import table_of_config
-from mpishard.nn.pretrained import table_of_model
-from mpishard.nn.weight_files import published_tensors
+from mpishard.nn.pretrained import published_tensors, table_of_config, table_of_model
 
 # 4 heads can be split over 1, 2 and 4 ranks; 19 tokens leave uneven slices.
 GPT2 = dict(vocab_size=19, n_positions=8, n_embd=24, n_layer=4, n_head=4)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from mpishard.layout.boxes import split
-from mpishard.layout.local_layout import Piece, cut_holding
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec, Piece, cut_holding
 
 KINDS = (PARAMETERS, "optimizer/exp_avg")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpishard import DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 SPECS = [ParameterSpec("a", (3, 5)), ParameterSpec("b", (0,)), ParameterSpec("c", (1,)), ParameterSpec("d", (2, 3, 4))]

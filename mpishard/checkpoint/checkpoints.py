@@ -1,22 +1,23 @@
-"""The checkpoints of a run, for training scripts and loops."""
+"""The checkpoints of a run, for training scripts and loops: `Checkpoints`, its options, and when it saves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
-from mpishard.arguments import shown
+from mpishard.arguments import flag, integer, shown
 from mpishard.checkpoint import saver
 from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import best_step
-from mpishard.checkpoint.newest import load_newest
-from mpishard.checkpoint.options import CheckpointOptions
+from mpishard.checkpoint.load import load_newest
+from mpishard.checkpoint.pieces import COMPRESSIONS
 from mpishard.checkpoint.retention import Retention
-from mpishard.checkpoint.save_interval import save_interval
 from mpishard.checkpoint.saver import SaveOutcome, Task
 from mpishard.checkpoint.snapshot import Snapshot
 from mpishard.checkpoint.writer import Writer
@@ -25,6 +26,218 @@ from mpishard.comm.capabilities import probe
 from mpishard.comm.mesh import Mesh
 from mpishard.io.files import warn_of_writers
 from mpishard.layout.run_state import RunState
+
+# Decides when to save: after so many steps, or so often that saves take no more than a share of a run's time.
+#
+# If a save has kept the slowest rank for s seconds, the next one is due s / share seconds after that save began.  All
+# saves but the last together then take at most the share of the run.  The first save follows the first step.
+#
+# All ranks must decide alike, but without communication after every step.  So they exchange their measurements only at
+# some steps: after half of the estimated steps until the next save, then after half of the remaining ones, and so on;
+# at the latest after a hundred steps, since steps may become slower.
+
+_MOST_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of one rank since the last save.
+
+    Parameters
+    ----------
+    stall : float
+        Seconds for which the save kept the rank.
+    elapsed : float
+        Seconds since the save began.
+    step : float
+        Seconds per step since then.
+    """
+
+    stall: float
+    elapsed: float
+    step: float
+
+
+class Pace:
+    """Decides when to save.  Not collective; the caller exchanges the results of `measured`.
+
+    Parameters
+    ----------
+    share : float
+        Share of the run's time, between 0 and 1.
+    clock : callable
+        Returns seconds since any fixed moment.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.share = share
+        self.clock = clock
+        self._began = self._ended = 0.0
+        self._saved: int | None = None
+        self._next = 1
+        self._asked = 0
+
+    def note(self, step: int, began: float) -> None:
+        """Note that a save after `step`, which began at the time `began`, is over."""
+        self._began, self._ended = began, self.clock()
+        self._saved, self._next = step, step + 1
+
+    def ask_soon(self) -> None:
+        """Exchange measurements after the next step, since the ranks have changed."""
+        self._next = 1
+
+    def asks(self, step: int) -> bool:
+        """Whether the ranks exchange measurements after this step; the same on all ranks."""
+        if step < self._asked:  # another run begins
+            self.ask_soon()
+        self._asked = step
+        return step >= self._next
+
+    def measured(self, step: int) -> Measured | None:
+        """The measurements of this rank; None if it has taken part in no save."""
+        if self._saved is None:
+            return None
+        now = self.clock()
+        return Measured(self._ended - self._began, now - self._began, (now - self._ended) / max(1, step - self._saved))
+
+    def decide(self, step: int, measurements: Sequence[Measured | None]) -> bool:
+        """Whether to save after this step, from the measurements of all ranks."""
+        known = [each for each in measurements if each is not None]
+        if not known:
+            return True
+        left = max(each.stall for each in known) / self.share - min(each.elapsed for each in known)
+        if left <= 0:
+            return True
+        a_step = max(each.step for each in known)
+        self._next = step + (max(1, int(min(left / a_step / 2, _MOST_STEPS))) if a_step > 0 else 1)
+        return False
+
+
+class InSteps:
+    """Saves after every so many steps, or never; the interface of `ShareOfTime`.
+
+    Parameters
+    ----------
+    every : int or None
+        Steps between saves; None: no save is ever due.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every = every
+
+    def due(self, step: int, world: Axis) -> bool:
+        """Whether a save is due after the step."""
+        return self.every is not None and step > 0 and step % self.every == 0
+
+    def clock(self) -> float:
+        """Seconds since any fixed moment."""
+        return 0.0
+
+    def note(self, step: int, began: float) -> None:
+        """Note that a save after `step`, which began at the time `began`, is over."""
+
+    def ranks_changed(self) -> None:
+        """Note that other ranks take part from now on."""
+
+
+class ShareOfTime:
+    """Saves so often that they take no more than a share of the run's time.
+
+    Parameters
+    ----------
+    share : float
+        Between 0 and 1.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.pace: Pace = Pace(share)
+
+    def due(self, step: int, world: Axis) -> bool:
+        """Whether a save is due after the step.  Collective."""
+        return self.pace.asks(step) and self.pace.decide(step, world.allgather_object(self.pace.measured(step)))
+
+    def clock(self) -> float:
+        """Seconds since any fixed moment."""
+        return self.pace.clock()
+
+    def note(self, step: int, began: float) -> None:
+        """Note that a save after `step`, which began at the time `began`, is over."""
+        self.pace.note(step, began)
+
+    def ranks_changed(self) -> None:
+        """Exchange measurements after the next step: other ranks take part from now on."""
+        self.pace.ask_soon()
+
+
+def save_interval(every: float | None) -> InSteps | ShareOfTime:
+    """What decides when to save, by `Checkpoints`' option `every`."""
+    check_every(every)
+    return InSteps(every) if every is None or _in_steps(every) else ShareOfTime(float(every))
+
+
+def check_every(every: float | None) -> None:
+    """Raise ValueError unless `every` is a number of steps, a share of the time, or None."""
+    sound = every is None or (
+        every >= 1 if _in_steps(every) else isinstance(every, float | np.floating) and 0 < every < 1
+    )
+    if not sound:
+        raise ValueError(
+            f"every={every!r} must be a whole number of steps of at least 1, a share of the run's time above 0 and "
+            "below 1, or None"
+        )
+
+
+def _in_steps(every: object) -> TypeGuard[int]:
+    return not isinstance(every, bool) and isinstance(every, int | np.integer)
+
+
+# The options of `Checkpoints`, checked.
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """The options of `Checkpoints`, whose docstring explains each.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is invalid.
+    """
+
+    folder: str | Path
+    every: float | None = None
+    keep: int | None = 2
+    asynchronous: bool = False
+    compression: str | None = None
+    on_error: Literal["raise", "warn"] = "raise"
+    best: Literal["validation loss"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None:
+            object.__setattr__(self, "keep", integer("keep", self.keep, least=1))
+        object.__setattr__(self, "asynchronous", flag("asynchronous", self.asynchronous))
+        check_every(self.every)
+        if self.compression not in COMPRESSIONS:
+            raise ValueError(f"compression={self.compression!r} is none of {', '.join(map(str, COMPRESSIONS))}")
+        if self.on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error={self.on_error!r} must be 'raise' or 'warn'")
+        if self.best not in (None, "validation loss"):
+            raise ValueError(f"best={self.best!r} must be 'validation loss', or None")
+        # A script may change the working directory.
+        object.__setattr__(self, "folder", Path(self.folder).absolute())
+
+    @classmethod
+    def agreed(cls, world: Axis, options: Mapping[str, Any]) -> CheckpointOptions:
+        """The options that all ranks give; ValueError on every rank if they differ.  Collective over `world`."""
+        all_options = world.allgather_object({name: str(value) for name, value in options.items()})
+        for name in options:
+            if any(other[name] != all_options[0][name] for other in all_options):
+                values = ", ".join(other[name] for other in all_options)
+                raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
+        return cls(**options)
+
+
+# The checkpoints of a run, for training scripts and loops.
 
 
 class Checkpoints:

@@ -18,9 +18,8 @@ from mpishard.checkpoint.pieces import BLOCK, StoredPiece, new_file, pieces_file
 from mpishard.checkpoint.sources import Source, Stored, blocks, total_bytes
 from mpishard.io import hdf5
 from mpishard.layout.boxes import Box, split
-from mpishard.layout.local_layout import WHOLE, cut_holding
 from mpishard.layout.run_state import link_name
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import WHOLE, ParameterSpec, cut_holding
 
 
 def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import Request
+from mpishard.comm.channel import Request
 
 _FIRST_S, _LONGEST_S = 0.0002, 0.02
 # Of the wait so far: it gets longer by no more.

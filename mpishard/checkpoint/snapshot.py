@@ -15,8 +15,8 @@ from mpishard.backend.garbage import no_garbage_collection
 from mpishard.backend.kinds import backend_of
 from mpishard.backend.streams import copy_together
 from mpishard.checkpoint.pieces import PieceValues
-from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard
+from mpishard.layout.tensors import LocalLayout, Piece
 
 Array = Any
 

@@ -10,7 +10,7 @@ import typer
 
 from mpishard.cli.estimate_text import console, new_table, print_table, seconds, size
 from mpishard.estimate import TYPICAL, Break, Cluster, Costs, MachineProfile, StartParts, breaks, costs, measure_start
-from mpishard.estimate.limits import LIMITS, THINGS
+from mpishard.estimate.many_ranks import LIMITS, THINGS
 
 _RANKS = (10**3, 10**4, 10**5)
 _WAYS_OUT = {

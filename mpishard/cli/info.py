@@ -4,16 +4,183 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import textwrap
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from mpi4py import MPI
 
-from mpishard.cli.info_text import show
+from mpishard.backend.products.choice import VARIABLE
+from mpishard.backend.products.libraries import NUMPY
+from mpishard.cli.estimate_text import size
 from mpishard.comm.abort import abort
-from mpishard.environment import collect, findings, launch_of, launches
+from mpishard.environment import Facts, Finding, collect, findings, launch_of, launches
+from mpishard.environment.findings import cores_of, count, gpus_in_use, limit_of, nodes
+
+# Facts about MPI and the machine, collected by the ranks, as one screen.
+
+_SHOWN_NODES = 6
+# What mpishard uses libraries for GPUs for; those that are not here serve one of these.
+_USED_FOR = {
+    "cuBLAS": "products",
+    "cuDNN frontend": "attention",
+    "nvmath": "epilogues",
+    "NCCL": "Mesh(collectives='nccl')",
+}
+
+
+def show(facts: Sequence[Facts], found: Sequence[Finding]) -> None:
+    """Print facts, those of rank 0 where they are of one process, and then what was found.
+
+    Without colours: Open MPI gives its ranks a terminal even where their output ends in a file.
+    """
+    _print_columns(rows(facts))
+    typer.echo()
+    _print_columns([(finding.level, str(finding)) for finding in found])
+    wrong, warnings = (sum(finding.level == level for finding in found) for level in ("wrong", "warning"))
+    verdict = f"{count(wrong, 'thing')} {'is' if wrong == 1 else 'are'} wrong" if wrong else "Nothing is wrong"
+    typer.echo(verdict + (f", with {count(warnings, 'warning')}." if warnings else "."))
+
+
+def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
+    """Names and values in the order in which they are shown."""
+    first, mpi, setup = facts[0], facts[0].mpi, facts[0].mpi_setup
+    versions = [f"{name} {version}" for name, version in first.versions.items() if name not in ("h5py", "HDF5")]
+    found = [
+        ("versions", ", ".join(versions)),
+        ("MPI", f"{mpi.library} {mpi.version}, standard {'.'.join(map(str, mpi.standard))}, {setup.thread_level}"),
+        ("", _build(setup.mpi_text)),
+        ("", "any count in one call" if mpi.large_counts else "counts of 2**31 and more in several calls"),
+        ("started by", _launch(first)),
+        ("mpirun", f"{setup.mpirun.path} ({setup.mpirun.family})" if setup.mpirun else "none"),
+    ]
+    if setup.mpirun_on_path is not None:
+        found.append(("", f"{setup.mpirun_on_path.path} ({setup.mpirun_on_path.family}) on the PATH"))
+    found += [
+        ("deaths", _deaths(first)),
+        *zip(["GPUs", "", "", ""], _gpus(nodes(facts)[0]), strict=False),
+        ("HDF5", f"{first.versions['HDF5']}, h5py {first.versions['h5py']}, {_h5py(first)}"),
+        ("BLAS", _blas(first)),
+        ("products", _products(first)),
+        ("memory", _memory(first)),
+    ]
+    every = nodes(facts)
+    for index, node in enumerate(every[:_SHOWN_NODES]):
+        found.append(("" if index else "nodes", _node(node)))
+    if left := every[_SHOWN_NODES:]:
+        found.append(("", f"and {len(left)} more with {count(sum(map(len, left)), 'rank')}"))
+    return found
+
+
+def _build(text: str) -> str:
+    """Text that identifies the build of an MPI: one line of many under MPICH, the first line under others."""
+    device = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("MPICH Device")]
+    return f"device {device[0]}" if device else text.partition("\n")[0]
+
+
+def _launch(first: Facts) -> str:
+    launch = launch_of(first.process.launches, first.process.ranks)
+    if launch is None:
+        return "no launcher: one rank"
+    return f"{launch.launcher}, {count(launch.ranks, 'rank')}; MPI_COMM_WORLD has {first.process.ranks}"
+
+
+def _deaths(first: Facts) -> str:
+    if first.mpi_setup.heals:
+        return "healed in place (ULFM is on)"
+    return "end the job; ULFM is there, but off" if first.mpi_setup.could_heal else "end the job"
+
+
+def _gpus(node: Sequence[Facts]) -> list[str]:
+    """Of the first node: its GPUs and who shares them, CuPy, how arrays travel, and libraries."""
+    first, devices = node[0], node[0].devices
+    if not first.memory.gpus:
+        return ["none"]
+    known = Counter((gpu.name, gpu.memory) for gpu in devices.gpu_list)
+    gpus = ", ".join(f"{number} x {name} with {size(memory)}" for (name, memory), number in known.items())
+    lines = [gpus or str(first.memory.gpus)]
+    if devices.driver_cuda:
+        lines[0] += f"; driver for CUDA {devices.driver_cuda}"
+    if used := len(gpus_in_use(node)):
+        share = "one for each rank" if used == len(node) else f"{count(len(node), 'rank')} on {used}"
+        lines[0] += f"; {share}"
+    cupy = first.versions.get("CuPy")
+    of_cuda = f" for CUDA {devices.cupy_cuda}" if devices.cupy_cuda else ""
+    way = "MPI takes device pointers" if first.mpi.device_buffers else "arrays travel through pinned host memory"
+    lines.append(f"CuPy {cupy}{of_cuda}; {way}" if cupy else "no CuPy")
+    found = [
+        f"{name} {version}" + (f" ({_USED_FOR[name]})" if name in _USED_FOR else "")
+        for name, version in devices.device_libraries.items()
+    ]
+    if cupy:
+        lines.append("; ".join(found) or "no libraries as packages; those of a CUDA toolkit are not looked for")
+    return lines
+
+
+def _h5py(first: Facts) -> str:
+    return "built with MPI (not needed)" if first.h5py.h5py_mpi else "built without MPI (not needed)"
+
+
+def _blas(first: Facts) -> str:
+    processor = first.processor
+    if not processor.blas:
+        return "unknown to threadpoolctl"
+    blas = processor.blas[0]
+    kernels = f" with {blas.kernels} kernels" if blas.kernels else ""
+    limit = (
+        f"by {processor.blas_chosen}" if processor.blas_chosen else "a mesh limits them to a rank's share of the cores"
+    )
+    return f"{blas.library} {blas.version}{kernels}, {count(blas.threads, 'thread')}: {limit}"
+
+
+def _products(first: Facts) -> str:
+    """The libraries for matrix products: by library the dtypes or kinds that it does."""
+    text, chosen = first.processor.products, first.processor.products_chosen
+    by = f", chosen by {VARIABLE}" if chosen else ""
+    if text in ("", NUMPY):
+        return f"by BLAS{by or '; the extras mkl and onednn bring libraries that are faster on some processors'}"
+    kinds: dict[str, list[str]] = {}
+    for kind, _, library in (pair.partition("=") for pair in text.split(",")):
+        kinds.setdefault(library, []).append(kind)
+    return "; ".join(f"{library}: {', '.join(of)}" for library, of in sorted(kinds.items())) + by
+
+
+def _memory(first: Facts) -> str:
+    memory = first.memory
+    locked = (
+        "any amount" if memory.locked_memory is None else size(memory.locked_memory) if memory.locked_memory else "none"
+    )
+    text = f"a process may lock {locked}"
+    if memory.shared_memory is None or memory.shared_memory_free is None:
+        return f"{text}; no /dev/shm"
+    return f"{text}; /dev/shm has {size(memory.shared_memory_free)} free of {size(memory.shared_memory)}"
+
+
+def _node(node: Sequence[Facts]) -> str:
+    first, last = node[0].process.rank, node[-1].process.rank
+    ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
+    if last - first >= len(node):
+        ranks = f"{len(node)} of the {ranks}"
+    return f"{node[0].process.host}: {ranks} on {count(cores_of(node), 'core')}{limit_of(node)}"
+
+
+def _print_columns(lines: Sequence[tuple[str, str]]) -> None:
+    """Print names and values, wrapped to the terminal; no value is cut, so that it can be copied."""
+    indent = max((len(name) for name, _ in lines), default=0) + 2
+    # Under mpirun the output is a pipe even if it ends in a terminal, which may be narrow.
+    width = shutil.get_terminal_size((80, 24)).columns
+    for name, value in lines:
+        wrapped = textwrap.wrap(value, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
+        for index, line in enumerate(wrapped):
+            typer.echo(f"{'' if index else name:{indent}}{line}")
+
+
+# ``mpishard info``: capabilities and problems of this MPI and this machine.
 
 _PATIENCE_S = 30.0
 

@@ -15,8 +15,7 @@ import typer
 
 from mpishard.launch import supervisor_main
 from mpishard.launch.hosts import HostSettings, parse_hosts
-from mpishard.launch.progress_monitor import Limits
-from mpishard.launch.restart_policy import Policy
+from mpishard.launch.restart_policy import Limits, Policy
 from mpishard.launch.supervisor import Job
 
 

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from mpishard.cli.arguments import RecordFolder
-from mpishard.cli.estimate_text import console, print_table
-from mpishard.cli.figure import write
-from mpishard.cli.trace_text import split_table
+from mpishard.cli.estimate_text import console, new_table, print_table
+from mpishard.cli.figure import ACTIONS, AXES, save, write
+from mpishard.comm.ledger import PRODUCT
 from mpishard.record.reading import check_record
 from mpishard.record.stack_requests import ask_for_trace
-from mpishard.record.time_split import split_times
-from mpishard.record.trace import chrome_events, read_trace
+from mpishard.record.summary import TimeSplit, mean, split_times
+from mpishard.record.trace import Traced, chrome_events, read_trace
+
+# How the traced steps were spent, as a table.
+
+_MOST_RANKS = 32
+
+
+def split_table(splits: Sequence[TimeSplit]) -> Table:
+    """Milliseconds of a step and their shares, of each rank, and of several ranks their mean."""
+    table = new_table("rank", "ms/step", "products", "communication", "rest")
+    for split in splits[:_MOST_RANKS]:
+        table.add_row(str(split.rank), *_figures(split))
+    if len(splits) > 1:
+        table.add_row(f"mean of {len(splits)}", *_figures(mean(splits, -1)))
+    return table
+
+
+def _figures(split: TimeSplit) -> list[str]:
+    parts = split.products, split.communication, split.rest
+    return [f"{split.step * 1e3:.2f}", *(f"{part * 1e3:.2f} ({part / split.step:.0%})" for part in parts)]
+
+
+# ``mpishard trace``: a timeline of all ranks, for Perfetto and as a picture.
 
 
 def trace(
@@ -53,8 +78,63 @@ def trace(
     write(path, json.dumps(chrome_events(chosen)).encode())
     typer.echo(path)
     if png:
-        from mpishard.cli.trace_figure import draw
-
         left_out = draw(chosen, path.with_suffix(".png"))
         typer.echo(f"{path.with_suffix('.png')}" + (f" (without the last {left_out} ranks)" if left_out else ""))
     print_table(console(), split_table(split_times(chosen)))
+
+
+# A trace as a Gantt chart with one row per rank.
+
+_MOST_ROWS = 64
+# Drawing order: calls interrupt everything; the actions of a pipeline are inside the function, and products in these.
+_LAYERS = {"step": 0, "phase": 1, "function": 1, "F": 2, "B": 2, "I": 2, "W": 2, PRODUCT: 3}
+_OF_CALLS = 4
+_COLOURS = {"step": "0.9", "phase": "0.6", "function": "#cfe3f2", PRODUCT: "#44546a", **ACTIONS, **AXES}
+_WORDS = {
+    "step": "rest of the step",
+    "phase": "update, saving",
+    "function": "loss and gradient",
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    PRODUCT: "matrix products",
+}
+_MOST_NUMBERS = 12  # numbers of steps along the axis
+
+
+def draw(spans: Sequence[Traced], path: Path) -> int:
+    """Write the picture; its format follows from the name.  Returns the number of ranks left out."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ranks = sorted({span.rank for span in spans})
+    shown = ranks[:_MOST_ROWS]
+    rows = {rank: row for row, rank in enumerate(shown)}
+    first = min(span.start for span in spans)
+    bars: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for span in spans:
+        if span.rank in rows:
+            bars[span.kind][rows[span.rank]].append(((span.start - first) * 1e3, span.seconds * 1e3))
+    figure = Figure(figsize=(8, 1.4 + 0.36 * len(shown)), layout="constrained")
+    axis = figure.subplots()
+    kinds = sorted(bars, key=lambda kind: (_LAYERS.get(kind, _OF_CALLS), kind))
+    for kind in kinds:
+        layer = _LAYERS.get(kind, _OF_CALLS)
+        height = 0.9 - 0.14 * layer
+        for row, where in bars[kind].items():
+            axis.broken_barh(where, (row - height / 2, height), color=_colour(kind), zorder=2 + layer, lw=0)
+    begins = {span.step: (span.start - first) * 1e3 for span in spans if span.kind == "step" and span.rank == shown[0]}
+    if len(begins) <= _MOST_NUMBERS:
+        for step, begin in begins.items():
+            axis.annotate(f"step {step}", (begin, -0.48), fontsize=8, va="bottom")
+    patches = [Patch(color=_colour(kind), label=_WORDS.get(kind, f"{kind} axis")) for kind in kinds]
+    figure.legend(handles=patches, fontsize=8, frameon=False, ncols=5, loc="outside lower center")
+    axis.set(xlabel="ms", yticks=range(len(shown)), yticklabels=[f"rank {rank}" for rank in shown])
+    axis.set(ylim=(len(shown) - 0.4, -0.95), xmargin=0.01)
+    save(figure, path)
+    return len(ranks) - len(shown)
+
+
+def _colour(kind: str) -> str:
+    return _COLOURS.get(kind, "0.3")

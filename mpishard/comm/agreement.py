@@ -1,23 +1,30 @@
-"""The check that ranks have the same settings; if not, all raise one error.
+"""How ranks agree before they continue: on settings, and on errors that only some of them have.
 
-Each rank sends a fingerprint; only if these differ do ranks exchange the values, for the message.
+All ranks raise one error where settings differ, or where the user's code failed on any rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.mesh import ModelParallelGroup
 from mpishard.comm.mesh_facts import in_words
-from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.launch.job_notes import raised_by_all
+
+# The check that ranks have the same settings; if not, all raise one error.
+#
+# Each rank sends a fingerprint; only if these differ do ranks exchange the values, for the message.
 
 _MOST_SHOWN = 4
 WAY_OUT = "give the same on every rank"
@@ -156,3 +163,81 @@ def text_of(value: Any) -> str:
         inside = (f"{field.name}={text_of(getattr(value, field.name))}" for field in fields(value) if field.compare)
         return f"{type(value).__name__}({', '.join(inside)})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+# An error of the user's code on one rank, which all ranks raise where they next meet.
+#
+# If the rank raised it at once, the others would wait for that rank in the collectives of the step.
+
+
+class HeldError:
+    """Holds the first error of the user's code on this rank.  Creation is not collective.
+
+    Parameters
+    ----------
+    world : Axis
+        All ranks.
+    transactional : bool
+        Whether an error counts as a death where MPI informs the others of it (ULFM): then it is raised at once.
+
+    Attributes
+    ----------
+    error : Exception, SystemExit or None
+        None: the user's code has not failed here.
+    meet : callable
+        Called where all workers know that one has failed; returns the ranks that raise the error.
+    """
+
+    def __init__(self, world: Axis, transactional: bool) -> None:
+        self.error: Exception | SystemExit | None = None
+        self.meet: Callable[[], Axis] = lambda: world
+        self._world, self._transactional = world, transactional  # a worker may be alone with spares
+        self._as_death = transactional and heals_in_place()
+
+    @contextlib.contextmanager
+    def holding(self, alone: bool = True) -> Iterator[None]:
+        """Hold an error of the block.
+
+        Parameters
+        ----------
+        alone : bool
+            Whether no other rank waits for this one inside the block.  False: the error is raised at once.
+
+        Yields
+        ------
+        None
+            Errors of MPI are never held.
+        """
+        try:
+            yield
+        except MPI.Exception:
+            raise
+        except (Exception, SystemExit) as error:
+            if not alone or self._as_death or (self._world.size == 1 and not self._transactional):
+                raise
+            self.error = error
+
+    def raise_on_all(self) -> None:
+        """Raise the error of any rank on all ranks; without one do nothing.  Collective over the workers.
+
+        Raises
+        ------
+        Exception
+            On a rank that has failed its own error, elsewhere one that names the first such rank and its error.
+        SystemExit
+            If the first such rank has called ``sys.exit``: all ranks end with its code.
+        """
+        failed = np.array([self.error is not None], np.int64)
+        if self._world.all_reduce(failed, op="max", label="control")[0]:
+            self.raise_over(self.meet())
+
+    def raise_over(self, axis: Axis) -> None:
+        """The part of `raise_on_all` after all ranks have met; `axis`: those that raise.  Collective over them.
+
+        Parameters
+        ----------
+        axis : Axis
+            As above.
+        """
+        error, self.error = self.error, None
+        axis.raise_together(error)

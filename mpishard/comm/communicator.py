@@ -14,15 +14,13 @@ from typing import Any
 from mpi4py import MPI
 
 from mpishard.comm.call_matching import CallMatching
-from mpishard.comm.channel import NOTHING, OPS, Channel
-from mpishard.comm.collectives import Collectives
+from mpishard.comm.channel import NOTHING, OPS, Channel, Request
+from mpishard.comm.collectives import Collectives, Messages
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.family import Family
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
-from mpishard.comm.messages import Messages
 from mpishard.comm.nccl import NcclLink
 from mpishard.comm.nccl_collectives import NcclCollectives
-from mpishard.comm.request import Request
 
 Array = Any
 Counts = Sequence[int] | None
@@ -62,7 +60,7 @@ class Communicator:
     MPI reads is then copied first.
 
     The class is long since it has what a user of MPI looks for in one place.  Two thirds of it are docstrings; how a
-    collective is done is in `mpishard.comm.collectives`, a message in `mpishard.comm.messages`.
+    collective is done is in `mpishard.comm.collectives`, a message in `mpishard.comm.collectives`.
 
     Parameters
     ----------

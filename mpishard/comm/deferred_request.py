@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 from mpishard.backend.kinds import backend_of
 from mpishard.backend.streams import record_current
+from mpishard.comm.channel import Fields, Request
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.request import Fields, Request
 
 Array = Any
 

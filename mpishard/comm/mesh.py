@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.arguments import flag, shown
-from mpishard.backend.blas_threads import limit_blas_threads
+from mpishard.backend.process import limit_blas_threads
 from mpishard.backend.products.choice import Common
 from mpishard.comm.abort import abort_on_exception, start_mpi
 from mpishard.comm.axis import Axis, allgather_values
@@ -31,7 +31,10 @@ from mpishard.comm.mesh_facts import exchange_facts
 from mpishard.comm.product_choice import agree_on_products
 from mpishard.comm.watchdog import Watchdog, arrival
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
-from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.tensors import ModelParallelRank
+
+Array = Any
+
 
 # Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
 CELL_OPTION = "mpishard_newcomer"
@@ -80,7 +83,7 @@ class Mesh:
         Number of the GPU for this rank: its rank on the node modulo the number of visible GPUs; None without a GPU.
         Make it current with ``cupy.cuda.Device(mesh.device).use()``.
     blas_threads : int
-        Threads that BLAS may use in this rank; see `mpishard.backend.blas_threads`.
+        Threads that BLAS may use in this rank; see `mpishard.backend.process`.
     product_libraries : Common
         The libraries for matrix products that all ranks have; see `mpishard.backend.products.choice`.
     collectives : str
@@ -503,3 +506,88 @@ def _timeout(timeout: float | None) -> float | None:
     if not seconds > 0:
         raise ValueError(f"the time limit of a collective must be above 0 seconds, got {seconds:g}")
     return seconds
+
+
+# The ranks that together hold one copy of a model, as one axis.
+
+
+class ModelParallelGroup:
+    """The ranks of one data coordinate, with the methods of `Axis` that agreements and norms need.
+
+    It needs no communicator of its own: each method runs over the tensor axis, then over the pipeline axis.  All
+    methods and the constructor are collective over these ranks.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        Of which the group is this rank's.
+
+    Attributes
+    ----------
+    members : list of int
+        World ranks of the group.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._axes = [axis for axis in (mesh.tensor, mesh.pipeline) if axis.size > 1]
+        self.members: list[int] = self.allgather_object(mesh.rank)
+
+    def all_reduce(self, buffer: Array, op: str = "sum", *, label: str = "") -> Array:
+        """As `Axis.all_reduce`, in place.
+
+        Parameters
+        ----------
+        buffer : array
+            Overwritten by the result.
+        op : str
+            As there.
+        label : str
+            For the ledger.
+
+        Returns
+        -------
+        array
+            `buffer`.
+        """
+        for axis in self._axes:
+            axis.all_reduce(buffer, op=op, label=label)
+        return buffer
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """As `Axis.allgather_object`.
+
+        Parameters
+        ----------
+        value : object
+            Numbers, strings, and tuples of them.
+
+        Returns
+        -------
+        list
+            The values of all ranks, in the order of `members`.
+        """
+        values = [value]
+        for axis in self._axes:
+            values = [each for theirs in axis.allgather_object(tuple(values)) for each in theirs]
+        return values
+
+    def raise_together(self, problem: Exception | None) -> None:
+        """As `Axis.raise_together`.
+
+        Parameters
+        ----------
+        problem : Exception or None
+            What this rank has found.
+
+        Raises
+        ------
+        Exception
+            As there.
+        """
+        for axis in self._axes:
+            try:
+                axis.raise_if_any(problem)
+            except Exception as error:  # of this rank or of another; ranks of the next axis must learn of it too
+                problem = error
+        assert problem is not None
+        raise problem

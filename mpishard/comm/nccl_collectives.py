@@ -17,12 +17,11 @@ from mpi4py import MPI
 from mpishard.backend import array as arrays
 from mpishard.backend.kinds import backend_of
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.channel import OPS
+from mpishard.comm.channel import OPS, Fields, Request
 from mpishard.comm.collectives import Collectives, check_alike, check_piece
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
 from mpishard.comm.nccl import NcclLink
 from mpishard.comm.nccl_queue import Event, NcclQueue, Stream, computes_with, starts
-from mpishard.comm.request import Fields, Request
 from mpishard.comm.staging import is_half
 
 Array = Any

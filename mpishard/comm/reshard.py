@@ -16,8 +16,8 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range
-from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
+from mpishard.layout.tensors import LocalLayout, Piece
 from mpishard.layout.transfers import Holders, Transfer
 
 Array = Any

@@ -16,8 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.backend import array as arrays
-from mpishard.comm.channel import OPS, Channel
-from mpishard.comm.request import Fields
+from mpishard.comm.channel import OPS, Channel, Fields
 from mpishard.comm.staged_request import Piece, StagedRequest
 from mpishard.layout.boxes import starts_of
 

@@ -19,9 +19,9 @@ from mpi4py import MPI
 from mpishard.backend.kinds import Event, backend_of
 from mpishard.backend.pinned import Slab
 from mpishard.backend.streams import copy_streams, record_current
+from mpishard.comm.channel import Fields, Request
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.request import Fields, Request
 from mpishard.comm.staging import is_half
 
 Array = Any

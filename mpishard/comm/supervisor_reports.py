@@ -19,10 +19,10 @@ from typing import ClassVar
 from mpi4py import MPI
 
 from mpishard.comm.abort import abort_on_exception
-from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import Ending
 from mpishard.launch.job_notes import ALIKE, ECHO, Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
+from mpishard.launch.signals import Interrupts
 
 _POLL_S = 0.25
 _FINALIZE_S = 3.0

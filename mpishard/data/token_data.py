@@ -1,18 +1,209 @@
-"""Windows of tokens from files, as samples of a problem."""
+"""Windows of tokens from files, as samples of a problem.
+
+Windows of several sources can be mixed by weight; ranks check that they have the same tokens.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, shown
+from mpishard.arguments import flag, integer, number, shown
+from mpishard.backend.random import permuted
+from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.data.mixture import Mixture, SampleMap
-from mpishard.data.token_checks import agree_on_data, agree_on_tokens, check_samples, check_tokens
 from mpishard.data.token_files import Tokens, TokenSource
+from mpishard.layout.boxes import split
+
+# Several sources of tokens as one, each by its weight: which window of which source a sample is.
+
+_ROUNDING = 1e-6  # of a sum of weights that were written as decimals
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources of tokens, and what fraction of the samples comes from each.
+
+    A source whose fraction is larger than its share of all windows is read more than once.  No method is collective.
+
+    Parameters
+    ----------
+    sources : sequence of TokenSource
+        At least one.
+    weights : sequence of float
+        One for each source, above 0; they sum to 1.
+    samples : int, optional
+        Number of samples of an epoch.  By default so many that every window of every source is among them.
+    seed : int
+        Decides which windows of a source come once more than others, if it is not read a whole number of times.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a weight or number is invalid, or the weights are not one for each source.
+    """
+
+    sources: Sequence[TokenSource]
+    weights: Sequence[float]
+    samples: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sources", "weights"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
+                raise TypeError(f"{name}={shown(given)} must be a list: Mixture([first, second], [0.7, 0.3])")
+        weights = [number(f"weights[{place}]", weight, above=0) for place, weight in enumerate(self.weights)]
+        if not weights or len(weights) != len(self.sources):
+            raise ValueError(f"{len(weights)} weights for {len(self.sources)} sources: give one for each")
+        if abs(math.fsum(weights) - 1) > _ROUNDING:
+            total = math.fsum(weights)
+            fractions = ", ".join(f"{weight / total:.4g}" for weight in weights)
+            raise ValueError(
+                f"weights={shown(list(weights))} sum to {total:g}, not to 1: as fractions they would be [{fractions}]"
+            )
+        object.__setattr__(self, "sources", tuple(self.sources))
+        object.__setattr__(self, "weights", tuple(weights))
+        object.__setattr__(self, "seed", integer("seed", self.seed))
+        if self.samples is not None:
+            object.__setattr__(self, "samples", integer("samples", self.samples, least=1))
+
+
+@dataclass(frozen=True)
+class SampleMap:
+    """Which window of which source each sample is: a pure function.
+
+    Parameters
+    ----------
+    windows : tuple of int
+        Of each source, at least 1.
+    taken : tuple of int
+        How many samples are from each source.
+    seed : int
+        Of the order within sources that are not taken once.
+    """
+
+    windows: tuple[int, ...]
+    taken: tuple[int, ...]
+    seed: int = 0
+
+    @classmethod
+    def weighted(cls, windows: Sequence[int], mixture: Mixture) -> SampleMap:
+        """The map of a mixture of sources with so many windows."""
+        total = math.fsum(mixture.weights)
+        weights = [weight / total for weight in mixture.weights]
+        samples = mixture.samples
+        if samples is None:
+            # A rounding error is no reason for a sample more.
+            samples = max(math.ceil(n / w * (1 - 1e-12)) for n, w in zip(windows, weights, strict=True))
+        return cls(tuple(windows), tuple(apportioned(samples, weights)), mixture.seed)
+
+    def __len__(self) -> int:
+        return sum(self.taken)
+
+    def parts(self, samples: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(source, places in `samples`, their windows of it) of each source that has some of the samples."""
+        ends = np.cumsum(self.taken)
+        sources = np.searchsorted(ends, samples, side="right")
+        for source in np.unique(sources).tolist():
+            places = np.flatnonzero(sources == source)
+            yield source, places, self._windows(source, samples[places] - (ends[source] - self.taken[source]))
+
+    def _windows(self, source: int, numbers: np.ndarray) -> np.ndarray:
+        """The windows of the samples with these numbers among those of a source."""
+        count = self.windows[source]
+        if self.taken[source] == count:
+            return numbers
+        rounds, positions = np.divmod(numbers, count)
+        found = np.empty_like(numbers)
+        for turn in np.unique(rounds).tolist():
+            places = rounds == turn
+            found[places] = permuted(positions[places], count, self.seed, "windows of source", source, turn)
+        return found
+
+
+def apportioned(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` in whole parts in proportion to weights that sum to 1, by largest remainders (Hamilton's method)."""
+    exact = [total * weight for weight in weights]
+    parts = [math.floor(value) for value in exact]
+    # Stable, so that of equal remainders the first wins on every rank.
+    by_remainder = sorted(range(len(parts)), key=lambda place: parts[place] - exact[place])
+    for place in by_remainder[: total - sum(parts)]:
+        parts[place] += 1
+    return parts
+
+
+# That ranks have the same tokens, and that a model's vocabulary has them all.
+
+_CHUNK = 1024**2  # tokens that are read at a time
+
+
+def agree_on_data(ranks: Axis, sources: Sequence[Tokens], facts: Mapping[str, Any]) -> None:
+    """Raise ValueError on all ranks if files have other sizes, texts other tokens, or other facts differ.
+
+    Collective over `ranks`.
+    """
+    own = {name: str(value) for name, value in facts.items()}
+    for place, tokens in enumerate(sources):  # by place: names may differ, as each node may have a copy of its own
+        own[f"the number of tokens of sources[{place}]"] = str(tokens.count)
+        own[f"the dtype of sources[{place}]"] = tokens.dtype.str
+        if digest := getattr(tokens, "digest", ""):
+            own[f"the digest of the tokens of sources[{place}]"] = digest
+    agree_on_settings(ranks, own, what="data")
+
+
+def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_size: int) -> None:
+    """Raise ValueError on all ranks if a token of any source is not in the vocabulary.
+
+    Each rank reads its share.  Collective over `ranks`, if there are any.
+    """
+    problem: Exception | None = None
+    try:
+        for tokens in sources:
+            limits = np.iinfo(tokens.dtype)
+            if limits.min < 0 or limits.max >= vocabulary_size:  # else no token can be outside
+                cuts = split(tokens.count, 1 if ranks is None else ranks.size)
+                rank = 0 if ranks is None else ranks.rank
+                for start in range(cuts[rank], cuts[rank + 1], _CHUNK):
+                    values = tokens.read(start, min(start + _CHUNK, cuts[rank + 1]))
+                    check_tokens(tokens, values, start, vocabulary_size)
+    except Exception as error:  # libraries of arrays have kinds of their own
+        problem = error
+    if ranks is not None:
+        ranks.raise_if_any(problem)
+    elif problem is not None:
+        raise problem
+
+
+def check_samples(samples: Any, count: int) -> np.ndarray:
+    """Indices as an array; an error unless each is of one of `count` samples.  Not collective."""
+    known = np.asarray(samples)
+    if known.ndim != 1 or (known.size and known.dtype.kind not in "iu"):
+        raise TypeError(f"samples={shown(samples)} must be a one-dimensional array of sample indices")
+    outside = known[(known < 0) | (known >= count)]
+    if outside.size:
+        raise IndexError(f"there is no sample {outside[0]}: the data has {count}, from 0 to {count - 1}")
+    return known.astype(np.int64, copy=False)
+
+
+def check_tokens(tokens: Tokens, values: np.ndarray, start: int, vocabulary_size: int) -> None:
+    """Raise ValueError if one of these values, which begin at `start`, is not in the vocabulary.  Not collective."""
+    if not values.size or 0 <= int(values.min()) <= int(values.max()) < vocabulary_size:
+        return
+    place = int(np.argmax((values < 0) | (values >= vocabulary_size)))
+    raise ValueError(
+        f"{tokens.name}: token {values[place]} at position {start + place}, but vocabulary_size={vocabulary_size} has "
+        f"tokens 0 to {vocabulary_size - 1}: the file is for a larger vocabulary, has another dtype, or is corrupt"
+    )
+
+
+# Windows of tokens from files, as samples of a problem.
 
 
 class TokenData:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.comm.agreement import WAY_OUT, differing
 from mpishard.comm.axis import Axis
-from mpishard.comm.model_parallel_group import ModelParallelGroup
+from mpishard.comm.mesh import ModelParallelGroup
 from mpishard.parameters.flat import FlatParameters
 
 

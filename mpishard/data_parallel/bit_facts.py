@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpishard.backend import array as arrays
-from mpishard.backend.arithmetic import arithmetic, of_products
-from mpishard.backend.blas_threads import fix_blas_threads
+from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
 from mpishard.backend.products.choice import Choice, go_on_with, going_on_from, in_force
 from mpishard.backend.products.libraries import NUMPY
 from mpishard.comm.agreement import agree_on_settings, differing, fingerprint

@@ -1,16 +1,149 @@
-"""How an optimizer spreads its work over a mesh: one frozen value."""
+"""How an optimizer spreads its work over a mesh: one frozen value.
+
+With it: where the buckets of a model are cut, and how many bytes the sum of its gradients sends.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypedDict, Unpack
+from math import prod
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+
+import numpy as np
 
 from mpishard.arguments import flag, integer, number
+from mpishard.comm.axis import Axis
+from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.comm.mesh import Mesh
 from mpishard.compression import Compressor, Int8Compressor
-from mpishard.data_parallel.gradient_traffic import Traffic, gradient_traffic
+from mpishard.compression.compressor import Collective
+from mpishard.layout.boxes import counts, split
+from mpishard.layout.tensors import WHOLE, LocalLayout, ParameterSpec
+from mpishard.parameters.buckets import Bucket, Run, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
+
+# Where the buckets of a model are cut; used to sum gradients, and to count the bytes of such sums.
+
+
+def bucket_layout(
+    parameters: FlatParameters, *, compressed: bool, by_unit: bool = False, ties_apart: bool = False
+) -> tuple[list[Run], list[int]]:
+    """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+    compressed : bool
+        Whether gradients are compressed.  On a mesh with tensor ranks, either all tensors of a bucket are then whole on
+        every tensor rank, or none is.
+    by_unit : bool
+        Whether to cut buckets at the units of ``parameters.units``.
+    ties_apart : bool
+        As for `TensorLayout.gradient_runs`.
+    """
+    apart = compressed and parameters.place.tensor_size > 1
+    # With an uneven cut, slices differ in size between tensor ranks.  Tensor ranks sum partial gradients bucket by
+    # bucket and need the same cuts, so that all of them use the sizes of tensor rank 0.
+    first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
+    runs = parameters.layout.gradient_runs(by_unit=by_unit, copies_apart=apart, ties_apart=ties_apart)
+    return runs, [piece.size for piece in first]
+
+
+# How many bytes a rank sends for one sum of all gradients.
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank sends over the data axis for one sum of all gradients, by the ring count of the ledger.
+
+    Attributes
+    ----------
+    sent : int
+    between_nodes : int
+        The part of `sent` that goes to other nodes in sums by nodes; 0 without sums by nodes.
+    """
+
+    sent: int
+    between_nodes: int
+
+
+def gradient_traffic(
+    parameters: FlatParameters | int,
+    mesh: Mesh,
+    minimum: int,
+    *,
+    compressor: Compressor | None = None,
+    hierarchical: bool | int = False,
+) -> Traffic:
+    """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.  Not collective.
+
+    Parameters
+    ----------
+    parameters : FlatParameters or int
+        The parameters of a model, or the number of elements of a flat float32 array.
+    mesh : Mesh
+    minimum : int
+        Minimum number of elements in a bucket.
+    compressor : Compressor, optional
+        The compressor of the gradients.
+    hierarchical : bool or int
+        Whether to sum by nodes, as in a `ShardingConfiguration`.
+    """
+    if isinstance(parameters, FlatParameters):
+        pieces, dtype = parameters.pieces, parameters.dtype
+        runs, sizes = bucket_layout(parameters, compressed=compressor is not None)
+        buckets = make_buckets(pieces, minimum, runs, sizes)
+    else:
+        pieces, dtype = WHOLE.holding([ParameterSpec("parameters", (int(parameters),))]), np.dtype(np.float32)
+        buckets = make_buckets(pieces, minimum)
+    nodes = nodes_of_data(mesh, hierarchical)
+    found = [
+        _of_bucket(bucket, pieces[bucket.first : bucket.last], dtype, mesh.data, compressor, nodes)
+        for bucket in buckets
+    ]
+    return Traffic(sum(each.sent for each in found), sum(each.between_nodes for each in found))
+
+
+def _of_bucket(
+    bucket: Bucket,
+    pieces: LocalLayout,
+    dtype: np.dtype,
+    axis: Axis,
+    compressor: Compressor | None,
+    nodes: Sequence[int],
+) -> Traffic:
+    if not any(nodes) or (compressor is not None and not compressor.by_nodes):
+        shapes = [piece.shape for piece in pieces]
+        return Traffic(_sum_bytes(shapes, axis.size, axis.rank, compressor, dtype), 0)
+    ranks, number = nodes.count(0), max(nodes) + 1
+    local_rank = nodes[: axis.rank].count(nodes[axis.rank])
+    parts = counts(split(bucket.size, ranks))
+    within = sum(ring_elements(op, parts, local_rank) for op in ("reduce_scatter", "all_gather")) * dtype.itemsize
+    across = _sum_bytes([(parts[local_rank],)], number, nodes[axis.rank], compressor, dtype)
+    return Traffic(within + across, across)
+
+
+def _sum_bytes(
+    shapes: Sequence[Sequence[int]], ranks: int, rank: int, compressor: Compressor | None, dtype: np.dtype
+) -> int:
+    """Bytes that a rank sends for a sum of tensors over `ranks` ranks, if all ranks get the result."""
+    if compressor is None:
+        collectives = [Collective("all_reduce", [sum(map(prod, shapes))], dtype.itemsize)]
+    else:
+        collectives = compressor.collectives(shapes, dtype, ranks)
+    return sum(
+        each.itemsize
+        * (
+            all_reduce_elements(each.counts[0], ranks, rank)
+            if each.operation == "all_reduce"
+            else ring_elements(each.operation, each.counts, rank)
+        )
+        for each in collectives
+    )
+
+
+# How an optimizer spreads its work over a mesh: one frozen value.
 
 NONFINITE = ("raise", "skip", "ignore")
 _FLAGS = (

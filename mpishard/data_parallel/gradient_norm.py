@@ -14,8 +14,8 @@ from mpishard.comm.ledger import users_level
 from mpishard.data_parallel.largest_gradients import LargestGradients
 from mpishard.data_parallel.owned_parts import spans_of
 from mpishard.data_parallel.strategy import Strategy
+from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
 # Where every rank has all sums, and not more elements than these, each looks at all of them: a message takes longer.

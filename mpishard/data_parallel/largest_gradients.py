@@ -15,8 +15,8 @@ from mpishard.backend import array as arrays
 from mpishard.backend import exact_norm
 from mpishard.backend.device_norms import LargestValues
 from mpishard.backend.ranges import Range, Ranges
-from mpishard.layout.local_layout import Piece
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.layout.tensors import Piece
+from mpishard.parameters.buckets import Bucket
 
 Array = Any
 

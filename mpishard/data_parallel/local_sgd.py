@@ -3,19 +3,533 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import integer
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.comm.channel import Request
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.local_state import LocalState
-from mpishard.data_parallel.local_steps import AveragingSchedule
+from mpishard.data_parallel.full_state import OUTER, FullState
 from mpishard.data_parallel.optimizer_state import OptimizerState
+from mpishard.data_parallel.rank_state import RankState
+from mpishard.data_parallel.results import Counters
+from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.slots import fill_slots, make_slots, whole_slots
+from mpishard.data_parallel.state_shards import shards
 from mpishard.data_parallel.strategies import LocalUpdates
 from mpishard.data_parallel.strategy import Strategy
-from mpishard.optim import Rule
+from mpishard.data_parallel.validation import check_copies
+from mpishard.layout.run_state import Shard, brief, names_fact
+from mpishard.optim import SGD, Rule
+from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.reducer import Transfer
+
+Array = Any
+
+
+# Averages of the parameters of workers that take steps by themselves.
+#
+# The *anchor* holds the parameters of the last average, which were the same on all workers.  Each worker has since
+# taken its own steps.  The mean of ``anchor - parameters`` over the workers serves as a gradient for the anchor, and an
+# outer rule moves the anchor along it (Douillard et al., "DiLoCo", 2023, algorithm 1).  Without an outer rule the
+# anchor becomes the mean of the workers (Stich, "Local SGD converges fast and communicates little", 2019).
+
+_MEAN = SGD(lr=1.0)  # a full step along the mean difference from the anchor ends at the mean
+
+
+@arrays.elementwise
+def _lag(out, anchor, own, /, workers):  # type: ignore[no-untyped-def]
+    """``out = (anchor - own) / workers``: this worker's term of the mean; the number of workers is that of the start"""
+    out = (anchor - own) / workers
+    return out
+
+
+@arrays.elementwise
+def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
+    """``own += anchor - then``"""
+    own = own + (anchor - then)
+    return own
+
+
+@dataclass
+class _Round:
+    """The pending average of one part.
+
+    It started after step `begun`.  `problem` is this rank's error up to then, and `trouble` the request that finds out
+    whether any rank has one.  `sums` has, for each bucket, the difference from the anchor and the request that sums it.
+    `then` has the parameters of step `begun`, bucket by bucket.
+    """
+
+    part: int
+    begun: int
+    problem: Exception | None
+    trouble: Request
+    sums: list[tuple[Bucket, Array, Transfer]]
+    then: list[Array]
+
+
+class Averages:
+    """The anchor of one model, and the pending averages of its parts.
+
+    Methods are collective over the data axis unless their docstrings say otherwise.
+
+    Parameters
+    ----------
+    strategy : LocalUpdates
+    outer : Rule or None
+        Moves the anchor; without it the anchor becomes the mean.
+    parts : int
+        Number of parts into which the buckets are divided.
+    lasting : bool
+        Whether workers may take steps between the start of an average and its end.
+
+    Attributes
+    ----------
+    slots : dict of 1-D arrays
+        State of the outer rule, in flat order; the same on all workers.
+    steps : list of int
+        Steps that the anchor has taken, for each part.
+    """
+
+    def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, lasting: bool) -> None:
+        parameters = strategy.parameters
+        self._strategy = strategy
+        self._rule = rule = outer or _MEAN
+        self._lasting = lasting
+        self._parts = [strategy.buckets[part::parts] for part in range(parts)]
+        self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
+        self._rounds: list[_Round] = []
+        self._begun = [0] * parts  # for each part, the step after which its last average started
+        self.slots: dict[str, Array] = make_slots(rule, parameters.size, parameters.dtype, like=parameters.like)
+        self.steps: list[int] = [0] * parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the anchor and the slots."""
+        return sum(int(array.nbytes) for array in (self._anchor, *self.slots.values()))
+
+    def begin(self) -> None:
+        """Set the anchor to the parameters, which are the same on all workers now.  Not collective."""
+        self._anchor[...] = self._strategy.parameters.flat
+        self._begun = [0] * len(self._parts)
+
+    def lacks(self, part: int, now: int) -> bool:
+        """Whether workers still differ in a part after step `now` and all pending averages.  Not collective."""
+        return self._begun[part] < now
+
+    def ends(self, latest: int) -> bool:
+        """Whether an average is pending that started after step `latest` or before.  Not collective."""
+        return any(each.begun <= latest for each in self._rounds)
+
+    def start(self, part: int, now: int, problem: Exception | None) -> None:
+        """Start the average of a part, after step `now`.
+
+        Parameters
+        ----------
+        problem : Exception or None
+            This rank's error; all ranks learn of it when the average finishes.
+        """
+        strategy, flat = self._strategy, self._strategy.parameters.flat
+        trouble = np.array([problem is not None], np.int64)
+        pending = strategy.axis.start_all_reduce(trouble, op="max", label="control")
+        sums, then = [], []
+        for bucket in self._parts[part]:
+            own = flat[bucket.start : bucket.stop]
+            delta = arrays.empty(own.size, own.dtype, like=own)
+            _lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
+            then.append(own.copy() if self._lasting else own)
+            sums.append((bucket, delta, strategy.start_average(bucket, delta)))
+        self._rounds.append(_Round(part, now, problem, pending, sums, then))
+        self._begun[part] = now
+
+    def progress(self) -> None:
+        """Let MPI progress the pending averages; it moves data only while it is called.  Not collective."""
+        for each in self._rounds:
+            for _, _, transfer in each.sums:
+                transfer.test()
+
+    def take_in(self, now: int, latest: int) -> tuple[int | None, bool, Exception | None]:
+        """Finish the averages that started after step `latest` or before; move the anchor and the workers by them.
+
+        Returns
+        -------
+        staleness : int or None
+            Steps between the start of the last of these averages and `now`; None if there was none.
+        trouble : bool
+            Whether any worker reported a problem.
+        problem : Exception or None
+            This rank's own problem.
+        """
+        due = [each for each in self._rounds if each.begun <= latest]
+        self._rounds = [each for each in self._rounds if each.begun > latest]
+        trouble, problem = False, None
+        for each in due:
+            trouble |= bool(each.trouble.wait()[0])
+            problem = problem or each.problem
+            self._finish(each, now)
+        return (now - due[-1].begun if due else None), trouble, problem
+
+    def _finish(self, finished: _Round, now: int) -> None:
+        strategy = self._strategy
+        strategy.finish_averages(finished.sums)
+        self.steps[finished.part] += 1
+        step = self.steps[finished.part]
+        for (bucket, delta, _), then in zip(finished.sums, finished.then, strict=True):
+            strategy.keep_bucket(bucket)
+            extent = slice(bucket.start, bucket.stop)
+            own, anchor = strategy.parameters.flat[extent], self._anchor[extent]
+            if not own.size:
+                continue
+            states = [slot[extent] for slot in self.slots.values()]
+            self._rule.update(anchor, delta, states, step)
+            if now == finished.begun:
+                own[...] = anchor  # the same bits on all workers
+            else:
+                _follow(own, anchor, then)
+
+    def discard(self) -> None:
+        """Wait for the pending averages and drop their results, because other state replaces all of it."""
+        for each in self._rounds:
+            for pending in (each.trouble, *(transfer for _, _, transfer in each.sums)):
+                pending.wait()
+        self._rounds.clear()
+
+    def abandon(self) -> None:
+        """Drop pending averages, which cannot finish after a rank has died.  Not collective."""
+        for each in self._rounds:
+            for pending in (each.trouble, *(transfer for _, _, transfer in each.sums)):
+                pending.abandon()
+        self._rounds.clear()
+
+
+# The steps of Local SGD that workers take by themselves, and when their parameters are averaged.
+
+
+@dataclass
+class AveragingSchedule:
+    """When the parts of a model are averaged: see `LocalSGDOptimizer` for the numbers."""
+
+    sync_every: int
+    parts: int
+    delay: int
+
+    def due(self, now: int) -> list[int]:
+        """The parts whose average starts after step `now`."""
+        parts, every = self.parts, self.sync_every
+        return [part for part in range(parts) if (now + part * every // parts) % every == 0]
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """The numbers by name."""
+        return {"sync_every": self.sync_every, "parts": self.parts, "delay": self.delay}
+
+
+class LocalSteps:
+    """The steps that workers take by themselves since all were in one state, and the averages that are due.
+
+    Methods are collective over the data axis unless their docstrings say otherwise.
+
+    Parameters
+    ----------
+    axis : Axis
+        The data axis.
+    schedule : AveragingSchedule
+    averages : Averages
+    staleness : int
+        That of the average before these steps.
+
+    Attributes
+    ----------
+    staleness : int
+        Steps between the start of the last average and its use.
+    """
+
+    def __init__(self, axis: Axis, schedule: AveragingSchedule, averages: Averages, staleness: int = 0) -> None:
+        self.staleness = staleness
+        self._axis = axis
+        self._schedule = schedule
+        self._averages = averages
+        self._taken = 0
+        self._problem: Exception | None = None  # of this worker; all ranks raise at the next average
+
+    def restart(self) -> None:
+        """Count from here, since all workers are in one state.  Not collective."""
+        self._taken = 0
+        self._problem = None
+
+    @property
+    def next_starts_and_finishes(self) -> bool:
+        """Whether the next step both starts and finishes an average.  Not collective."""
+        return self._schedule.delay == 0 and bool(self._schedule.due(self._taken + 1))
+
+    @property
+    def next_finishes(self) -> bool:
+        """Whether the next step finishes an average, for which it waits.  Not collective."""
+        return self.next_starts_and_finishes or self._averages.ends(self._taken + 1 - self._schedule.delay)
+
+    def begin(self) -> None:
+        """Begin a step: set the anchor before the first one.  Not collective."""
+        if self._taken == 0:
+            self._averages.begin()
+
+    def note(self, problem: Exception) -> None:
+        """Keep this worker's error until the next average, unless there is one already.  Not collective."""
+        self._problem = self._problem or problem
+
+    def end(self) -> None:
+        """Count a step, and average the parts that are due."""
+        self._taken += 1
+        self._averages.progress()
+        self._average(self._schedule.due(self._taken), self._taken - self._schedule.delay)
+
+    def average_all(self) -> bool:
+        """Finish all averages, and average the parts in which workers still differ; False if no step was taken."""
+        if self._taken:
+            lacking = [part for part in range(self._schedule.parts) if self._averages.lacks(part, self._taken)]
+            self._average(lacking, self._taken)
+        return self._taken > 0
+
+    def _average(self, due: Collection[int], latest: int) -> None:
+        """Finish averages that started after step `latest` or before; start those of `due`.
+
+        Averages that are due as soon as they start finish here too.
+        """
+        now, averages = self._taken, self._averages
+        found = [averages.take_in(now, latest)]
+        for part in due:
+            averages.start(part, now, self._problem)
+            self._problem = None
+        found.append(averages.take_in(now, latest))
+        for staleness, _, _ in found:
+            if staleness is not None:
+                self.staleness = staleness
+        if any(trouble for _, trouble, _ in found):
+            self._axis.raise_together(found[0][2] or found[1][2])
+
+
+# What Local SGD adds to the state of an optimizer: the averages, and how far workers have gone by themselves.
+
+
+@arrays.elementwise
+def _divide(total, /, count):  # type: ignore[no-untyped-def]
+    """``total /= count``"""
+    total = total / count
+    return total
+
+
+class LocalState:
+    """The state of one `LocalSGDOptimizer` besides that of its rule: a `FurtherState`.
+
+    Methods are collective over the mesh unless their docstrings say otherwise.
+
+    Parameters
+    ----------
+    optimizer : Configured
+    schedule : AveragingSchedule
+    outer : Rule or None
+        The rule that moves the anchor.
+
+    Attributes
+    ----------
+    may_differ : bool
+        Whether workers may differ although they have taken no step by themselves.
+    """
+
+    # Most of its members are those of `FurtherState`.
+    may_differ: bool
+    needs_consolidation = True
+
+    def __init__(self, optimizer: Configured, schedule: AveragingSchedule, outer: Rule | None) -> None:
+        self.may_differ = False
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._outer = outer
+        self._averages: Averages | None = None
+        self._steps: LocalSteps
+        self._strategy: LocalUpdates
+        self._on_rank: RankState
+        self._counters: Counters
+
+    @property
+    def averages(self) -> Averages:
+        """The anchor and the pending averages, once parameters are bound.  Not collective."""
+        assert self._averages is not None
+        return self._averages
+
+    @property
+    def steps(self) -> LocalSteps:
+        """The steps since all workers were in one state, once parameters are bound.  Not collective."""
+        return self._steps
+
+    @property
+    def workers(self) -> int:
+        """Number of workers, once parameters are bound.  Not collective."""
+        return self._strategy.workers
+
+    @property
+    def staleness(self) -> int:
+        """Steps between the start of the last average and its use; 0 before the first.  Not collective."""
+        return 0 if self._averages is None else self._steps.staleness
+
+    # -- all workers in one state -----------------------------------------------------------------------------------
+
+    def spread(self) -> None:
+        """Set the outer rule's state to that of the first worker.  Collective over the mesh."""
+        self.may_differ = False
+        for slot in self.averages.slots.values():
+            self._strategy.resync(slot)
+
+    def consolidate(self) -> None:
+        """Bring all workers to one state.  Steps until the next average count from here.  Collective over the mesh."""
+        if self._averages is None:
+            return
+        problem = None
+        try:
+            if not self._steps.average_all():
+                return
+        except FloatingPointError as error:
+            problem = error
+        self._level()
+        if problem is not None:
+            raise problem
+
+    def _level(self) -> None:
+        """Average the rule's state over the workers, and make its numbers equal; the parameters already are."""
+        axis, counters = self._optimizer.config.mesh.data, self._counters
+        for slot in self._on_rank.slots.values():
+            mean = slot.copy()  # if a worker dies during the sum, the slot must not hold half of it
+            axis.all_reduce(mean, label="state")
+            _divide(mean, axis.size)
+            slot[...] = mean
+        norm = -1.0 if math.isnan(counters.gradient_norm) else counters.gradient_norm
+        numbers = np.array([counters.skipped_steps, norm, -counters.scaling.value, -counters.scaling.good_steps])
+        axis.all_reduce(numbers, op="max", label="control")
+        skipped, norm, scale, good = numbers.tolist()
+        counters.steps, counters.skipped_steps = counters.clock - int(skipped), int(skipped)
+        counters.gradient_norm = math.nan if norm < 0 else norm
+        counters.scaling.restore((-scale, int(-good)))
+        self._on_rank.prepare_step(counters)
+        self.averages.steps = [max(self.averages.steps)] * self._schedule.parts
+        self._steps.restart()
+        if self._optimizer.config.mesh.debug:
+            check_copies(self._strategy.copies, counters.steps)
+
+    @property
+    def compares_next_step(self) -> bool:
+        """Whether the next step both starts and finishes an average.  Not collective."""
+        return self._steps.next_starts_and_finishes
+
+    @property
+    def synchronizes_next_step(self) -> bool:
+        """Whether the next step waits for an average.  Not collective."""
+        return self._steps.next_finishes
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def outer_steps(self) -> int:
+        """Averages so far of the part that has had most of them.  Not collective."""
+        return 0 if self._averages is None else max(self._averages.steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the anchor, and of the outer rule's state.  Not collective."""
+        return self.averages.nbytes
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that decide the steps.  Not collective."""
+        own = {**self._schedule.facts, "outer": self._outer_name}
+        return own if self._outer is None else own | settings_of_rule(self._outer, of="outer ")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of a `RunState`.  Not collective."""
+        facts: dict[str, Any] = {"local_sgd.json": self._schedule.facts, "outer_steps": self.outer_steps}
+        if self._outer is not None:
+            facts |= {"outer_rule": self._outer_name, "outer_rule.json": self._outer.configuration()}
+            facts |= {"outer_slots.json": list(self._outer.slots)}
+        return facts
+
+    def make(self, on_rank: RankState, counters: Counters) -> None:
+        """Create the averages of new state.  Collective over the mesh."""
+        strategy = on_rank.strategy
+        assert isinstance(strategy, LocalUpdates)
+        self._check_parts(strategy)
+        # State that is made again is that of survivors of a death: no average was possible, so that each worker still
+        # has its own parameters and state.
+        self.may_differ = self._averages is not None
+        self._strategy, self._on_rank, self._counters = strategy, on_rank, counters
+        averages = Averages(strategy, self._outer, self._schedule.parts, lasting=self._schedule.delay > 0)
+        steps = LocalSteps(strategy.axis, self._schedule, averages, self.staleness)
+        self._averages, self._steps = averages, steps
+
+    def shards(self) -> tuple[Shard, ...]:
+        """The state of the outer rule, which all workers share.  Not collective."""
+        slots = self.averages.slots
+        outer = zip(slots, shards(self._strategy, slots)[1 : 1 + len(slots)], strict=True)
+        return tuple(replace(shard, kind=OUTER + name) for name, shard in outer)
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the facts are of the same outer rule.  Not collective."""
+        saved, saved_slots = facts.get("outer_rule", ""), names_fact(facts, "outer_slots.json")
+        own = () if self._outer is None else self._outer.slots
+        if (saved, sorted(saved_slots)) != (self._outer_name, sorted(own)):
+            theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, own))
+            raise ValueError(
+                f"the state is of the outer rule {brief(saved) or 'none'} (slots: {theirs}), but this optimizer has "
+                f"{self._outer_name or 'none'} (slots: {ours}); give outer= as it was when it was saved, or leave its "
+                "state and take the parameters alone"
+            )
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Continue from these facts, after the arrays were filled: all workers are in one state.  Not collective."""
+        self.averages.discard()
+        self.averages.steps = [int(facts.get("outer_steps", 0))] * self._schedule.parts
+        self._steps.restart()
+
+    def add_to(self, full: FullState, world: Axis) -> FullState:
+        """A full state with that of the outer rule.  Collective over `world`."""
+        outer = whole_slots(world, self._strategy, self.averages.slots)
+        others = {**full.others, **{OUTER + name: whole for name, whole in outer.items()}}
+        return replace(full, outer_rule=self._outer_name, outer_steps=self.outer_steps, others=others)
+
+    def fill(self, full: FullState) -> None:
+        """Continue from a full state, which does not contain the parameters: these may differ.  Not collective."""
+        averages = self.averages
+        averages.discard()
+        self.may_differ = True
+        fill_slots(self._strategy, averages.slots, {name: full.others[OUTER + name] for name in averages.slots})
+        averages.steps = [full.outer_steps] * self._schedule.parts
+        self._steps.restart()
+
+    def abandon(self) -> None:
+        """Drop pending averages, which cannot finish after a rank has died.  Not collective."""
+        self.averages.abandon()
+
+    @property
+    def _outer_name(self) -> str:
+        return "" if self._outer is None else type(self._outer).__name__
+
+    def _check_parts(self, strategy: LocalUpdates) -> None:
+        """Raise on all ranks unless each part gets a bucket on some rank.  Collective over the mesh."""
+        # A pipeline stage may have fewer buckets than another, or none.
+        most, parts = max(self._optimizer.world.allgather_object(len(strategy.buckets))), self._schedule.parts
+        if most < parts and parts > 1:
+            raise ValueError(
+                f"parts={parts}, but no rank has more than {most} buckets to deal out; use fewer parts, or a "
+                f"smaller minimum_parameter_group_size than {self._optimizer.config.minimum_parameter_group_size}"
+            )
+
+
+# Local SGD: each worker takes steps independently; every `sync_every` steps the workers average their parameters.
 
 _SYNC_EVERY = 8
 

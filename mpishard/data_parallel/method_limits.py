@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.data_parallel.full_parameters import cut_whole
+from mpishard.data_parallel.full_state import cut_whole
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.minimizers.elements import whole_limits
 from mpishard.minimizers.limits import Limits

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mpishard.arguments import flag
-from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.method_state import MethodState
+from mpishard.data_parallel.optimizer_state import Binding
 from mpishard.data_parallel.settings import Configured
 
 

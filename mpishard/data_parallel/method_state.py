@@ -9,10 +9,10 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.method_limits import limits_of
 from mpishard.data_parallel.rank_state import RankState
+from mpishard.data_parallel.results import Counters
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_space import ShardedSpace
 from mpishard.data_parallel.strategies import ShardedState

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.method_state import MethodState
+from mpishard.data_parallel.optimizer_state import Binding
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.validation import check_copies

@@ -1,4 +1,4 @@
-"""`as_distributed` and the models that it returns."""
+"""`as_distributed`, the models that it returns, and the optimizer of a model that each rank has whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Unpack, overload
 from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
-from mpishard.data_parallel.full_parameters import gather_whole
-from mpishard.data_parallel.optimizers import optimizer_of
+from mpishard.data_parallel.full_state import gather_whole
+from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, optimizer_of
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.data_parallel.validation import check_place
@@ -17,8 +17,8 @@ from mpishard.layout.boxes import split
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_reducer import GradientReducer
 from mpishard.parameters.model import Model
+from mpishard.parameters.reducer import GradientReducer
 from mpishard.reduction.ordered import OrderedSums
 
 Array = Any
@@ -293,3 +293,75 @@ def as_distributed_for_low_bandwidth(
         As of `as_distributed`.
     """
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_low_bandwidth(mesh, **options))
+
+
+# The optimizer of a model that each rank has whole, as those of PyTorch and JAX.
+
+
+def configuration_of(mesh: Any) -> ShardingConfiguration:
+    """The configuration that a mesh stands for.  Not collective.
+
+    Parameters
+    ----------
+    mesh : Mesh or ShardingConfiguration
+        A configuration is returned as it is.
+
+    Returns
+    -------
+    ShardingConfiguration
+        For a fast network.
+
+    Raises
+    ------
+    TypeError
+        If it is neither.
+    """
+    if isinstance(mesh, Mesh):
+        return ShardingConfiguration.create_for_high_bandwidth(mesh)
+    return ShardingConfiguration.of(mesh)
+
+
+def optimizer_for(what: str, rule: Any, config: ShardingConfiguration, zero: int) -> ShardedOptimizer:
+    """The optimizer for these arguments of an `as_distributed`.  Not collective.
+
+    Parameters
+    ----------
+    what : str
+        The model, for messages.
+    rule : Rule or ShardedOptimizer
+        An optimizer is returned as it is.
+    config : ShardingConfiguration
+        Of a mesh whose ranks are all data-parallel.
+    zero : int
+        0, 1 or 2.
+
+    Returns
+    -------
+    ShardedOptimizer
+        Of the mesh.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is unfit, or they do not go together.
+    """
+    mesh = config.mesh
+    if mesh.data.size < mesh.size:
+        raise ValueError(f"{what} is data-parallel, but the mesh is {mesh.sizes}; make it with tensor=1 and pipeline=1")
+    if isinstance(zero, bool) or zero not in (0, 1, 2):
+        raise ValueError(
+            f"zero={zero!r} must be 0, 1 or 2; ZeRO-3, whose parameters come and go, needs a model that asks for them, "
+            "such as mpishard.nn.GPT"
+        )
+    if isinstance(rule, ShardedOptimizer):
+        if rule.mesh is not mesh or zero:
+            raise ValueError(f"the {type(rule).__name__} brings its own mesh and strategy: give that mesh, and no zero")
+        return rule
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule must be an update rule such as mpishard.AdamW(lr=1e-3), got {type(rule).__name__}")
+    if zero and config.sync_every > 1:
+        raise ValueError(
+            f"sync_every={config.sync_every} lets ranks take steps by themselves, and zero={zero} divides a state that "
+            "all share; use one of the two"
+        )
+    return {1: ZeRO1Optimizer, 2: ZeRO2Optimizer}[zero](rule, config) if zero else optimizer_of(rule, config)

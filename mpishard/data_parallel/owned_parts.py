@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpishard.layout.local_layout import Piece
+from mpishard.layout.tensors import Piece
 
 Range = tuple[int, int]
 Span = tuple[int, int, int]

@@ -9,9 +9,9 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend import exact_norm
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.gradient_norm import Inspection
+from mpishard.data_parallel.results import Counters
 from mpishard.data_parallel.rule_ranges import RuleRanges
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.slots import (

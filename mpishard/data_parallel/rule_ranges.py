@@ -10,7 +10,7 @@ from mpishard.backend.array import Kernel
 from mpishard.backend.ranges import Range, Ranges
 from mpishard.data_parallel.owned_parts import OwnedPart
 from mpishard.data_parallel.owned_ranges import OwnedRanges
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.optim import Rule
 
 Array = Any

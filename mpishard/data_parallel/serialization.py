@@ -1,6 +1,6 @@
 """Optimizer state as bytes: an HDF5 file image, checked before HDF5 opens it.
 
-The image has a seal, see `mpishard.io.file_image`.  It stores every state array whole, by tensor name, so that any
+The image has a seal, see `mpishard.io.hdf5`.  It stores every state array whole, by tensor name, so that any
 layout can read it.  Nothing is pickled.
 """
 
@@ -14,13 +14,13 @@ import h5py
 import numpy as np
 
 from mpishard.backend.array import FLOATS
-from mpishard.data_parallel.counters import check_numbers
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.optimizer_state import OptimizerState
+from mpishard.data_parallel.results import check_numbers
 from mpishard.io import hdf5
-from mpishard.io.file_image import USER_BLOCK, FileImage
+from mpishard.io.hdf5 import USER_BLOCK, FileImage
 from mpishard.layout.run_state import brief, link_name
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 
 _IMAGE = FileImage(b"mpishard optimizer state\0", 1, "optimizer state")
 _MOST_DIMENSIONS = 32  # of HDF5

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mpishard.backend.blas_threads import fix_blas_threads
 from mpishard.backend.compiled import prepare
+from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.agreement import agree_on_beginning, agree_on_step

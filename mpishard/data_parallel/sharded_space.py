@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.data_parallel.full_parameters import cut_whole, gather_whole
+from mpishard.data_parallel.full_state import cut_whole, gather_whole
 from mpishard.data_parallel.owned_parts import spans_of
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.minimizers.space import Space

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.full_parameters import cut_whole, gather_whole
+from mpishard.data_parallel.full_state import cut_whole, gather_whole
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.minimizers import Method
 from mpishard.optim import Rule

@@ -9,7 +9,6 @@ from typing import Any
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.boxes import split
-from mpishard.layout.local_layout import LocalLayout, cut_holding
 from mpishard.layout.run_state import (
     PARAMETERS,
     SLOT,
@@ -18,6 +17,7 @@ from mpishard.layout.run_state import (
     counted_pieces,
     pieces_of_ranges,
 )
+from mpishard.layout.tensors import LocalLayout, cut_holding
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any

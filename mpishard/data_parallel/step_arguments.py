@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpishard.data_parallel.binding import Binding
+from mpishard.data_parallel.optimizer_state import Binding
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.validation import check_count, check_gradients, check_no_gradients
 from mpishard.minimizers import Method
-from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.flat_arrays import check_flat
+from mpishard.parameters.flat import FlatParameters, check_flat
 
 Array = Any
 

@@ -9,15 +9,15 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.capabilities import probe
-from mpishard.comm.model_parallel_group import ModelParallelGroup
-from mpishard.comm.request import Request
+from mpishard.comm.channel import Request
+from mpishard.comm.mesh import ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import AVERAGE_ERRORS
-from mpishard.parameters.bucket_sums import Transfer
+from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.reducer import Transfer
 from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.hierarchical import HierarchicalSums, node_axes

@@ -19,20 +19,17 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from mpishard.comm.axis import Axis
-from mpishard.comm.mesh import Mesh
-from mpishard.comm.model_parallel_group import ModelParallelGroup
-from mpishard.comm.request import Request
-from mpishard.data_parallel.bucket_plan import bucket_layout
-from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.comm.channel import Request
+from mpishard.comm.mesh import Mesh, ModelParallelGroup
+from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
 from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.data_parallel.tied_uses import TiedUses
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import GRADIENT_ERRORS
-from mpishard.parameters.bucket_sums import Transfer
+from mpishard.parameters.buckets import Bucket, make_buckets
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import Bucket, make_buckets
-from mpishard.parameters.gradient_reducer import GradientReducer
+from mpishard.parameters.reducer import GradientReducer, Transfer
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.sums_maker import CompressedSumsMaker

@@ -8,10 +8,9 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.layout.local_layout import Piece
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec, Piece
+from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import Bucket
 from mpishard.reduction.ordered import OrderedSums
 
 Array = Any

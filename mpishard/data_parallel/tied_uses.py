@@ -13,8 +13,8 @@ from typing import Any
 
 from mpishard.backend.array import accumulate
 from mpishard.data_parallel.tensor_copies import TensorCopies
+from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
 

@@ -1,4 +1,7 @@
-"""An update: finish the sums of the gradients, agree on whether to use them, clip, and step along them."""
+"""An update: finish the sums of the gradients, agree on whether to use them, clip, and step along them.
+
+LAMB also needs the norm of each whole tensor, which may be split over ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,54 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
+
 from mpishard.backend import array as arrays
+from mpishard.backend import exact_norm
 from mpishard.backend.array import Kernel
-from mpishard.data_parallel.binding import Binding
+from mpishard.backend.ranges import Ranges
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import ModelParallelGroup
+from mpishard.data_parallel.optimizer_state import Binding
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.slots import EMA
-from mpishard.data_parallel.trust_ratio_norms import norms
 from mpishard.data_parallel.validation import check_copies
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.optim import Rule
 from mpishard.optim.formulas import clip_by_value, moving_average
 
 Array = Any
+
+
+# LAMB's norms: of each whole tensor, which may be split over ranks; its trust ratios come from them.
+#
+# The global norm of the gradients, for clipping, is in `mpishard.data_parallel.gradient_norm`.
+
+
+def norms(
+    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Ranges, arrays: Sequence[Array]
+) -> list[float]:
+    """The 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
+
+    Every element must be in `parts` on exactly one rank of the axis, and chooses the number of its tensor; `arrays` has
+    one array for each owned range.  On a device the host waits twice, whatever the number of tensors.  Collective over
+    `axis`, the team of a strategy.
+    """
+    tops = np.zeros(len(specs))
+    for part, top in zip(parts.all, exact_norm.largest_of(arrays, parts), strict=True):
+        tops[part.choice] = max(tops[part.choice], top)
+    axis.all_reduce(tops, op="max", label="norms")
+    sums = np.zeros((len(specs), 2))
+    found = exact_norm.sums_of_squares(arrays, parts, tops.tolist(), [spec.size for spec in specs])
+    for part, squares in zip(parts.all, found, strict=True):
+        sums[part.choice] += squares
+    axis.all_reduce(sums, label="norms")
+    return [exact_norm.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]
+
+
+# An update: finish the sums of the gradients, agree on whether to use them, clip, and step along them.
+
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
 _CLIP_EPSILON = 1e-6
 

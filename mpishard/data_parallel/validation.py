@@ -19,9 +19,8 @@ from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
-from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.flat_arrays import check_flat
-from mpishard.parameters.gradient_reducer import GradientReducer
+from mpishard.parameters.flat import FlatParameters, check_flat
+from mpishard.parameters.reducer import GradientReducer
 
 Array = Any
 

@@ -21,8 +21,8 @@ from mpi4py import MPI
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.elastic.buddies import buddies, needs_copy
-from mpishard.layout.local_layout import LocalLayout
 from mpishard.layout.run_state import RunState, Shard
+from mpishard.layout.tensors import LocalLayout
 
 Array = Any
 

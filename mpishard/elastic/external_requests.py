@@ -13,7 +13,7 @@ from mpishard.elastic.control import FIXED, Control, ControlFolder, Wanted
 from mpishard.elastic.discovery import Discovery
 from mpishard.elastic.membership import is_joining
 from mpishard.elastic.mesh_choice import MeshChoice
-from mpishard.launch.leave_signals import Signals
+from mpishard.launch.signals import Signals
 
 
 class Outside:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from mpi4py import MPI
 
-from mpishard.backend.blas_threads import own_cores
+from mpishard.backend.process import own_cores
 from mpishard.comm.abort import die, fail_alone
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.mesh import Mesh
@@ -35,10 +35,9 @@ from mpishard.elastic.step_decisions import Decisions
 from mpishard.elastic.transactions import Transactions
 from mpishard.elastic.worker_mesh import WorkerMesh
 from mpishard.io import log
-from mpishard.layout.local_layout import WHOLE
+from mpishard.layout.tensors import WHOLE
 from mpishard.training import Scaling
-from mpishard.training.objective import Objective
-from mpishard.training.options import RunOptions
+from mpishard.training.objective import Objective, RunOptions
 from mpishard.training.run import TrainingRun
 
 # Error classes of MPI after a death, or when a peer that has detected one has revoked the communicator.

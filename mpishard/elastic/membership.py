@@ -24,7 +24,7 @@ from mpishard.elastic.joining import JoiningProcess
 from mpishard.elastic.roles import Member, Roles
 from mpishard.elastic.spawning import SpawnRequest, meet
 from mpishard.elastic.stopped_processes import this_process
-from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.tensors import ModelParallelRank
 
 _ORDER = 1
 # How long a spare sleeps between two checks for an order.

@@ -6,7 +6,7 @@ from mpishard.elastic.membership import Membership
 from mpishard.elastic.spawning import SpawnRequest
 from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.io import log
-from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.tensors import ModelParallelRank
 
 
 class Recruiter:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from mpishard.training.run_progress import RunProgress
+from mpishard.training.progress import RunProgress
 
 
 class RunStatus(NamedTuple):

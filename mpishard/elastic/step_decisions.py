@@ -16,8 +16,8 @@ from mpishard.elastic.recruiter import Recruiter
 from mpishard.elastic.transactions import Transactions
 from mpishard.elastic.worker_mesh import WorkerMesh
 from mpishard.elastic.worker_target import WorkerTarget
+from mpishard.training.objective import StopRequest
 from mpishard.training.run import TrainingRun
-from mpishard.training.stopping import StopRequest
 
 
 class Decisions:

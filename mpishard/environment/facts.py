@@ -16,7 +16,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_info
 
 from mpishard.backend.array import can_pin, device_count
-from mpishard.backend.blas_threads import chosen_by_user, cpu_quota, own_cores
+from mpishard.backend.process import chosen_by_user, cpu_quota, own_cores
 from mpishard.backend.products.choice import Choice, chosen_by_variable
 from mpishard.backend.products.libraries import NUMPY, installed, loadable
 from mpishard.comm.capabilities import (

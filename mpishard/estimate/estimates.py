@@ -9,13 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from mpishard.arguments import no_others, whole_or_fields
-from mpishard.estimate.holdings import virtual_stages_of
 from mpishard.estimate.layouts import Layout
-from mpishard.estimate.pipeline_time import makespan
+from mpishard.estimate.memory import BatchShape, Workload, virtual_stages_of
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.stages import Memory, Plan, StageEstimate
-from mpishard.estimate.times import Times
-from mpishard.estimate.workload import BatchShape, Workload
+from mpishard.estimate.times import Times, makespan
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 
 

@@ -7,20 +7,27 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from mpishard.estimate.activations import HALF_BYTES, Activations
-from mpishard.estimate.holdings import Holding, VirtualStage, buckets_of, holding
 from mpishard.estimate.layouts import Layout
-from mpishard.estimate.pipeline_time import peak_in_flight
-from mpishard.estimate.times import Times
-from mpishard.estimate.traffic import (
+from mpishard.estimate.memory import (
+    HALF_BYTES,
+    Activations,
+    BatchShape,
+    Holding,
+    VirtualStage,
+    Workload,
+    buckets_of,
+    holding,
+)
+from mpishard.estimate.times import (
     Sent,
+    Times,
     data_traffic,
+    peak_in_flight,
     pipeline_traffic,
     replica_traffic,
     row_sum_traffic,
     tensor_traffic,
 )
-from mpishard.estimate.workload import BatchShape, Workload
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.parameters.block_pool import block_sizes
 

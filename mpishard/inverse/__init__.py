@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
     from mpishard.inverse.minimization import minimize
-    from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov
-    from mpishard.inverse.regularized_function import regularized
+    from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
     from mpishard.inverse.time_steps import backward_in_time
@@ -39,8 +38,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "adjoint_check": "AdjointCheck check_adjoint",
             "gradient_check": "GradientCheck check_gradient",
             "minimization": "minimize",
-            "regularization": "SmoothedTotalVariation Tikhonov",
-            "regularized_function": "regularized",
+            "regularization": "SmoothedTotalVariation Tikhonov regularized",
             "result": "OptimizeResult",
             "reverse_communication": "EvaluationRequest ReverseCommunication",
             "time_steps": "backward_in_time",

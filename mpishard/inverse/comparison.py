@@ -12,8 +12,8 @@ import xxhash
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.layout.local_layout import Piece
 from mpishard.layout.run_state import brief
+from mpishard.layout.tensors import Piece
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any

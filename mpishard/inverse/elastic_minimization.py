@@ -13,11 +13,8 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.comparison import check_alike, digest, exchange
-from mpishard.inverse.functions import Callback, Functions
-from mpishard.inverse.methods import LoopOptions
-from mpishard.inverse.result import OptimizeResult, result_of
-from mpishard.inverse.table import Table
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.functions import Callback, Functions, Unknowns
+from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, result_of
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.parameters.flat import FlatParameters

@@ -1,15 +1,20 @@
-"""The functions of the user, called as SciPy calls them."""
+"""The functions of the user, called as SciPy calls them, and the unknowns that they get."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import returned, shown
+from mpishard.backend import array as arrays
 from mpishard.inverse.result import OptimizeResult
+from mpishard.layout.tensors import ParameterSpec
+
+Array = Any
 
 
 class Functions:
@@ -192,3 +197,194 @@ class Callback:
         except StopIteration:
             return True
         return isinstance(answer, bool | np.bool) and bool(answer)
+
+
+# The unknowns of a minimisation: one flat array, as the functions of the user see them and give gradients of them.
+
+
+def has_names(x0: Any) -> bool:
+    """Whether a start is a FlatParameters; this file does without MPI, and cannot ask for the class."""
+    return hasattr(x0, "pieces") and hasattr(x0, "layout")
+
+
+def size_of(x0: Any) -> int:
+    """The number of unknowns of a start, over all ranks.  Not collective.
+
+    Parameters
+    ----------
+    x0 : array or FlatParameters
+        The start, maybe invalid.
+
+    Returns
+    -------
+    int
+        1 for what is no array.
+    """
+    if has_names(x0):
+        return sum(spec.size for spec in x0.specs)
+    try:
+        return math.prod(np.shape(x0))  # NumPy's size is none of a tensor of PyTorch
+    except ValueError:  # which `Unknowns` explains
+        return 1
+
+
+class Unknowns:
+    """The unknowns on this rank.  Not collective.
+
+    Parameters
+    ----------
+    x0 : array or FlatParameters
+        An array is copied: float32 and float64 stay what they are, other real numbers become float64.  A FlatParameters
+        is changed in place.
+
+    Attributes
+    ----------
+    specs : tuple of ParameterSpec
+        Names and shapes; an array is one tensor ``"x"``.
+    flat : 1-D array
+        The values on this rank.
+    parameters : FlatParameters or None
+        The start, if it has names.
+
+    Raises
+    ------
+    TypeError
+        If `x0` is no array of real numbers.
+    ValueError
+        If it is empty, or has NaN or infinite elements.
+    """
+
+    def __init__(self, x0: Any) -> None:
+        self.parameters: Any = x0 if has_names(x0) else None
+        self.specs: tuple[ParameterSpec, ...]
+        self.flat: Array
+        if self.parameters is not None:
+            self.specs, self.flat = x0.specs, x0.flat
+        else:
+            values = _real_array(x0)
+            self.specs = (ParameterSpec("x", values.shape),)
+            self.flat = arrays.aligned_copy(values.reshape(-1))
+        if not sum(spec.size for spec in self.specs):
+            raise ValueError("x0 is empty: there is nothing to minimize; give it at least one element")
+        host = arrays.to_host(self.flat)
+        if not np.isfinite(host).all():
+            wrong = int(np.flatnonzero(~np.isfinite(host))[0])
+            raise ValueError(f"x0 must be finite, but element {wrong} is {host[wrong]}")
+
+    @property
+    def size(self) -> int:
+        """Number of elements on this rank."""
+        return int(self.flat.size)
+
+    def check_whole(self) -> None:
+        """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
+        place = None if self.parameters is None else self.parameters.place
+        if place is not None and place.tensor_size * place.pipeline_size > 1:
+            raise ValueError(
+                f"x0 is split over tensor={place.tensor_size} and pipeline={place.pipeline_size} ranks, which would "
+                "minimise their parts one by one: give the mesh of its place, mesh=mesh and reduction='sum', or an x0 "
+                "that is whole"
+            )
+
+    def shown_to_user(self) -> Any:
+        """The point as functions of the user get it: a copy of the array, or the parameters by name."""
+        return self.flat.copy() if self.parameters is None else self.parameters
+
+    def copy_of(self, flat: Array) -> Any:
+        """A point as functions of the user get it, apart from the unknowns.
+
+        Parameters
+        ----------
+        flat : 1-D array
+            Like `flat`.
+
+        Returns
+        -------
+        1-D array or FlatParameters
+            With values of its own.
+        """
+        named = self.parameters
+        if named is None:
+            return flat.copy()
+        copy = type(named)(named.specs, named.dtype, module=arrays.module_of(named.like), place=named.place)
+        copy.flat[...] = flat
+        return copy
+
+    def vector(self, what: str, given: Any) -> Array:
+        """A vector of the user's as a flat array of the dtype and on the device of the unknowns; maybe not a copy.
+
+        Parameters
+        ----------
+        what : str
+            What it is, for messages.
+        given : array or mapping
+            As many elements as the unknowns on this rank, of any shape; or by tensor name arrays of the shapes of this
+            rank's slices, all of them.
+
+        Returns
+        -------
+        1-D array
+            Of `size` elements.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is something else.
+        """
+        if isinstance(given, Mapping):
+            return self._joined(what, given)
+        return self._converted(what, given, self.size)
+
+    def _joined(self, what: str, given: Any) -> Array:
+        if self.parameters is None:
+            raise TypeError(f"{what} must be an array like x0, which has no names; got {type(given).__name__}")
+        whole = arrays.empty(self.size, self.flat.dtype, like=self.flat)
+        for piece in self.parameters.pieces:
+            if piece.name not in given:
+                raise ValueError(f"{what} by name must have all tensors; {piece.name!r} is missing")
+            values = self._converted(f"{what} of {piece.name!r}", given[piece.name], piece.size)
+            whole[piece.start : piece.start + piece.size] = values
+        return whole
+
+    def _converted(self, what: str, given: Any, size: int) -> Array:
+        flat = self.flat
+        if arrays.is_device(flat):
+            if not arrays.is_array(given) or arrays.module_of(given) is not arrays.module_of(flat):
+                raise TypeError(f"{what} must be an array on the device, like x0; got {type(given).__name__}")
+            found = given
+        else:
+            try:
+                found = np.asarray(given)
+            except (TypeError, ValueError):
+                raise TypeError(f"{what} must be an array of numbers, got {shown(given)}") from None
+            if found.dtype.kind not in "biuf":
+                raise TypeError(f"{what} must be an array of real numbers, got {shown(given)}")
+        if found.size != size:
+            raise ValueError(f"{what} has {found.size} elements of shape {found.shape}, but x0 has {size}")
+        return found.reshape(-1).astype(flat.dtype, copy=False)
+
+
+def _real_array(x0: Any) -> Array:
+    """The start as an array of float32 or float64, with at least one dimension."""
+    if arrays.is_device(x0):
+        values = x0
+    else:
+        try:
+            values = np.atleast_1d(np.asarray(x0))
+        except (TypeError, ValueError):
+            raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}{_way_out(x0)}") from None
+    if values.dtype.kind not in "biuf":
+        raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}{_way_out(x0)}")
+    return values if values.dtype in arrays.FLOATS else values.astype(np.float64)
+
+
+def _way_out(x0: Any) -> str:
+    """How to start from several arrays, for messages; empty for a start without arrays."""
+    if isinstance(x0, Mapping):
+        names = [str(name) for name in x0][:2]
+    elif isinstance(x0, list | tuple) and any(hasattr(each, "shape") for each in x0):
+        names = ["a", "b"]
+    else:
+        return ""
+    inside = ", ".join(f"{name!r}: ..." for name in names)
+    return f"; several arrays are given by name, as x0=mpishard.FlatParameters.of({{{inside}}})"

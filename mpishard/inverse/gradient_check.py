@@ -14,13 +14,389 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import entries, flag, integer, number, shown
+from mpishard.arguments import entries, flag, integer, number, returned, shown
+from mpishard.backend import array as arrays
+from mpishard.backend.random import uniform_in_box
+from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.inverse.line import Evaluation, Line, Part
-from mpishard.inverse.taylor import TaylorTest, taylor_test
+from mpishard.data.sampling import share
+from mpishard.inverse.functions import Unknowns
+from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
 
 Array = Any
+
+
+# A function along a line through a point: its values, and products with its gradient, summed over ranks.
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a function.
+
+    Parameters
+    ----------
+    point : FlatParameters
+        The elements of this rank; evaluations are made at its values.
+    call : callable
+        ``call() -> (value, gradient)`` at the values of `point`: terms of sums over ranks.
+    product : callable or None
+        ``product(direction)`` is this rank's term of the Hessian times a direction.
+    world : Axis
+        The ranks whose terms of products with vectors are summed.
+    values : Axis
+        The ranks whose terms of the value are summed.
+    counts, value_counts : bool
+        Whether the vectors of this rank count, and its value; False where other ranks have the same.
+    """
+
+    point: FlatParameters
+    call: Callable[[], tuple[Any, Any]]
+    product: Callable[[np.ndarray], Any] | None
+    world: Axis
+    values: Axis
+    counts: bool = True
+    value_counts: bool = True
+
+    @classmethod
+    def of_function(
+        cls, function: Callable[..., Any], jac: Any, hessp: Any, x: Any, mesh: Mesh | None, summed: bool
+    ) -> Part:
+        """The part of a function with SciPy's signature.  Not collective."""
+        unknowns = Unknowns(x)
+        point = FlatParameters.over(unknowns.flat) if unknowns.parameters is None else unknowns.parameters
+        given = unknowns.shown_to_user
+
+        def call() -> tuple[Any, Any]:
+            if jac is not True:
+                return function(given()), unknowns.vector("the gradient", jac(given()))
+            result = function(given())
+            if not (isinstance(result, tuple | list) and len(result) == 2):
+                kind = type(result).__name__
+                raise TypeError(f"the function must return (value, gradient), got {kind}; or give jac=gradient")
+            return result[0], unknowns.vector("the gradient", result[1])
+
+        def product(direction: np.ndarray) -> Any:
+            vector = arrays.empty(point.size, point.dtype, like=point.like)
+            set_values(vector, direction.astype(point.dtype))
+            return unknowns.vector("the Hessian product", hessp(given(), vector))
+
+        axis = Axis.single() if mesh is None else mesh.world
+        first = mesh is None or mesh.data.rank == 0
+        return cls(point, call, product if hessp else None, axis, axis, summed or first, summed or axis.rank == 0)
+
+    @classmethod
+    def of_problem(cls, problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
+        """The part of a problem's mean loss over samples, by default those of one batch.  Not collective."""
+        batch = np.arange(problem.batch_size) if samples is None else np.atleast_1d(np.asarray(samples, np.int64))
+        data = Axis.single() if mesh is None else mesh.data
+        own = share(batch, data.rank, data.size, problem.micro_batch_size)
+        named = isinstance(problem.start, FlatParameters)
+        point = problem.start if named else FlatParameters.over(problem.start.copy())
+        together = mesh is not None and data.size < mesh.size
+        terms = problem.terms(len(batch))
+
+        def call() -> tuple[Any, Any]:
+            loss = 0.0
+            point.reset_gradients()
+            gradient = arrays.zeros(point.size, point.dtype, like=point.like)
+            for micro in own:
+                if not (len(micro) or together):
+                    continue
+                if named:
+                    with point.gradients.no_sync():
+                        loss += returned(problem.function(point, micro, point.gradients))
+                    gradient = point.gradients.memory.flat
+                else:
+                    loss += returned(problem.function(point.flat, micro, gradient))
+            gradient = arrays.to_host(gradient) / terms
+            point.reset_gradients()
+            return loss / terms, gradient
+
+        return cls(point, call, None, Axis.single() if mesh is None else mesh.world, data)
+
+
+class Line:
+    """Values of a function at the points x + h d, and products with its gradient there.  Methods are collective.
+
+    Parameters
+    ----------
+    part : Part
+    direction : array or FlatParameters, optional
+        d, this rank's elements; default: uniform random numbers, each tensor's as large as its largest element.
+    seed : int
+        Of the random numbers.
+
+    Attributes
+    ----------
+    x, d, w : 1-D array of float64
+        The point, the direction, and another random direction; this rank's elements.
+    dtype : dtype
+        Of the point.
+    size : int
+        Elements over all ranks.
+
+    Raises
+    ------
+    ValueError
+        If the direction has another size, or is 0 or not finite.
+    """
+
+    def __init__(self, part: Part, direction: Any = None, seed: int = 0) -> None:
+        self._part = part
+        point = part.point
+        self.dtype: np.dtype = point.dtype
+        self._start = arrays.to_host(point.flat).copy()
+        self.x = np.array(self._start, np.float64)
+        self.size: int = sum(spec.size for spec in point.specs)
+        self._counted = np.zeros(point.size)
+        scales = [np.abs(self.x[piece.start : piece.start + piece.size]).max(initial=0.0) for piece in point.pieces]
+        scales = part.world.all_reduce(np.array([*scales, 0.0]), op="max", label="control").tolist()
+        self.d, self.w = np.zeros(point.size), np.zeros(point.size)
+        for spec, piece, scale in zip(point.local, point.pieces, scales, strict=False):
+            own = slice(piece.start, piece.start + piece.size)
+            self._counted[own] = part.counts and (spec.partial or point.place.counts(spec))
+            for vector, name in ((self.d, "direction"), (self.w, "other direction")):
+                numbers = uniform_in_box(seed, f"{name} {spec.name}", spec.shape, piece.box)
+                vector[own] = numbers.reshape(-1) * (scale if np.isfinite(scale) and scale else 1.0)
+        problem: Exception | None = None
+        if direction is not None:
+            given = direction.flat if isinstance(direction, FlatParameters) else direction
+            try:
+                self.d = np.array(arrays.to_host(given), np.float64).reshape(-1)
+            except (TypeError, ValueError):
+                problem = TypeError(f"direction={shown(direction)} must be an array of numbers, like x")
+        if problem is None and (self.d.size != point.size or not np.isfinite(self.d).all()):
+            problem = ValueError(f"direction must have {point.size} finite elements, like x; it has {self.d.size}")
+        part.world.raise_if_any(problem)
+        if not self._sum(float(np.abs(self.d).sum()))[0]:
+            raise ValueError("direction is 0: nothing changes along it; leave it out for a random one")
+
+    def at(self, h: float) -> Evaluation:
+        """The function at x + h d, rounded to the dtype of x.
+
+        Parameters
+        ----------
+        h : float
+            0 for the point itself.
+
+        Returns
+        -------
+        Evaluation
+            The same numbers on all ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if the function of any rank raises these or returns something else than value and gradient.
+        """
+        part, problem = self._part, None
+        moved = (self.x + h * self.d).astype(self.dtype)
+        value, gradient = float("nan"), np.zeros(self.x.size)
+        try:
+            set_values(part.point.flat, moved)
+            value, gradient = part.call()
+            value, gradient = returned(value), np.array(arrays.to_host(gradient), np.float64)
+        except Exception as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        finally:
+            set_values(part.point.flat, self._start)
+        part.world.raise_if_any(problem)
+        total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
+        return Evaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
+
+    def product(self, direction: np.ndarray) -> np.ndarray:
+        """This rank's terms of the Hessian at x times a direction."""
+        problem, product = None, np.zeros(self.x.size)
+        try:
+            assert self._part.product is not None
+            product = np.array(arrays.to_host(self._part.product(direction)), np.float64)
+        except Exception as error:
+            problem = error
+        self._part.world.raise_if_any(problem)
+        return product * self._counted
+
+    def dots(self, *pairs: tuple[np.ndarray, np.ndarray]) -> list[float]:
+        """Dot products of this rank's terms with vectors, summed over ranks."""
+        return self._sum(*(float(np.dot(one, other)) for one, other in pairs))
+
+    def spread(self, own: float) -> float:
+        """How much more the number of one rank is than that of another."""
+        return float(self._part.world.all_reduce(np.array([own, -own]), op="max", label="control").sum())
+
+    def _sum(self, *numbers: float) -> list[float]:
+        found: list[float] = self._part.world.all_reduce(np.array(numbers), label="control").tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A function at one point.
+
+    Parameters
+    ----------
+    value : float
+        Over all ranks.
+    own : float
+        This rank's term of it.
+    step : 1-D array
+        The point less x, as it was rounded.
+    gradient : 1-D array
+        This rank's terms, zero where those of another rank count.
+    """
+
+    value: float
+    own: float
+    step: np.ndarray
+    gradient: np.ndarray
+
+
+def set_values(target: Array, values: np.ndarray) -> None:
+    """Set the values of an array on the host or a device."""
+    if arrays.is_device(target):
+        arrays.copy_to_device(values, target)
+    else:
+        np.copyto(target, values)
+
+
+# How fast a Taylor remainder falls with the step: its order, where rounding does not hide it.
+
+_AHEAD = 10.0  # a remainder counts if it is so many times larger than the rounding errors
+_FLAT = 0.6  # remainders that fall more slowly than this power of the step are errors of the function itself
+_FITTED = 3  # remainders in the fit, those of the smallest steps
+_SIGNIFICANT = 6.0  # standard deviations
+_SLACK = 0.2  # what an order may miss
+
+
+@dataclass(frozen=True)
+class TaylorTest:
+    """The remainders of a Taylor series for a row of steps, and the order in which they fall.
+
+    Parameters
+    ----------
+    name : str
+        What is left after which term.
+    expected : int
+        The order of the remainder if the terms are right.
+    steps, remainders : tuple of float
+        The steps h, descending, and the absolute remainder of each; NaN or infinite outside of the function's domain.
+    used : tuple of bool
+        Whether the remainder is in the fit of the order: one of the smallest that rounding does not hide.
+    order : float
+        The slope of the remainders that are used, in logarithms; NaN if rounding hides all of them.
+    error : float
+        How well the last term of the series agrees with the function: the smallest remainder relative to that term.
+    passed : bool
+        Whether the order is as expected, or the agreement is as close as the precision of the values can show.
+    """
+
+    name: str
+    expected: int
+    steps: tuple[float, ...]
+    remainders: tuple[float, ...]
+    used: tuple[bool, ...]
+    order: float
+    error: float
+    passed: bool
+
+
+def taylor_test(
+    name: str,
+    expected: int,
+    steps: Sequence[float],
+    remainders: Sequence[float],
+    terms: Sequence[float],
+    rounding: Sequence[float],
+    precision: float,
+) -> TaylorTest:
+    """Fit the order of remainders.
+
+    Parameters
+    ----------
+    name : str
+        As for `TaylorTest`, as `expected`, `steps` and `remainders`.
+    expected : int
+    steps, remainders : sequence of float
+    terms : sequence of float
+        For each step the last term of the series that was subtracted.
+    rounding : sequence of float
+        For each step the size of the rounding errors in the remainder.
+    precision : float
+        The relative precision of the values.
+
+    Returns
+    -------
+    TaylorTest
+    """
+    h, signed = np.asarray(steps, float), np.asarray(remainders, float)
+    left = np.abs(signed)
+    known = np.isfinite(left)
+    floor = np.maximum(_AHEAD * np.asarray(rounding, float), _level_of_tail(h, left, known))
+    fitted = np.flatnonzero(known & (left > floor))[-_FITTED:]
+    order = float("nan")
+    if len(fitted) > 1:  # the last two are the nearest to the limit
+        order = max(_slope(h[fitted], left[fitted]), _slope(h[fitted[-2:]], left[fitted[-2:]]))
+    if len(fitted) and fitted[-1] + 1 < len(h) and known[fitted[-1] + 1]:
+        # What falls below the rounding errors at once, as where a function is piecewise linear, has fallen steeply.
+        last, lower = left[fitted[-1]], max(left[fitted[-1] + 1], floor[fitted[-1] + 1])
+        order = np.fmax(order, np.log(last / lower) / np.log(h[fitted[-1]] / h[fitted[-1] + 1]) if lower else np.inf)
+    relative = np.divide(left, np.abs(terms), out=np.where(left > 0, np.inf, 0.0), where=np.asarray(terms) != 0)
+    relative = relative[known]  # two neighbours must be small: one may be so by accident, where terms cancel
+    error = float(np.maximum(relative[1:], relative[:-1]).min(initial=np.inf))
+    tail = np.flatnonzero(known)
+    tail = tail[tail >= fitted[0]] if len(fitted) else tail[:0]
+    power = h[tail] ** (expected - 1)
+    steep = order > expected + 1.5  # as a piecewise linear function between two kinks
+    wrong = not steep and _has_lower_order(h[tail], signed[tail] / power, np.asarray(rounding, float)[tail] / power)
+    return TaylorTest(
+        name,
+        expected,
+        tuple(h.tolist()),
+        tuple(left.tolist()),
+        tuple(bool(index in fitted) for index in range(len(h))),
+        float(order),
+        error,
+        error <= precision**0.5 or (bool(order >= expected - _SLACK) and not wrong),
+    )
+
+
+def _slope(h: np.ndarray, left: np.ndarray) -> float:
+    """The slope of the logarithms, by least squares."""
+    return float(np.polyfit(np.log(h), np.log(left), 1)[0])
+
+
+def _has_lower_order(h: np.ndarray, ratios: np.ndarray, rounding: np.ndarray) -> bool:
+    """Whether remainders over a power of the step tend to something else than 0 with the step.
+
+    The order alone may not show it, where the wrong part of a term and the next term have different signs.  Fits
+    a + b h + c h^2 by least squares, weighted by rounding errors, and asks whether a is significant.
+    """
+    if len(h) < 5 or not (rounding.all() and np.isfinite(rounding).all()):
+        return False
+    relative, weights = (
+        h / h[0],
+        rounding.min() / rounding,
+    )  # in units of the smallest error, so that squares are numbers
+    columns = np.stack([np.ones_like(h), relative, relative**2], axis=1) * weights[:, None]
+    wanted = ratios / rounding
+    inverse = np.linalg.inv(columns.T @ columns)
+    fit = inverse @ (columns.T @ wanted)
+    misfit = columns @ fit - wanted
+    deviation = (inverse[0, 0] * max(1.0, float(misfit @ misfit) / (len(h) - 3))) ** 0.5
+    return bool(abs(fit[0]) > _SIGNIFICANT * deviation)
+
+
+def _level_of_tail(h: np.ndarray, left: np.ndarray, known: np.ndarray) -> float:
+    """Ten times the median of the remainders at the small steps that no longer fall; 0 if there are none."""
+    for first in range(len(h) - 2):
+        tail = np.arange(first, len(h))[known[first:] & (left[first:] > 0)]
+        if len(tail) > 2 and _slope(h[tail], left[tail]) < _FLAT:
+            return 10.0 * float(np.median(left[tail]))
+    return 0.0
+
+
+# Whether a gradient is that of its function: the Taylor test.
+
 _FIRST = 0.1  # step
 _ROWS = {np.dtype(np.float32): (14, 2.0), np.dtype(np.float64): (13, 4.0)}  # how many steps, and their ratio
 _TINY = (8.0, 64.0, 512.0)  # steps in units of the precision, at which only rounding is left
@@ -161,8 +537,6 @@ def check_gradient(
         if disp:
             print(f"check of the gradient of {line.size} elements, {line.dtype}\n{result}")
         if plot is not None:
-            from mpishard.inverse.gradient_figure import draw
-
             draw(result.tests, plot)
     return result
 
@@ -347,3 +721,31 @@ def _diagnosis(
         f"the gradient is wrong: along the direction the slope of the function is {quotient:.6g}, and that of the "
         f"gradient {derivative:.6g}{times}; the remainder falls like h^{test.order:.2f}"
     )
+
+
+# The remainders of a gradient check over the steps, as a picture.
+
+_BLUE, _RED = "#0072b2", "#d55e00"
+
+
+def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
+    """Draw one panel per test; full marks: what the order is fitted to; a line of the expected order beside them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(tests), 4), layout="constrained")
+    for panel, test in zip(figure.subplots(1, len(tests), squeeze=False)[0], tests, strict=True):
+        steps, left = np.array(test.steps), np.array(test.remainders)
+        used = np.array(test.used)
+        colour = _BLUE if test.passed else _RED
+        panel.plot(steps, left, color=colour, lw=1, marker="o", mfc="white", ms=5, label="remainder")
+        panel.plot(steps[used], left[used], "o", color=colour, ms=5, label=f"order {test.order:.2f}")
+        if used.any():
+            first = np.flatnonzero(used)[0]
+            right = left[first] * (steps / steps[first]) ** test.expected
+            seen = right >= 0.1 * left[left > 0].min()
+            panel.plot(steps[seen], right[seen], color="0.5", ls=":", label=f"order {test.expected}")
+        panel.set(title=test.name, xlabel="h", xscale="log", yscale="log")
+        panel.title.set_fontsize(9)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=100)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.functions import Unknowns
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.limits import Limits, tell_of_projection
 from mpishard.minimizers.method import Method

@@ -16,8 +16,8 @@ from mpishard.data_parallel.method_evaluations import MethodEvaluations
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.inverse.comparison import Comparison, check_alike, exchange
-from mpishard.inverse.unknowns import Unknowns
-from mpishard.launch.ctrl_c import Interrupts
+from mpishard.inverse.functions import Unknowns
+from mpishard.launch.signals import Interrupts
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.parameters.flat import FlatParameters

@@ -8,14 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import no_others
-from mpishard.inverse.bounds import pair_of_bounds
 from mpishard.inverse.elastic_options import elastic_options
-from mpishard.inverse.functions import Callback, Functions
-from mpishard.inverse.methods import LoopOptions, make_method
-from mpishard.inverse.result import OptimizeResult
+from mpishard.inverse.functions import Callback, Functions, Unknowns, size_of
+from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, make_method, pair_of_bounds
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
-from mpishard.inverse.table import Table
-from mpishard.inverse.unknowns import Unknowns, size_of
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:

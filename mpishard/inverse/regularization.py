@@ -20,10 +20,124 @@ from mpishard.backend import array as arrays
 from mpishard.backend import exact_dot
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.inverse.differences import forward, forward_adjoint, neighbours_count, second, second_adjoint
-from mpishard.inverse.halo import exchange_rows
+from mpishard.inverse.functions import Unknowns, has_names
 
 Array = Any
+
+
+# Differences of neighbours on a grid, with a zero where there is no neighbour, and their adjoints.
+
+
+def along(dim: int, start: int | None, stop: int | None) -> tuple[slice, ...]:
+    """The index of a range in one dimension and of everything in those before it."""
+    return (*(slice(None),) * dim, slice(start, stop))
+
+
+def forward(field: Array, dim: int, spacing: float) -> Array:
+    """The next element less this one, over the spacing; 0 for the last."""
+    out = arrays.module_of(field).zeros_like(field)
+    out[along(dim, None, -1)] = (field[along(dim, 1, None)] - field[along(dim, None, -1)]) / spacing
+    return out
+
+
+def forward_adjoint(flow: Array, dim: int, spacing: float) -> Array:
+    """The transpose of `forward`."""
+    inner = flow[along(dim, None, -1)] / spacing
+    out = arrays.module_of(flow).zeros_like(flow)
+    out[along(dim, None, -1)] -= inner
+    out[along(dim, 1, None)] += inner
+    return out
+
+
+def second(field: Array, dim: int, spacing: float) -> Array:
+    """Next less twice this plus previous element, over the square of the spacing; 0 for the first and the last."""
+    out = arrays.module_of(field).zeros_like(field)
+    if field.shape[dim] > 2:
+        middle = field[along(dim, 1, -1)]
+        sides = field[along(dim, 2, None)] + field[along(dim, None, -2)]
+        out[along(dim, 1, -1)] = (sides - 2.0 * middle) / (spacing * spacing)
+    return out
+
+
+def second_adjoint(flow: Array, dim: int, spacing: float) -> Array:
+    """The transpose of `second`."""
+    out = arrays.module_of(flow).zeros_like(flow)
+    if flow.shape[dim] > 2:
+        inner = flow[along(dim, 1, -1)] / (spacing * spacing)
+        out[along(dim, None, -2)] += inner
+        out[along(dim, 1, -1)] -= 2.0 * inner
+        out[along(dim, 2, None)] += inner
+    return out
+
+
+def neighbours_count(mask: Array, dim: int, order: int) -> Array:
+    """Where all elements count that the difference of this order takes; `mask` is 1 where an element counts, else 0."""
+    out = mask.copy()
+    if order >= 1 and mask.shape[dim] > 1:
+        out[along(dim, None, -1)] *= mask[along(dim, 1, None)]
+    if order == 2 and mask.shape[dim] > 1:
+        out[along(dim, 1, None)] *= mask[along(dim, None, -1)]
+    return out
+
+
+# Rows of the neighbours of a slab, for fields that are cut along their first dimension over the tensor axis.
+
+_TAG = 7
+
+
+def exchange_rows(axis: Axis, slab: Array, rows: int) -> tuple[Array | None, Array | None]:
+    """The last rows of the slab before and the first rows of the slab after.
+
+    Collective over the axis.
+
+    Parameters
+    ----------
+    axis : Axis
+        Its ranks have the slabs in order.
+    slab : array
+        At least `rows` rows on every rank, unless the rank is the only one.
+    rows : int
+        How many rows.
+
+    Returns
+    -------
+    (array or None, array or None)
+        New arrays; None where there is no neighbour.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if a rank has fewer rows.
+    """
+    if axis.size == 1 or not rows:
+        return None, None
+    problem = None
+    if len(slab) < rows:
+        problem = ValueError(
+            f"rank {axis.rank} of {axis.size} on the tensor axis has {len(slab)} rows of the field, and its neighbours "
+            f"need {rows} of them; take fewer tensor ranks"
+        )
+    axis.raise_if_any(problem)
+    module = arrays.module_of(slab)
+    sent = []
+    found: list[Array | None] = []
+    for other, own in ((axis.rank - 1, slab[:rows]), (axis.rank + 1, slab[-rows:])):
+        if 0 <= other < axis.size:
+            sent.append(axis.start_send(module.ascontiguousarray(own).reshape(-1), other, _TAG, label="halo"))
+    for other in (axis.rank - 1, axis.rank + 1):
+        if not 0 <= other < axis.size:
+            found.append(None)
+            continue
+        buffer = arrays.empty(rows * int(np.prod(slab.shape[1:])), slab.dtype, like=slab)
+        axis.recv(buffer, other, _TAG, label="halo")
+        found.append(buffer.reshape(rows, *slab.shape[1:]))
+    for request in sent:
+        request.wait()
+    return found[0], found[1]
+
+
+# Terms that regularise a field on a grid: Tikhonov's, of three orders, and total variation, smoothed.
+
 Exchange = Callable[[Array], tuple[Array | None, Array | None]]
 
 
@@ -354,3 +468,101 @@ def _squares(ones: list[Array], others: list[Array]) -> Array:
     for one, other in zip(ones[1:], others[1:], strict=True):
         total = total + one * other
     return total
+
+
+# Functions with terms that regularise: each term counts once, whatever samples and ranks there are.
+
+
+def regularized(
+    function: Callable[..., Any],
+    terms: RegularizationTerm | Sequence[RegularizationTerm],
+    *,
+    mesh: Mesh | None = None,
+    reduction: str | None = None,
+) -> Callable[..., Any]:
+    """A function with terms added, of which each counts once, however many samples and ranks there are.
+
+    Not collective; the function that it returns is, where a term is.
+
+    Parameters
+    ----------
+    function : callable
+        As `minimize` takes it, ``function(x)`` or ``function(x, samples)``; or as an OptimizationProblem does,
+        ``function(parameters, samples, gradients) -> loss``: to the loss and gradient of each sample every term is
+        added, so that the mean over samples has it once, along with them in every order.
+    terms : RegularizationTerm or sequence of them
+        What is added.
+    mesh : Mesh, optional
+        With ``reduction="sum"``: the mesh of `minimize`.
+    reduction : {None, "sum"}
+        As for `minimize`: with ``"sum"`` one data rank adds the terms.
+
+    Returns
+    -------
+    callable
+        Of the form of `function`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is invalid.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpishard import Tikhonov
+    >>> fun = regularized(lambda x: (0.0, np.zeros(3)), Tikhonov(weight=2.0))
+    >>> fun(np.array([0.0, 1.0, 3.0]))
+    (5.0, array([-2., -2.,  4.]))
+    """
+    chosen = list(terms) if isinstance(terms, Sequence) else [terms]
+    if not callable(function) or not all(isinstance(term, RegularizationTerm) for term in chosen):
+        raise TypeError(f"regularized needs a function and terms, got {shown(function)} and {shown(terms)}")
+    if reduction not in (None, "sum") or (reduction == "sum" and mesh is None):
+        raise ValueError(f'reduction={shown(reduction)} must be None, or "sum" with a mesh')
+    summed = mesh is not None and reduction == "sum"
+    if summed and mesh is not None and mesh.data.rank:
+        return function
+
+    def plain(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
+        value, given = function(x, *samples)
+        if samples and 0 not in samples[0]:
+            return value, given
+        unknowns = Unknowns(x)
+        gradient = unknowns.vector("the gradient", given).copy()
+        for term in chosen:
+            added, slope = term.value_and_gradient(_tensor(x, term))
+            # On a mesh every tensor rank has the value of the whole field.
+            if not (summed and term.mesh is not None and term.mesh.tensor.rank):
+                value = value + added
+            start = x.layout.piece_of[_name(x, term)].start if has_names(x) else 0
+            gradient[start : start + slope.size] += slope.reshape(-1)
+        return value, gradient
+
+    def of_samples(x: Any, samples: np.ndarray, gradients: Any) -> float:
+        loss = function(x, samples, gradients)
+        for term in chosen:
+            if not (len(samples) or term.mesh is not None):
+                continue
+            added, slope = term.value_and_gradient(_tensor(x, term))
+            if len(samples) and has_names(x):
+                gradients[_name(x, term)] += len(samples) * slope
+            elif len(samples):
+                gradients += len(samples) * slope
+            loss = loss + len(samples) * added
+        return loss
+
+    def with_terms(x: Any, *rest: Any) -> Any:
+        return plain(x, *rest) if len(rest) < 2 else of_samples(x, *rest)
+
+    return with_terms
+
+
+def _tensor(x: Any, term: RegularizationTerm) -> Array:
+    return x[_name(x, term)] if has_names(x) else x
+
+
+def _name(x: Any, term: RegularizationTerm) -> str:
+    if term.name is None and len(x) != 1:
+        raise ValueError(f"there are {len(x)} tensors; give {type(term).__name__} the name of one of them, name=...")
+    return term.name if term.name is not None else next(iter(x))

@@ -1,10 +1,22 @@
-"""What came of a minimisation, with the fields and the status numbers of SciPy's ``OptimizeResult``."""
+"""What came of a minimisation, with the fields and the status numbers of SciPy's ``OptimizeResult``.
+
+With it the parts of `minimize` that users see: bounds, methods and options by SciPy's names, the table of progress.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
+from mpishard import minimizers
+from mpishard.arguments import flag, integer, number, shown
+from mpishard.io import log
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress
 from mpishard.minimizers.stopping import FAILURES
@@ -116,3 +128,254 @@ def result_of(
         success=status == 0,
         message=message,
     )
+
+
+# Bounds in the forms that SciPy knows, and by tensor name, as the pair that a method takes.
+
+_FORMS = (
+    "a pair (lower, upper) for each element of x0, one pair of numbers or arrays for all of them, "
+    "scipy.optimize.Bounds(lower, upper), or such pairs by tensor name"
+)
+
+
+def pair_of_bounds(bounds: Any, size: int) -> Any:
+    """Lower and upper bounds of all elements.
+
+    Parameters
+    ----------
+    bounds : object
+        What a user gave.  A sequence of as many pairs as there are elements is read as SciPy does: a pair for each
+        element, also for two elements.
+    size : int
+        Number of elements.
+
+    Returns
+    -------
+    (lower, upper), mapping or None
+        Numbers or flat arrays, infinite where there is no bound; by tensor name where `bounds` is a mapping.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is none of these forms.
+    """
+    if bounds is None:
+        return None
+    if isinstance(bounds, Mapping):
+        return {name: _ends(_pair(pair, f"bounds of {name!r}")) for name, pair in bounds.items()}
+    if hasattr(bounds, "lb") and hasattr(bounds, "ub"):
+        return _ends((bounds.lb, bounds.ub))
+    if isinstance(bounds, str) or not isinstance(bounds, Sequence | np.ndarray):
+        raise TypeError(f"bounds={shown(bounds)} must be {_FORMS}")
+    if len(bounds) == size and all(_is_pair(each) for each in bounds):
+        return tuple(
+            np.array([_number(each[side], index, none) for index, each in enumerate(bounds)], np.float64)
+            for side, none in enumerate((-np.inf, np.inf))
+        )
+    if len(bounds) != 2:
+        raise ValueError(f"bounds have {len(bounds)} entries, but x0 has {size} elements; give {_FORMS}")
+    return _ends((bounds[0], bounds[1]))
+
+
+def _pair(value: Any, what: str) -> tuple[Any, Any]:
+    if hasattr(value, "lb") and hasattr(value, "ub"):
+        return value.lb, value.ub
+    if not _is_pair(value):
+        raise ValueError(f"{what} must be a pair (lower, upper), got {shown(value)}")
+    return value[0], value[1]
+
+
+def _ends(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The pair with infinities for None."""
+    lower, upper = pair
+    return (-np.inf if lower is None else lower, np.inf if upper is None else upper)
+
+
+def _is_pair(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.shape == (2,)
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+
+
+def _number(value: Any, index: int, none: float) -> float:
+    if value is None:
+        return none
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"bounds of element {index} must be numbers or None, got {shown(value)}") from None
+
+
+# Methods by SciPy's names, and their options by SciPy's names.
+
+# The class of each method, and the options that SciPy's `tol` sets.
+_METHODS = {
+    "L-BFGS-B": ("LBFGSB", ("ftol", "gtol")),
+    "L-BFGS": ("LBFGS", ("ftol", "gtol")),
+    "CG": ("NonlinearCG", ("gtol",)),
+    "Newton-CG": ("TruncatedNewton", ("gtol", "xtol")),
+    "trust-ncg": ("TruncatedNewton", ("gtol",)),
+}
+# Methods that in SciPy do not stop for a small decrease, take so many iterations for each unknown, and evaluate freely.
+_FREE = {"cg", "newton-cg", "trust-ncg"}
+_ITERATIONS = 200
+# SciPy's names of options that are called otherwise here.
+_RENAMED = {"maxcor": "history", "initial_trust_radius": "initial_radius", "max_trust_radius": "max_radius"}
+# Fields of methods that are arguments of `minimize`.
+_ARGUMENTS = {"bounds", "fixed", "inner_product", "preconditioner"}
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Options of the loop and not of the method.
+
+    Parameters
+    ----------
+    disp : bool
+        Whether to show a table.
+    maxtime : float or None
+        Stop after the iteration in which so many seconds are over.
+    """
+
+    disp: bool = False
+    maxtime: float | None = None
+
+
+def make_method(
+    method: str | Method, options: Mapping[str, Any] | None, tol: float | None, size: int, **elements: Any
+) -> tuple[Method, LoopOptions]:
+    """A method with its options.
+
+    Parameters
+    ----------
+    method : str or Method
+        SciPy's name, in upper or lower case; or a method, whose options stay except for those in `options`.
+    options : mapping, optional
+        By SciPy's names, or by those of the method's class.
+    tol : float, optional
+        The default of the tolerances that stop the method.
+    size : int
+        Number of unknowns, over all ranks.
+    **elements
+        ``bounds``, ``fixed``, ``inner_product``, ``preconditioner``; None leaves that of the method.
+
+    Returns
+    -------
+    (Method, LoopOptions)
+        The method, and what concerns the loop.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is no such method or option, or one is invalid.
+    """
+    kind, tolerances = _class_of(method)
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
+        raise TypeError(f"options={shown(options)} must be a dictionary of names and values")
+    names = {field.name for field in fields(kind)}
+    given: dict[str, Any] = {}
+    if isinstance(method, str) and method.lower() in _FREE:
+        given = {"ftol": 0.0, "maxiter": _ITERATIONS * size, "maxfun": sys.maxsize}
+    if tol is not None:
+        value = number("tol", tol, least=0)
+        given |= {name: value for name in tolerances if name in names}
+    loop = _loop_options(options)
+    for name, value in options.items():
+        own = _RENAMED.get(name, name)
+        if own in names - _ARGUMENTS:
+            given[own] = value
+        elif name not in {field.name for field in fields(LoopOptions)}:
+            raise ValueError(f"{_label(method)} has no option {name!r}; its options are {', '.join(_known(names))}")
+    for name, value in elements.items():
+        if value is None:
+            continue
+        if name not in names:
+            raise ValueError(f"{_label(method)} takes no {name}; method='L-BFGS-B' does")
+        given[name] = value
+    if isinstance(method, Method):
+        return replace(method, **given), loop
+    made: Method = kind(**given)
+    return made, loop
+
+
+def _class_of(method: str | Method) -> tuple[type[Method], tuple[str, ...]]:
+    if isinstance(method, Method):
+        kind = type(method)
+        return kind, next((each for name, each in _METHODS.values() if name == kind.__name__), ("ftol", "gtol"))
+    if not isinstance(method, str):
+        raise TypeError(f"method={shown(method)} must be one of {', '.join(_METHODS)}, or a method such as LBFGSB()")
+    known = {name.lower(): entry for name, entry in _METHODS.items()}
+    if method.lower() not in known:
+        raise ValueError(f"there is no method {method!r}; there are {', '.join(_METHODS)}")
+    name, tolerances = known[method.lower()]
+    return getattr(minimizers, name), tolerances
+
+
+def _loop_options(options: Mapping[str, Any]) -> LoopOptions:
+    disp, maxtime = options.get("disp"), options.get("maxtime")
+    if disp is not None:
+        disp = bool(integer("disp", disp)) if not isinstance(disp, bool) else flag("disp", disp)
+    if maxtime is not None:
+        maxtime = number("maxtime", maxtime, least=0, finite=False)
+    return LoopOptions(bool(disp), maxtime)
+
+
+def _known(names: set[str]) -> list[str]:
+    scipys = {own: name for name, own in _RENAMED.items()}
+    own = {scipys.get(name, name) for name in names - _ARGUMENTS}
+    return sorted(own | {field.name for field in fields(LoopOptions)})
+
+
+def _label(method: str | Method) -> str:
+    return f"method {method!r}" if isinstance(method, str) else type(method).__name__
+
+
+# The table of a minimisation: a line an iteration.
+
+_HEAD = f"{'iteration':>9} {'value':>17} {'|g|':>9} {'|proj g|':>9} {'step':>9} {'evaluations':>11} {'seconds':>9}"
+
+
+class Table:
+    """Writes a line for the start and for each iteration, with its header before the first one.  Not collective.
+
+    Parameters
+    ----------
+    shown : bool
+        Whether it writes anything: on one rank.
+    """
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._has_head = False
+        self._began = time.perf_counter()
+
+    def row(self, progress: Progress) -> None:
+        """Write a line.
+
+        Parameters
+        ----------
+        progress : Progress
+            After an iteration, or after the first evaluation.
+        """
+        if not self._shown:
+            return
+        if not self._has_head:
+            log.inform(_HEAD)
+            self._has_head = True
+        seconds = time.perf_counter() - self._began
+        log.inform(
+            f"{progress.iterations:>9} {progress.value:>17.10e} {progress.gradient_norm:>9.2e} "
+            f"{progress.projected_norm:>9.2e} {progress.step_length:>9.2e} {progress.evaluations:>11} {seconds:>9.2f}"
+        )
+
+    def end(self, message: str) -> None:
+        """Write why it has ended.
+
+        Parameters
+        ----------
+        message : str
+            Of the result.
+        """
+        if self._shown:
+            log.inform(message)

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import no_others, shown
-from mpishard.inverse.bounds import pair_of_bounds
-from mpishard.inverse.functions import number_of
+from mpishard.inverse.functions import Unknowns, number_of, size_of
 from mpishard.inverse.local_run import LocalRun
-from mpishard.inverse.methods import make_method
-from mpishard.inverse.result import OptimizeResult, result_of
+from mpishard.inverse.result import OptimizeResult, make_method, pair_of_bounds, result_of
 from mpishard.inverse.run import Run
-from mpishard.inverse.unknowns import Unknowns, size_of
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress, Wanted
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.functions import Unknowns
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
 

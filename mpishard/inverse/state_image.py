@@ -12,7 +12,7 @@ import h5py
 from mpishard.arguments import printable
 from mpishard.backend import array as arrays
 from mpishard.io import hdf5
-from mpishard.io.file_image import USER_BLOCK, FileImage
+from mpishard.io.hdf5 import USER_BLOCK, FileImage
 from mpishard.minimizers.method import Method
 
 Array = Any

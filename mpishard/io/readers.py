@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from mpishard.backend.blas_threads import cpu_quota, own_cores
+from mpishard.backend.process import cpu_quota, own_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

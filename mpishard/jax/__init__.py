@@ -7,21 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpishard.jax.distributed import as_distributed
+    from mpishard.jax.distributed import TreeOptimizer, as_distributed
     from mpishard.jax.optax_rule import rule_of
     from mpishard.jax.problem import problem
-    from mpishard.jax.tree_optimizer import TreeOptimizer
-    from mpishard.jax.tree_state import parameters_of, tree_of
+    from mpishard.jax.tree import parameters_of, tree_of
 
 __all__ = ["TreeOptimizer", "as_distributed", "parameters_of", "problem", "rule_of", "tree_of"]
 
 _MODULE_OF = {
-    "TreeOptimizer": "tree_optimizer",
+    "TreeOptimizer": "distributed",
     "as_distributed": "distributed",
-    "parameters_of": "tree_state",
+    "parameters_of": "tree",
     "problem": "problem",
     "rule_of": "optax_rule",
-    "tree_of": "tree_state",
+    "tree_of": "tree",
 }
 
 

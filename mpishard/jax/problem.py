@@ -12,12 +12,11 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.io import log
 from mpishard.jax.memory import as_jax
-from mpishard.jax.tree_leaves import TreeLeaves
-from mpishard.jax.tree_state import TreeState
+from mpishard.jax.tree import TreeLeaves, TreeState
 from mpishard.parameters.flat import FlatParameters
-from mpishard.training.input_checks import check_data
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem
+from mpishard.training.step_runner import check_data
 
 _MANY_SHAPES = 8
 

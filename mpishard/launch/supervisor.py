@@ -23,11 +23,20 @@ from types import FrameType
 from mpishard.launch.hosts import Host, HostMonitor, HostSettings, check_shell, parse_hosts, sweep
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.launchers import Launcher, find_launcher
-from mpishard.launch.leftovers import Leftovers
-from mpishard.launch.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
-from mpishard.launch.progress_monitor import Limits, ProgressMonitor
+from mpishard.launch.processes import Leftovers, Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.launch.python_command import with_runner
-from mpishard.launch.restart_policy import History, JobOutcome, Policy, Start, Stop, decide, exit_code, name_of
+from mpishard.launch.restart_policy import (
+    History,
+    JobOutcome,
+    Limits,
+    Policy,
+    ProgressMonitor,
+    Start,
+    Stop,
+    decide,
+    exit_code,
+    name_of,
+)
 
 _POLL_S = 0.02
 _LOOK_S = 0.2  # between two looks into the run's folder

@@ -19,8 +19,7 @@ def main() -> int:
     sys.modules["mpishard"] = package
 
     from mpishard.launch.hosts import HostSettings
-    from mpishard.launch.progress_monitor import Limits
-    from mpishard.launch.restart_policy import Policy
+    from mpishard.launch.restart_policy import Limits, Policy
     from mpishard.launch.supervisor import Job, Supervisor
 
     fields = json.loads(sys.argv[1])

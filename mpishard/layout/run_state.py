@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpishard.arguments import printable
-from mpishard.layout.local_layout import LocalLayout, ModelParallelRank, cut_holding
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import LocalLayout, ModelParallelRank, ParameterSpec, cut_holding
 
 Array = Any
 Range = tuple[int, int]

@@ -1,7 +1,7 @@
 """The transfers between ranks that turn one layout into another.
 
 `mpishard.comm.reshard` carries them out, in resizes and for copies.  Reading a checkpoint needs none: each rank there
-intersects its own boxes with the stored ones (`mpishard.checkpoint.filling`).
+intersects its own boxes with the stored ones (`mpishard.checkpoint.load`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpishard.layout.boxes import Box, intersect, subtract
-from mpishard.layout.local_layout import LocalLayout, Piece
+from mpishard.layout.tensors import LocalLayout, Piece
 
 
 class Transfer(NamedTuple):

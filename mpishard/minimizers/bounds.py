@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import elementwise, empty, largest, to_host
-from mpishard.minimizers.lbfgs_formulas import advance
+from mpishard.minimizers.formulas import advance
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.space import Space
 

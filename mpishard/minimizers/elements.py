@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.method import Method
 
 Array = Any

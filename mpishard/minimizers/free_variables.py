@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpishard.backend.array import empty, module_of
-from mpishard.minimizers import cg_formulas
+from mpishard.minimizers import formulas
 from mpishard.minimizers.bounds import Bounds, mark_free
 from mpishard.minimizers.limits import Limits
 
@@ -67,7 +67,7 @@ class FreeVariables:
         if self.weights is None:
             return gradient
         out = empty(gradient.size, gradient.dtype, gradient)
-        cg_formulas.weighted(out, gradient, self.weights)
+        formulas.weighted(out, gradient, self.weights)
         return out
 
     def preconditioned(self, gradient: Array) -> Array:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from mpishard.arguments import integer, number, shown
 from mpishard.backend.array import module_of
-from mpishard.minimizers import lbfgs_formulas as formulas
+from mpishard.minimizers import formulas
 from mpishard.minimizers.descent import SLOTS, Descent
 from mpishard.minimizers.history import History
 from mpishard.minimizers.limits import Limits

@@ -11,11 +11,11 @@ import numpy as np
 
 from mpishard.backend.array import empty
 from mpishard.minimizers.bounds import arrive, cut, divide, keep_free
+from mpishard.minimizers.formulas import unweigh, weigh
+from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
-from mpishard.minimizers.lbfgs_formulas import unweigh, weigh
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.method import Elements
-from mpishard.minimizers.reduced_history import ReducedHistory
 from mpishard.minimizers.space import Space
 
 Array = Any

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpishard.arguments import integer, number, shown
-from mpishard.minimizers import cg_formulas
+from mpishard.minimizers import formulas
 from mpishard.minimizers.descent import SLOTS, Descent
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search import HagerZhang, LineSearch, MoreThuente
@@ -187,7 +187,7 @@ class ConjugateGradients(Descent):
         if not self._beta:  # steepest descent: at the start, after a restart, or where another minimisation begins
             self._turns = 0
             self._direction[:] = 0
-        cg_formulas.turn(self._direction, z, self._beta)
+        formulas.turn(self._direction, z, self._beta)
         top, base_top = self.space.largest(self._direction, self.base)
         (slope,) = self.space.dots([(self.base_gradient, self._direction)], [self._gradient_top * top])
         if not self._beta:

@@ -11,15 +11,13 @@ from mpishard.lazy import names_when_used
 if TYPE_CHECKING:
     from mpishard.nn.architecture import Architecture
     from mpishard.nn.attention import AttentionOptions, CausalSelfAttention
-    from mpishard.nn.block import MLP, Block, TransformerBlock
+    from mpishard.nn.block import MLP, Block, GatedMLP, TransformerBlock
     from mpishard.nn.chunk import Chunk
     from mpishard.nn.decoder import Decoder
     from mpishard.nn.decoder_architecture import DecoderArchitecture
-    from mpishard.nn.dropout import Dropout
     from mpishard.nn.embeddings import Embedding, PositionEmbedding
-    from mpishard.nn.gated import GatedMLP
     from mpishard.nn.gpt import GPT
-    from mpishard.nn.layers import GELU, Layer
+    from mpishard.nn.layers import GELU, Dropout, Layer
     from mpishard.nn.linear import Linear, TiedLinear
     from mpishard.nn.llama import Llama
     from mpishard.nn.llama_architecture import LlamaArchitecture
@@ -75,15 +73,13 @@ if not TYPE_CHECKING:  # a type checker has the names from above
         {
             "architecture": "Architecture",
             "attention": "AttentionOptions CausalSelfAttention",
-            "block": "MLP Block TransformerBlock",
+            "block": "MLP Block TransformerBlock GatedMLP",
             "chunk": "Chunk",
             "decoder": "Decoder",
             "decoder_architecture": "DecoderArchitecture",
-            "dropout": "Dropout",
+            "layers": "Dropout GELU Layer",
             "embeddings": "Embedding PositionEmbedding",
-            "gated": "GatedMLP",
             "gpt": "GPT",
-            "layers": "GELU Layer",
             "linear": "Linear TiedLinear",
             "llama": "Llama",
             "llama_architecture": "LlamaArchitecture",

@@ -1,18 +1,184 @@
-"""The units of one virtual pipeline stage, run forward and backward one micro-batch at a time."""
+"""The units of one virtual pipeline stage, run forward and backward one micro-batch at a time.
+
+With it: the activations that are kept, the chunks of this rank, and the times of units, which cut stages.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from mpishard.nn.activations import ActivationCheckpointing, BlockUnit, KeepAll, Spot
+import numpy as np
+
+from mpishard.backend.array import ready
+from mpishard.backend.convert import BITS
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.tensors import ModelParallelRank
 from mpishard.nn.block import TransformerBlock
+from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
 from mpishard.nn.tensor_parallel import TensorParallel
-from mpishard.nn.units import Batch, Unit
+from mpishard.nn.units import Batch, EmbeddingUnit, OutputHead, Unit
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
+
+
+# The activations of a block that are kept for its backward pass: all, all in half precision, or only its input.
+#
+# If not all are kept, blocks run in one shared workspace.  Before a backward pass the activations are restored there:
+# unpacked from half precision, or computed again (Chen et al., 2016, "Training deep nets with sublinear memory cost").
+
+
+class Spot(NamedTuple):
+    """The position of a block: its number in its chunk, and whether the units before and after it are blocks."""
+
+    number: int
+    after_block: bool
+    before_block: bool
+
+
+class BlockUnit:
+    """A block as a unit, called like the other units of a `mpishard.nn.Chunk`.
+
+    Parameters
+    ----------
+    block : TransformerBlock
+    keeping : KeepAll or ActivationCheckpointing
+        What is kept of its activations.
+    spot : Spot
+    """
+
+    def __init__(self, block: TransformerBlock, keeping: KeepAll | ActivationCheckpointing, spot: Spot) -> None:
+        self.name: str = block.name
+        self._block = block
+        self._keeping = keeping
+        self._spot = spot
+
+    def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> Array:
+        return self._keeping.forward(self._block, x_nc, work, batch.length, self._spot)
+
+    predict = forward
+
+    def backward(self, dy_nc: Array, work: Workspace, batch: Batch) -> Array:
+        return self._keeping.backward(self._block, dy_nc, work, batch.length)
+
+
+class KeepAll:
+    """Keep all activations: each micro-batch has a workspace for each block."""
+
+    saved_bytes = 0
+    keeps = True
+
+    def forward(self, block: TransformerBlock, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
+        return block.forward(x_nc, work.part(block.name), length)
+
+    def backward(self, block: TransformerBlock, dy_nc: Array, work: Workspace, length: int) -> Array:
+        return block.backward(dy_nc, work.part(block.name), length)
+
+
+class _Recording(Workspace):
+    """A workspace that remembers what was saved since `begin`."""
+
+    def begin(self, work: Workspace) -> Workspace:
+        self.recorded: dict[str, tuple[Array, bool]] = {}
+        return self.follow(work)
+
+    def save(self, name: str, *shape: int) -> Array:
+        array = super().save(name, *shape)
+        self.recorded[name] = array, False
+        return array
+
+    def save_statistics(self, name: str, *shape: int) -> Array:
+        array = super().save_statistics(name, *shape)
+        self.recorded[name] = array, True
+        return array
+
+    def save_bits(self, name: str, *shape: int, dtype: np.dtype = BITS) -> Array:
+        array = super().save_bits(name, *shape, dtype=dtype)
+        self.recorded[name] = array, True
+        return array
+
+
+class ActivationCheckpointing:
+    """Blocks run in a shared workspace, and few of their activations are kept for each micro-batch.
+
+    Parameters
+    ----------
+    sharing : Workspace
+        The workspace whose scratch memory is used.
+    recompute : bool
+        Keep the input of a block, and run its forward pass again before its backward pass.
+    storage_dtype : dtype or None
+        Store kept activations in this dtype, float16 or bfloat16, except for statistics (one or two numbers per row
+        and head) and for inputs from and outputs to other units.
+
+    Attributes
+    ----------
+    keeps : bool
+        Set it to False for forward passes without a backward pass, which then keep nothing.
+    """
+
+    keeps = True
+
+    def __init__(self, sharing: Workspace, recompute: bool, storage_dtype: Any) -> None:
+        self._inner = _Recording(sharing.dtype, sharing.module, sharing)
+        # The operands of the products are overwritten by the next block.
+        self._inner.defers_products = False
+        self._recompute = recompute
+        self._storage_dtype = None if storage_dtype is None else np.dtype(storage_dtype)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the shared workspace, without scratch."""
+        return self._inner.saved_bytes
+
+    def forward(self, block: TransformerBlock, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
+        """Return the output, which outlives the block's other activations."""
+        part, inner = work.part(block.name), self._inner
+        packed = []
+        if self.keeps and self._storage_dtype is not None and spot.after_block:
+            packed.append((x_nc, self._pack("input", x_nc, part)))
+        inner.begin(work)
+        y_nc = block.forward(x_nc, inner, length)
+        if self.keeps and not self._recompute:
+            for name, (array, exact) in inner.recorded.items():
+                if array is not y_nc:
+                    packed.append((array, self._pack(name, array, part, exact)))
+            part.kept["inside"] = dict(inner.kept)
+        part.kept["input"], part.kept["packed"] = x_nc, packed
+        if not spot.before_block or (self.keeps and self._storage_dtype is None):
+            kept_nc = part.save("output", *y_nc.shape)
+        else:
+            # Two buffers in turn: the output of the next block must not overwrite its input.
+            kept_nc = work.borrow(f"block output {spot.number % 2}", *y_nc.shape)
+        kept_nc[...] = y_nc
+        return kept_nc
+
+    def backward(self, block: TransformerBlock, dy_nc: Array, work: Workspace, length: int) -> Array:
+        part, inner = work.part(block.name), self._inner
+        inner.begin(work)
+        for array, packed in part.kept["packed"]:
+            array[...] = packed
+        if self._recompute:
+            block.forward(part.kept["input"], inner, length)
+        else:
+            inner.kept = part.kept["inside"]
+        return block.backward(dy_nc, inner, length)
+
+    def _pack(self, name: str, array: Array, part: Workspace, exact: bool = False) -> Array:
+        packed = part.saved(name, array.shape, array.dtype if exact else self._storage_dtype)
+        packed[...] = array
+        return packed
+
+
+# The units of one virtual pipeline stage, run forward and backward one micro-batch at a time.
 
 
 class Chunk:
@@ -220,3 +386,174 @@ class Chunk:
                 self._parameters.prefetch(self._names[units[index + 1].name])
             yield unit
             self._parameters.release(names)
+
+
+# Measures the times of a model's units, so that a pipeline can be cut into stages of equal time.
+
+_REPEATS = 3
+
+
+def measure_costs(
+    architecture: DecoderArchitecture, dtype: Any, world: Axis, compute_dtype: Any = None, module: Any = np
+) -> list[float]:
+    """Seconds that one sequence of `context_length` tokens spends in each unit, forward and backward.
+
+    Rank 0 of `world` builds the embeddings, one block and an output head for the measurement, and broadcasts the times,
+    so that all ranks cut the model alike; `compute_dtype` and `module` as for `GPT`.  Collective over `world`.
+    """
+    seconds = np.zeros(3)
+    if world.rank == 0:
+        seconds[:] = _measure(architecture, dtype, compute_dtype, module)
+    if world.size > 1:
+        world.broadcast(seconds, label="control")
+    embedding, block, head = (float(each) for each in seconds)
+    return [embedding, *([block] * architecture.layers), head]
+
+
+def _measure(architecture: DecoderArchitecture, dtype: Any, compute_dtype: Any, module: Any) -> list[float]:
+    small: DecoderArchitecture = replace(architecture, layers=1)  # type: ignore[type-var]
+    parameters = FlatParameters(small.specs(), dtype, module=module)
+    embedding, block, head = (small.build(unit) for unit in small.units())
+    assert isinstance(embedding, EmbeddingUnit) and isinstance(block, TransformerBlock) and isinstance(head, OutputHead)
+    alone = TensorParallel(shards=architecture.shards)
+    for unit in (embedding, block, head):
+        unit.bind(parameters, alone, compute_dtype)
+        unit.initialize(0)
+    work = Workspace(dtype, module)
+    length = architecture.context_length
+    tokens_n = module.asarray(np.arange(length) % architecture.vocabulary_size)
+
+    def now() -> float:
+        ready(parameters.like)
+        return time.perf_counter()
+
+    batch = Batch(tokens_n, tokens_n, length)
+    work.rows = batch.rows
+    best = [float("inf")] * 3
+    for _ in range(1 + _REPEATS):
+        marks = [now()]
+        x_nc = embedding.forward(None, work, batch)
+        marks.append(now())
+        x_nc = block.forward(x_nc, work, length)
+        marks.append(now())
+        head.forward(x_nc, work, batch)
+        dx_nc = head.backward(None, work, batch)
+        marks.append(now())
+        dx_nc = block.backward(dx_nc, work, length)
+        marks.append(now())
+        embedding.backward(dx_nc, work, batch)
+        marks.append(now())
+        parameters.reset_gradients()
+        spans = np.diff(marks)
+        once = [spans[0] + spans[4], spans[1] + spans[3], spans[2]]
+        # The first round compiles and takes memory, and is never the fastest.
+        best = [min(pair) for pair in zip(best, once, strict=True)]
+    return best
+
+
+# The chunks of a model that this rank runs, one a virtual stage, and the memory of their activations.
+
+_draws: ContextVar[bool] = ContextVar("_draws", default=True)
+
+
+@contextmanager
+def values_from_elsewhere() -> Iterator[None]:
+    """A context as `Mesh.without_initial_values`, also for models without a mesh.  Not collective."""
+    before = _draws.set(False)
+    try:
+        yield
+    finally:
+        _draws.reset(before)
+
+
+class LocalChunks:
+    """Cuts a model into virtual stages and builds the chunks of this rank; owns their parameters and scratch memory.
+
+    Collective over the mesh if the costs of the stages are measured, over its data axis if parameters are sharded.
+
+    Parameters
+    ----------
+    architecture : DecoderArchitecture
+    mesh : Mesh or None
+        None: one rank alone.
+    pipeline : PipelineOptions
+    precision : Precision
+    memory : MemoryOptions
+    seed : int
+        Seed of the initial values.
+    module : module
+        ``numpy`` or ``cupy``.
+
+    Attributes
+    ----------
+    parameters : FlatParameters
+        The tensors of this rank.
+    chunks : list of Chunk
+        One for each virtual stage of this rank.
+    blocks : list of TransformerBlock
+        The blocks in these chunks.
+    scratch : Workspace
+        Its scratch memory is that of all chunks.
+    """
+
+    def __init__(
+        self,
+        architecture: DecoderArchitecture,
+        mesh: Mesh | None,
+        pipeline: PipelineOptions,
+        precision: Precision,
+        memory: MemoryOptions,
+        seed: int,
+        module: Any,
+    ) -> None:
+        place = ModelParallelRank() if mesh is None else mesh.place
+        stages = place.pipeline_size * pipeline.chunks
+        costs = pipeline.stage_costs
+        if isinstance(costs, str):  # "measured"
+            world = Axis.single("world") if mesh is None else mesh.world
+            costs = measure_costs(architecture, precision.dtype, world, precision.compute_dtype, module)
+        cut = architecture.cut(stages, costs)
+        self.parameters: FlatParameters = FlatParameters(
+            architecture.specs(stages, memory.sequence_parallel, costs),
+            precision.dtype,
+            module=module,
+            place=place,
+            units=architecture.tensors_by_unit(sequence_parallel=memory.sequence_parallel),
+            sharded_over=mesh.data if mesh is not None and memory.sharded_parameters else None,
+        )
+        self.scratch: Workspace = Workspace(precision.dtype, module)
+        axis = None if mesh is None else mesh.tensor
+        tensor = TensorParallel(axis, memory.sequence_parallel, architecture.shards, self.scratch.scratch)
+        self._keeping: KeepAll | ActivationCheckpointing = KeepAll()
+        if memory.recompute or precision.storage_dtype is not None:
+            self._keeping = ActivationCheckpointing(self.scratch, memory.recompute, precision.storage_dtype)
+        self.chunks: list[Chunk] = []
+        for stage in (stage for stage in range(stages) if place.runs(stage)):
+            units = [architecture.build(name, sequence_parallel=memory.sequence_parallel) for name in cut[stage]]
+            for unit in units:
+                unit.bind(self.parameters, tensor, precision.compute_dtype)
+                if _draws.get() and (mesh is None or mesh.initial_values):
+                    unit.initialize(seed)
+                if isinstance(unit, OutputHead):
+                    unit.shares_table(place.runs(0))
+                    if architecture.tied and place.runs(0):
+                        self.parameters.second_uses[unit.head.weight_name] = stage
+            self.chunks.append(Chunk(stage, units, self.parameters, tensor, self.scratch, self._keeping))
+        self.blocks: list[TransformerBlock] = [
+            unit for chunk in self.chunks for unit in chunk.units if isinstance(unit, TransformerBlock)
+        ]
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes held for activations of all micro-batches in flight and for scratch."""
+        kept = self._keeping.saved_bytes + sum(chunk.saved_bytes for chunk in self.chunks)
+        return kept + self.scratch.scratch.nbytes
+
+    @contextmanager
+    def forward_only(self) -> Iterator[None]:
+        """A context for forward passes without a backward pass, which keep nothing."""
+        self._keeping.keeps = False
+        try:
+            yield
+        finally:
+            self._keeping.keeps = True

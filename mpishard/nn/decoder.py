@@ -14,12 +14,11 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.cache import KeyValueCache
-from mpishard.nn.chunk import Chunk
+from mpishard.nn.chunk import Chunk, LocalChunks
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.device_products import weights_stay
 from mpishard.nn.generation import Generation, agreed_request, lengths_of_change, ranks_of_one_model
 from mpishard.nn.inputs import Inputs
-from mpishard.nn.local_chunks import LocalChunks
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model, shows_fields
 from mpishard.nn.products import check_compute_dtype, warn_if_slow
 from mpishard.nn.traced_products import TracedProducts

@@ -11,9 +11,9 @@ from typing import Any
 
 from mpishard.arguments import flag, shown
 from mpishard.layout.boxes import split
-from mpishard.layout.specs import ParameterSpec, merge_ties
+from mpishard.layout.tensors import ParameterSpec, merge_ties
 from mpishard.nn.block import TransformerBlock
-from mpishard.nn.dropout import checked_rate
+from mpishard.nn.layers import checked_rate
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingUnit, OutputHead, Unit
 
 

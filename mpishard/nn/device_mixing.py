@@ -22,7 +22,7 @@ DEVICE_SCORES = 2**27
 
 
 class DeviceMixing:
-    """What `mpishard.nn.mixing.CausalMixing` does, with the same arguments; axes as there.
+    """What `mpishard.nn.attention.CausalMixing` does, with the same arguments; axes as there.
 
     Not collective.
 

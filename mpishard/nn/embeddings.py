@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.nn.layers import Layer
 from mpishard.nn.workspace import Workspace
 

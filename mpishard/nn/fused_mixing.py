@@ -136,7 +136,7 @@ def choose_mixing(
     scale : float
         Factor of the scores.
     q_sbhtd : array
-        Queries, of the axes of `mpishard.nn.mixing.CausalMixing`.
+        Queries, of the axes of `mpishard.nn.attention.CausalMixing`.
     keys : int
         Positions of keys.
     work : Workspace

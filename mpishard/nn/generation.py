@@ -13,8 +13,7 @@ from mpishard.arguments import flag, integer, shown
 from mpishard.backend.array import to_host
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.axis import Axis
-from mpishard.comm.mesh import Mesh
-from mpishard.comm.model_parallel_group import ModelParallelGroup
+from mpishard.comm.mesh import Mesh, ModelParallelGroup
 from mpishard.nn.attention import CausalSelfAttention
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.cache import KeyValueCache

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.nn.device_products import DeviceProduct, padded_extent
 from mpishard.nn.layers import Layer
 from mpishard.nn.products import Matmul, make_matmul, multiply_into, rounded_weight, shared_operand

@@ -9,9 +9,8 @@ from typing import Any
 
 from mpishard.arguments import flag, integer, number
 from mpishard.nn.attention import AttentionOptions, CausalSelfAttention
-from mpishard.nn.block import TransformerBlock
+from mpishard.nn.block import GatedMLP, TransformerBlock
 from mpishard.nn.decoder_architecture import DecoderArchitecture
-from mpishard.nn.gated import GatedMLP
 from mpishard.nn.norms import RMSNorm
 from mpishard.nn.rotary import Rotary
 from mpishard.nn.units import EmbeddingUnit, OutputHead

@@ -9,9 +9,8 @@ from typing import Any, SupportsFloat
 from mpishard.nn import device_kernels
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.cache import KeyValueCache
-from mpishard.nn.dropout import Draws, Dropout
 from mpishard.nn.embeddings import Embedding, PositionEmbedding
-from mpishard.nn.layers import Layer
+from mpishard.nn.layers import Draws, Dropout, Layer
 from mpishard.nn.linear import Linear, TiedLinear
 from mpishard.nn.loss import queue_cross_entropy
 from mpishard.nn.norms import LayerNorm, Norm

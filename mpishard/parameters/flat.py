@@ -5,23 +5,292 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from mpishard.arguments import entries, shown
 from mpishard.backend import array as arrays
+from mpishard.backend.array import FLOATS, is_array
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import Box
-from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank
-from mpishard.layout.specs import ParameterSpec
-from mpishard.parameters.carried_state import CarriedState
-from mpishard.parameters.flat_arrays import check_flat, flat_of_tensors
-from mpishard.parameters.gradient_buckets import make_buckets
-from mpishard.parameters.gradient_reducer import GradientReducer
-from mpishard.parameters.tensor_layout import TensorLayout
+from mpishard.layout.tensors import WHOLE, LocalLayout, ModelParallelRank, ParameterSpec, Piece, merge_ties
+from mpishard.parameters.buckets import Run, make_buckets, make_runs
+from mpishard.parameters.reducer import GradientReducer
 from mpishard.parameters.zero3_units import ShardedUnits
 
 Array = Any
+
+
+# State that comes with the parameters of a model, such as the buffers of a PyTorch module.
+
+
+class CarriedState(Protocol):
+    """State of a model besides its parameters, which no optimizer changes and which a run needs to go on.
+
+    It is small: its values are facts of a `RunState`, the same on all ranks after `synchronize`.
+    """
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Copies of its values, as facts of a `RunState`.  Not collective."""
+        ...
+
+    @property
+    def arithmetic(self) -> Mapping[str, str]:
+        """What its library adds to the facts on which bits depend, see `mpishard.backend.process`.  Not collective.
+
+        Empty where NumPy and BLAS say all.
+        """
+        ...
+
+    def check_intact(self) -> None:
+        """Raise ValueError if the model was changed so that its parameters are not the optimizer's any more.
+
+        Not collective: `step` compares the ranks.
+        """
+        ...
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `restore` can read these facts.  Not collective.
+
+        Parameters
+        ----------
+        facts : mapping
+            Of a saved state.
+        """
+        ...
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Take the values from facts.  Not collective.
+
+        Parameters
+        ----------
+        facts : mapping
+            Of a saved state.
+        """
+        ...
+
+    def spread(self, axis: Axis) -> None:
+        """Copy the values, and what else the model has besides its parameters, from rank 0 to the other ranks.
+
+        Collective over the axis.
+
+        Parameters
+        ----------
+        axis : Axis
+            The data axis.
+        """
+        ...
+
+    def synchronize(self, axis: Axis) -> None:
+        """Make the values equal on all ranks, after each update that all take together.  Collective over the axis.
+
+        Parameters
+        ----------
+        axis : Axis
+            The data axis.
+        """
+        ...
+
+    def consolidate(self, axis: Axis) -> None:
+        """Make the values equal on all ranks before a save, and change none that are.  Collective over the axis.
+
+        Parameters
+        ----------
+        axis : Axis
+            The data axis.
+        """
+        ...
+
+
+# Flat arrays that callers give: checked, or made of tensors.
+
+
+def check_flat(what: str, array: Array, *, written: bool = False) -> None:
+    """Raise unless `array` is a contiguous 1-D float32 or float64 array, and writeable where `written`.
+
+    Not collective.
+
+    Parameters
+    ----------
+    what : str
+        Names it in messages.
+    array : object
+        What a caller gave.
+    written : bool
+        Whether it is written to.
+
+    Raises
+    ------
+    TypeError
+        If it is no array, or not of float32 or float64.
+    ValueError
+        If it is not flat, contiguous and aligned, or read-only although it is written to; or on another GPU than the
+        current one.
+    """
+    if type(array) is np.ndarray and array.ndim == 1 and array.dtype in FLOATS and array.flags.carray:
+        return  # contiguous, aligned and writeable: asked at every step
+    if not is_array(array):
+        raise TypeError(f"{what} must be a flat NumPy or CuPy array, got {type(array).__name__}")
+    if array.ndim != 1:
+        raise ValueError(f"{what} must be flat (1-D), got shape {array.shape}; pass array.reshape(-1)")
+    if array.dtype not in FLOATS:
+        raise TypeError(f"{what} must be float32 or float64, got {array.dtype}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{what} must be contiguous in memory; pass a copy (array.copy())")
+    if not getattr(array.flags, "aligned", True):
+        raise ValueError(
+            f"{what} must begin at a multiple of {array.itemsize} bytes in memory, as a view of bytes may not; "
+            "pass a copy (array.copy())"
+        )
+    if written and not getattr(array.flags, "writeable", True):
+        raise ValueError(f"{what} are read-only, but are written to; pass a copy (array.copy())")
+    arrays.check_current(array)
+
+
+def flat_of_tensors(tensors: Mapping[str, Any], module: Any) -> tuple[Array, list[ParameterSpec]]:
+    """A new flat array with copies of tensors, and their names and shapes: see `FlatParameters.of`."""
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors must be a mapping of names to tensors, got {type(tensors).__name__}")
+    if not tensors:
+        raise ValueError("there are no tensors to name: the mapping is empty")
+    values = {name: _from_dlpack(name, tensor, module) for name, tensor in tensors.items()}
+    dtypes = sorted({str(value.dtype) for value in values.values()})
+    if len(dtypes) > 1:
+        raise TypeError(f"tensors must be all float32 or all float64, got {' and '.join(dtypes)}")
+    flat = arrays.joined(list(values.values()))
+    return flat, [ParameterSpec(name, each.shape) for name, each in values.items()]
+
+
+def _from_dlpack(name: str, tensor: Any, module: Any) -> Array:
+    try:
+        return module.from_dlpack(tensor)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        kind = f"{type(tensor).__name__} of {tensor.dtype}" if hasattr(tensor, "dtype") else type(tensor).__name__
+        raise TypeError(
+            f"tensor {name!r} is a {kind}, and must be one of float32 or float64 that {module.__name__}.from_dlpack "
+            f"takes: {error}"
+        ) from None
+
+
+# Which tensors of a model a rank holds, where they are in its flat buffers, and which of them are used together.
+
+
+class TensorLayout:
+    """The tensors that one rank holds of a model, in flat order.
+
+    Parameters
+    ----------
+    specs : sequence of ParameterSpec
+        The tensors of the whole model; one that several stages list is tied.
+    place : ModelParallelRank
+        Decides which tensors, and which slices of them, this rank holds; default: all.
+    units : sequence of sequences of str
+        Names of consecutive tensors that are used together.  Default: all tensors are one unit.
+
+    Attributes
+    ----------
+    specs : tuple of ParameterSpec
+        Of the whole model.
+    local : tuple of ParameterSpec
+        Of the tensors held here.
+    pieces : tuple of Piece
+        The slice of each tensor in `local` that is held here, and its start in the flat buffer.
+    units : list of (first, last)
+        The units as runs of `pieces`; they end between stages and at ties too.
+    piece_of, unit_of : dict
+        The piece of each tensor held here, and the index of its unit, by name.
+    size : int
+        Number of elements held here.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        place: ModelParallelRank = WHOLE,
+        units: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        specs = entries("specs", specs, "ParameterSpec(name, shape)")
+        if wrong := [spec for spec in specs if not isinstance(spec, ParameterSpec)]:
+            raise TypeError(f"specs must be ParameterSpec(name, shape), got {shown(wrong[0])}")
+        self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))
+        self.place = place
+        self.local: tuple[ParameterSpec, ...] = tuple(spec for spec in self.specs if place.holds(spec))
+        self.pieces: LocalLayout = place.holding(self.specs)
+        self.units: list[tuple[int, int]] = _runs_of_units(self.local, units)
+        self.piece_of: dict[str, Piece] = {piece.name: piece for piece in self.pieces}
+        self.unit_of: dict[str, int] = {
+            piece.name: index for index, (first, last) in enumerate(self.units) for piece in self.pieces[first:last]
+        }
+        self.size: int = sum(piece.size for piece in self.pieces)
+
+    def units_of(self, names: Sequence[str]) -> list[int]:
+        """The units that have any of these tensors, ascending."""
+        return sorted({self.unit_of[name] for name in names})
+
+    def describe(self, dtype: np.dtype) -> str:
+        """The number and size of the whole model's tensors, as a text."""
+        size = sum(spec.size for spec in self.specs)
+        first = next((spec.name for spec in self.specs), "none")
+        return f"{len(self.specs)} tensors of {size} {dtype} values, first {first!r}"
+
+    def gradient_runs(
+        self, *, by_unit: bool = False, copies_apart: bool = False, ties_apart: bool = False
+    ) -> list[Run]:
+        """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
+
+        The tensors of one stage are a run, or with `by_unit` those of one unit.  A tied tensor is a run of its own,
+        which waits for the end of the step.  With `copies_apart` no run has both tensors that every tensor rank
+        holds whole and tensors that are split.
+
+        Parameters
+        ----------
+        by_unit : bool
+            Whether runs end at units, and not only at stages.
+        copies_apart : bool
+            Whether runs end between split and replicated tensors.
+        ties_apart : bool
+            Whether the gradient of a tied tensor is that of its use on this rank, to which the other uses are added at
+            the end of the step.  It then belongs to the virtual stage that uses it here, and waits for no other.
+
+        Returns
+        -------
+        list of Run
+            In the order of the tensors held here.
+        """
+
+        def key(spec: ParameterSpec) -> object:
+            return self.unit_of[spec.name] if by_unit else spec.stage, copies_apart and spec.tensor_dim is None
+
+        if not ties_apart:
+            return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
+        tensors: list[tuple[int, object, bool]] = []
+        for spec in self.local:
+            here = min(stage for stage in (spec.stage, *spec.copies) if self.place.runs(stage))
+            tensors.append((here, spec.name if spec.copies else key(spec), False))
+        return make_runs(tensors)
+
+
+def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:
+    """The units as runs ``(first, last)`` of the tensors held, in order; also cut between stages and at ties."""
+    named = [] if units is None else entries("units", units, "lists of names")
+    number = {name: index for index, unit in enumerate(named) for name in entries(f"units[{index}]", unit, "names")}
+    if units is not None and (missing := [spec.name for spec in specs if spec.name not in number]):
+        raise ValueError(f"parameter {missing[0]!r} is in no unit; units must name every tensor")
+    runs: list[tuple[int, int]] = []
+    previous: object = None
+    for index, spec in enumerate(specs):
+        key = (number.get(spec.name), spec.stage, spec.name if spec.copies else None)
+        if runs and key == previous:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+        previous = key
+    return runs
+
+
+# Parameters: named tensors that are views into one flat buffer, the only link between layers and optimizers.
 
 
 class FlatParameters:
@@ -34,7 +303,7 @@ class FlatParameters:
     ----------
     specs : sequence of ParameterSpec
         The tensors of the whole model, in the order in which it uses them; they are stored in this order.  A tensor
-        that several stages list is tied between them, see `mpishard.layout.specs.merge_ties`.
+        that several stages list is tied between them, see `mpishard.layout.tensors.merge_ties`.
     dtype : dtype
         float32 or float64.
     module : module

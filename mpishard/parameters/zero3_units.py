@@ -11,9 +11,9 @@ from typing import Any
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import Request
+from mpishard.comm.channel import Request
 from mpishard.layout.boxes import counts, split
-from mpishard.layout.local_layout import Piece
+from mpishard.layout.tensors import Piece
 from mpishard.parameters.block_pool import BlockPool
 
 Array = Any

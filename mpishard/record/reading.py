@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,3 +269,288 @@ def _series(lines: list[dict[str, Any]], taken: np.ndarray) -> dict[str, tuple[n
         name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)], np.float64))
         for name, values in found.items()
     }
+
+
+# Stragglers: ranks that need longer than others for the same work, step after step.
+
+STEPS = 20  # number of last steps that count
+_LEAST = 8  # fewer steps prove nothing
+_FACTOR = 1.3  # times the median of the ranks with the same work, above which a rank is slow
+_OFTEN = 0.8  # of the steps; on a shared machine any rank is slow now and then
+_LEAST_S = 1e-3  # smaller differences come from clock and scheduler
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A process that was slow in most of the last steps: `slower` times the others' median, in seconds per step."""
+
+    process: Process
+    rank: int
+    busy: float
+    median: float
+
+    @property
+    def slower(self) -> float:
+        return self.busy / self.median if self.median > 0 else float("inf")
+
+    @property
+    def host(self) -> str:
+        return self.process.name.rpartition("-")[0]
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} on {self.host} computes {self.busy * 1e3:.3g} ms a step, "
+            f"{self.slower:.2g} times the median of ranks with the same work"
+        )
+
+
+def stragglers(processes: Sequence[Process]) -> list[Straggler]:
+    """The processes that were slow in most of the last steps, the slowest first.
+
+    Time in collectives does not count, since there all wait for the slowest rank.  Pipeline stages have different work,
+    so each rank is compared with the others of its stage.
+    """
+    groups: dict[int, list[Process]] = defaultdict(list)
+    last = max((_end(process) for process in processes), default=0)
+    for process in processes:
+        if _end(process) > last - STEPS:
+            groups[process.lines[-1].get("pipeline", 0)].append(process)
+    found = [straggler for group in groups.values() if len(group) > 1 for straggler in _slow(group)]
+    return sorted(found, key=lambda straggler: -straggler.slower)
+
+
+def _end(process: Process) -> int:
+    line = process.lines[-1]
+    return int(line["step"]) + len(line["busy"])
+
+
+def _slow(group: Sequence[Process]) -> list[Straggler]:
+    by_step = [dict(zip(*map(np.ndarray.tolist, process.by_step("busy")), strict=True)) for process in group]
+    steps = sorted(set.intersection(*(set(known) for known in by_step)))[-STEPS:]
+    if len(steps) < _LEAST:
+        return []
+    busy = np.array([[known[step] for step in steps] for known in by_step])
+    found = []
+    for number, process in enumerate(group):
+        others = np.median(np.delete(busy, number, axis=0), axis=0)
+        slow = (busy[number] > _FACTOR * others) & (busy[number] - others > _LEAST_S)
+        if slow.mean() >= _OFTEN:
+            rank = int(process.lines[-1]["rank"])
+            found.append(Straggler(process, rank, float(np.median(busy[number])), float(np.median(others))))
+    return found
+
+
+# Follows the record of a run while it grows; each line is read once.
+
+GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT lets it go on)"
+_METRICS = 200  # lines kept
+# Texts for the values of `OptimizationResult.stop_reason`.
+_REASONS = {
+    "signal": "stopped by a signal, such as Ctrl-C,",
+    "callback": "stopped by its callback",
+    "patience": "its validation loss no longer fell",
+    "seconds": "its time was over",
+    "tolerance": "the gradient was within the tolerance",
+    "gradient": "the gradient was within gtol",
+    "decrease": "the loss decreased by less than ftol",
+    "step": "its steps were within xtol",
+    "iterations": "maxiter was reached",
+    "evaluations": "maxfun was reached",
+    "line search": "its line search found no lower loss",
+    "unbounded": "the loss fell without limit",
+    "range": "the square of the gradient was out of range",
+    "not finite": "the loss or the gradient was not finite",
+    "closed": "its script closed the record",
+}
+
+
+class Follower:
+    """The latest state of a run.  Nothing here is collective: any process reads the files.
+
+    Parameters
+    ----------
+    folder : path
+        That of the record.
+
+    Attributes
+    ----------
+    start : dict
+        The last start; empty before there is one.
+    number : int
+        Number of that start, from 1.
+    metrics : deque of dict
+        The last lines of metrics, by step; also those of earlier starts, up to the step at which the last one began.
+    logged : dict
+        By name the last step and value given to `RunRecord.log`.
+    processes : list of Process
+        The processes that have written since the last start and still take part, by rank, with their last lines.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder: Path = Path(folder)
+        self.start: dict[str, Any] = {}
+        self.number: int = 0
+        self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
+        self._logged: dict[str, dict[str, Any]] = {}
+        self._validated: list[dict[str, Any]] = []  # the lines with a validation loss
+        self._end: dict[str, Any] = {}
+        self._places: dict[Path, int] = {}
+        self._lines: dict[str, deque[dict[str, Any]]] = {}
+
+    def update(self) -> None:
+        """Read the lines written since the last call."""
+        # The end first: once it is written, so is everything before it.
+        for end in own_metrics(self._new(self.folder / ENDS)):
+            self._end = end
+        for start in own_starts(self._new(self.folder / STARTS)):
+            self.start = start
+            self.number += 1
+        for line in own_metrics(self._new(self.folder / METRICS)):
+            # A start from a checkpoint repeats steps.
+            while self.metrics and self.metrics[-1]["step"] >= line["step"]:
+                self.metrics.pop()
+            self.metrics.append(line)
+        while self.metrics and self._is_past(self.metrics[-1]):
+            self.metrics.pop()
+        for line in own_metrics(self._new(self.folder / LOGGED)):
+            self._logged |= dict.fromkeys(series_of(line), line)
+            if VALIDATION in line:
+                while self._validated and self._validated[-1]["step"] >= line["step"]:
+                    self._validated.pop()
+                self._validated.append(line)
+        for file in process_files(self.folder):
+            self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(own_lines(self._new(file)))
+
+    def _new(self, path: Path) -> list[dict[str, Any]]:
+        lines, self._places[path] = read_lines(path, self._places.get(path, 0))
+        return lines
+
+    def _is_past(self, line: dict[str, Any]) -> bool:
+        """Whether a line of an earlier start is of a step that the last start repeats."""
+        began = began_after(self.start)
+        return began is not None and line.get("start", self.number) < self.number and line["step"] > began
+
+    @property
+    def logged(self) -> dict[str, tuple[int, float | None]]:
+        """By name the last step and value given to `RunRecord.log`."""
+        return {name: (line["step"], line[name]) for name, line in self._logged.items() if not self._is_past(line)}
+
+    @property
+    def validated(self) -> list[tuple[int, float]]:
+        """The steps after which the validation set was evaluated, and its losses."""
+        found = [line for line in self._validated if not self._is_past(line)]
+        return [(line["step"], line[VALIDATION]) for line in found if isinstance(line[VALIDATION], int | float)]
+
+    @property
+    def best_validation(self) -> tuple[int, float] | None:
+        """The step and the value of the lowest validation loss; None before there is one."""
+        return min(self.validated, key=lambda each: each[1], default=None)
+
+    @property
+    def own_metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics` that belong to the last start."""
+        return [line for line in self.metrics if line.get("start", self.number) == self.number]
+
+    @property
+    def processes(self) -> list[Process]:
+        """The processes of the last start that are there now, by rank."""
+        since = self.start.get("time", 0)
+        found = [Process(name, list(lines)) for name, lines in self._lines.items() if lines]
+        last = sorted((process for process in found if _written(process) >= since), key=_written)
+        # After a run has healed or was resized, another process, or none, has the rank of a process that left.
+        by_rank = {int(process.lines[-1]["rank"]): process for process in last}
+        ranks = last[-1].lines[-1]["ranks"] if last else 0
+        return [process for rank, process in sorted(by_rank.items()) if rank < ranks]
+
+    @property
+    def stragglers(self) -> list[Straggler]:
+        """Ranks that take longer over the same work than others."""
+        return stragglers(self.processes)
+
+    def silent(self, process: Process) -> float:
+        """Seconds since the last line of a process, by the clock of this machine.
+
+        Parameters
+        ----------
+        process : Process
+            One of `processes`.
+
+        Returns
+        -------
+        float
+            At least 0.
+        """
+        return max(0.0, time.time() - _written(process))
+
+    @property
+    def ending(self) -> str:
+        """A text that says how the run has ended; empty while it goes on, and if this machine cannot tell."""
+        last, steps = self.last_step, self.steps
+        last_step = f"step {last}{f' of {steps}' if steps and last <= steps else ''}"
+        if self.ended_in_order:
+            way_on = self._end.get("way_on")
+            return f"{self._reason(last_step)}{f'; {way_on}' if way_on else ''}"
+        processes = self.processes
+        if not all(state_here(process.name) in (GONE, DEAD) for process in processes):
+            return ""
+        if steps and last >= steps:
+            return f"all of its {steps} steps are taken"
+        return f"none of its processes is left, and {last_step} was the last" if processes else ""
+
+    @property
+    def ended_in_order(self) -> bool:
+        """Whether the run itself has noted its end."""
+        return self._end.get("start") == self.number > 0 and self._end["step"] >= self.last_step
+
+    def _reason(self, last_step: str) -> str:
+        """A text for the reason that the run has noted for its end."""
+        reason, steps = str(self._end.get("reason", "")), self.steps
+        if reason == "steps":
+            if self.own_metrics or self.last_step < (steps or 0):
+                return f"all of its {steps} steps are taken"
+            asked = f", and {steps} were asked for" if steps != self.last_step else ""
+            return f"nothing was left to do: {self.last_step} steps had been taken before{asked}"
+        return f"{_REASONS.get(reason, reason)} after {last_step}"
+
+    @property
+    def steps(self) -> int | None:
+        """The planned last step; None if unknown."""
+        steps = self.start.get("problem", {}).get("steps")
+        return steps + int(self.start.get("steps_before", 0)) if steps else None
+
+    @property
+    def last_step(self) -> int:
+        """The last finished step; 0 before there is one."""
+        return int(self.metrics[-1]["step"] if self.metrics else began_after(self.start) or 0)
+
+
+def _written(process: Process) -> float:
+    """The time of the last line of a process."""
+    return float(process.lines[-1].get("time", 0))
+
+
+def state_here(name: str) -> str:
+    """The state of a process, given the name of its file: `GONE`, `DEAD` or `STOPPED`.
+
+    Empty if it runs, and for processes of other hosts.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Host and process number.
+
+    Returns
+    -------
+    str
+        One of these, or empty.
+    """
+    host, _, number = name.rpartition("-")
+    if host != os.uname().nodename:
+        return ""
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return GONE
+    return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""

@@ -1,22 +1,151 @@
-"""The files of a record that one process writes: the folder is opened, lines are written, and the end is noted."""
+"""The files of a record that one process writes: lines, what a start was like, and events for TensorBoard."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import importlib.util
+import math
 import os
+import platform
+import re
+import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mpishard.backend.process import arithmetic
+from mpishard.comm.capabilities import probe
 from mpishard.comm.mesh import Mesh
 from mpishard.io import log
 from mpishard.io.files import warn_of_writers
-from mpishard.record.events import Events
 from mpishard.record.json_lines import JsonLinesWriter, read_lines
 from mpishard.record.reading import ENDS, LOGGED, METRICS, PROCESSES, STARTS, TRACE
-from mpishard.record.starts import plain, surroundings
+from mpishard.version import versions
+
+# Writes metrics for TensorBoard, with TensorBoard's own writer.
+
+
+def require_tensorboard() -> None:
+    """Raise ModuleNotFoundError with the command that installs TensorBoard, if it is missing."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ModuleNotFoundError(
+            "tensorboard=True needs the package tensorboard: pip install 'mpishard[tensorboard]', or leave it out; "
+            "mpishard plot draws the record without it"
+        )
+
+
+class Events:
+    """Scalars by step in a folder of event files.  The writer, with a thread of its own, is made at the first one.
+
+    They are plain numbers, which `EventAccumulator.Scalars` and tools built on it see; TensorBoard's own writer of
+    summaries writes tensors, which these do not see.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def add(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step, at a time in seconds since 1970; values that are not finite are left out."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._writer is None:
+            self._writer = EventFileWriter(str(self.folder))
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
+        self._writer.add_event(Event(wall_time=time, step=step, summary=Summary(value=values)))
+
+    def flush(self) -> None:
+        """Write all buffered metrics; OSError if that fails."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the file; a later `add` begins another one."""
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+
+# The environment of a start of a run, recorded so that the run can be understood a year later.
+
+# Variables that change the behaviour of MPI, BLAS, threads and devices, or identify the job.
+_RELEVANT = re.compile(
+    r"(MPISHARD|OMP|OPENBLAS|MKL|BLIS|NUMBA|CUDA|UCX|FI|HDF5|OMPI_MCA|PRTE_MCA|PMIX_MCA|MPIR_CVAR|SLURM)_\w+"
+)
+# Not tokenizers and numbers of heads of keys, which language models have.
+_SECRET = re.compile(
+    r"key(?![_-]value)|token(?!i[sz])|jwt|secret|passw|passphrase|auth(?!or\b)|credential", re.IGNORECASE
+)
+_MASK = "***"
+# An argument that has its value with it, as --token=VALUE or api.key=VALUE; a path before = is no name.
+_WITH_VALUE = re.compile(r"(-{0,2}[\w.-]+)=.+", re.DOTALL)
+
+
+def surroundings(mesh: Mesh) -> dict[str, Any]:
+    """Time, host, command, number of ranks and versions; secrets are masked.  Not collective."""
+    mpi = probe()
+    return {
+        "time": round(datetime.now(UTC).timestamp(), 3),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [sys.executable, *without_secrets(sys.argv)],
+        "working_directory": os.getcwd(),
+        "host": os.uname().nodename,
+        "system": platform.platform(),
+        "ranks": mesh.size,
+        "mesh": mesh.shape,
+        "ranks_by_node": list(Counter(mesh.nodes).values()),
+        "blas_threads": mesh.blas_threads,
+        "arithmetic": arithmetic(),
+        "versions": {**versions(), mpi.library: mpi.version},
+        "environment": {
+            name: _MASK if _SECRET.search(name) else value
+            for name, value in sorted(os.environ.items())
+            if _RELEVANT.fullmatch(name)
+        },
+    }
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line, where the values of options such as ``--api-key VALUE`` and ``--token=VALUE`` are masked."""
+    shown: list[str] = []
+    secret = False  # the option before has a secret name, and no value yet
+    for argument in arguments:
+        pair = _WITH_VALUE.fullmatch(argument)
+        name = pair[1] if pair else argument
+        named = bool(_SECRET.search(name))
+        if secret and not argument.startswith("--"):
+            shown.append(_MASK)
+        else:
+            shown.append(f"{name}={_MASK}" if pair and named else argument)
+        secret = named and not pair and argument.startswith("-")
+    return shown
+
+
+def plain(value: Any) -> Any:
+    """A setting as a value for JSON: dataclasses as their fields with their type, other objects by their repr."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"type": type(value).__name__} | {name: plain(one) for name, one in fields.items() if name != "mesh"}
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+# The files of a record that one process writes: the folder is opened, lines are written, and the end is noted.
 
 # Largest number of files of processes: a hundred thousand in a folder would burden a file system.
 _MOST_PROCESSES = 1024

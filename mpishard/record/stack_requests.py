@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.io.atomic_json import read_note, write_note
-from mpishard.record.following import Follower, state_here
 from mpishard.record.json_lines import read_lines
-from mpishard.record.reading import PROCESSES, TRACE, Process
+from mpishard.record.reading import PROCESSES, TRACE, Follower, Process, state_here
 from mpishard.record.stack_reporter import REQUEST, TRACE_REQUEST, WHERE
 
 _POLL_S = 0.1

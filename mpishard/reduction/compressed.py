@@ -13,9 +13,9 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
-from mpishard.comm.request import ChainedRequest
+from mpishard.comm.channel import ChainedRequest
 from mpishard.compression import PieceCompressor
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.error_feedback import CompressedSums
 
 Array = Any

@@ -10,8 +10,8 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import ChainedRequest
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.comm.channel import ChainedRequest
+from mpishard.parameters.buckets import Bucket
 
 Array = Any
 

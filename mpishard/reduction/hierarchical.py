@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.channel import ChainedRequest, Request
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.request import ChainedRequest, Request
 from mpishard.compression import Compressor
 from mpishard.layout.boxes import counts, split
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.sums_maker import CompressedSumsMaker
 

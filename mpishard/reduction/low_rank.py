@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
-from mpishard.comm.request import ChainedRequest
-from mpishard.compression.power_sgd import PowerSGDCompressor, matrix_shape, orthonormal
-from mpishard.layout.local_layout import Piece
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.comm.channel import ChainedRequest
+from mpishard.compression.compressors import PowerSGDCompressor, matrix_shape, orthonormal
+from mpishard.layout.tensors import Piece
+from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.error_feedback import CompressedSums
 
 Array = Any

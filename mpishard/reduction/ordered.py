@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import ChainedRequest
+from mpishard.comm.channel import ChainedRequest
 from mpishard.layout.boxes import counts, split
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, sort_by_owner, tree_merges
 
 Array = Any

@@ -8,8 +8,8 @@ from typing import Any
 
 from mpishard.comm.axis import Axis
 from mpishard.compression import PieceCompressor, PowerSGDCompressor
-from mpishard.layout.local_layout import Piece
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.layout.tensors import Piece
+from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.compressed import PieceSums
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.low_rank import LowRankSums

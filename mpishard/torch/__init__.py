@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpishard.torch.batch_norm import convert_sync_batchnorm
-    from mpishard.torch.distributed import as_distributed
-    from mpishard.torch.module_optimizer import ModuleOptimizer
+    from mpishard.torch.distributed import ModuleOptimizer, as_distributed
     from mpishard.torch.problem import problem
     from mpishard.torch.torch_rule import rule_of
 
 __all__ = ["ModuleOptimizer", "as_distributed", "convert_sync_batchnorm", "problem", "rule_of"]
 
 _MODULE_OF = {
-    "ModuleOptimizer": "module_optimizer",
+    "ModuleOptimizer": "distributed",
     "as_distributed": "distributed",
     "convert_sync_batchnorm": "batch_norm",
     "problem": "problem",

@@ -1,8 +1,12 @@
-"""`as_distributed` for PyTorch modules."""
+"""`as_distributed` for PyTorch modules, and what takes the place of a PyTorch optimizer in the user's own loop."""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,13 +14,286 @@ from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.whole_models import configuration_of, optimizer_for
+from mpishard.data_parallel.models import configuration_of, optimizer_for
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.io import log
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.reducer import NoSync
 from mpishard.torch.buffers import MODES
 from mpishard.torch.memory import array_module
-from mpishard.torch.module_optimizer import ModuleOptimizer
-from mpishard.torch.module_state import check_unchanged, state_of
-from mpishard.torch.module_tensors import ModuleTensors
+from mpishard.torch.module import ModuleState, ModuleTensors, check_unchanged, state_of
 from mpishard.torch.torch_rule import TorchRule, rule_of_optimizer
+from mpishard.training.saving import load_checkpoint, save_checkpoint
+
+# What takes the place of a PyTorch optimizer in a training loop of the user's own.
+
+_SHOWN = 5
+_CLIP_EPSILON = 1e-6  # as PyTorch's
+_OF_TORCH = ("defaults", "state", "add_param_group")  # what schedulers look for
+
+
+def _sums_over(optimizer: ShardedOptimizer) -> int:
+    """See `GradientHooks.sums_over`."""
+    strategy = optimizer.state.binding.strategy
+    whole = strategy.sums_are_everywhere and strategy.reducer.keeps_memory and optimizer.config.auto_sync_gradients
+    return strategy.axis.size if whole and strategy.parameters.loss_scale == 1 else 0
+
+
+class ModuleOptimizer:
+    """Trains a PyTorch module on all ranks of a mesh; made by `as_distributed`.
+
+    The module is used as before.  After ``loss.backward()`` call `step`.  Every method is collective over the mesh
+    unless its docstring says otherwise.
+
+    Parameters
+    ----------
+    state : ModuleState
+        Of the module.
+    optimizer : ShardedOptimizer
+        Bound to its parameters.
+
+    Attributes
+    ----------
+    optimizer : ShardedOptimizer
+        That of mpishard, with `steps`, `gradient_norm`, `rule` and the rest.
+    unused_parameters : list of str
+        Names of the parameters that got no gradient on this rank in the last step.  Their gradient here counts as zero.
+    """
+
+    def __init__(self, state: ModuleState, optimizer: ShardedOptimizer) -> None:
+        self._state = state
+        self.optimizer = optimizer
+        self.unused_parameters: list[str] = []
+        state.hooks.keeps = state.hooks.scales = True
+        state.hooks.sums_over = partial(_sums_over, optimizer)
+        state.hooks.clear()
+        state.parameters.reset_gradients()
+        self._end = weakref.finalize(self, state.release)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        """Let the module go: it stays as it is, and is trained by this optimizer no more.
+
+        Then layers may be frozen or not, added or moved, and `as_distributed` takes the module again, as for gradual
+        unfreezing.  An optimizer that nobody holds any more is closed.  Calling it twice does nothing.
+
+        Collective if a backward pass outside of `no_sync` was made since the last step.
+        """
+        if self._end.alive and self.parameters.gradients.has_content:
+            self.parameters.reset_gradients()
+        self._end()
+
+    @property
+    def module(self) -> Any:
+        """The module, as it was given."""
+        return self._state.module
+
+    @property
+    def parameters(self) -> FlatParameters:
+        """Its parameters that are trained, by the names in its ``state_dict``, as views into one flat array."""
+        return self._state.parameters
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As ``torch.amp.GradScaler`` looks for them, which needs ``zero=0``; not collective.
+
+        Returns
+        -------
+        list of dict
+            Those of the optimizer of PyTorch that `as_distributed` was given; for a rule one group with the parameters
+            alone, as a rule has no values that a scheduler could set.
+        """
+        rule = self.optimizer.rule
+        if isinstance(rule, TorchRule) and rule.live is not None:
+            return rule.live.groups
+        return [{"params": list(self._state.hooks.tensors.values())}]
+
+    def step(self, *, count: float | None = None) -> None:
+        """Average the gradients over the ranks, and update the parameters; the gradients are cleared.
+
+        Parameters
+        ----------
+        count : float, optional
+            Divides the sum of the gradients of all ranks: the global number of samples where the loss is a sum over
+            samples.  Default: the number of data ranks, for a loss that is a mean over a rank's samples, as with
+            DistributedDataParallel.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if the module of any rank was changed since `as_distributed`; nothing is updated then.
+        FloatingPointError
+            On every rank, if any gradient is NaN or infinite, as for `ShardedOptimizer.step`.
+        """
+        first = not self.optimizer.clock
+        self.unused_parameters = self._state.hooks.unused
+        ranks = self._state.hooks.complete()
+        if ranks and (count is None or isinstance(count, (int, float))):  # another count is refused below
+            count = (ranks if count is None else count) / ranks
+        try:
+            self.optimizer.step(self.parameters, count=count)
+            arrays.ready(self.parameters.held)  # PyTorch may go on in another stream of a GPU
+        finally:
+            self._state.hooks.clear()
+        if first and self.unused_parameters and self.optimizer.mesh.rank == 0:
+            shown = ", ".join(self.unused_parameters[:_SHOWN])
+            more = len(self.unused_parameters) - _SHOWN
+            log.inform(
+                f"no gradient reached {len(self.unused_parameters)} of {len(self.parameters)} parameters on rank 0: "
+                f"{shown}{f' and {more} more' if more > 0 else ''}; it counts as zero (see unused_parameters)"
+            )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, foreach: bool | None = None) -> Any:
+        """Scale all gradients so that their global norm is at most `max_norm`, for any `zero`; as FSDP's method.
+
+        ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same where ``p.grad`` has values: under
+        ``zero=0``.
+
+        Parameters
+        ----------
+        max_norm : float
+            Of the mean gradient over the ranks; a sum with ``step(count=)`` is clipped before it is divided.
+        norm_type : float
+            2, where ranks divide the gradients; else any.
+        foreach : bool, optional
+            As for ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns
+        -------
+        Tensor
+            The norm before, of shape ().
+
+        Raises
+        ------
+        ValueError
+            On every rank, for another norm than 2 of divided gradients.
+        """
+        if self._state.hooks.complete():
+            tensors = list(self._state.hooks.tensors.values())
+            return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, foreach=foreach)
+        if norm_type != 2:
+            raise ValueError(f"norm_type={norm_type}: ranks divide the gradients, and measure their 2-norm alone")
+        binding = self.optimizer.state.binding
+        strategy = binding.strategy
+        strategy.reducer.finalize()
+        divisor = strategy.axis.size * self.parameters.loss_scale
+        norm = binding.on_rank.inspection.norm(True, False) / divisor
+        factor = min(1.0, float(max_norm) / (norm + _CLIP_EPSILON))
+        for gradient in strategy.gradients():
+            gradient *= factor
+        return torch.tensor(norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients of backward passes that no step has used.
+
+        Collective if a backward pass outside of `no_sync` was made.
+
+        Parameters
+        ----------
+        set_to_none : bool
+            As PyTorch has it; gradients are dropped either way.
+        """
+        if self.parameters.gradients.has_content:
+            self.parameters.reset_gradients()
+        self._state.hooks.clear()
+
+    def no_sync(self) -> NoSync:
+        """A context for a backward pass that is not the last one of its step: gradients add up on this rank.
+
+        Under ZeRO-2, whose memory of gradients is short, they are summed over the ranks nevertheless, and all ranks
+        must make equally many passes.  Not collective else.
+
+        Returns
+        -------
+        context manager
+            For one ``with`` statement.
+        """
+        return self.parameters.gradients.no_sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, for ``torch.save`` on one rank; the module has its own ``state_dict``.
+
+        Returns
+        -------
+        dict
+            The same on every rank, for any number of ranks that loads it.
+
+        Raises
+        ------
+        ValueError
+            Before the first step.
+        """
+        image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
+        return {"mpishard": image}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, on this or another number of ranks.
+
+        As PyTorch does, this gives the learning rates and other values of the saved parameter groups to those of a
+        torch optimizer.  Load the state of its scheduler after this.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            The same on every rank.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if it is of another rule or another module, or damaged.
+        """
+        image = state_dict.get("mpishard")
+        data = b"" if image is None else image.cpu().numpy().tobytes()
+        self.optimizer.deserialize(data)
+
+    def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:
+        """Write a checkpoint of parameters, buffers and optimizer state, which any number of ranks can load.
+
+        Parameters
+        ----------
+        folder : path
+            Folder of the run.
+        **options
+            As for `mpishard.save_checkpoint`.
+
+        Returns
+        -------
+        Path
+            The folder of the checkpoint.
+        """
+        return save_checkpoint(folder, self.parameters, self.optimizer, **options)
+
+    def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
+        """Read the newest complete checkpoint into the module and the optimizer.
+
+        The parameter groups of a torch optimizer get their saved values, as by `load_state_dict`.
+
+        Parameters
+        ----------
+        folder : path
+            As for `mpishard.load_checkpoint`.
+
+        Returns
+        -------
+        dict
+            The facts of the checkpoint.
+        """
+        facts = load_checkpoint(folder, self.parameters, self.optimizer)
+        self._state.hooks.clear()
+        return facts
+
+    if not TYPE_CHECKING:  # a type checker shall know that these are not there
+
+        def __getattr__(self, name: str) -> Any:
+            of_torch = (
+                ": a scheduler of PyTorch takes the torch optimizer that was given to as_distributed in the place of a "
+                "rule"
+            )
+            told = of_torch if name in _OF_TORCH else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{told}", name=name, obj=self)
+
+
+# `as_distributed` for PyTorch modules.
 
 
 def as_distributed(

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from mpishard.backend import array as arrays
-from mpishard.backend.blas_threads import blas_threads
+from mpishard.backend.process import blas_threads
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
-from mpishard.torch.module_state import ModuleState, state_of
-from mpishard.torch.module_tensors import ModuleTensors
+from mpishard.torch.module import ModuleState, ModuleTensors, state_of
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem
 

@@ -10,8 +10,7 @@ import numpy as np
 from mpishard.comm.axis import Axis
 from mpishard.data.sampling import Sampler
 from mpishard.minimizers import Method
-from mpishard.training.batch_scaling import Scaling
-from mpishard.training.objective import Objective
+from mpishard.training.objective import Objective, Scaling
 
 
 class Batches:

@@ -8,13 +8,10 @@ import numpy as np
 
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.launch.ctrl_c import Interrupts
-from mpishard.training.batch_scaling import Scaling
-from mpishard.training.objective import Objective
-from mpishard.training.options import RunOptions
+from mpishard.launch.signals import Interrupts
+from mpishard.training.objective import Objective, RunOptions, Scaling, StopRequest
 from mpishard.training.run import StepOutcome, TrainingRun
-from mpishard.training.stopping import StopRequest
-from mpishard.training.sum_check import check_sums
+from mpishard.training.step_runner import check_sums
 
 
 class Loop:

@@ -1,17 +1,22 @@
-"""The values of an optimization problem: what is minimised, over which samples, and how far."""
+"""The values of an optimization problem: what is minimised, over which samples, with which options, and how far."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypedDict
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypedDict
 
 import numpy as np
 
 from mpishard.arguments import integer, mapping, number
-from mpishard.data_parallel.results import P
-from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.flat_arrays import check_flat
+from mpishard.data.evaluation import EarlyStopping, Evaluation
+from mpishard.data_parallel.results import P, TrainingState
+from mpishard.parameters.flat import FlatParameters, check_flat
+from mpishard.record import RunRecord
+
+if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
 
 
 class ObjectiveOptions(TypedDict, total=False):
@@ -144,3 +149,162 @@ class Objective(Generic[P]):
         """The values that must be the same on all ranks, without the start."""
         names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
         return {name: getattr(self, name) for name in names}
+
+
+# How batch size and learning rate depend on the number of workers in a run that changes it.
+
+# The learning rate is proportional to this power of the batch size.
+_POWERS = {"constant": 0.0, "linear": 1.0, "square_root": 0.5}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A scaling policy, and the number of workers that it starts from.
+
+    No method is collective.
+
+    Parameters
+    ----------
+    policy : {"constant", "linear", "square_root"}
+        "constant": batch size and learning rate stay the same.  Otherwise the batch size is proportional to the number
+        of workers, and the learning rate to the batch size ("linear"; Goyal et al. 2017, section 2.1) or to its square
+        root ("square_root"; Krizhevsky 2014, section 5; for Adam Malladi et al. 2022).
+    first : int
+        The number of workers for which the problem's batch size and the rule's learning rate are given.
+
+    Raises
+    ------
+    ValueError
+        If the policy is unknown.
+    """
+
+    policy: str
+    first: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, str) or self.policy not in _POWERS:
+            known = ", ".join(map(repr, _POWERS))
+            raise ValueError(f"scaling={self.policy!r} is none of {known}")
+
+    def batch_size(self, given: int, workers: int) -> int:
+        """Samples in a step, over all workers, rounded down.
+
+        Parameters
+        ----------
+        given : int
+            The problem's batch size.
+        workers : int
+            Workers that train now.
+
+        Returns
+        -------
+        int
+            At least 1.
+        """
+        return given if self.policy == "constant" else max(1, given * workers // self.first)
+
+    def rate_factor(self, growth: float) -> float:
+        """The factor on the learning rate.
+
+        Parameters
+        ----------
+        growth : float
+            The batch divided by the problem's batch.
+
+        Returns
+        -------
+        float
+            1 with "constant".
+        """
+        return growth ** _POWERS[self.policy]
+
+
+# The options of `ShardedOptimizer.optimize`.
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The checked options of a run; those without a text here are explained at `ShardedOptimizer.optimize`.
+
+    Parameters
+    ----------
+    callback : callable or None
+        As there.
+    progress : bool
+        As there.
+    watching : bool
+        Whether any rank has a callback or a time limit.
+    checkpoints : Checkpoints or None
+        As there.
+    resume : bool
+        As there.
+    record : RunRecord or None
+        As there.
+    evaluate : Evaluation or None
+        As there.
+    stop_early : EarlyStopping or None
+        As there.
+    """
+
+    callback: Callable[[TrainingState[Any]], bool | None] | None
+    progress: bool
+    watching: bool
+    checkpoints: Checkpoints | None
+    resume: bool
+    record: RunRecord | None
+    evaluate: Evaluation | None = None
+    stop_early: EarlyStopping | None = None
+
+
+# When a run stops: at the end of its method, at a goal, at the request of a rank, or when nothing gets better.
+
+
+class StopRequest(IntEnum):
+    """Why a rank requests to stop; the largest of several requests counts.  Not collective."""
+
+    NONE = 0
+    SECONDS = 1
+    CALLBACK = 2
+    SIGNAL = 3
+    FAILED = 4
+
+
+@dataclass(frozen=True)
+class StopCondition:
+    """Why a run stops after a step, in the words of `OptimizationResult.stop_reason`; empty if the run continues.
+
+    It follows from what all ranks know alike.
+
+    Parameters
+    ----------
+    problem : Objective
+        Its `steps` and `tolerance` are goals.
+    stop_early : EarlyStopping, optional
+        Stops when the validation loss no longer falls.
+    """
+
+    problem: Objective[Any]
+    stop_early: EarlyStopping | None = None
+
+    def reason(
+        self, request: int, steps: int, norm: float, *, method_ended: str = "", validated: Iterable[float] = ()
+    ) -> str:
+        """The reason after `steps` steps, with the last gradient's norm and the largest request of all ranks.
+
+        The end of a method comes first; the last is that the validation losses no longer fall.
+        """
+        requested = StopRequest(request).name.lower() if request else ""
+        return method_ended or requested or self.goal(steps, norm) or self._patience(validated)
+
+    def goal(self, steps: int, norm: float) -> str:
+        """The goal that is reached; empty if none is."""
+        if self.problem.tolerance is not None and norm <= self.problem.tolerance:
+            return "tolerance"
+        return "steps" if self.problem.steps is not None and steps >= self.problem.steps else ""
+
+    def described(self, reason: str) -> str:
+        """A goal with its value, as the user has given it."""
+        return f"{reason}={getattr(self.stop_early if reason == 'patience' else self.problem, reason)}"
+
+    def _patience(self, validated: Iterable[float]) -> str:
+        return "patience" if self.stop_early is not None and self.stop_early.stops(validated) else ""

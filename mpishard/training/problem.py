@@ -18,10 +18,9 @@ from mpishard.nn.described import MODEL, described
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
-from mpishard.training.input_checks import arguments_of_loss, check_data
 from mpishard.training.loop import Loop
-from mpishard.training.objective import Objective, ObjectiveOptions
-from mpishard.training.options import RunOptions
+from mpishard.training.objective import Objective, ObjectiveOptions, RunOptions
+from mpishard.training.step_runner import arguments_of_loss, check_data
 from mpishard.training.validation import check_evaluation
 
 if TYPE_CHECKING:

@@ -9,28 +9,95 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.comm.held_error import HeldError
+from mpishard.comm.agreement import HeldError
+from mpishard.comm.axis import Axis
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.io import log
-from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import note_run
+from mpishard.launch.signals import Interrupts
 from mpishard.minimizers import Method
 from mpishard.minimizers.minimizer import Wanted
 from mpishard.optim import Rule
-from mpishard.training.batch_scaling import Scaling
+from mpishard.reduction.tree_sum import tree_sum
 from mpishard.training.batches import Batches
-from mpishard.training.loss_history import LossHistory
-from mpishard.training.objective import Objective
-from mpishard.training.options import RunOptions
+from mpishard.training.objective import Objective, RunOptions, Scaling, StopCondition, StopRequest
+from mpishard.training.progress import RunProgress, StepReport
 from mpishard.training.run_checkpoints import RunCheckpoints
-from mpishard.training.run_progress import RunProgress
-from mpishard.training.step_report import StepReport
 from mpishard.training.step_runner import StepRunner
-from mpishard.training.stopping import StopCondition, StopRequest
 from mpishard.training.validation import Validated, Validation
+
+# The loss of each step of a run.
+
+
+class _Unreduced(NamedTuple):
+    """A step without synchronization: its index in the history, this rank's sum, and the terms of all ranks."""
+
+    step: int
+    loss_sum: float
+    terms: int
+
+
+class LossHistory:
+    """Mean losses, one for each step; in steps without synchronization they are this rank's estimates until `reduce`.
+
+    Parameters
+    ----------
+    axis : Axis
+        The ranks over which losses are summed.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._means: list[float] = []
+        self._unreduced: list[_Unreduced] = []
+
+    def __len__(self) -> int:
+        return len(self._means)
+
+    def to_array(self) -> np.ndarray:
+        """A copy of all losses, float64."""
+        return np.array(self._means)
+
+    def restore(self, losses: np.ndarray) -> None:
+        """Continue from these losses."""
+        self._means = losses.tolist()
+
+    def append(self, loss: float) -> None:
+        """Add the mean loss of a finished step."""
+        self._means.append(loss)
+
+    def mean_over_ranks(self, losses: np.ndarray, terms: int, riders: np.ndarray | None = None) -> float:
+        """The mean loss of the next step, with `terms` terms over all ranks; overwrites `losses`.  Collective.
+
+        `riders` are further numbers that are summed over the ranks in the same call, in place.
+        """
+        if riders is None:
+            self._axis.all_reduce(losses, label="loss")
+        else:
+            both = self._axis.all_reduce(np.concatenate([losses, riders]), label="loss")
+            losses[...], riders[...] = both[: len(losses)], both[len(losses) :]
+        return tree_sum(losses.tolist()) / terms
+
+    def mean_of_rank(self, losses: np.ndarray, terms: int) -> float:
+        """An estimate without communication, as if every rank had this rank's loss; `reduce` corrects it."""
+        loss_sum = float(losses[0])
+        self._unreduced.append(_Unreduced(len(self), loss_sum, terms))
+        return loss_sum * self._axis.size / terms
+
+    def reduce(self) -> None:
+        """Replace the estimates of steps without synchronization by means over all ranks.  Collective."""
+        if not self._unreduced:
+            return
+        sums = self._axis.all_reduce(np.array([each.loss_sum for each in self._unreduced]), label="loss")
+        for each, loss_sum in zip(self._unreduced, sums.tolist(), strict=True):
+            self._means[each.step] = loss_sum / each.terms
+        self._unreduced.clear()
+
+
+# One run of training: its parts, and what happens in each of its steps, whatever loop takes them.
 
 _ANNOUNCED = 3  # steps whose samples are known to what reads ahead
 

@@ -15,9 +15,8 @@ from mpishard.io import log
 from mpishard.layout.run_state import RunState, brief
 from mpishard.nn.described import MODEL, changes
 from mpishard.training.batches import Batches
-from mpishard.training.objective import Objective
-from mpishard.training.options import RunOptions
-from mpishard.training.run_progress import RunProgress
+from mpishard.training.objective import Objective, RunOptions
+from mpishard.training.progress import RunProgress
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints

@@ -14,8 +14,7 @@ from mpishard.data_parallel.agreement import agree_on_step
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.state_shards import parameters_alone
 from mpishard.data_parallel.validation import check_place
-from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.flat_arrays import check_flat
+from mpishard.parameters.flat import FlatParameters, check_flat
 
 Array = Any
 

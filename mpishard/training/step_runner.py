@@ -1,31 +1,123 @@
-"""Forward and backward passes of a batch: a rank's micro-batches one by one, with their gradients into the buckets."""
+"""Forward and backward passes of a batch: a rank's micro-batches one by one, with their gradients into the buckets.
+
+Debug checks: that a function only reads its arguments, and that it returns sums over its samples.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import returned
+from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.array import aligned_copy
-from mpishard.backend.blas_threads import fix_blas_threads
-from mpishard.comm.held_error import HeldError
-from mpishard.data.balance import TermCosts
-from mpishard.data.sampling import micro_batches, share
+from mpishard.backend.process import fix_blas_threads
+from mpishard.comm.agreement import HeldError
+from mpishard.data import ReadAhead, TokenData
+from mpishard.data.sampling import TermCosts, micro_batches, share
+from mpishard.data.text import Windows
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
 from mpishard.minimizers.descent import Descent
+from mpishard.nn.decoder import Decoder
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_reducer import GradientReducer
+from mpishard.parameters.reducer import GradientReducer
 from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.tree_sum import TermAssignment
-from mpishard.training.input_checks import Untouched
 from mpishard.training.objective import Objective
+
+# Checks that a function only reads its parameters and sample indices.
+#
+# Without the check, such a change would silently give wrong results.  Read-only views are no alternative: Cython,
+# Numba, PyTorch and JAX accept them with a warning or not at all, even in a correct function that only reads.
+
+
+class Untouched:
+    """Checks one call of a function: create it before the call, and read `problem` after it.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+        The parameters that the function gets.
+    samples : ndarray
+        The sample indices that the function gets.
+    """
+
+    def __init__(self, parameters: FlatParameters, samples: np.ndarray) -> None:
+        self._parameters = parameters
+        self._samples = samples
+        self._before = parameters.digest(), samples.copy()
+
+    def problem(self) -> ValueError | None:
+        """The error for inputs that the function has changed, or None."""
+        values, samples = self._before
+        if self._parameters.digest() != values:
+            what, how = "parameters", "the optimizer changes them; for intermediate values take parameters.copy()"
+        elif not np.array_equal(self._samples, samples):
+            what, how = "sample indices", "for others take samples.copy()"
+        else:
+            return None
+        return ValueError(f"the function changes the {what} that it is given, and must only read them: {how}")
+
+
+def check_data(model: Any, batch: Any, samples: int) -> None:
+    """Raise ValueError if data of this package has fewer samples, or does not fit a model of this package.
+
+    Not collective.
+
+    Parameters
+    ----------
+    model : model
+        Of a problem; it may be a distributed one.
+    batch : callable
+        What reads its samples, maybe by a `ReadAhead`.
+    samples : int
+        Number of samples that the problem, or the evaluation, has.
+
+    Raises
+    ------
+    ValueError
+        With both sides.
+    """
+    model = getattr(model, "model", model)
+    data = getattr(batch.batch if isinstance(batch, ReadAhead) else batch, "__self__", None)
+    if isinstance(data, TokenData | Windows) and samples > len(data):
+        raise ValueError(f"samples={samples}, but the data has {len(data)}: give samples=len(data), or less")
+    if isinstance(model, Decoder) and isinstance(data, TokenData):
+        data.check_model(model.vocabulary_size, model.context_length)
+
+
+def arguments_of_loss(batch: Any, samples: np.ndarray) -> tuple[Any, ...]:
+    """What a user's ``batch(samples)`` returns; TypeError if that is no tuple of arguments.
+
+    Not collective.
+
+    Parameters
+    ----------
+    batch : callable
+        Of a problem or an evaluation.
+    samples : ndarray
+        Indices of samples.
+
+    Returns
+    -------
+    tuple
+        The arguments of a model's loss.
+    """
+    found = batch(samples)
+    if not isinstance(found, Iterable):
+        raise TypeError(
+            f"batch(samples) must return the arguments of the model's loss, as (tokens, targets), got {shown(found)}"
+        )
+    return tuple(found)
+
+
+# Forward and backward passes of a batch: a rank's micro-batches one by one, with their gradients into the buckets.
 
 _NAMED = 5  # samples that a message lists
 
@@ -296,3 +388,67 @@ def _listed(samples: np.ndarray) -> str:
     named = ", ".join(map(str, samples[:_NAMED].tolist()))
     more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
     return f"samples {named}{more}" if named else "no samples"
+
+
+# Debug mode: checks with one micro-batch and its two halves that a function returns sums over its samples.
+
+# A mean in place of a sum differs by a factor of two, rounding in half precision by a thousandth.
+_TOLERANCE = 0.02
+_AGAIN = 1e-5  # the tolerance between two calls for the same samples
+
+
+def check_sums(runner: StepRunner, batch: np.ndarray) -> None:
+    """Raise ValueError on all ranks unless loss and gradient of a micro-batch are the sums over its two halves.
+
+    Each rank uses its first micro-batch of `batch`.  Parameters and state do not change.  There is no check for models
+    whose ranks synchronize inside a backward pass (ZeRO-2 and 3, tensor and pipeline ranks), nor for functions that
+    give two results for the same samples.  Collective.
+    """
+    if runner.together:
+        return
+    samples = share(batch, runner.axis.rank, runner.axis.size, runner.problem.micro_batch_size)[0]
+    half = len(samples) // 2
+    problem: Exception | None = None
+    if half:
+        try:
+            problem = _difference(runner, samples[:half], samples[half : 2 * half])
+        except Exception as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        runner.parameters.reset_gradients()
+        problem = runner.misuse or problem
+    runner.optimizer.world.raise_if_any(problem)
+
+
+def _difference(runner: StepRunner, first: np.ndarray, second: np.ndarray) -> ValueError | None:
+    """The error of a function that does not return sums, or None."""
+    both = np.concatenate([first, second])
+    (loss,), (gradient,) = runner.sums_of(both)
+    losses, (of_first, of_halves) = runner.sums_of(first, second)
+    loss_of_halves = sum(losses)
+    pairs = (loss, loss_of_halves), (gradient, of_halves)
+    if all(_alike(whole, halves) for whole, halves in pairs):
+        return None
+    (again,), (gradient_again,) = runner.sums_of(both)
+    if not (_alike(loss, again, _AGAIN) and _alike(gradient, gradient_again, _AGAIN)):
+        return None  # a random function, or one that is not finite
+    sums = (
+        f"the loss of {len(both)} samples is {loss:.6g} and those of their two halves {losses[0]:.6g} and "
+        f"{losses[1]:.6g}, the norm of the gradient {np.linalg.norm(gradient):.6g} and that of the halves', added up, "
+        f"{np.linalg.norm(of_halves):.6g}"
+    )
+    if all(_alike(whole, halves) or _alike(2 * whole, halves) for whole, halves in pairs):
+        return ValueError(
+            f"the function returns a mean where it must return a sum: {sums}; return the sum over the samples, and add "
+            "the sum of their gradients: the one division is by the number of samples of all ranks"
+        )
+    if _alike(gradient - of_first, of_halves):
+        return ValueError(
+            f"the function overwrites the gradients where it must add to them: {sums}; use gradients += ..."
+        )
+    return ValueError(f"the function does not return sums over its samples: {sums}")
+
+
+def _alike(one: np.ndarray | float, other: np.ndarray | float, tolerance: float = _TOLERANCE) -> bool:
+    """Whether the difference is at most `tolerance` times the largest element."""
+    most = max(np.abs(one).max(initial=0), np.abs(other).max(initial=0))
+    return bool(np.abs(np.subtract(one, other)).max(initial=0) <= tolerance * most)

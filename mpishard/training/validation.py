@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.arguments import returned, shown
-from mpishard.comm.held_error import HeldError
+from mpishard.comm.agreement import HeldError
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import MICRO_BATCHES, micro_batches
 from mpishard.reduction.tree_sum import tree_sum
-from mpishard.training.input_checks import Untouched, arguments_of_loss, check_data
-from mpishard.training.step_runner import StepRunner
+from mpishard.training.step_runner import StepRunner, Untouched, arguments_of_loss, check_data
 
 _AT_ONCE = 4  # micro-batches for each stage of a pipeline that pass through it together
 _NAMED = 5  # samples that a message lists

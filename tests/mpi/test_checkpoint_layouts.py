@@ -16,8 +16,8 @@ from runs import state as at
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
 from mpishard.backend import array as arrays
 from mpishard.checkpoint import Checkpoints
-from mpishard.checkpoint.filling import fill
 from mpishard.checkpoint.index import read_index, write_index
+from mpishard.checkpoint.load import fill
 from mpishard.checkpoint.pieces import PieceValues, pieces_file, stored, write_pieces
 from mpishard.data_parallel.state_shards import parameters_alone
 from mpishard.layout.run_state import RunState

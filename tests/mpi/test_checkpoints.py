@@ -18,8 +18,8 @@ from runs import assert_is_at, at, check_load, check_nothing_unfinished, state, 
 from mpishard import Mesh
 from mpishard.checkpoint import Checkpoints, folder, manifest, saver
 from mpishard.checkpoint.faults import Fault
-from mpishard.layout.local_layout import Piece
 from mpishard.layout.run_state import Shard
+from mpishard.layout.tensors import Piece
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 

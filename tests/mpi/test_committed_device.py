@@ -10,8 +10,8 @@ from mpishard import ParameterSpec
 from mpishard.backend import array as arrays
 from mpishard.comm.deferred import DEFERRED
 from mpishard.elastic.committed_state import Committed
-from mpishard.layout.local_layout import Piece
 from mpishard.layout.run_state import RunState, Shard
+from mpishard.layout.tensors import Piece
 
 SIZE = 7  # of each rank
 

@@ -73,7 +73,7 @@ def alone():
 @pytest.fixture
 def at_once(monkeypatch):
     """A rank that gets the signal does not wait for others to get it, too."""
-    monkeypatch.setattr("mpishard.launch.leave_signals._SKEW_S", 0.0)
+    monkeypatch.setattr("mpishard.launch.signals._SKEW_S", 0.0)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from mpishard.checkpoint import Checkpoints
 from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic.membership import Membership
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.tensors import ModelParallelRank
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 STEPS = 8
@@ -141,7 +141,7 @@ def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expect
 @pytest.mark.parametrize("with_spares", [False, True], ids=["its worker goes", "a spare takes its place"])
 def test_a_process_that_is_asked_to_leaves(comm, shape, expected, monkeypatch, with_spares):
     """The last process of the first worker: another of its place moves up, and those without partners wait."""
-    monkeypatch.setattr("mpishard.launch.leave_signals._SKEW_S", 0.0)
+    monkeypatch.setattr("mpishard.launch.signals._SKEW_S", 0.0)
     noted = {}
     with Mesh(comm, **shape) as mesh:
         most, data_rank = mesh.data.size, mesh.data.rank

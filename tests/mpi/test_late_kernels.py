@@ -11,9 +11,8 @@ from steps import STRATEGIES
 
 from mpishard import SGD, Checkpoints, ShardingConfiguration
 from mpishard.backend import array as arrays
-from mpishard.layout.local_layout import Piece
 from mpishard.layout.run_state import RunState, Shard
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec, Piece
 
 SIZE = 700  # elements of a rank
 OLD = -5

@@ -16,7 +16,7 @@ from mpishard.comm.abort import _AbortOnException
 from mpishard.comm.family import Family
 from mpishard.comm.mesh_facts import in_words
 from mpishard.launch.job_notes import ALIKE, ECHO
-from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.tensors import ModelParallelRank
 
 
 def test_all_ranks_are_data_parallel_by_default(mesh, comm):

@@ -27,7 +27,7 @@ from mpishard import (
 from mpishard.backend import array as arrays
 from mpishard.comm import collectives
 from mpishard.data_parallel import strategies
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 RULES = [

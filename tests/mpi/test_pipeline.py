@@ -7,8 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from mpishard import Mesh
-from mpishard.layout.local_layout import ModelParallelRank
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.runtime import Pipeline

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpishard
-from mpishard.backend import arithmetic, products
+from mpishard.backend import process, products
 from mpishard.backend.products import choice, libraries, timing
 from mpishard.backend.products.choice import VARIABLE, Choice, Status
 from mpishard.comm import product_choice
@@ -135,7 +135,7 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
 def test_a_reproducible_run_records_the_libraries(mesh, monkeypatch):
     optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mpishard.ShardingConfiguration(mesh, reproducible=True))
     choice.put_in_force(Choice.parse("float32.plain=mkl"), VERSIONS)
-    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     optimizer.step(np.ones(3), np.ones(3))
     facts = optimizer.state.binding.bits.own
     assert facts["products"] == "float32.plain=mkl" and facts["libraries for products"] == "mkl 2026.2"
@@ -146,7 +146,7 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
         pytest.skip("needs two ranks")
     config = mpishard.ShardingConfiguration(mesh, reproducible=True)
     optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
-    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     optimizer.step(np.ones(3), np.ones(3))
     joined = comm.rank == comm.size - 1
     if joined:
@@ -163,7 +163,7 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("part_differs")
 def test_ranks_that_differ_are_told_in_a_reproducible_run_and_agree_in_the_next_mesh(comm, mesh, monkeypatch):
-    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     config = mpishard.ShardingConfiguration(mesh, reproducible=True)
     optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
     with pytest.raises(ValueError, match=r"products is .*mkl on rank 0, numpy on rank"):
@@ -201,7 +201,7 @@ def test_ranks_that_differ_train_as_well(comm, mesh):
 
 
 def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, monkeypatch):
-    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     with mpishard.Mesh(comm) as mesh:
         config = mpishard.ShardingConfiguration(mesh, reproducible=True)
         optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
@@ -218,7 +218,7 @@ def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, 
 
 def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
     """Whatever a later mesh of some of its ranks has."""
-    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     with mpishard.Mesh(comm) as mesh:
         config = mpishard.ShardingConfiguration(mesh, reproducible=True)
         optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)

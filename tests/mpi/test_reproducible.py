@@ -26,7 +26,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.compiled import KERNELS
 from mpishard.comm.ledger import all_reduce_elements
 from mpishard.data_parallel import bit_facts
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.tree_sum import tree_sum
 

@@ -14,9 +14,8 @@ import mpishard
 from mpishard.backend import array as arrays
 from mpishard.comm.reshard import reshard, reshard_state
 from mpishard.layout.boxes import split
-from mpishard.layout.local_layout import WHOLE, Piece, cut_holding
 from mpishard.layout.run_state import RunState, Shard
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import WHOLE, ParameterSpec, Piece, cut_holding
 
 
 def shard_of(layout, holding, rank, array, kind="parameters"):

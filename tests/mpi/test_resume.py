@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import AdamW, Checkpoints, DDPOptimizer, HybridShardedOptimizer, OptimizationProblem, ZeRO2Optimizer, nn
-from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.tensors import ModelParallelRank
 
 ROWS = np.random.default_rng(0).standard_normal((37, 6))
 RULE = AdamW(lr=mpishard.cosine(0.1, steps=9), eps=1e-3)

@@ -9,7 +9,7 @@ from steps import STRATEGIES
 
 from mpishard import SGD, Mesh, ShardingConfiguration
 from mpishard.data_parallel.sharded_space import ShardedSpace
-from mpishard.minimizers.gram import Gram
+from mpishard.minimizers.history import Gram
 from mpishard.minimizers.space import LocalSpace
 
 S_ROWS, Y_ROWS = [0, 1, 2], [5, 4, 3]

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, nn
-from mpishard.backend.blas_threads import fix_blas_threads
+from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.axis import Axis
 from mpishard.nn import slices as slices_module
 from mpishard.nn.slices import Slices

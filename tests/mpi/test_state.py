@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpishard
 from mpishard import LAMB, SGD, Adagrad, Adam, AdamW, DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, nn
 from mpishard.data_parallel.serialization import decode
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]

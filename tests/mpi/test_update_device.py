@@ -13,7 +13,7 @@ from waits import counted_waits, launches
 from mpishard import LAMB, SGD, AdamW, DDPOptimizer, FlatParameters, Mesh, ParameterGroup, RMSprop
 from mpishard import ShardingConfiguration as Configuration
 from mpishard.backend import array as arrays
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 
 pytestmark = pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
 LAYERS = 6

@@ -24,7 +24,7 @@ from mpishard import (
     nn,
 )
 from mpishard.backend import array as arrays
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (12, 9))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpishard.data.balance import TermCosts, balanced_cuts
+from mpishard.data.sampling import TermCosts, balanced_cuts
 from mpishard.layout.boxes import split
 from mpishard.training.step_runner import StepRunner
 

@@ -10,8 +10,8 @@ import threadpoolctl
 
 import mpishard
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
-from mpishard.backend.arithmetic import arithmetic
 from mpishard.backend.compiled import KERNELS
+from mpishard.backend.process import arithmetic
 from mpishard.backend.products import choice
 from mpishard.backend.products.choice import VARIABLE, Choice
 from mpishard.comm.agreement import fingerprint
@@ -19,8 +19,7 @@ from mpishard.data_parallel import bit_facts
 from mpishard.data_parallel.bit_facts import ARITHMETIC, DIFFERENT_BITS, BitFacts
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits
-from mpishard.layout.local_layout import ModelParallelRank
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
-from mpishard.backend import blas_threads
-from mpishard.backend.blas_threads import cpu_quota
+from mpishard.backend import process
+from mpishard.backend.process import cpu_quota
 
 
 def system(folder: Path, files: dict[str, str]) -> Path:
@@ -62,41 +62,41 @@ def test_small_products_have_one_thread(
     a: tuple[int, ...], b: tuple[int, ...], given: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_to: list[int] = []
-    monkeypatch.setattr(blas_threads, "_openblas", lambda: (lambda: 4, set_to.append))
-    assert np.array_equal(blas_threads.matmul(np.ones(a), np.ones(b)), np.matmul(np.ones(a), np.ones(b)))
+    monkeypatch.setattr(process, "_openblas", lambda: (lambda: 4, set_to.append))
+    assert np.array_equal(process.matmul(np.ones(a), np.ones(b)), np.matmul(np.ones(a), np.ones(b)))
     assert set_to == given
 
 
 def test_the_number_of_threads_is_what_it_was_after_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas_threads, "chosen_by_user", lambda: None)
-    blas_threads._openblas.cache_clear()
-    found = blas_threads._openblas()
+    monkeypatch.setattr(process, "chosen_by_user", lambda: None)
+    process._openblas.cache_clear()
+    found = process._openblas()
     if found is None:
         pytest.skip("NumPy has another BLAS here")
     get_threads, _ = found
     with threadpool_limits(2):
         with pytest.raises(ValueError):
-            blas_threads.matmul(np.ones((2, 3)), np.ones((2, 3)))
+            process.matmul(np.ones((2, 3)), np.ones((2, 3)))
         assert get_threads() == 2
-    blas_threads._openblas.cache_clear()
+    process._openblas.cache_clear()
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
 def test_a_choice_of_the_user_stands(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "2")
-    blas_threads._openblas.cache_clear()
-    assert blas_threads._openblas() is None
-    blas_threads._openblas.cache_clear()
+    process._openblas.cache_clear()
+    assert process._openblas() is None
+    process._openblas.cache_clear()
 
 
 def test_xla_gets_as_many_threads_where_the_user_chose_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC", "7")
-    blas_threads._limit_xla(2)
+    process._limit_xla(2)
     assert os.environ["NPROC"] == "7"
     monkeypatch.delenv("NPROC")
-    blas_threads._limit_xla(2)
+    process._limit_xla(2)
     assert os.environ["NPROC"] == "2"
-    monkeypatch.setattr(blas_threads, "chosen_by_user", lambda: None)
+    monkeypatch.setattr(process, "chosen_by_user", lambda: None)
     with threadpool_limits(2):
-        blas_threads.fix_blas_threads()
+        process.fix_blas_threads()
     assert os.environ["NPROC"] == "1"

@@ -8,10 +8,9 @@ import pytest
 from gradient_recorder import specs
 from hypothesis import given
 
-from mpishard.layout.local_layout import ModelParallelRank
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
+from mpishard.parameters.buckets import Run, make_buckets
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import Run, make_buckets
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 30))

@@ -19,11 +19,10 @@ from sources import FACTS, KINDS, SHAPES, Arrays, write
 from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint import manifest as manifests
 from mpishard.checkpoint.archives import Archive, write_archive
-from mpishard.checkpoint.comparing import Difference, Figures, differences, figures, unlike
 from mpishard.checkpoint.converting import write_plain
-from mpishard.checkpoint.examining import newest_whole
 from mpishard.checkpoint.index import read_index
 from mpishard.checkpoint.sources import Stored, blocks
+from mpishard.checkpoint.verify import Difference, Figures, differences, figures, newest_whole, unlike
 from mpishard.layout.boxes import whole_box
 from mpishard.layout.run_state import link_name
 

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard.checkpoint import piece_reader, virtual_tensors
-from mpishard.checkpoint.filling import check_fits
 from mpishard.checkpoint.index import index_mark, read_index, write_index
+from mpishard.checkpoint.load import check_fits
 from mpishard.checkpoint.piece_reader import PieceReader
 from mpishard.checkpoint.pieces import PieceValues, pieces_file, pieces_mark, stored, write_pieces
 from mpishard.layout.run_state import RunState, link_name
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 
 
 @pytest.mark.parametrize("writers", [1, 2, 5])

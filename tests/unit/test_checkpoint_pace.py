@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mpishard.checkpoint.save_interval import Measured, Pace, save_interval
+from mpishard.checkpoint.checkpoints import Measured, Pace, save_interval
 
 
 class Ranks:

@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 
 from mpishard.checkpoint import polling
+from mpishard.comm.channel import Request
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.request import Request
 
 
 class Lost:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from sources import SHAPES, Arrays, write
 
-from mpishard.checkpoint.examining import newest_whole
 from mpishard.checkpoint.sources import Stored
+from mpishard.checkpoint.verify import newest_whole
 from mpishard.cli import main
 
 

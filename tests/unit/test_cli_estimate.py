@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpishard.cli import main
-from mpishard.cli.bench_figure import draw
+from mpishard.cli.bench import draw
 from mpishard.cli.estimate import parse_bytes
 from mpishard.cli.estimate_text import seconds, size
 from mpishard.estimate import TYPICAL, MachineProfile

@@ -9,7 +9,7 @@ import pytest
 from facts import GOOD, HYDRA, PRTE, SRUN, VERSIONS, job
 
 from mpishard.cli import main
-from mpishard.cli.info_text import rows, show
+from mpishard.cli.info import rows, show
 from mpishard.environment import findings, launches
 from mpishard.launch.launchers import Launcher
 

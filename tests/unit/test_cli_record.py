@@ -18,7 +18,7 @@ from records import process_line, write
 
 from mpishard.cli import main
 from mpishard.record import Run
-from mpishard.record.following import Follower
+from mpishard.record.reading import Follower
 from mpishard.record.trace import read_trace
 
 
@@ -53,7 +53,7 @@ class TestPlot:
 
     def test_the_best_validation_loss_is_marked(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn: list[Any] = []
-        monkeypatch.setattr("mpishard.cli.plot_figure.save", lambda figure, path: drawn.extend(figure.axes))
+        monkeypatch.setattr("mpishard.cli.plot.save", lambda figure, path: drawn.extend(figure.axes))
         losses = {100: 0.5, 200: 0.25, 300: None, 400: 0.375}
         lines = [{"step": step, "validation_loss": loss} for step, loss in losses.items()]
         (run / "logged.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -65,7 +65,7 @@ class TestPlot:
     @pytest.mark.parametrize("steps", [1, 30])
     def test_a_panel_without_values_says_so(self, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn: list[Any] = []
-        monkeypatch.setattr("mpishard.cli.plot_figure.save", lambda figure, path: drawn.extend(figure.axes))
+        monkeypatch.setattr("mpishard.cli.plot.save", lambda figure, path: drawn.extend(figure.axes))
         metrics = [{"step": step, "loss": None, "seconds": 0.5, "workers": 1} for step in range(1, steps + 1)]
         lines = [process_line(0, 1, [0.5] * steps, axes={"data": {"bytes": 2000 * steps, "seconds": 0}})]
         run = write(tmp_path / "run", metrics, [lines])

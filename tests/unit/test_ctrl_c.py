@@ -15,7 +15,7 @@ import pytest
 
 import mpishard
 from mpishard.comm.abort import _try_again
-from mpishard.launch.ctrl_c import deferred
+from mpishard.launch.signals import deferred
 
 
 @pytest.fixture(autouse=True)

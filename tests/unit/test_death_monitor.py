@@ -10,7 +10,7 @@ import sys
 import pytest
 from mpi4py import MPI
 
-from mpishard.comm import death_monitor
+from mpishard.comm import abort
 
 pytestmark = pytest.mark.faults
 
@@ -34,7 +34,7 @@ def test_another_user_is_no_rank():
         listener.bind("")
         listener.listen(2)
         address = listener.getsockname()
-        command = [sys.executable, "-I", "-S", "-c", death_monitor._SCRIPT, "host", "1", "1", "20"]
+        command = [sys.executable, "-I", "-S", "-c", abort._SCRIPT, "host", "1", "1", "20"]
         with subprocess.Popen(command, stdin=listener.fileno(), stderr=subprocess.PIPE, text=True) as process:
             other = [sys.executable, "-I", "-S", "-c", CONNECT, address.hex()]
             assert subprocess.run(other, capture_output=True, text=True).stdout == "b''\n"
@@ -50,7 +50,7 @@ def test_a_rank_that_leaves_by_itself_has_not_succeeded():
     script = """
 import os
 from mpi4py import MPI
-from mpishard.comm.death_monitor import DeathMonitor
+from mpishard.comm.abort import DeathMonitor
 first, second = DeathMonitor.over(MPI.COMM_SELF), DeathMonitor.over(MPI.COMM_SELF)
 first.dismiss()
 child = os.fork()

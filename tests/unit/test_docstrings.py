@@ -35,7 +35,7 @@ CODES = set("GL06 GL07 GL08 SS01 SS03 SS06 PR01 PR02 PR03 PR04 PR07 PR10 RT01 RT
 # `backend` the module `array` is not among them: with these sections it would be too long for a file.
 BETWEEN_PACKAGES = set(
     "arguments checkpoint comm compression data_parallel elastic environment estimate io launch layout "
-    "optim parameters pipeline record reduction training version backend.blas_threads backend.compiled "
+    "optim parameters pipeline record reduction training version backend.process backend.compiled "
     "backend.exact_dot backend.exact_norm backend.random".split()
 )
 

@@ -19,7 +19,7 @@ from mpishard.elastic.discovery import Discovery, count_slots
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.stopped_processes import Peer, Watch, this_process
 from mpishard.io.files import NotPrivateError
-from mpishard.launch.leave_signals import Signals
+from mpishard.launch.signals import Signals
 
 pytestmark = pytest.mark.faults
 
@@ -283,7 +283,7 @@ class TestSignals:
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 
     def test_others_get_time_to_hear_it(self, monkeypatch):
-        monkeypatch.setattr("mpishard.launch.leave_signals._SKEW_S", 0.05)
+        monkeypatch.setattr("mpishard.launch.signals._SKEW_S", 0.05)
         signals = Signals()
         signals.came = True
         assert signals.report() == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpishard.elastic.run_status import ResizeMetadata, RunStatus
-from mpishard.training.run_progress import RunProgress
+from mpishard.training.progress import RunProgress
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.elements import element_name, whole_bounds, whole_elements
 
 SPECS = (ParameterSpec("a", (2, 3)), ParameterSpec("b", (4,)))

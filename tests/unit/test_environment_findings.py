@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from facts import GOOD, HYDRA, MPICH, OPEN_MPI, PRTE, SRUN, VERSIONS, changed, job, only
 
-from mpishard.cli.info_text import show
+from mpishard.cli.info import show
 from mpishard.comm.capabilities import Capabilities
 from mpishard.environment import findings, launch_of, launches
 from mpishard.launch.detection import foreign_launch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from facts import GOOD, OPEN_MPI, VERSIONS, changed, job, only
 
-from mpishard.cli.info_text import rows
+from mpishard.cli.info import rows
 from mpishard.environment import Facts, findings
 from mpishard.environment.gpus import Gpu, collect_devices, gpus_of_driver, version_of_nccl
 

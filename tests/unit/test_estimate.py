@@ -23,8 +23,8 @@ from mpishard.estimate import (
     model_state_bytes,
     table,
 )
-from mpishard.estimate.pipeline_time import makespan, peak_in_flight
 from mpishard.estimate.profile import OPERATIONS
+from mpishard.estimate.times import makespan, peak_in_flight
 from mpishard.nn.architecture import Architecture
 from mpishard.pipeline.schedule import make_schedule, simulate
 
@@ -189,7 +189,7 @@ def test_long_schedules_follow_the_formula_of_short_ones(schedule: str, monkeypa
     chunks = 2 if schedule == "interleaved" else 1
     costs = (1.0 / chunks,) * 4 * chunks, (2.0 / chunks,) * 4 * chunks
     simulated = makespan(schedule, 4, 16, chunks, *costs)
-    monkeypatch.setattr("mpishard.estimate.pipeline_time._SIMULATED", 0)
+    monkeypatch.setattr("mpishard.estimate.times._SIMULATED", 0)
     assert makespan.__wrapped__(schedule, 4, 16, chunks, *costs) == pytest.approx(simulated)
 
 

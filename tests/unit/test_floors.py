@@ -49,8 +49,8 @@ OUTSIDERS = {
     "cupy_backends": {"backend.kinds"},
     "cudnn": {"nn.cudnn_attention"},
     "nvmath": {"backend.cublaslt"},
-    "mpi4py": {"backend.blas_threads", "comm", "elastic", "environment", "estimate", "cli"},
-    "matplotlib": {"cli", "inverse.gradient_figure"},
+    "mpi4py": {"backend.process", "comm", "elastic", "environment", "estimate", "cli"},
+    "matplotlib": {"cli", "inverse.gradient_check"},
     "rich": {"cli"},
     "typer": {"cli"},
     "checkpoint_schedules": {"inverse.time_steps"},
@@ -58,7 +58,7 @@ OUTSIDERS = {
     "optax": set(),
     "tensorboard": {"record"},
     "torch": {"torch"},
-    "zarr": {"data.token_arrays"},
+    "zarr": {"data.token_files"},
     "sklearn": set(),
 }
 

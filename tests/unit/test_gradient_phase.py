@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gradient_recorder import Recorder
 
-from mpishard.parameters.gradient_phase import TRANSITIONS, GradientPhase
+from mpishard.parameters.reducer import TRANSITIONS, GradientPhase
 
 # By phase and call: the phase that follows, or the error.
 PHASES = {

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from gradient_recorder import LIKE, Recorder
 
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
+from mpishard.parameters.buckets import Run
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import Run
-from mpishard.parameters.gradient_phase import GradientPhase
+from mpishard.parameters.reducer import GradientPhase
 
 
 def test_hand_over_is_last_first_whatever_the_order_of_announcements():

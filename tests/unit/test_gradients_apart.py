@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from gradient_recorder import LIKE, Recorder, specs
 
-from mpishard.parameters.gradient_buckets import Bucket, Run, make_buckets
-from mpishard.parameters.gradient_reducer import GradientReducer
+from mpishard.parameters.buckets import Bucket, Run, make_buckets
+from mpishard.parameters.reducer import GradientReducer
 
 
 def test_gradients_that_are_set_aside_stay_apart_until_they_are_merged():

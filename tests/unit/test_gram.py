@@ -11,7 +11,7 @@ from mpishard.backend import jit
 from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact_dot import combine
 from mpishard.backend.exact_rows import Factor, words_with
-from mpishard.minimizers.gram import Gram
+from mpishard.minimizers.history import Gram
 from mpishard.minimizers.space import LocalSpace
 
 M = 4

@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm import axis as axis_module
+from mpishard.comm.agreement import HeldError
 from mpishard.comm.axis import Axis
-from mpishard.comm.held_error import HeldError
 from mpishard.elastic.loop import ElasticLoop
 
 

@@ -21,9 +21,9 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 jnp = jax.numpy
 
 from mpishard.jax import as_distributed, memory, optax_rule, parameters_of, problem, rule_of, tree_of  # noqa: E402
-from mpishard.jax import tree_state as tree_states  # noqa: E402
+from mpishard.jax import tree as tree_states  # noqa: E402
 from mpishard.jax.memory import xla_threads  # noqa: E402
-from mpishard.jax.tree_leaves import TreeLeaves  # noqa: E402
+from mpishard.jax.tree import TreeLeaves  # noqa: E402
 
 
 def tree() -> Any:
@@ -439,8 +439,8 @@ def test_float64_needs_the_flag(optax: Any) -> None:
 
 
 def test_on_one_rank(optax: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpishard.jax.tree_state.xla_threads", lambda: 9)
-    monkeypatch.setattr("mpishard.jax.tree_state.blas_threads", lambda: 2)
+    monkeypatch.setattr("mpishard.jax.tree.xla_threads", lambda: 9)
+    monkeypatch.setattr("mpishard.jax.tree.blas_threads", lambda: 2)
     with mpishard.Mesh() as mesh:
         config = ShardingConfiguration(mesh, reproducible=True)
         reproducible = as_distributed({"w": jnp.ones(3)}, config, optax.sgd(0.5)).optimizer

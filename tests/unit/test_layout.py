@@ -22,8 +22,7 @@ from mpishard.layout.boxes import (
     subtract,
     whole_box,
 )
-from mpishard.layout.local_layout import WHOLE, ModelParallelRank, Piece, cut_holding
-from mpishard.layout.specs import ParameterSpec, merge_ties
+from mpishard.layout.tensors import WHOLE, ModelParallelRank, ParameterSpec, Piece, cut_holding, merge_ties
 from mpishard.layout.transfers import Holders, transfers
 
 shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)

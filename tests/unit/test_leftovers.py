@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.launch.leftovers import Leftovers
+from mpishard.launch.processes import Leftovers
 
 pytestmark = pytest.mark.faults
 

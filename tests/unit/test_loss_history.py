@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpishard.training.loss_history import LossHistory
+from mpishard.training.run import LossHistory
 
 
 class Ranks:

@@ -10,8 +10,7 @@ from mpi4py import MPI
 
 from mpishard import Mesh
 from mpishard.estimate import Cluster, MachineProfile, StartParts, breaks, costs, measure_start
-from mpishard.estimate.limits import LIMITS, burdens
-from mpishard.estimate.many_ranks import COMMUNICATORS
+from mpishard.estimate.many_ranks import COMMUNICATORS, LIMITS, burdens
 
 PARTS = StartParts(processor_seconds=0.5, opens=600, lookups=400, bytes_read=10**8, object_seconds=1e-6)
 CLUSTER = Cluster(
@@ -181,6 +180,6 @@ def test_a_rank_cannot_measure_the_start_of_another(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_start_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpishard.estimate.start_parts._START", "raise SystemExit('no such thing')")
+    monkeypatch.setattr("mpishard.estimate.many_ranks._START", "raise SystemExit('no such thing')")
     with pytest.raises(ValueError, match="cannot be measured, since it failed: no such thing"):
         measure_start()

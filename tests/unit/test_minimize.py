@@ -12,10 +12,9 @@ from descent import CENTER, Descent, bowl, curvature, rosenbrock
 
 import mpishard
 from mpishard import FlatParameters, OptimizeResult, ParameterSpec, ReverseCommunication, minimize
-from mpishard.inverse.bounds import pair_of_bounds
 from mpishard.inverse.elastic_options import elastic_options
-from mpishard.inverse.methods import make_method
-from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.inverse.result import make_method, pair_of_bounds
+from mpishard.layout.tensors import ModelParallelRank
 
 
 def test_the_result_has_scipys_fields_by_attribute_and_by_item():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.nn.dropout import Draws
+from mpishard.nn.layers import Draws
 from mpishard.parameters.flat import FlatParameters
 
 ROWS, WIDTH, LENGTH = 6, 8, 3

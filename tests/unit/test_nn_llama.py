@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpishard
 from mpishard import nn
 from mpishard.nn.described import architecture_of, changes, described
-from mpishard.nn.dropout import Draws
+from mpishard.nn.layers import Draws
 from mpishard.parameters.flat import FlatParameters
 
 SIZES = dict(vocabulary_size=19, context_length=24, width=24, layers=2, heads=4)

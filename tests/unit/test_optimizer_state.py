@@ -21,9 +21,9 @@ from mpishard import (
     ParameterSpec,
     ShardingConfiguration,
 )
-from mpishard.data_parallel.counters import Counters
-from mpishard.data_parallel.local_steps import AveragingSchedule, LocalSteps
+from mpishard.data_parallel.local_sgd import AveragingSchedule, LocalSteps
 from mpishard.data_parallel.owned_ranges import OwnedRanges
+from mpishard.data_parallel.results import Counters
 from mpishard.optim.loss_scale import LossScale
 
 

@@ -228,7 +228,7 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "multiplies_bfloat16", lambda: False)
     call = library.call
     library.call = lambda product: clock.passes(MKL, call(product))
-    monkeypatch.setattr(timing.blas_threads, "matmul", clock.passes(NUMPY, np.matmul))
+    monkeypatch.setattr(timing.process, "matmul", clock.passes(NUMPY, np.matmul))
     return library.products
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mpishard.training import progress_bar
+from mpishard.training import progress
 
 
 def test_lines_of_a_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: now[0])
-    shown = progress_bar.ProgressBar(86_400, shown=True)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    shown = progress.ProgressBar(86_400, shown=True)
     times, before = [], 0
     for _ in range(86_400):
         now[0] += 1

@@ -17,7 +17,8 @@ from mpishard.backend import formula_source
 from mpishard.backend.array import Kernel, elementwise, largest
 from mpishard.backend.device_table import DeviceTable
 from mpishard.backend.ranges import Range, Ranges
-from mpishard.minimizers import bounds, lbfgs_formulas
+from mpishard.minimizers import bounds
+from mpishard.minimizers import formulas as lbfgs_formulas
 from mpishard.optim import formulas
 
 

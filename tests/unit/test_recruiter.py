@@ -6,7 +6,7 @@ import pytest
 
 from mpishard.elastic import recruiter
 from mpishard.elastic.worker_target import WorkerTarget
-from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.tensors import ModelParallelRank
 
 
 class Spawns:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpishard.data.sampling import Sampler
-from mpishard.training.run_progress import RunProgress
+from mpishard.training.progress import RunProgress
 
 SAMPLER = Sampler(10, 4)  # steps of 4, 4 and 2 samples
 OPTIMIZER = {"steps": 4, "skipped_steps": 1}

@@ -11,7 +11,7 @@ import pytest
 from mpishard.data_parallel import serialization
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.serialization import decode, encode
-from mpishard.layout.specs import ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
 
 SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterSpec(".", ()))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.record.reading import Process
-from mpishard.record.skew import stragglers
+from mpishard.record.reading import Process, stragglers
 
 
 def process(rank: int, busy: list[float], first: int = 1, pipeline: int = 0) -> Process:

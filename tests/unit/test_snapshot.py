@@ -7,8 +7,8 @@ import standin
 
 from mpishard.backend import array as arrays
 from mpishard.checkpoint.snapshot import Snapshot
-from mpishard.layout.local_layout import Piece
 from mpishard.layout.run_state import Shard
+from mpishard.layout.tensors import Piece
 
 
 def shards(place, factor):

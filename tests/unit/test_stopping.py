@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mpishard.data.evaluation import EarlyStopping
-from mpishard.training.objective import Objective
-from mpishard.training.stopping import StopCondition, StopRequest
+from mpishard.training.objective import Objective, StopCondition, StopRequest
 
 
 def condition(**goals):

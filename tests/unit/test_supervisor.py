@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm import supervisor_reports
-from mpishard.launch import progress_monitor
+from mpishard.launch import restart_policy
 from mpishard.launch.exit_code import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.hosts import parse_hosts
 from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, raised_by_all
@@ -125,14 +125,14 @@ def test_whether_a_script_ran_to_its_end(body, to_its_end):
 def watched(tmp_path, monkeypatch):
     """``watched(seconds, gone)``: what a `ProgressMonitor`, its `monitor`, says of its `folder` that much later."""
     folder, clock = JobNotes.create(tmp_path / "run"), SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress_monitor, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(restart_policy, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def look(seconds, gone=0):
         clock.now += seconds
         return look.monitor.look(gone)
 
-    limits = progress_monitor.Limits(start=20.0, step=100.0, heal=10.0, end=5.0)
-    look.folder, look.monitor = folder, progress_monitor.ProgressMonitor(folder, limits)
+    limits = restart_policy.Limits(start=20.0, step=100.0, heal=10.0, end=5.0)
+    look.folder, look.monitor = folder, restart_policy.ProgressMonitor(folder, limits)
     return look
 
 

@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 from mpishard import SGD, DDPOptimizer, Evaluation, Mesh, OptimizationProblem, nn
 from mpishard.data import Mixture, ReadAhead, TokenData, TokenFile, token_files
-from mpishard.data.mixture import SampleMap, apportioned
 from mpishard.data.text import windows as windows_of
+from mpishard.data.token_data import SampleMap, apportioned
 
 
 def token_file(path: Path, values: object, dtype: str = "<u2", header: bytes = b"") -> TokenFile:

@@ -15,10 +15,14 @@ import mpishard
 
 torch = pytest.importorskip("torch")
 from mpishard.torch import buffers as torch_buffers  # noqa: E402
-from mpishard.torch import distributed, module_state, torch_rule  # noqa: E402
+from mpishard.torch import distributed, torch_rule  # noqa: E402
+from mpishard.torch import module as module_state  # noqa: E402
 from mpishard.torch.buffers import Buffers  # noqa: E402
-from mpishard.torch.module_state import check_unchanged, state_of  # noqa: E402
-from mpishard.torch.module_tensors import ModuleTensors  # noqa: E402
+from mpishard.torch.module import (  # noqa: E402
+    ModuleTensors,
+    check_unchanged,
+    state_of,
+)
 from mpishard.torch.problem import problem  # noqa: E402
 from mpishard.torch.torch_rule import rule_of, rule_of_optimizer  # noqa: E402
 

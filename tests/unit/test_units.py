@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from minimizer_runs import Problem, minimized, rosenbrock
 
+from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.lbfgsb import LBFGSB
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.newton import TruncatedNewton
 from mpishard.minimizers.nonlinear_cg import NonlinearCG
-from mpishard.minimizers.reduced_history import ReducedHistory
 from mpishard.minimizers.space import LocalSpace
 
 UNITS = 2.0 ** np.linspace(-43, 23, 8).round()  # from 1e-13 to 1e7, without rounding

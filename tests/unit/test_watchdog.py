@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.time_limit import TimeLimit
+from mpishard.comm.watchdog import TimeLimit
 
 
 def test_a_choice_of_the_users_stands() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend import blas_threads
+from mpishard.backend import process
 from mpishard.backend.products.choice import Choice, in_force
 
 # A thread forgets the products that it has met when there are so many: generated texts have new shapes all the time,
@@ -51,7 +51,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
     choice = in_force()
     call = _planned(choice, a, b, out) if choice.libraries else None
     if call is None:
-        return blas_threads.matmul(a, b, out=out)
+        return process.matmul(a, b, out=out)
     call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
     return out
 
@@ -95,8 +95,8 @@ def has_fast_bfloat16() -> bool:
 
 def threads() -> int:
     """The threads that a product may use in this process.  Not collective."""
-    found = blas_threads.blas_threads()
-    if found is None and (chosen := blas_threads.chosen_by_user()):
+    found = process.blas_threads()
+    if found is None and (chosen := process.chosen_by_user()):
         return int(os.environ[chosen])
     return found or 1
 

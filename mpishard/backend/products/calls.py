@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
-from mpishard.backend.blas_threads import own_cores
+from mpishard.backend.process import own_cores
 from mpishard.backend.products.libraries import Library
 from mpishard.backend.products.shapes import Call, Product
 

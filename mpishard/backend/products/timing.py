@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from mpishard.backend import blas_threads
+from mpishard.backend import process
 from mpishard.backend.products.choice import Choice
 from mpishard.backend.products.libraries import NUMPY, load, multiplies_bfloat16, processor, settings
 from mpishard.backend.products.shapes import BATCHED, KINDS, PLAIN, SCORES, TRANSPOSED, product_of
@@ -148,7 +148,7 @@ def _seconds(a: np.ndarray, b: np.ndarray, libraries: Collection[str]) -> dict[s
             call = calls.get(name)
             began = time.perf_counter()
             if call is None:
-                blas_threads.matmul(a, b, out=out)
+                process.matmul(a, b, out=out)
             else:
                 call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
             took = time.perf_counter() - began

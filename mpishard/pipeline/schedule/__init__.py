@@ -8,8 +8,7 @@ No MPI.
 """
 
 from mpishard.pipeline.schedule.actions import KINDS, Action, Schedule
-from mpishard.pipeline.schedule.deadlock import Deadlock, check_deadlock_free, find_deadlock
-from mpishard.pipeline.schedule.execution import Event, Wait
+from mpishard.pipeline.schedule.execution import Deadlock, Event, Wait, check_deadlock_free, find_deadlock
 from mpishard.pipeline.schedule.generators import SCHEDULES, check_chunks, forward_only, make_schedule, warn_if_bubbly
 from mpishard.pipeline.schedule.simulator import Timeline, simulate
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from mpishard.pipeline.schedule.actions import Action, Schedule, positive
-from mpishard.pipeline.schedule.deadlock import check_deadlock_free
+from mpishard.pipeline.schedule.execution import check_deadlock_free
 from mpishard.pipeline.schedule.simulator import simulate
 
 # (rank, stages, micro-batches, chunks) -> the program of that rank

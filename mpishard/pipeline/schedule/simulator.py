@@ -9,8 +9,7 @@ from functools import cached_property
 from numbers import Real
 
 from mpishard.pipeline.schedule.actions import Schedule
-from mpishard.pipeline.schedule.deadlock import check_deadlock_free
-from mpishard.pipeline.schedule.execution import Costs, Event, execute
+from mpishard.pipeline.schedule.execution import Costs, Event, check_deadlock_free, execute
 
 Times = float | Sequence[float]
 

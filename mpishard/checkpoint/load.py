@@ -1,0 +1,339 @@
+"""Loading: finds the newest checkpoint that is whole, and fills the arrays of a run, in any layout, from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.backend.garbage import no_garbage_collection
+from mpishard.checkpoint import folder, manifest, polling
+from mpishard.checkpoint.contents import Contents
+from mpishard.checkpoint.manifest import Manifest
+from mpishard.checkpoint.piece_reader import PieceReader, Run, damages
+from mpishard.checkpoint.pieces import StoredPiece
+from mpishard.checkpoint.verify import contents_of
+from mpishard.comm.axis import Axis
+from mpishard.comm.ledger import users_level
+from mpishard.comm.mesh import Mesh
+from mpishard.comm.reshard import reshard
+from mpishard.io.readers import Readers
+from mpishard.layout.boxes import Box, box_size, inside, intersect, run_start
+from mpishard.layout.run_state import RunState, Shard, check_same_tensors
+from mpishard.layout.tensors import LocalLayout, Piece
+
+# Fills the arrays of a run, in any layout, from a whole checkpoint, written in any layout.
+
+_MOST_SHOWN = 3
+# Elements that are read at once for a device, where so many lie end to end.
+_LEAST_STAGING = 2**20
+
+
+def check_fits(contents: Contents, state: RunState) -> None:
+    """Raise ValueError unless a checkpoint has all parts of a state.
+
+    It must have the same tensors, in any order, and all required kinds of arrays (it may have more), with the same
+    dtypes.
+    """
+    what = f"the checkpoint {contents.folder}"
+    wanted = [(spec.name, spec.shape) for spec in state.specs]
+    way_out = (
+        f"Make the model as it was when the checkpoint was saved (mpishard inspect {contents.folder} shows its "
+        "tensors), or name another folder"
+    )
+    check_same_tensors(what, list(contents.tensors.items()), wanted, way_out)
+    for shard in state.shards:
+        dtype = contents.kinds.get(shard.kind)
+        if dtype is None and not shard.required:
+            continue
+        if dtype is None:
+            raise ValueError(
+                f"{what} has no {shard.kind}, but {', '.join(contents.kinds)}; make the optimizer as it was when "
+                "the checkpoint was saved, or load the parameters alone"
+            )
+        if dtype != shard.array.dtype:
+            raise ValueError(
+                f"{what} has {shard.kind} in {dtype}, and this run in {np.dtype(shard.array.dtype)}; make the model "
+                f"with dtype {dtype}"
+            )
+
+
+def fill(
+    contents: Contents,
+    state: RunState,
+    axis: Axis,
+    patient: Axis,
+    *,
+    one_node: bool = False,
+    readers: Readers | None = None,
+) -> None:
+    """Fill the arrays of a state from a checkpoint without `damages`.  Collective; the ranks count each element once.
+
+    Ranks of one node share the memory in which the files are after they were hashed: each reads all that it holds,
+    straight into its arrays.  Ranks of several nodes read the elements that they stand for, so that no element comes
+    over the network from the disk twice; copies come from those ranks.
+
+    Parameters
+    ----------
+    contents : Contents
+    state : RunState
+        Its arrays are written.
+    axis, patient : Axis
+        The ranks of the state: for moving elements, and for waiting for a disk.
+    one_node : bool
+        Whether all ranks are on one node.
+    readers : Readers, optional
+        The threads that read; default: this thread.
+
+    Raises
+    ------
+    ValueError
+        On all ranks: before anything is written if the checkpoint is of something else, as `check_fits` tells, or
+        when a piece cannot be read, with the arrays partly filled.
+    """
+    problem: Exception | None = None
+    try:
+        check_fits(contents, state)
+    except ValueError as error:
+        problem = error
+    axis.raise_if_any(problem)
+    problems = []
+    try:
+        with PieceReader(contents, readers) as reader:
+            for shard in state.shards:
+                if shard.kind in contents.kinds:
+                    _read(reader, contents, shard, shard.holding if one_node else shard.counted)
+                else:
+                    shard.array[...] = 0
+    except ValueError as error:
+        problems = [str(error)]
+    problems = polling.gather_lists(patient, problems)
+    if problems:
+        raise ValueError("; ".join(problems[:_MOST_SHOWN]))
+    if one_node:
+        return
+    lacking = [sum(p.size for p in shard.counted) < sum(p.size for p in shard.holding) for shard in state.shards]
+    some = axis.all_reduce(np.array([*lacking, False], np.int64), op="max", label="control")
+    for shard, copies in zip(state.shards, some[:-1], strict=True):
+        if copies:
+            reshard(axis, replace(shard, holding=shard.counted), shard)
+
+
+def _read(reader: PieceReader, contents: Contents, shard: Shard, pieces: LocalLayout) -> None:
+    """Read some pieces of a shard into its array."""
+    stored: dict[str, list[StoredPiece]] = defaultdict(list)
+    for piece in contents.pieces:
+        if piece.kind == shard.kind:
+            stored[piece.name].append(piece)
+    runs: list[Run] = []
+    others = []
+    for wanted in pieces:
+        found = [_run(wanted, source, common) for source, common in _common(wanted, stored[wanted.name])]
+        whole = [run for run in found if run is not None]
+        if len(whole) < len(found):
+            others.append(wanted)
+        else:
+            runs += whole
+    most = max((piece.size for piece in pieces), default=0)
+    staging = None
+    if arrays.is_device(shard.array):
+        most = max(most, min(_LEAST_STAGING, sum(piece.size for piece in pieces)))
+        staging = arrays.pinned_empty(most, shard.array.dtype, shard.array)
+    if staging is None:
+        reader.read_runs(_joined(runs, None), shard.array)
+    else:
+        for run in _joined(runs, most):
+            reader.read_runs([run._replace(place=0)], staging)
+            arrays.copy_to_device(staging[: run.size], shard.array[run.place : run.place + run.size])
+    for wanted in others:
+        target = shard.array[wanted.start : wanted.start + wanted.size]
+        host = target if staging is None else staging[: wanted.size]
+        values = host.reshape(wanted.shape)
+        for source, common in _common(wanted, stored[wanted.name]):
+            reader.read(source, common, values[inside(common, wanted.box)])
+        if staging is not None:
+            arrays.copy_to_device(host, target)
+
+
+def _common(wanted: Piece, sources: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, Box]]:
+    """The boxes of a piece that are in the sources."""
+    for source in sources:
+        common = wanted.box if wanted.box == source.box else intersect(wanted.box, source.box)
+        if common is not None:
+            yield source, common
+
+
+def _run(wanted: Piece, source: StoredPiece, box: Box) -> Run | None:
+    """The box as a run, if it is one."""
+    if source.start is None:
+        return None
+    start, place = run_start(box, source.box), run_start(box, wanted.box)
+    if start is None or place is None:
+        return None
+    return Run(source, source.start + start, wanted.start + place, box_size(box))
+
+
+def _joined(runs: Iterable[Run], most: int | None) -> Iterator[Run]:
+    """Runs in the order of the files; of at most so many elements, as one where they lie side by side at both ends."""
+    ordered = sorted([(source.file, start, place, size, source) for source, start, place, size in runs])
+    number = 0
+    while number < len(ordered):
+        file, start, place, size, source = ordered[number]
+        number += 1
+        while number < len(ordered):
+            other, more_start, more_place, more, _ = ordered[number]
+            if other != file or more_start != start + size or more_place != place + size:
+                break
+            if most is not None and size + more > most:
+                break
+            size += more
+            number += 1
+        yield Run(source, start, place, size)
+
+
+# Finds the newest checkpoint and verifies that it is whole.
+
+Check = Callable[[Mapping[str, Any]], None]
+
+
+def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None) -> Contents | None:
+    """Read the newest whole checkpoint in a folder into the arrays of `state`.  Collective.
+
+    All of it is checked before anything is written: hashes, the index, the chunks, and whether it fits the state.  Then
+    values are read directly into the arrays: on most file systems out of the page cache, in which the first pass left
+    them.  No rank needs memory for a second copy, only for a chunk, and for a bucket of elements that it sends to
+    ranks with copies.
+
+    Parameters
+    ----------
+    run : Path
+        Folder of checkpoints, or of one checkpoint.
+    state : RunState
+        Its arrays are written.
+    mesh : Mesh
+        The ranks of the state.
+    patient : Axis
+        The same ranks, for waits for a disk, without a time limit.
+    check : callable or None
+        Gets the facts on all ranks before anything is written; may raise ValueError.
+
+    Returns
+    -------
+    Contents or None
+        The contents of the checkpoint that was read; None if there is none.
+
+    Raises
+    ------
+    ValueError
+        On every rank and before anything is written, if there are only damaged ones, or if the newest whole one does
+        not fit.
+    OSError
+        On every rank, if the folder cannot be listed.  Or if the disk fails after the check, and no older checkpoint
+        can be read: then the arrays are partly written, and the message says so.
+    """
+    with Readers(mesh.node.size) as readers, no_garbage_collection():
+        return _load_newest(run, state, mesh, patient, check, readers)
+
+
+def _load_newest(
+    run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None, readers: Readers
+) -> Contents | None:
+    axis = mesh.world
+    known, passed_over = _find(run, patient)
+    spoilt = False
+    for path, listed in known:
+        contents = None
+        problems = _verify(path, listed, patient, readers)
+        if not problems:
+            contents, problems = _open(path, listed, patient)
+        if contents is not None and not problems:
+            problems = _decode(contents, state, patient)
+        if contents is not None and not problems:
+            try:
+                axis.raise_if_any(_misfit(contents, state, check))
+            except Exception as error:  # on all ranks
+                if not spoilt:
+                    raise
+                problems = [str(error)]
+        if contents is not None and not problems:
+            try:
+                fill(contents, state, axis, patient, one_node=mesh.node.size == mesh.size, readers=readers)
+                return contents
+            except ValueError as error:  # on all ranks
+                problems, spoilt = [str(error)], True
+        passed_over += problems
+        _warn(axis, f"the checkpoint {path} is damaged and passed over: {'; '.join(problems[:3])}")
+    if spoilt:
+        raise OSError(
+            f"a disk failed while a checkpoint in {run} was read into place: {'; '.join(passed_over)}; parameters and "
+            "optimizer state are partly overwritten: load again, or make them anew"
+        )
+    if passed_over:
+        raise ValueError(f"no checkpoint in {run} is whole: {'; '.join(passed_over)}")
+    return None
+
+
+def _misfit(contents: Contents, state: RunState, check: Check | None) -> Exception | None:
+    """The reason why a whole checkpoint does not fit this state; None if it fits."""
+    try:
+        check_fits(contents, state)
+        if check is not None:
+            check(contents.facts)
+    except Exception as error:  # any error: all ranks raise it
+        return error
+    return None
+
+
+def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+    """The checkpoints, newest first, and the problems of those whose manifest cannot be read."""
+    shared: Any = None
+    if axis.rank == 0:
+        try:
+            found = folder.candidates(run)
+            listed = [
+                (str(each.path.relative_to(run)), each.manifest.encode().decode()) for each in found if each.manifest
+            ]
+            shared = {"listed": listed, "problems": [each.problem for each in found if each.problem], "error": None}
+            for problem in shared["problems"]:
+                _warn(axis, f"a damaged checkpoint is passed over: {problem}")
+            if astray := folder.astray(run):
+                _warn(axis, astray)
+        except OSError as error:
+            shared = {"error": (error.errno, error.strerror or str(error))}
+    shared = polling.share(axis, shared)
+    if shared["error"] is not None:
+        raise OSError(shared["error"][0], f"cannot look for checkpoints in {run}: {shared['error'][1]}")
+    return [(run / name, manifest.decode(text.encode())) for name, text in shared["listed"]], shared["problems"]
+
+
+def _verify(path: Path, listed: Manifest, axis: Axis, readers: Readers) -> list[str]:
+    """The problems of the files of a checkpoint; each rank checks some of them."""
+    own = manifest.share(listed, axis.rank, axis.size)
+    return polling.gather_lists(axis, manifest.problems(path, listed, own, readers))
+
+
+def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, list[str]]:
+    """The contents of a checkpoint whose hashes are correct, or the problems."""
+    contents = None
+    problem = []
+    try:
+        contents = contents_of(path, listed)
+    except (ValueError, OSError) as error:
+        problem = [str(error)]
+    return contents, list(dict.fromkeys(polling.gather_lists(axis, problem)))
+
+
+def _decode(contents: Contents, state: RunState, axis: Axis) -> list[str]:
+    """The problems of the pieces of a checkpoint that a state needs; each rank checks some of them."""
+    return polling.gather_lists(axis, damages(contents, state.kinds, axis.rank, axis.size))
+
+
+def _warn(axis: Axis, text: str) -> None:
+    if axis.rank == 0:
+        warnings.warn(text, RuntimeWarning, stacklevel=users_level())

@@ -1,0 +1,367 @@
+"""Checkpoints without a run: finds what is wrong with those at a path, and compares the tensors of two."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mpishard.checkpoint import folder as folders
+from mpishard.checkpoint import manifest as manifests
+from mpishard.checkpoint import virtual_tensors
+from mpishard.checkpoint.contents import Contents
+from mpishard.checkpoint.folder import Candidate
+from mpishard.checkpoint.index import read_index
+from mpishard.checkpoint.manifest import INDEX, Manifest
+from mpishard.checkpoint.piece_reader import damages
+from mpishard.checkpoint.sources import Source, Stored, blocks
+
+# Statistics of one tensor, and differences of two tensors, computed block by block.
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Statistics of the finite values of one tensor, and how many are not finite.  NaN if no value is finite.
+
+    `rms` is the root of the mean square.
+    """
+
+    least: float
+    largest: float
+    mean: float
+    rms: float
+    nans: int
+    infinities: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two tensors.
+
+    Parameters
+    ----------
+    kind, name : str
+        Which tensor.
+    absolute : float
+        Largest ``|a - b|``; infinite where only one is NaN, zero where both are or where they are the same infinity.
+    relative : float
+        Largest ``|a - b| / max(|a|, |b|)``.
+    same_bits : bool
+        Whether they are equal to the last bit, and of one dtype.
+    """
+
+    kind: str
+    name: str
+    absolute: float
+    relative: float
+    same_bits: bool
+
+
+def figures(source: Source, kind: str, name: str) -> Figures:
+    """Figures of one tensor, computed in float64.  Not collective.
+
+    Parameters
+    ----------
+    source : Source
+        What is read.
+    kind, name : str
+        The kind of array, and the tensor.
+
+    Returns
+    -------
+    Figures
+        NaN where no value is finite.
+    """
+    least, largest, total, squares = math.inf, -math.inf, 0.0, 0.0
+    finite = nans = infinities = 0
+    for box in blocks(source.tensors[name]):
+        values = source.read(kind, name, box).astype(np.float64, copy=False).reshape(-1)
+        whole = np.isfinite(values)
+        if not whole.all():
+            missing = int(np.isnan(values).sum())
+            nans += missing
+            infinities += int((~whole).sum()) - missing
+            values = values[whole]
+        if values.size:
+            finite += values.size
+            least, largest = min(least, float(values.min())), max(largest, float(values.max()))
+            with np.errstate(over="ignore"):
+                total += float(values.sum())
+                squares += float(np.square(values).sum())
+    if not finite:
+        return Figures(math.nan, math.nan, math.nan, math.nan, nans, infinities)
+    return Figures(least, largest, total / finite, math.sqrt(squares / finite), nans, infinities)
+
+
+def unlike(one: Source, other: Source) -> list[str]:
+    """Texts for the kinds and tensors that only one source has, and for those whose shapes differ.  Not collective.
+
+    Parameters
+    ----------
+    one, other : Source
+        What is compared.
+
+    Returns
+    -------
+    list of str
+        Empty if they can be compared whole.
+    """
+    found = []
+    for which, here, there in (("first", one, other), ("second", other, one)):
+        found += [f"{kind} is only in the {which}" for kind in here.kinds if kind not in there.kinds]
+        found += [f"tensor {name} is only in the {which}" for name in here.tensors if name not in there.tensors]
+    for name, shape in one.tensors.items():
+        if other.tensors.get(name, shape) != shape:
+            found.append(f"tensor {name} is {shape} in the first, {other.tensors[name]} in the second")
+    return found
+
+
+def differences(one: Source, other: Source) -> Iterator[Difference]:
+    """Differences of all tensors that both sources have in the same shape, by kind.  Not collective.
+
+    Parameters
+    ----------
+    one, other : Source
+        What is compared.
+
+    Yields
+    ------
+    Difference
+        One for each kind and tensor, also where there is none.
+    """
+    for kind, dtype in one.kinds.items():
+        if kind not in other.kinds:
+            continue
+        for name, shape in one.tensors.items():
+            if other.tensors.get(name) != shape:
+                continue
+            absolute = relative = 0.0
+            same = dtype == other.kinds[kind]
+            for box in blocks(shape):
+                a, b = one.read(kind, name, box).reshape(-1), other.read(kind, name, box).reshape(-1)
+                if a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8)):
+                    continue
+                same = False
+                far, rather = _apart(a.astype(np.float64, copy=False), b.astype(np.float64, copy=False))
+                absolute, relative = max(absolute, far), max(relative, rather)
+            yield Difference(kind, name, absolute, relative, same)
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    with np.errstate(all="ignore"):
+        apart = np.abs(a - b)
+        apart[(a == b) | (np.isnan(a) & np.isnan(b))] = 0
+        apart[np.isnan(apart)] = np.inf
+        relative = apart / np.maximum(np.abs(a), np.abs(b))
+    relative[apart == 0] = 0
+    relative[np.isinf(apart)] = np.inf
+    return float(apart.max()), float(relative.max())
+
+
+# Examines the checkpoints at a path for the command line, and finds what is wrong with each.
+
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The readable parts of a checkpoint, and its problems.
+
+    Parameters
+    ----------
+    folder : Path
+        That of the checkpoint.
+    manifest : Manifest or None
+        None: it cannot be read, and nothing else was opened.
+    contents : Contents or None
+        None: the index is damaged.
+    problems : tuple of str
+        A text for each problem; empty: the checkpoint is whole.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    contents: Contents | None
+    problems: tuple[str, ...]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, whole or damaged, rather than a folder of several.  Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        It need not exist.
+
+    Returns
+    -------
+    bool
+        Its files are not read.
+    """
+    return any((path / name).is_file() for name in (manifests.NAME, INDEX)) or any(path.glob("pieces-*.h5"))
+
+
+def found_at(path: Path) -> list[Candidate]:
+    """The checkpoint at a path, or through a link there; or those of a run in this folder, newest first.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        What a user gave.
+
+    Returns
+    -------
+    list of Candidate
+        At least one.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    if not path.exists():
+        where = f"the link {path} leads to {path.readlink()}, which" if path.is_symlink() else f"{path}"
+        nearest = next(above for above in (*path.parents, Path.cwd()) if above.is_dir())
+        named = "the working directory" if nearest == Path() else f"{nearest}"
+        raise ValueError(f"{where} is not there; {_what_is_there(nearest, named)}")
+    path = path.resolve()
+    if not path.is_dir():
+        if is_checkpoint(path.parent):
+            raise ValueError(f"{path} is a file of the checkpoint {path.parent}; give that folder")
+        raise ValueError(f"{path} is a file; give the folder of a checkpoint, or of the checkpoints of a run")
+    found = folders.candidates(path)
+    if not found and is_checkpoint(path):
+        try:
+            return [Candidate(path, manifests.read(path))]
+        except ValueError as error:
+            return [Candidate(path, None, str(error))]
+    if not found:
+        raise ValueError(f"there is no checkpoint in {path}; {_what_is_there(path, 'it')}")
+    return found
+
+
+def _what_is_there(folder: Path, named: str) -> str:
+    """A text for a message: folders of checkpoints at or below a folder, or else the content of the folder."""
+    inside = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    runs = [
+        each for each in (folder, *inside) if each.is_dir() and os.access(each, os.R_OK) and folders.candidates(each)
+    ]
+    if runs:
+        return f"there are some in {_some(map(str, runs))}"
+    return f"{named} holds {_some(each.name for each in inside)}" if inside else f"{named} is empty"
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
+    return ", ".join(shown[:_MOST_NAMES]) + more
+
+
+def examine(candidate: Candidate) -> Examination:
+    """Hash every file of a checkpoint, read its index, decode its chunks.  HDF5 opens no file with a wrong hash.
+
+    Not collective.
+
+    Parameters
+    ----------
+    candidate : Candidate
+        From `found_at`.
+
+    Returns
+    -------
+    Examination
+        With all problems that were found.
+    """
+    folder, manifest = candidate.path, candidate.manifest
+    if manifest is None:
+        return Examination(folder, None, None, (candidate.problem,))
+    problems = manifests.problems(folder, manifest)
+    contents = None
+    if not manifests.problems(folder, manifest, [INDEX]):
+        try:
+            contents = contents_of(folder, manifest)
+            virtual_tensors.check(contents)
+        except ValueError as error:
+            problems.append(str(error))
+    if contents is not None and not problems:
+        problems += damages(contents)
+    return Examination(folder, manifest, contents, tuple(problems))
+
+
+def contents_of(folder: Path, manifest: Manifest) -> Contents:
+    """The contents of a checkpoint whose hashes are correct.
+
+    Raises
+    ------
+    ValueError
+        If the index is damaged or does not belong to this manifest.
+    """
+    contents, index = read_index(folder), folder / INDEX
+    if (contents.id, contents.generation) != (manifest.id, manifest.generation):
+        raise ValueError(
+            f"{index} is of the checkpoint {contents.id}, generation {contents.generation}; the manifest beside it is "
+            f"of {manifest.id}, generation {manifest.generation}"
+        )
+    unlisted = {piece.file for piece in contents.pieces} - manifest.files.keys()
+    if unlisted:
+        raise ValueError(f"{index} wants pieces of {', '.join(sorted(unlisted))}, which the manifest does not have")
+    return contents
+
+
+def not_finite(contents: Contents) -> Iterator[str]:
+    """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values.  Not collective.
+
+    Parameters
+    ----------
+    contents : Contents
+        Those of a whole checkpoint.
+
+    Yields
+    ------
+    str
+        By kind, then by tensor.
+
+    Raises
+    ------
+    ValueError
+        If a piece does not match the index.
+    """
+    with Stored(contents) as source:
+        for kind in contents.kinds:
+            for name in contents.tensors:
+                found = figures(source, kind, name)
+                if found.nans or found.infinities:
+                    yield f"{kind} {name} has {found.nans} NaN and {found.infinities} infinite values"
+
+
+def newest_whole(path: Path) -> Examination:
+    """The checkpoint at a path, or the newest whole one of a run.  Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        What a user gave.
+
+    Returns
+    -------
+    Examination
+        Without problems.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message has the problems of each.
+    """
+    all_problems: list[str] = []
+    for candidate in found_at(path):
+        examined = examine(candidate)
+        if examined.contents is not None and not examined.problems:
+            return examined
+        all_problems += examined.problems
+    raise ValueError(f"there is no whole checkpoint at {path}: {'; '.join(all_problems)}")

@@ -1,0 +1,342 @@
+"""A pytree of parameters as FlatParameters, and back: its leaves by name, checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpishard.backend.array import joined, ready
+from mpishard.backend.process import blas_threads
+from mpishard.comm.axis import Axis
+from mpishard.io import log
+from mpishard.jax.memory import array_module, as_array, as_jax, check_precision, xla_threads
+from mpishard.layout.tensors import ParameterSpec
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+
+
+# The leaves of a pytree of parameters by name, and the checks that mpishard can train them.
+
+
+@dataclass(frozen=True)
+class TreeLeaves:
+    """The leaves of a pytree whose parameters can be trained.
+
+    Parameters
+    ----------
+    structure : PyTreeDef
+        Of the tree.
+    named : dict of str to array
+        The leaves in the order of the tree.  A name is the path to the leaf, such as ``layers.0.weight``; an array
+        alone has the name ``parameters``.
+    """
+
+    structure: Any
+    named: dict[str, Any]
+
+    @classmethod
+    def of(cls, tree: Any) -> TreeLeaves:
+        """The leaves of a pytree; nothing is changed.  Not collective.
+
+        Parameters
+        ----------
+        tree : pytree
+            Of arrays of JAX or NumPy.
+
+        Returns
+        -------
+        TreeLeaves
+            Checked.
+
+        Raises
+        ------
+        TypeError
+            If a leaf is no array, or they are not all float32 or all float64.
+        ValueError
+            If there is none, two have one name, they are on several devices or deleted, or they are float64 and JAX
+            computes in float32.
+        """
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+        if not paths:
+            raise ValueError(f"there are no parameters: this {type(tree).__name__} has no leaves")
+        named: dict[str, Any] = {}
+        for path, leaf in paths:
+            name = name_of(path)
+            if name in named:
+                raise ValueError(f"two parameters have the name {name!r}; give the keys of dicts other names")
+            named[name] = leaf
+        for name, leaf in named.items():
+            _check_leaf(name, leaf)
+        _check_dtypes(named)
+        _check_devices(named)
+        return cls(structure, named)
+
+    @property
+    def described(self) -> dict[str, str]:
+        """What must be the same on all ranks, as text by name."""
+        each = [f"{name} {leaf.shape} {leaf.dtype}" for name, leaf in self.named.items()]
+        mark = hashlib.blake2b("\n".join(each).encode(), digest_size=4).hexdigest()
+        size = sum(leaf.size for leaf in self.named.values())
+        return {"parameters": f"{len(each)} arrays of {size} elements [{mark}]"}
+
+    @property
+    def platform(self) -> str:
+        """The platform of all leaves, as JAX names it."""
+        return next((_platforms(leaf)[0] for leaf in self.named.values() if isinstance(leaf, jax.Array)), "cpu")
+
+
+def name_of(path: Any) -> str:
+    """The name of a leaf.  Not collective.
+
+    Parameters
+    ----------
+    path : tuple
+        As `jax.tree_util.tree_flatten_with_path` gives it.
+
+    Returns
+    -------
+    str
+        Its keys with dots between them.
+    """
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    """Raise unless this is an array with values."""
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        raise TypeError(
+            f"parameter {name!r} is a {type(leaf).__name__}, and must be an array of JAX or NumPy; keep what is not "
+            "trained out of the tree, as equinox.partition does"
+        )
+    if isinstance(leaf, jax.core.Tracer):
+        raise TypeError(f"parameter {name!r} has no values under jit, grad or vmap: give the tree outside of them")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(
+            f"parameter {name!r} was deleted, as jit with donate_argnums does; give an array that is there"
+        )
+
+
+def _check_dtypes(named: dict[str, Any]) -> None:
+    """Raise TypeError unless all leaves are float32, or all float64."""
+    of_dtype: dict[str, str] = {}
+    for name, leaf in named.items():
+        of_dtype.setdefault(str(leaf.dtype), name)
+    unfit = {dtype: name for dtype, name in of_dtype.items() if dtype not in ("float32", "float64")}
+    found = " and ".join(f"{name!r} is {dtype}" for dtype, name in (unfit or of_dtype).items())
+    if unfit:
+        raise TypeError(
+            f"parameters must be float32 or float64, but {found}; keep what is not trained out of the tree, and cast "
+            "to other dtypes in the function"
+        )
+    if len(of_dtype) > 1:
+        raise TypeError(f"parameters must have one dtype, but {found}; cast them: jax.tree.map(jnp.float32, tree)")
+    check_precision(next(iter(of_dtype)))
+
+
+def _check_devices(named: dict[str, Any]) -> None:
+    """Raise ValueError unless all leaves of JAX are on one device."""
+    on: dict[str, str] = {}
+    for name, leaf in named.items():
+        if isinstance(leaf, jax.Array):
+            for device in leaf.devices():
+                on.setdefault(str(device), name)
+    if len(on) > 1:
+        found = " and ".join(f"{name!r} on {device}" for device, name in list(on.items())[:3])
+        raise ValueError(
+            f"all parameters must be on one device, here {found}: jax.device_put(tree, jax.devices()[0]); mpishard "
+            "divides over ranks, each with its device"
+        )
+
+
+def _platforms(leaf: Any) -> list[str]:
+    return sorted(device.platform for device in leaf.devices())
+
+
+# A pytree of parameters as FlatParameters, and back.
+
+_SHOWN = 3
+
+
+class TreeState:
+    """The parameters of a pytree as FlatParameters, and what makes the pytree of them again.
+
+    This is the `CarriedState` of these parameters; there are no values besides them.
+
+    Parameters
+    ----------
+    leaves : TreeLeaves
+        Of the tree.  Their values are copied into one flat array.
+
+    Attributes
+    ----------
+    parameters : FlatParameters
+        By the names of the leaves.
+    structure : PyTreeDef
+        Of the tree.
+    rank : int
+        Of this process on the data axis, once there is an optimizer.
+    unfit : Exception or None
+        What is wrong with the gradients of this rank; `step` raises it on all ranks.
+    """
+
+    def __init__(self, leaves: TreeLeaves) -> None:
+        module = array_module(leaves.platform)
+        self.structure: Any = leaves.structure
+        specs = [ParameterSpec(name, tuple(leaf.shape)) for name, leaf in leaves.named.items()]
+        like = module.empty(0, str(next(iter(leaves.named.values())).dtype))
+        flat = joined([as_array(leaf, like) for leaf in leaves.named.values()])
+        ready(flat)  # before the leaves are gone, see `as_array`
+        self.parameters: FlatParameters = FlatParameters.over(flat, specs)
+        self.parameters.carried = self
+        self.rank = 0
+        self.unfit: Exception | None = None
+        self._names = list(leaves.named)
+        self._shapes = [tuple(leaf.shape) for leaf in leaves.named.values()]
+        self._copies: Any = jax.jit(lambda flat: jax.tree.map(jnp.copy, self.cut(flat)))
+        self._tells = True
+
+    def cut(self, flat: Any) -> Any:
+        """The tree of slices of a flat array of JAX; within jit they need no memory of their own.  Not collective."""
+        ends = [(piece.start, piece.start + piece.size) for piece in self.parameters.pieces]
+        slices = [flat[start:stop].reshape(shape) for (start, stop), shape in zip(ends, self._shapes, strict=True)]
+        return jax.tree.unflatten(self.structure, slices)
+
+    @property
+    def tree(self) -> Any:
+        """The tree with the values that the parameters have now, in memory of its own."""
+        return jax.block_until_ready(self._copies(as_jax(self.parameters.flat)))
+
+    def leaves_of(self, gradients: Any) -> list[Any]:
+        """The leaves of gradients, checked to be like the parameters.  Not collective; also under jit."""
+        paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
+        if structure != self.structure:
+            raise ValueError(f"gradients must have the structure of the parameters: {self._other(paths, structure)}")
+        leaves = [leaf for _, leaf in paths]
+        for name, shape, leaf in zip(self._names, self._shapes, leaves, strict=True):
+            if not hasattr(leaf, "dtype") or tuple(leaf.shape) != shape or leaf.dtype != self.parameters.dtype:
+                found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+                raise TypeError(
+                    f"the gradient of {name!r} is {found}, and its parameter {self.parameters.dtype} of shape {shape}"
+                )
+        return leaves
+
+    def add(self, leaves: list[Any]) -> None:
+        """Add gradients to those of the parameters, and let each travel.  It may wait for other ranks under ZeRO-2."""
+        reducer, scale = self.parameters.gradients, self.parameters.loss_scale
+        for name, leaf in zip(reversed(self._names), reversed(leaves), strict=True):
+            view, adds = reducer.gradient(name)
+            gradient = as_array(leaf, view)
+            if scale != 1.0:
+                gradient = gradient * view.dtype.type(scale)
+            if adds:
+                view += gradient
+            else:
+                view[...] = gradient
+            reducer.mark_ready(name)
+        ready(view)  # before the leaves are gone, see `as_array`
+
+    def _other(self, paths: Any, structure: Any) -> str:
+        """How a structure differs."""
+        found = [name_of(path) for path, _ in paths]
+        missing = [repr(name) for name in self._names if name not in found][:_SHOWN]
+        more = [repr(name) for name in found if name not in self._names][:_SHOWN]
+        told = [f"{', '.join(missing)} missing"] if missing else []
+        told += [f"{', '.join(more)} unknown"] if more else []
+        return "; ".join(told) or f"{self.structure} there, {structure} here"
+
+    # -- what CarriedState has --------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """None: a tree has parameters only."""
+        return {}
+
+    @property
+    def arithmetic(self) -> dict[str, str]:
+        """The version of JAX, and the threads that decide where XLA cuts a product."""
+        return {"JAX": jax.__version__, "XLA threads": str(xla_threads() or "unknown")}
+
+    def check_intact(self) -> None:
+        """Raise what is wrong with the gradients of this rank."""
+        if self.unfit is not None:
+            raise self.unfit
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Nothing: there are no facts."""
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Nothing: there are no facts."""
+
+    def spread(self, axis: Axis) -> None:
+        """Nothing but to note the rank, and to tell of threads that disturb the other ranks."""
+        self.rank = axis.rank
+        threads, share = xla_threads() or 0, blas_threads() or 0
+        if self._tells and axis.rank == 0 and threads > share > 0:
+            log.inform(
+                f"XLA has {threads} threads on rank 0, whose share of the cores is {share}: make the mesh before the "
+                f"first array of JAX, or set NPROC={share}"
+            )
+        self._tells = False
+
+    def synchronize(self, axis: Axis) -> None:
+        """Nothing: there are no values."""
+
+    def consolidate(self, axis: Axis) -> None:
+        """Nothing: there are no values."""
+
+
+def parameters_of(tree: Any) -> FlatParameters:
+    """A pytree of parameters as FlatParameters: one flat array, and named views into it.
+
+    Not collective.  This is for code of your own; `as_distributed` and `problem` take trees.
+
+    Parameters
+    ----------
+    tree : pytree
+        Of arrays of JAX or NumPy, all float32 or all float64.  They are copied, once.
+
+    Returns
+    -------
+    FlatParameters
+        A leaf has the path to it as its name, such as ``layers.0.weight``.  ``jnp.from_dlpack(parameters.flat)`` shares
+        the memory with JAX.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a leaf is no array, or of another dtype or device than others, or there is none.
+    """
+    return TreeState(TreeLeaves.of(tree)).parameters
+
+
+def tree_of(parameters: FlatParameters) -> Any:
+    """The pytree of parameters that `parameters_of` has made, or that a result of `optimize` has.
+
+    Not collective.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+        Such as ``result.parameters``.
+
+    Returns
+    -------
+    pytree
+        Of arrays of JAX, copies: later steps do not change them.
+
+    Raises
+    ------
+    TypeError
+        If the parameters were not made of a pytree.
+    """
+    state = getattr(parameters, "carried", None)
+    if not isinstance(state, TreeState):
+        raise TypeError(f"tree_of needs parameters that were made of a pytree, got a {type(parameters).__name__}")
+    return state.tree

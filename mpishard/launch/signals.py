@@ -1,0 +1,202 @@
+"""Signals that end a run in order: Ctrl-C, SIGTERM and SIGUSR1."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, ClassVar
+
+# Ctrl-C ends a run in order: after the first the loop stops at the end of its step, the second ends the process.
+#
+# Before a run Ctrl-C ends the process, but not in the middle of the start-up, where it could not be reported.
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Defer Ctrl-C to the end of the block, and raise it there.
+
+    Yields
+    ------
+    None
+        Without effect outside the main thread, or where the script has its own handler.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+class Interrupts:
+    """A context manager that handles the first SIGINT, unless another handler is set; it restores the old handler.
+
+    Outside the main thread Python allows no handler, so it does nothing there.
+
+    Parameters
+    ----------
+    speaks : bool
+        Whether this rank reports the signal on stderr.
+
+    Attributes
+    ----------
+    came : bool
+        This process has received a signal.
+    is_ending : callable or None
+        In a job of `mpishard run`: whether the supervisor was asked to end it.  It then sends SIGTERM or SIGUSR1 to all
+        ranks, which count as Ctrl-C.
+    """
+
+    is_ending: ClassVar[Callable[[], bool] | None] = None
+
+    came: bool
+
+    def __init__(self, speaks: bool) -> None:
+        self.came = False
+        self._speaks = speaks
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            supervised = Interrupts.is_ending is not None
+            for number in (signal.SIGINT, *((signal.SIGTERM, signal.SIGUSR1) if supervised else ())):
+                if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        ends = Interrupts.is_ending
+        if number != signal.SIGINT and not (ends is not None and ends()):
+            signal.signal(number, self._before.pop(signal.Signals(number)))
+            signal.raise_signal(number)
+            return
+        self.came = True
+        self.__exit__(None, None, None)
+        if self._speaks and ends is None:  # not by print: the signal may have interrupted a print
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nmpishard: Ctrl-C: the run ends after this step; once more, and it ends at once\n")
+
+
+# SIGTERM, SIGUSR1 and Ctrl-C as wishes to leave: `Signals` notes them, and the run saves and stops, elastic or not.
+#
+# In an elastic run one process that gets one leaves, and the others go on; if all get one, the run stops.  All ranks
+# agree to stop, and save, in `mpishard.training.loop`, those of an elastic run in `mpishard.elastic.step_decisions`.
+
+_HEARD = (signal.SIGTERM, signal.SIGUSR1)
+# A launcher passes a signal on to all ranks, which get it at different moments, at most so far apart.
+_SKEW_S = 1.0
+
+
+class Signals:
+    """A context manager that handles SIGTERM and SIGUSR1, and restores the earlier handlers at its end.
+
+    It handles Ctrl-C too, unless the script has its own handler; a second Ctrl-C ends the process.
+
+    Outside of the main thread Python allows no signal handlers, so there it handles none.  `came`: whether this process
+    has got a signal.
+
+    As a callback of a run that is not elastic it stops the run with a last checkpoint after any rank has got a signal;
+    then ``result.stop_reason == "callback"`` on all ranks::
+
+        with mpishard.Signals() as signals:
+            result = optimizer.optimize(problem, callback=signals, checkpoints=checkpoints, resume=True)
+        if result.stop_reason == "callback":
+            sys.exit(os.EX_TEMPFAIL)  # 75
+
+    An elastic run handles the signals itself (see `ElasticOptimizer`), and this object gets none of them meanwhile.
+
+    No method is collective.
+    """
+
+    def __init__(self) -> None:
+        self.came: bool = False
+        self._interrupted = False
+        self._reported: float | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            for number in (*_HEARD, signal.SIGINT) if ctrl_c else _HEARD:
+                before = signal.signal(number, self._note)
+                # None: a handler that Python has not installed and cannot restore.
+                self._before[number] = signal.SIG_DFL if before is None else before
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def __call__(self, state: object = None) -> bool:
+        """Whether this process has got a signal; `state` is ignored.
+
+        Parameters
+        ----------
+        state : TrainingState, optional
+            Ignored; callbacks get one.
+
+        Returns
+        -------
+        bool
+            The same as `came`.
+        """
+        return self.came
+
+    def report(self) -> int:
+        """This process's value for an agreement of the workers; call it once for each agreement.
+
+        0: this process has got no signal.  1: it has got one, and the others may still get it.  2: it has got one, and
+        others that got it too would have reported it by now.
+
+        Returns
+        -------
+        int
+            0, 1 or 2.
+        """
+        if not self.came:
+            return 0
+        now = time.monotonic()
+        if self._reported is None:
+            self._reported = now
+        return 2 if now - self._reported >= _SKEW_S else 1
+
+    @property
+    def by_user(self) -> bool:
+        """Whether this process got Ctrl-C, or a signal that `mpishard run` sent because the user ended it."""
+        ends = Interrupts.is_ending
+        return self._interrupted or (self.came and ends is not None and ends())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        self._interrupted |= number == signal.SIGINT
+        if number == signal.SIGINT:
+            signal.signal(number, self._before.pop(signal.SIGINT))

@@ -1,0 +1,351 @@
+"""Global tensors and what one rank holds of them: specs, and pieces in a flat buffer."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from mpishard.arguments import entries, flag, integer, shown
+from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, nested_split, whole_box
+
+# The spec of a global tensor, known to every rank: its name and shape, its split, and the stages that have it.
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What every rank knows of one global tensor.
+
+    Parameters
+    ----------
+    name : str
+        Unique in its model, e.g. ``"blocks.0.attention.qkv.weight"``.
+    shape : tuple of int
+        Global shape; may contain zeros.
+    stage : int
+        Pipeline stage that owns the tensor.  With several chunks per rank it is the virtual stage; pipeline rank r of p
+        runs the virtual stages r, r + p, r + 2 p, and so on.
+    tensor_dim : int or None
+        Dimension split over the tensor axis; None: every tensor rank holds all of it, and they hold copies.
+    partial : bool
+        Whether the tensor ranks compute terms of the gradient of a replicated tensor, to be summed, and not all of it.
+    copies : tuple of int
+        Further stages that hold and use the tensor (a tie).  The gradients of its stages are summed.
+    slices : int
+        Into how many slices the split dimension is cut, whatever the tensor size is: each tensor rank holds a run of
+        them, see `mpishard.layout.boxes.nested_split`.  1: one a rank, cut for this tensor size.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not of the type above.
+    ValueError
+        If the name is empty or cannot stand in a file, an extent or stage is negative, `slices` is below 1, there is no
+        dimension `tensor_dim`, or a split tensor is `partial`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stage: int = 0
+    tensor_dim: int | None = None
+    partial: bool = False
+    copies: tuple[int, ...] = ()
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        what = f"parameter {self.name!r}: {{}}".format
+        shape, copies = entries(what("shape"), self.shape, "extents"), entries(what("copies"), self.copies, "stages")
+        object.__setattr__(self, "shape", tuple(integer(what("extent"), extent) for extent in shape))
+        object.__setattr__(self, "stage", integer(what("stage"), self.stage, least=0))
+        object.__setattr__(self, "copies", tuple(integer(what("copy"), stage, least=0) for stage in copies))
+        object.__setattr__(self, "slices", integer(what("slices"), self.slices, least=1))
+        object.__setattr__(self, "partial", flag(what("partial"), self.partial))
+        if self.tensor_dim is not None:
+            object.__setattr__(self, "tensor_dim", integer(what("tensor_dim"), self.tensor_dim))
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"parameter {self.name!r} has the negative extent {min(self.shape)} in {self.shape}")
+        if self.tensor_dim is not None and not 0 <= self.tensor_dim < len(self.shape):
+            raise ValueError(
+                f"parameter {self.name!r} of shape {self.shape} has no dimension {self.tensor_dim} to split"
+            )
+        if self.partial and self.tensor_dim is not None:
+            raise ValueError(
+                f"parameter {self.name!r} is split along {self.tensor_dim}, so every tensor rank has gradients of its "
+                "own; only those of replicas (tensor_dim=None) can be partial"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def box(self) -> Box:
+        """The box that covers the whole tensor."""
+        return whole_box(self.shape)
+
+
+def _cut(spec: ParameterSpec) -> tuple[object, ...]:
+    """What all uses of a tied tensor must have alike."""
+    return spec.shape, spec.tensor_dim, spec.partial, spec.slices
+
+
+def _check_name(name: object) -> None:
+    """Raise unless `name` can be the name of a tensor, also in a file."""
+    if not isinstance(name, str):
+        raise TypeError(f"a parameter's name must be a string, got {shown(name)}")
+    if not name:
+        raise ValueError("a parameter needs a name")
+    if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ValueError(f"the parameter name {name!r} has a NUL or a surrogate in it, which files cannot hold")
+
+
+def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+    """Merge the specs with the same name: a tensor that several stages list is tied between them.
+
+    Parameters
+    ----------
+    specs : iterable of ParameterSpec
+        Of all stages, in order.
+
+    Returns
+    -------
+    list of ParameterSpec
+        A tied tensor once, at its first place, with its other stages as `copies`.
+
+    Raises
+    ------
+    ValueError
+        If tied tensors differ in shape or split, or a stage lists a name twice.
+    """
+    merged: dict[str, ParameterSpec] = {}
+    for spec in specs:
+        first = merged.setdefault(spec.name, spec)
+        if first is spec:
+            continue
+        if spec.stage in (first.stage, *first.copies):
+            raise ValueError(f"two parameters of stage {spec.stage} are named {spec.name!r}; names must be unique")
+        if _cut(first) != _cut(spec):
+            raise ValueError(
+                f"{spec.name!r} ties a tensor of shape {first.shape}, split along {first.tensor_dim}, on stage "
+                f"{first.stage} to one of shape {spec.shape}, split along {spec.tensor_dim}, on stage {spec.stage}; "
+                "tied tensors must be alike, in `partial` and `slices` too"
+            )
+        merged[spec.name] = replace(first, copies=(*first.copies, spec.stage))
+    return list(merged.values())
+
+
+# What one rank holds: pieces of global tensors in a flat buffer.  Only what follows turns ranks into offsets.
+#
+# A *piece* is a box and its start in a rank's flat buffer; in the buffer a box is stored in row-major order.  The
+# *local layout* of a rank is the tuple of its pieces; a *layout* is a sequence of local layouts, one per rank.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor, stored row-major in a flat buffer.
+
+    Parameters
+    ----------
+    name : str
+        Of the tensor.
+    box : tuple of (int, int)
+        Start and stop in each dimension of the global tensor.
+    start : int
+        The element of the buffer at which it begins.
+    """
+
+    name: str
+    box: Box
+    start: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the box."""
+        return box_shape(self.box)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the box."""
+        return box_size(self.box)
+
+
+@dataclass(frozen=True)
+class ModelParallelRank:
+    """The tensor and pipeline ranks of a rank, which decide which parameters it holds.
+
+    Parameters
+    ----------
+    tensor_rank, tensor_size : int
+        On the tensor axis.
+    pipeline_rank, pipeline_size : int
+        On the pipeline axis.
+    """
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_size: int = 1
+
+    def runner(self, stage: int) -> int:
+        """The pipeline rank that runs a stage.
+
+        Parameters
+        ----------
+        stage : int
+            Virtual stage.
+
+        Returns
+        -------
+        int
+            The stage modulo the number of pipeline ranks.
+        """
+        return stage % self.pipeline_size
+
+    def runs(self, stage: int) -> bool:
+        """Whether this rank runs a stage.
+
+        Parameters
+        ----------
+        stage : int
+            Virtual stage.
+
+        Returns
+        -------
+        bool
+            The same on all tensor ranks.
+        """
+        return self.runner(stage) == self.pipeline_rank
+
+    def holders(self, spec: ParameterSpec) -> list[int]:
+        """The pipeline ranks that hold a tensor.
+
+        Parameters
+        ----------
+        spec : ParameterSpec
+            Of the tensor.
+
+        Returns
+        -------
+        list of int
+            Ascending; several if the tensor is tied.
+        """
+        return sorted({self.runner(stage) for stage in (spec.stage, *spec.copies)})
+
+    def holds(self, spec: ParameterSpec) -> bool:
+        """Whether this rank holds a tensor or a slice of it.
+
+        Parameters
+        ----------
+        spec : ParameterSpec
+            Of the tensor.
+
+        Returns
+        -------
+        bool
+            The same on all tensor ranks.
+        """
+        return self.pipeline_rank in self.holders(spec)
+
+    def box(self, spec: ParameterSpec) -> Box:
+        """The slice of a tensor that belongs to this rank of the tensor axis.
+
+        Parameters
+        ----------
+        spec : ParameterSpec
+            Of the tensor.
+
+        Returns
+        -------
+        Box
+            All of it for a tensor that is not split.
+
+        Raises
+        ------
+        ValueError
+            If the tensor is cut into several slices, and the tensor size does not divide their number.
+        """
+        if spec.tensor_dim is None:
+            return spec.box
+        try:
+            cuts = nested_split(spec.shape[spec.tensor_dim], self.tensor_size, spec.slices)
+        except ValueError as error:
+            raise ValueError(f"parameter {spec.name!r}: {error}") from None
+        box = list(spec.box)
+        box[spec.tensor_dim] = (cuts[self.tensor_rank], cuts[self.tensor_rank + 1])
+        return tuple(box)
+
+    def counts(self, spec: ParameterSpec) -> bool:
+        """Whether this rank's copy of the tensor is the primary one: the first of its copies and ties.
+
+        Parameters
+        ----------
+        spec : ParameterSpec
+            Of the tensor.
+
+        Returns
+        -------
+        bool
+            True on one of the ranks that hold an element.
+        """
+        return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
+
+    def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
+        """The local layout of this rank: its slices of the tensors, end to end in their order.
+
+        Parameters
+        ----------
+        specs : iterable of ParameterSpec
+            All tensors of the model.
+
+        Returns
+        -------
+        tuple of Piece
+            None for tensors of other stages.
+        """
+        pieces: list[Piece] = []
+        start = 0
+        for spec in specs:
+            if self.holds(spec):
+                pieces.append(Piece(spec.name, self.box(spec), start))
+                start += pieces[-1].size
+        return tuple(pieces)
+
+
+LocalLayout = tuple[Piece, ...]
+
+
+WHOLE = ModelParallelRank()
+
+
+def cut_holding(holding: LocalLayout, ranges: Iterable[tuple[int, int]]) -> LocalLayout:
+    """The local layout of a new buffer that consists of ranges of another buffer.
+
+    Parameters
+    ----------
+    holding : tuple of Piece
+        The local layout of the other buffer, end to end.
+    ranges : iterable of (start, stop)
+        Ascending ranges of the other buffer; the new buffer is these ranges end to end.
+
+    Returns
+    -------
+    tuple of Piece
+        Several for a tensor of which a range has a ragged part.
+    """
+    pieces: list[Piece] = []
+    offset = 0
+    for start, stop in ranges:
+        first = max(0, bisect_right(holding, start, key=lambda piece: piece.start) - 1)
+        for whole in itertools.islice(holding, first, None):
+            if whole.start >= stop:
+                break
+            begin, end = max(start, whole.start), min(stop, whole.start + whole.size)
+            for box in boxes_of_range(whole.shape, begin - whole.start, end - whole.start):
+                within = zip(box, whole.box, strict=True)
+                pieces.append(Piece(whole.name, tuple((a + c, b + c) for (a, b), (c, _) in within), offset))
+                offset += pieces[-1].size
+    return tuple(pieces)

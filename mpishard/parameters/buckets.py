@@ -1,0 +1,539 @@
+"""A model's gradients in buckets: where they are cut, and their memory.
+
+Partial sums and gradients that come early, while those before are not complete, have memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mpishard.backend import array as arrays
+from mpishard.backend.array import accumulate
+from mpishard.layout.tensors import Piece
+from mpishard.parameters.block_pool import BlockPool
+
+Array = Any
+
+
+# Where a model's tensors are cut into buckets: runs of consecutive tensors whose gradients are reduced together.
+
+
+class Run(NamedTuple):
+    """Tensors `first` to `last` (exclusive) of a model, whose gradients are complete together.
+
+    `key` separates neighbouring runs of one virtual stage.  A `tied` tensor is a run by itself: it waits for the last
+    backward pass of the step, since another virtual stage adds to its gradient.
+
+    Parameters
+    ----------
+    first, last : int
+        Numbers of tensors.
+    virtual_stage : int
+        The one that has them.
+    key : object
+        What its tensors have in common.
+    tied : bool
+        Whether it is one tied tensor.
+    """
+
+    first: int
+    last: int
+    virtual_stage: int = 0
+    key: object = None
+    tied: bool = False
+
+
+def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
+    """Join neighbouring tensors with the same key into runs; a tied tensor stays alone.
+
+    `tensors` are ``(virtual_stage, key, tied)`` in flat order.
+
+    Not collective.
+
+    Parameters
+    ----------
+    tensors : iterable of (int, object, bool)
+        As above.
+
+    Returns
+    -------
+    list of Run
+        They cover all tensors, in order.
+    """
+    runs: list[Run] = []
+    for index, (virtual_stage, key, tied) in enumerate(tensors):
+        if runs and not tied and not runs[-1].tied and runs[-1].key == key:
+            runs[-1] = runs[-1]._replace(last=index + 1)
+        else:
+            runs.append(Run(index, index + 1, virtual_stage, key, tied))
+    return runs
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors `first` to `last` (exclusive) of a model: elements ``[start, stop)`` of its flat buffer.
+
+    `virtual_stage` and `tied` are those of its `Run`.  With `second_use` it is the second gradient of one tensor, which
+    has another place in memory than the range of the tensor.
+
+    Parameters
+    ----------
+    index : int
+        Its number.
+    first, last : int
+        Numbers of tensors.
+    start, stop : int
+        Elements of the flat buffer.
+    virtual_stage : int
+        The one that has its tensors.
+    tied : bool
+        Whether it is one tied tensor.
+    second_use : bool
+        Whether it has the gradient of the second use of its tensor, kept apart from that of the first.
+    """
+
+    index: int
+    first: int
+    last: int
+    start: int
+    stop: int
+    virtual_stage: int = 0
+    tied: bool = False
+    second_use: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def names_in(bucket: Bucket, pieces: Sequence[Piece]) -> list[str]:
+    """The names under which a reducer has the gradients of a bucket; that of a second use is no tensor's name.
+
+    Not collective.
+
+    Parameters
+    ----------
+    bucket : Bucket
+        One of a model.
+    pieces : sequence of Piece
+        All tensors of it in flat order.
+
+    Returns
+    -------
+    list of str
+        In the order of the tensors.
+    """
+    names = [piece.name for piece in pieces[bucket.first : bucket.last]]
+    return [second_use(name) for name in names] if bucket.second_use else names
+
+
+def second_use(name: str) -> str:
+    """The name of the gradient of a tensor's second use.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Of the tensor.
+
+    Returns
+    -------
+    str
+        One that no tensor can have.
+    """
+    return f"{name}\0second use"
+
+
+def make_buckets(
+    pieces: Sequence[Piece], minimum: int, runs: Sequence[Run] | None = None, sizes: Sequence[int] | None = None
+) -> tuple[Bucket, ...]:
+    """Group consecutive tensors of a run until a bucket holds `minimum` elements; a short rest joins the last bucket.
+
+    `sizes` replace the sizes of the pieces in this, so that ranks with pieces of other sizes cut alike.
+
+    Not collective.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        All tensors in flat order.
+    minimum : int
+        Elements of a bucket, at least 1.
+    runs : sequence of Run, optional
+        No bucket spans two of them.  Default: one run of all pieces.
+    sizes : sequence of int, optional
+        As above.
+
+    Returns
+    -------
+    tuple of Bucket
+        They cover the pieces, in flat order.
+
+    Raises
+    ------
+    ValueError
+        If `minimum` is below 1.
+    """
+    if minimum < 1:
+        raise ValueError(f"minimum_parameter_group_size is {minimum}, but a bucket holds at least 1 element")
+    sizes = [piece.size for piece in pieces] if sizes is None else sizes
+    buckets: list[Bucket] = []
+    for run in [Run(0, len(pieces))] if runs is None else runs:
+        cuts = [run.first]
+        size = 0
+        for index in range(run.first, run.last):
+            size += sizes[index]
+            if size >= minimum:
+                cuts.append(index + 1)
+                size = 0
+        if len(cuts) > 1:
+            cuts[-1] = run.last
+        else:
+            cuts.append(run.last)
+        for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+            start = buckets[-1].stop if buckets else 0
+            stop = start + sum(piece.size for piece in pieces[first:last])
+            buckets.append(Bucket(len(buckets), first, last, start, stop, run.virtual_stage, run.tied))
+    return tuple(buckets)
+
+
+# Gradients that a micro-batch writes while those of the micro-batch before are not complete.
+
+
+class EarlyGradients:
+    """Keeps what input gradients write until the weight gradients of their micro-batch, for reproducible runs.
+
+    A schedule such as ZB-H1 does the input gradient of a micro-batch before the weight gradients of earlier ones.
+    Layers write small gradients, those of biases and norms, in the first of the two.  Where micro-batches are kept
+    apart, these gradients wait here, in memory of their own, and are copied when the weight gradients begin.
+
+    Parameters
+    ----------
+    like : array
+        An array of the dtype and device of the gradients.
+
+    Attributes
+    ----------
+    writing : bool
+        Whether a micro-batch writes to this memory now.
+    """
+
+    def __init__(self, like: Array) -> None:
+        self.writing: bool = False
+        self._like = like
+        # By virtual stage: what each micro-batch has written here since its input gradient, oldest first.  None: it
+        # wrote to the usual memory, since no other micro-batch was before it.
+        self._waiting: dict[int, deque[dict[str, Array] | None]] = {}
+        self._open: dict[str, Array] = {}
+        self._free: dict[str, list[Array]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        held = [array for free in self._free.values() for array in free]
+        held += [array for queue in self._waiting.values() for written in queue for array in (written or {}).values()]
+        return sum(int(array.nbytes) for array in held)
+
+    def begin(self, virtual_stage: int) -> None:
+        """Begin the input gradient of the next micro-batch of a virtual stage."""
+        queue = self._waiting.setdefault(virtual_stage, deque())
+        self.writing = bool(queue)
+        self._open = {}
+        queue.append(self._open if self.writing else None)
+
+    def end(self) -> None:
+        """End an input gradient."""
+        self.writing = False
+
+    def view(self, name: str, shape: tuple[int, ...]) -> tuple[Array, bool]:
+        """Memory for a gradient of the micro-batch under way, and whether it has content."""
+        known = name in self._open
+        if not known:
+            free = self._free.get(name)
+            self._open[name] = free.pop() if free else arrays.empty(shape, self._like.dtype, like=self._like)
+        return self._open[name], known
+
+    def take(self, virtual_stage: int) -> dict[str, Array]:
+        """The gradients of the oldest micro-batch of a virtual stage; its weight gradients begin now."""
+        queue = self._waiting.get(virtual_stage)
+        written = (queue.popleft() if queue else None) or {}
+        for name, array in written.items():
+            self._free.setdefault(name, []).append(array)
+        return written
+
+    def forget(self) -> None:
+        """Forget what waits, after an exception or a step."""
+        self._waiting.clear()
+        self._open = {}
+        self.writing = False
+
+
+# Partial sums of a rank's micro-batches, for runs whose sums have one order whatever the ranks are.
+
+
+class PartialSums:
+    """A stack of gradients of some buckets, each the sum of some of this rank's micro-batches in the current step.
+
+    The order in which they are added is that of `mpishard.reduction.tree_sum`.
+
+    Parameters
+    ----------
+    start, stop : int
+        The range of the flat parameters that the buckets cover.
+    like : array
+        An array of the dtype and device of the gradients.
+
+    Attributes
+    ----------
+    block : 1-D array or None
+        The memory of the gradient under way; None: the buckets' own.
+    spare : list of 1-D arrays
+        Memory of earlier partial sums, to use again.
+    """
+
+    def __init__(self, start: int, stop: int, like: Array) -> None:
+        self.block: Array | None = None
+        self.spare: list[Array] = []
+        self._start, self._stop = start, stop
+        self._like = like
+        self._sums: list[Array] = []
+        self._own: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the partial sums and of the spare memory, without the buckets' own."""
+        blocks = [*self._sums, *self.spare, *(() if self.block is None else (self.block,))]
+        return sum(int(block.nbytes) for block in blocks if block is not self._own)
+
+    def push(self, flat: Array, tree_merges: int) -> None:
+        """Add the `tree_merges` newest partial sums to a gradient, the newest first; it takes their place."""
+        for _ in range(tree_merges):
+            other = self._sums.pop()
+            accumulate(flat, other)
+            self.spare.append(other)
+        self._sums.append(flat)
+
+    def push_block(self, own: Array, tree_merges: int) -> None:
+        """Push the gradient under way; the next one goes to other memory.  `own` is the memory of the buckets."""
+        if self.block is None:
+            self.block = self._own = own
+        self.push(self.block, tree_merges)
+        self.block = self.another()
+
+    def another(self) -> Array:
+        """Uninitialised memory for a gradient."""
+        if self.spare:
+            return self.spare.pop()
+        return arrays.empty(self._stop - self._start, self._like.dtype, like=self._like)
+
+    def part(self, bucket: Bucket) -> Array:
+        """The memory of a bucket in that of the gradient under way, where that is a `block`."""
+        assert self.block is not None
+        return self._part(self.block, bucket)
+
+    def add_newest(self, bucket: Bucket, gradient: Array, newest: int) -> None:
+        """Add the `newest` partial sums to the gradient under way of a bucket, the newest first."""
+        for flat in self._sums[len(self._sums) - newest :][::-1]:
+            accumulate(gradient, self._part(flat, bucket))
+
+    def earlier(self, bucket: Bucket, newest: int) -> list[Array]:
+        """The partial sums of a bucket, oldest first, without the `newest` that belong to the gradient under way."""
+        return [self._part(flat, bucket) for flat in self._sums[: len(self._sums) - newest]]
+
+    def forget(self) -> None:
+        """Forget the partial sums, for the next step; their memory is spare."""
+        self.spare += self._sums
+        if self.block is not None:
+            self.spare.append(self.block)
+        self.spare = [block for block in self.spare if block is not self._own]
+        self._sums.clear()
+        self.block = self._own = None
+
+    def _part(self, flat: Array, bucket: Bucket) -> Array:
+        return flat[bucket.start - self._start : bucket.stop - self._start]
+
+
+# The memory of a model's gradients, by bucket: one flat buffer, blocks on demand, or an array of the caller.
+#
+# With partial sums a bucket's gradient under way may be in another block than the flat buffer, and the gradient of a
+# second use always is.
+
+
+class _Place(NamedTuple):
+    """A tensor's range in its bucket, and its shape."""
+
+    bucket: Bucket
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class BucketMemory:
+    """The gradient memory of one model on one rank, and which tensors have a gradient in it.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        Tensors in flat order.
+    buckets : sequence of Bucket
+        They cover the pieces.
+    like : array
+        An array of the dtype and device of the gradients.
+    on_demand : bool
+        False: one flat buffer for all buckets is kept.  True: a bucket has memory from its first gradient until its
+        `release`.
+    partials : sequence of PartialSums
+        By bucket: the partial sums that it is in, for reproducible runs; else empty.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        Most bytes of gradient memory held so far.
+    written : set of str
+        The tensors to which a gradient was written; the memory of others has no meaning.
+    early : EarlyGradients
+        Gradients that are not in the memory of buckets yet.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        buckets: Sequence[Bucket],
+        like: Array,
+        on_demand: bool,
+        partials: Sequence[PartialSums] = (),
+    ) -> None:
+        self.on_demand = on_demand
+        self.peak_bytes: int = 0
+        self.written: set[str] = set()
+        self._like = like
+        self._size = sum(piece.size for piece in pieces)
+        self._buckets = tuple(buckets)
+        self._partials = tuple(partials)
+        self.early: EarlyGradients = EarlyGradients(like)
+        self._names = [names_in(bucket, pieces) for bucket in buckets]
+        self._places: dict[str, _Place] = {}
+        for bucket, names in zip(buckets, self._names, strict=True):
+            offset = 0
+            for name, piece in zip(names, pieces[bucket.first : bucket.last], strict=True):
+                self._places[name] = _Place(bucket, offset, offset + piece.size, piece.shape)
+                offset += piece.size
+        self._flat: Array | None = None
+        # By bucket: the gradient of a second use, which is not in the flat buffer.
+        self._second: dict[int, Array] = {}
+        self._lent: dict[int, Array] = {}
+        self._blocks: dict[int, Array] = {}
+        self._pool = BlockPool((bucket.size for bucket in buckets), like)
+
+    @property
+    def flat(self) -> Array:
+        """The one flat gradient buffer, in flat order (only where memory is not on demand)."""
+        if self.on_demand:
+            raise ValueError("gradients that live bucket by bucket (ZeRO-2, ZeRO-3) have no flat buffer")
+        if self._flat is None:
+            self._flat = self._empty(self._size)
+            self._flat[...] = 0
+        return self._flat
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of gradient memory held now."""
+        own = sum(partials.nbytes for partials in set(self._partials)) + self.early.nbytes
+        own += 0 if self._flat is None else self._flat.nbytes
+        blocks = (*self._blocks.values(), *self._second.values())
+        return int(own + self._pool.nbytes + sum(block.nbytes for block in blocks))
+
+    def view(self, name: str) -> tuple[Array, bool]:
+        """The memory for the gradient of tensor `name`, and whether it has content, to which one adds."""
+        bucket, start, stop, shape = self._places[name]
+        if self.early.writing:
+            return self.early.view(name, shape)
+        view = self.of_bucket(bucket)[start:stop].reshape(shape)
+        has_content = name in self.written
+        self.written.add(name)
+        return view, has_content
+
+    def of_bucket(self, bucket: Bucket) -> Array:
+        """The memory of one bucket; on demand, memory that may be new."""
+        if bucket.index in self._lent:
+            return self._lent[bucket.index]
+        if self._partials and self._partials[bucket.index].block is not None:
+            return self._partials[bucket.index].part(bucket)
+        if not self.on_demand:
+            if bucket.second_use:
+                if bucket.index not in self._second:
+                    self._second[bucket.index] = self._empty(bucket.size)
+                return self._second[bucket.index]
+            flat = self.flat if self._flat is None else self._flat
+            return flat[bucket.start : bucket.stop]
+        if bucket.index not in self._blocks:
+            self._blocks[bucket.index] = self._pool.take(bucket.size)
+            self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        return self._blocks[bucket.index][: bucket.size]
+
+    def zero_missing(self, bucket: Bucket) -> Array:
+        """Write zeros for the tensors of a bucket that have no gradient; returns the memory of the bucket."""
+        memory = self.of_bucket(bucket)
+        for name in self._names[bucket.index]:
+            if name not in self.written:
+                _, start, stop, _ = self._places[name]
+                memory[start:stop] = 0
+        return memory
+
+    def use_external(self, flat: Array) -> None:
+        """Use `flat`, this rank's whole gradient, as the memory of this step; afterwards it is the caller's again.
+
+        It holds the gradients of all uses of a tensor, so second uses have none of their own.
+        """
+        for bucket, names in zip(self._buckets, self._names, strict=True):
+            if not bucket.second_use:
+                self._lent[bucket.index] = flat[bucket.start : bucket.stop]
+                self.written.update(names)
+
+    def release(self, bucket: Bucket) -> None:
+        """Free the memory of a bucket that is on demand; its tensors have no gradient any more."""
+        if self.on_demand:
+            if self._lent.pop(bucket.index, None) is None:
+                self._pool.give_back(self._blocks.pop(bucket.index))
+            self.written.difference_update(self._names[bucket.index])
+
+    def forget(self) -> None:
+        """Forget all gradients, those in memory of the caller too."""
+        self.written.clear()
+        self._lent.clear()
+        self.early.forget()
+        for partials in set(self._partials):
+            partials.forget()
+
+    def push(self, buckets: Sequence[Bucket], tree_merges: int) -> None:
+        """Push the gradient of all buckets of one order as a partial sum; the next one is written to other memory."""
+        first, last = buckets[0], buckets[-1]
+        own = self.of_bucket(first) if first.second_use else self.flat[first.start : last.stop]
+        self._partials[first.index].push_block(own, tree_merges)
+        for bucket in buckets:
+            self.written.difference_update(self._names[bucket.index])
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def push_external(self, flat: Array, tree_merges: int) -> Array:
+        """Push `flat`, the caller's whole gradient, as a partial sum; returns uninitialised memory for the next one."""
+        (partials,) = set(self._partials)
+        partials.push(flat, tree_merges)
+        another = partials.another()
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + int(another.nbytes))
+        return another
+
+    def take_early(self, virtual_stage: int) -> None:
+        """Copy the early gradients of the oldest micro-batch of a virtual stage to the memory of their buckets."""
+        for name, early in self.early.take(virtual_stage).items():
+            view, has_content = self.view(name)
+            view[...] = view + early if has_content else early
+
+    def _empty(self, size: int) -> Array:
+        made = arrays.empty(size, self._like.dtype, like=self._like)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + int(made.nbytes))
+        return made

@@ -1,0 +1,731 @@
+"""A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
+
+A reducer gets each bucket as soon as the last backward pass has completed it.  Buckets are reduced in one fixed order,
+the last bucket first.  So a rank that marks nothing ready, as one without samples may, issues the same collectives in
+the same order as the others.  Where a rank runs several pipeline stages, each stage has its own order; the schedule,
+the same on all ranks of the data axis, decides how the orders interleave.
+
+Three facts say when a complete bucket is summed over ranks.  `on_demand`, fixed by the strategy: gradients have no
+memory from one micro-batch to the next (ZeRO-2 and 3), so each micro-batch is summed, whatever the other two say.
+`is_last_pass`, set by the caller: no other backward pass follows in this step.  `BucketOrder.more`, set by the
+pipeline: more micro-batches of the virtual stage follow in this backward pass.  Without `on_demand` a bucket is summed
+once in a step: in the last pass, after the last micro-batch of its virtual stage.  A tied tensor is always summed at
+the end of the last pass.
+
+In a reproducible run each rank's micro-batches are terms of a sum in a fixed order.  `keep_apart` says how many there
+are: backward passes, or micro-batches of each virtual stage in one pass.  A term that is complete becomes a partial
+sum of its order, and the last one is reduced with them.  With `on_demand` each term is reduced by itself.  The uses of
+a tied tensor are sums of their own, added once at the end; so no order waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.backend.array import accumulate
+from mpishard.comm.channel import ChainedRequest, Request
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.tensors import Piece
+from mpishard.parameters.buckets import Bucket, BucketMemory, PartialSums, names_in, second_use
+
+Array = Any
+
+
+# Gradients of calls of `step` that only add, with ``auto_sync_gradients=False``, until the update that uses them.
+
+
+class Accumulation:
+    """This rank's calls of `step` since the last update, and the sum of the arrays that they were given.
+
+    Attributes
+    ----------
+    total : 1-D array or None
+        The sum; None if no call had an array, since gradients of models add up in their buckets.
+    """
+
+    def __init__(self) -> None:
+        self.total: Array | None = None
+        self._calls = 0
+
+    def add(self, gradients: Array | None) -> None:
+        """Count a call of `step`, and add the array that it was given.  Not collective."""
+        self._calls += 1
+        if gradients is not None:
+            if self.total is None:
+                self.total = arrays.zeros(gradients.size, gradients.dtype, like=gradients)
+            accumulate(self.total, gradients)
+
+    def forget(self) -> None:
+        """Start anew: the gradients were used, or discarded.  Not collective."""
+        self._calls = 0
+        self.total = None
+
+    def calls(self, mesh: Mesh) -> int:
+        """Number of calls since the last update, over all data ranks.  Collective over the mesh.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if tensor or pipeline ranks of one data rank differ in their number of calls.
+        """
+        calls = int(mesh.data.all_reduce(np.array([self._calls]), label="control")[0])
+        if mesh.data.size < mesh.world.size:
+            by_rank = mesh.world.allgather_object(calls)
+            if len(set(by_rank)) > 1:
+                raise ValueError(f"tensor and pipeline ranks must call step() equally often; calls by rank: {by_rank}")
+        return calls
+
+
+# What a reducer of gradients calls: to sum a bucket over ranks, and to look at it before.
+
+Transfer = Request | ChainedRequest
+
+
+class BucketSums(Protocol):
+    """What sums buckets over ranks for a `GradientReducer`, which decides when.  Collective, except `reset`.
+
+    In this package it is always a `mpishard.data_parallel.strategy.Strategy`.
+    """
+
+    def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
+        """Add the terms of the other ranks of this model replica to a gradient; in a reproducible run without ties."""
+
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+        """Start the sum of a bucket over the data axis; None if there is nothing to wait for.
+
+        With None the result is stored already, and the memory of the gradient is free.
+
+        `earlier` are the partial sums that belong to other terms of the sum than the gradient, oldest first.
+        """
+
+    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        """Wait for sums, given as ``(bucket, gradient, start(bucket, gradient))``, and store their results."""
+
+    def add_uses(self) -> None:
+        """Add the gradients of the uses of tied tensors, after all sums of a reproducible step."""
+
+    def reset(self) -> None:
+        """Forget the sums of this step; the next gradients belong to another."""
+
+
+class Inspector(Protocol):
+    """What looks at a rank's own gradients before they are summed."""
+
+    def look(self, bucket: Bucket, gradient: Array) -> None:
+        """Look at the complete local gradient of a bucket."""
+
+    def forget(self) -> None:
+        """Forget what was found in this step."""
+
+
+# How far a step's gradients are, and which phase may follow which.
+
+
+class GradientPhase(Enum):
+    """How far a step's gradients are."""
+
+    ACCUMULATING = "backward passes add to the gradients, and another may follow"
+    REDUCING = "the last pass has completed buckets, and their sums over ranks are under way"
+    REDUCED = "all sums are complete; nothing can be added until the next step"
+
+
+# From which phase a step may get to which other one.
+TRANSITIONS: tuple[tuple[GradientPhase, GradientPhase], ...] = (
+    (GradientPhase.ACCUMULATING, GradientPhase.REDUCING),  # the last pass completes a bucket, or ends
+    (GradientPhase.REDUCING, GradientPhase.REDUCED),  # `finalize`
+    (GradientPhase.REDUCING, GradientPhase.ACCUMULATING),  # `reset`
+    (GradientPhase.REDUCED, GradientPhase.ACCUMULATING),  # `reset`
+)
+
+
+# Which gradients a backward pass has completed, and which bucket is reduced next.
+
+
+@dataclass
+class BucketOrder:
+    """Buckets `first` to `last` of one virtual stage, reduced in turn, the last one first; `next` is the next one.
+
+    `apart`: a tied tensor and a second use are an order by themselves.  `more`: more micro-batches of the stage follow
+    in this backward pass; how it differs from the reducer's `is_last_pass` is said in
+    `mpishard.parameters.reducer`.  `pushed`: micro-batches of this step that are partial sums.
+    """
+
+    virtual_stage: int
+    tied: bool
+    first: int
+    last: int
+    next: int
+    more: bool = False
+    pushed: int = 0
+    apart: bool = False
+
+
+class ReadyTracker:
+    """The buckets of a model in the orders in which they are reduced, and the tensors that are ready in this pass.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        Tensors in flat order.
+    buckets : sequence of Bucket
+
+    Attributes
+    ----------
+    orders : list of BucketOrder
+        In flat order, a second use before its virtual stage; end a pass in the reverse order.
+    places : dict
+        By the name of a tensor or second use: the index of its bucket, and the order of that.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], buckets: Sequence[Bucket]) -> None:
+        self.orders: list[BucketOrder] = []
+        self.places: dict[str, tuple[int, BucketOrder]] = {}
+        self._tensors = [bucket.last - bucket.first for bucket in buckets]
+        self._ready: list[set[str]] = [set() for _ in buckets]
+        # A second use is no part of a run: nothing says when it is complete but the end of its virtual stage.
+        for bucket in sorted(buckets, key=lambda bucket: not bucket.second_use):
+            order = self.orders[-1] if self.orders else None
+            apart = bucket.tied or bucket.second_use
+            if order is None or apart or order.apart or order.virtual_stage != bucket.virtual_stage:
+                order = BucketOrder(bucket.virtual_stage, bucket.tied, bucket.index, bucket.index, bucket.index)
+                order.apart = apart
+                self.orders.append(order)
+            order.last = order.next = bucket.index
+            self.places.update(dict.fromkeys(names_in(bucket, pieces), (bucket.index, order)))
+        self.orders.sort(key=lambda order: order.virtual_stage)  # as they are, but for second uses
+
+    @property
+    def begun(self) -> bool:
+        """Whether any bucket was handed over in this pass."""
+        return any(order.next < order.last for order in self.orders)
+
+    def mark(self, name: str) -> BucketOrder:
+        """Mark the gradient of a tensor as complete in this pass; returns the order of its bucket."""
+        index, order = self.places[name]
+        self._ready[index].add(name)
+        return order
+
+    def is_complete(self, order: BucketOrder) -> bool:
+        """Whether all gradients of the next bucket are complete; False after the order's last bucket."""
+        return order.next >= order.first and len(self._ready[order.next]) == self._tensors[order.next]
+
+    def end(self, order: BucketOrder) -> None:
+        """End a micro-batch: no gradient of the next one is complete yet."""
+        for ready in self._ready[order.first : order.last + 1]:
+            ready.clear()
+
+    def begin(self, order: BucketOrder) -> None:
+        """Begin another pass over the buckets."""
+        self.end(order)
+        order.next = order.last
+
+
+# The micro-batches of a step that are kept apart: terms of a sum in a fixed order, for reproducible runs.
+
+
+class KeptApart:
+    """How many micro-batches there are, which of them are partial sums already, and these sums.
+
+    Parameters
+    ----------
+    orders : sequence of BucketOrder
+        Each has partial sums of its own.
+    buckets : sequence of Bucket
+        All of them.
+    like : array
+        An array of the dtype and device of the gradients.
+
+    Attributes
+    ----------
+    partials : list of PartialSums
+        By bucket: that of its order.
+    in_pass : bool
+        Whether one backward pass has all micro-batches, one by one in each virtual stage; else each pass is one.
+    """
+
+    def __init__(self, orders: Sequence[BucketOrder], buckets: Sequence[Bucket], like: Array) -> None:
+        self.partials: list[PartialSums] = []
+        for order in sorted(orders, key=lambda order: order.first):
+            covered = buckets[order.first : order.last + 1]
+            self.partials += [PartialSums(covered[0].start, covered[-1].stop, like)] * len(covered)
+        self.in_pass: bool = False
+        self._merges: tuple[int, ...] = ()
+
+    def begin(self, tree_merges: Sequence[int], in_pass: bool) -> None:
+        """Begin a step, as `GradientReducer.keep_apart` says."""
+        self._merges, self.in_pass = tuple(tree_merges), in_pass
+
+    def forget(self) -> None:
+        """End the step: gradients add up until the next one begins."""
+        self.begin((), False)
+
+    def __bool__(self) -> bool:
+        """Whether there are micro-batches to keep."""
+        return bool(self._merges)
+
+    def push(self, order: BucketOrder) -> int:
+        """Count a micro-batch of an order as a partial sum; returns how many sums before it are added to it."""
+        self._check(order.pushed + 1 < len(self._merges))
+        order.pushed += 1
+        return self._merges[order.pushed - 1]
+
+    def complete(self, order: BucketOrder, bucket: Bucket, gradient: Array) -> Sequence[Array]:
+        """Add to the last micro-batch's gradient what belongs to its partial sum; returns the other partial sums."""
+        if not self._merges:
+            return ()
+        self._check(order.pushed + 1 == len(self._merges))
+        partials, newest = self.partials[bucket.index], self._merges[-1]
+        partials.add_newest(bucket, gradient, newest)
+        return partials.earlier(bucket, newest)
+
+    def _check(self, as_many: bool) -> None:
+        if not as_many:
+            raise RuntimeError(
+                f"with reproducible=True this backward pass has {len(self._merges)} micro-batches to keep apart, but "
+                "the model has made another number of them; losses_and_gradient makes one of each batch that it gets"
+            )
+
+
+# The context of a backward pass that is not the last one of its step.
+
+
+class NoSync:
+    """The context of `GradientReducer.no_sync`; it may be entered again, also inside itself.
+
+    Collective where that says so.
+
+    Parameters
+    ----------
+    begin : callable
+        Begins such a pass, and returns whether the pass under way was the last one.
+    end : callable
+        ``end(complete, was_last)`` ends it; not `complete` after an exception.
+    """
+
+    def __init__(self, begin: Callable[[], bool], end: Callable[[bool, bool], None]) -> None:
+        self._begin = begin
+        self._end = end
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._begin())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end(kind is None, self._before.pop())
+
+
+# A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
+
+
+class GradientReducer:
+    """Owns the gradients of one model on one rank for the duration of a step.
+
+    A backward pass asks for memory by `gradient`, writes to it, and calls `mark_ready`.  What is ready is reduced at
+    once in the last pass of a step.  Passes before it run within `no_sync`, or between calls of `end_pass` while
+    `is_last_pass` is False.  `finalize` ends the last pass and waits for the sums; `reset` begins the next step.
+
+    The class is long by its docstrings: it has all calls that begin, end or forget anything of a step.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        Tensors in flat order.
+    buckets : sequence of Bucket
+        They cover the pieces; those of second uses follow.
+    like : array
+        An array of the dtype and device that the gradients shall have.
+    sums : BucketSums, optional
+        Sums complete buckets over ranks.  Without it the gradients stay local.
+    on_demand : bool
+        False: micro-batches add up in memory, and are reduced after the last of them.  True: a bucket has memory from
+        its first gradient until its reduction, after every micro-batch, and one reduction is under way at a time
+        (ZeRO-2).  Buckets of tied tensors are kept until the last micro-batch in both cases.
+    overlap : bool
+        False: wait for each sum as soon as it has started.
+    reproducible : bool
+        Whether micro-batches may be kept apart as partial sums.  A gradient is then reduced over tensor ranks before it
+        is added to another.
+
+    Attributes
+    ----------
+    phase : GradientPhase
+    memory : BucketMemory
+    is_last_pass : bool
+        Whether no other backward pass follows in this step.  False within `no_sync`; else as
+        `auto_sync_gradients` says, and True in the steps of a training loop.
+    inspector : Inspector or None
+    accumulation : Accumulation
+        Gradients of the caller that wait for an update.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        buckets: Sequence[Bucket],
+        like: Array,
+        sums: BucketSums | None = None,
+        *,
+        on_demand: bool = False,
+        overlap: bool = True,
+        reproducible: bool = False,
+    ) -> None:
+        self.buckets: tuple[Bucket, ...] = tuple(buckets)
+        self.on_demand = on_demand
+        self.phase: GradientPhase = GradientPhase.ACCUMULATING
+        self.inspector: Inspector | None = None
+        self.is_last_pass: bool = sums is not None
+        self.accumulation = Accumulation()
+        self._sums = sums
+        self._overlap = overlap
+        self._tracker = ReadyTracker(pieces, buckets)
+        self._second: dict[str, str] = {
+            piece.name: second_use(piece.name)
+            for bucket in self.buckets
+            if bucket.second_use
+            for piece in pieces[bucket.first : bucket.last]
+        }
+        self._reproducible = reproducible
+        self._apart = KeptApart(self._tracker.orders if reproducible else (), self.buckets, like)
+        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._apart.partials)
+        self._pending: list[tuple[Bucket, Array, Transfer]] = []
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def flat(self) -> Array:
+        """The one flat gradient buffer, in flat order (only where memory is not on demand)."""
+        return self.memory.flat
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether a gradient stays where it is, in the flat buffer, for all backward passes of all steps."""
+        return not self.on_demand and not self._reproducible
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the gradients are reduced, since an optimizer has bound them."""
+        return self._sums is not None
+
+    @property
+    def reduced(self) -> bool:
+        """Whether this step's gradients are complete and reduced; nothing can be added then."""
+        return self.phase is GradientPhase.REDUCED
+
+    @property
+    def has_content(self) -> bool:
+        """Whether gradients were written or reduced since the last `reset`."""
+        return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._tracker.begun
+
+    # -- backward passes --------------------------------------------------------------------------------------------
+
+    def gradient(self, name: str, second: bool = False) -> tuple[Array, bool]:
+        """The memory for the gradient of tensor `name`, and whether to add to it (else: overwrite its content).
+
+        Parameters
+        ----------
+        name : str
+            Of the tensor.
+        second : bool
+            Whether to ask for that of its second use on this rank, where that is kept apart.
+
+        Returns
+        -------
+        array of the tensor's shape, and bool
+            A view, valid until the tensor is marked ready.
+
+        Raises
+        ------
+        RuntimeError
+            If its gradient is reduced already.
+        """
+        key = self._second.get(name, name) if second else name
+        if self.memory.early.writing:
+            return self.memory.view(key)
+        index, order = self._tracker.places[key]
+        if self.on_demand and order.next < order.first and not self.is_last_pass:
+            self._begin(order)  # the last pass has reduced all buckets, and this is another
+        if self.phase is GradientPhase.REDUCED or index > order.next:
+            raise RuntimeError(
+                f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() "
+                "or reset_gradients() in between, or set auto_sync_gradients=False to accumulate over several passes"
+            )
+        return self.memory.view(key)
+
+    def __getitem__(self, name: str) -> Array:
+        """The gradient of tensor `name`, for ``gradients[name] += ...``; zeros where nothing was added yet."""
+        view, accumulate = self.gradient(name)
+        if not accumulate:
+            view[...] = 0
+        return view
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        """Accept the result of ``gradients[name] += ...``, which has added in place."""
+        view, _ = self.gradient(name)
+        is_view = type(value) is type(view) and value.shape == view.shape
+        if not is_view or (view.size and not arrays.overlap(value, view)):
+            raise TypeError(f"gradients[{name!r}] = ... forgets what was added; write gradients[{name!r}] += ...")
+
+    def __iadd__(self, other: Any) -> GradientReducer:
+        name = next(iter(self._tracker.places), "name")
+        raise TypeError(
+            f"gradients of a start with names are added to by name, gradients[{name!r}] += ...; a start that is one "
+            "flat array has a flat gradient"
+        )
+
+    def mark_ready(self, name: str) -> None:
+        """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced.
+
+        Parameters
+        ----------
+        name : str
+            Of the tensor.
+        """
+        order = self._tracker.mark(name)
+        if not order.tied and (self.on_demand or (self.is_last_pass and not order.more)):
+            while self._tracker.is_complete(order):
+                self._reduce(order)
+
+    def no_sync(self) -> NoSync:
+        """A context for a backward pass that is not the last one of the step.
+
+        Its gradients stay local where memory is kept.  Where memory is on demand (ZeRO-2 and 3) they are summed across
+        ranks nevertheless, collectively over the data axis, at the latest at the exit: the next pass writes to the same
+        memory, and this rank keeps only its part of the sums.
+
+        Returns
+        -------
+        context manager
+            For one ``with`` statement.
+
+        Raises
+        ------
+        RuntimeError
+            At the entry, if the last pass has begun to reduce.
+        """
+        # A new one: kept here, it would keep the memory of the gradients until a collection.
+        return NoSync(self._begin_without_sync, self._end_without_sync)
+
+    def begin_virtual_stage(self, virtual_stage: int, last: bool) -> None:
+        """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass.
+
+        Parameters
+        ----------
+        virtual_stage : int
+            Its number.
+        last : bool
+            As above.
+        """
+        self.memory.take_early(virtual_stage)
+        for order in self._tracker.orders:
+            if order.virtual_stage == virtual_stage:
+                order.more = not last
+
+    def end_virtual_stage(self, virtual_stage: int) -> None:
+        """End a micro-batch's pass of a virtual stage; reduce its other buckets.  Collective over the data axis.
+
+        Parameters
+        ----------
+        virtual_stage : int
+            Its number.
+        """
+        for order in reversed(self._tracker.orders):
+            if order.virtual_stage != virtual_stage or order.tied:
+                continue
+            if self._apart and self._apart.in_pass and order.more:
+                self._keep(order)
+            if self.on_demand or (self.is_last_pass and not order.more):
+                self._reduce_rest(order)
+            if self.on_demand and order.more:
+                self._begin(order)  # after the last micro-batch `end_pass` does this
+            self._tracker.end(order)
+
+    def end_pass(self) -> None:
+        """End a backward pass; in the last one reduce the other buckets, with zeros for what has no gradient.
+
+        Collective over the data axis in the last pass, and where memory is on demand in every pass.
+        """
+        self._end_pass(self.is_last_pass)
+
+    def finalize(self) -> None:
+        """End the last pass, if that is not done, and wait for all sums.  Collective over the data axis."""
+        if self.phase is not GradientPhase.REDUCED:
+            self._end_pass(True)
+            self._wait_all()
+            if self._reproducible and self._sums is not None:
+                self._sums.add_uses()
+            self._enter(GradientPhase.REDUCED)
+
+    def abandon(self) -> None:
+        """Drop the sums under way, whose communicators were revoked.  Not collective."""
+        for _, _, transfer in self._pending:
+            transfer.abandon()
+        self._pending.clear()
+
+    def reset(self) -> None:
+        """Discard the gradients: the next pass starts from zero.  Waits for sums under way."""
+        self._wait_all()
+        for order in self._tracker.orders:
+            self._tracker.begin(order)
+            order.more, order.pushed = False, 0
+        self.memory.forget()
+        self._apart.forget()
+        self.accumulation.forget()
+        self._enter(GradientPhase.ACCUMULATING)
+        if self._sums is not None:
+            self._sums.reset()
+        if self.inspector is not None:
+            self.inspector.forget()
+
+    # -- micro-batches that are kept apart --------------------------------------------------------------------------
+
+    def keep_apart(self, tree_merges: Sequence[int], *, in_pass: bool = False) -> None:
+        """Keep the gradients of this step's micro-batches apart, as terms of a sum in a fixed order.
+
+        Only for reproducible runs, before the first backward pass of a step.
+
+        Parameters
+        ----------
+        tree_merges : sequence of int
+            For each micro-batch of this rank, how many of the partial sums before it are added to it, the newest first;
+            ``[0]`` if it has none.  Empty where each micro-batch is reduced by itself, on demand.
+        in_pass : bool
+            False: each backward pass is a micro-batch.  True: one pass has all of them, one by one in each virtual
+            stage.
+        """
+        assert self._reproducible
+        self._apart.begin(tree_merges, in_pass)
+
+    def push_external(self, flat: Array) -> Array:
+        """Keep a micro-batch apart whose gradient is the caller's array; not collective.
+
+        Parameters
+        ----------
+        flat : 1-D array
+            This rank's whole gradient of the micro-batch; it is the reducer's from now on.
+
+        Returns
+        -------
+        1-D array
+            Uninitialised memory for the next one.
+        """
+        (order,) = self._tracker.orders
+        return self.memory.push_external(flat, self._apart.push(order))
+
+    def begin_input_gradient(self, virtual_stage: int) -> None:
+        """Begin a micro-batch's input gradient, whose weight gradient comes later; not collective.
+
+        Parameters
+        ----------
+        virtual_stage : int
+            Its number.
+        """
+        if self._apart.in_pass:
+            self.memory.early.begin(virtual_stage)
+
+    def end_input_gradient(self) -> None:
+        """End a micro-batch's input gradient; not collective."""
+        self.memory.early.end()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: GradientPhase) -> None:
+        if phase is not self.phase:
+            assert (self.phase, phase) in TRANSITIONS, f"{self.phase} to {phase}"
+            self.phase = phase
+
+    def _begin_without_sync(self) -> bool:
+        if self.phase is not GradientPhase.ACCUMULATING:
+            raise RuntimeError(
+                "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
+                "pass; call step() or reset_gradients() before"
+            )
+        was_last, self.is_last_pass = self.is_last_pass, False
+        return was_last
+
+    def _end_without_sync(self, complete: bool, was_last: bool) -> None:
+        try:
+            if complete:
+                self._end_pass(False)
+        finally:
+            self.is_last_pass = was_last
+
+    def _end_pass(self, last: bool) -> None:
+        if self.phase is GradientPhase.REDUCED:
+            return
+        if last and self.phase is GradientPhase.ACCUMULATING:
+            self._enter(GradientPhase.REDUCING)
+        for order in reversed(self._tracker.orders):
+            if last:
+                self._reduce_rest(order)
+            elif self.on_demand and not order.tied:
+                self._reduce_rest(order)
+                self._begin(order)
+            else:
+                if self._apart and not self._apart.in_pass:
+                    self._keep(order)
+                self._tracker.end(order)
+
+    def _keep(self, order: BucketOrder) -> None:
+        """Make a complete micro-batch a partial sum of its own; the next one starts a gradient of its own."""
+        tree_merges = self._apart.push(order)
+        buckets = self.buckets[order.first : order.last + 1]
+        for bucket in reversed(buckets):
+            gradient = self.memory.zero_missing(bucket)
+            if self._sums is not None:
+                self._sums.sum_copies(bucket, gradient)
+        self.memory.push(buckets, tree_merges)
+
+    def _wait_all(self) -> None:
+        """Wait until no sum is under way."""
+        if self._pending and self._sums is not None:
+            self._sums.finish(self._pending)
+            for bucket, _, _ in self._pending:
+                self.memory.release(bucket)
+            self._pending.clear()
+
+    def _begin(self, order: BucketOrder) -> None:
+        self._wait_all()
+        self._tracker.begin(order)
+
+    def _reduce_rest(self, order: BucketOrder) -> None:
+        while order.next >= order.first:
+            self._reduce(order)
+
+    def _reduce(self, order: BucketOrder) -> None:
+        """Complete the next bucket of an order, and start its sum over ranks."""
+        bucket, sums = self.buckets[order.next], self._sums
+        gradient = self.memory.zero_missing(bucket)
+        earlier: Sequence[Array] = ()
+        if self._reproducible:
+            if sums is not None:
+                sums.sum_copies(bucket, gradient)
+            earlier = self._apart.complete(order, bucket, gradient)
+        order.next -= 1
+        if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
+            self._enter(GradientPhase.REDUCING)
+        if self.inspector is not None:
+            for partial in (*earlier, gradient):
+                self.inspector.look(bucket, partial)
+        if sums is None:
+            self.memory.release(bucket)
+            return
+        if self.on_demand:
+            self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
+        if not self._reproducible:
+            sums.sum_copies(bucket, gradient)
+        for _, _, transfer in self._pending:
+            transfer.test()  # MPI moves data only while it is called
+        started = sums.start(bucket, gradient, earlier)
+        if started is None:
+            self.memory.release(bucket)
+        else:
+            self._pending.append((bucket, gradient, started))
+        if not self._overlap:
+            self._wait_all()

@@ -1,0 +1,642 @@
+"""A PyTorch module whose parameters are views into the flat array of mpishard.
+
+Its tensors are checked, and hooks hand each gradient over when autograd has finished it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.io import log
+from mpishard.parameters.flat import FlatParameters
+from mpishard.torch.buffers import BufferOwner, Buffers
+from mpishard.torch.memory import array_module, as_array, as_tensor, finish_stream
+
+Array = Any
+
+
+# Hooks that hand each gradient over when autograd has finished it, so that it travels during the backward pass.
+#
+# Where every rank gets all sums (`GradientHooks.sums_over`), a callback at the end of the pass waits for them.  Then
+# ``p.grad`` is what DistributedDataParallel leaves there: the mean over ranks, which a loop may change before the step.
+
+
+class SpreadGradient(torch.Tensor):
+    """What stands in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            "p.grad has no values here: gradients leave during the backward pass under zero=2, with reproducible sums "
+            "or a loss scale.  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
+            "max_gradient_norm or max_gradient_value"
+        )
+
+
+class GradientHooks:
+    """A hook on each parameter of a module, called after autograd has added to ``p.grad``.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+        Their gradients get those of the module.
+    tensors : mapping of str to Parameter
+        The parameters of the module, which are views into `parameters`.
+
+    Attributes
+    ----------
+    keeps : bool
+        Whether ``p.grad`` stays, as a view into the gradients, until `clear`; or a SpreadGradient, where these have
+        left.  A loop of the user's own can then look at it, and set it to None or zero between two backward passes, as
+        without mpishard.
+    scales : bool
+        Whether the gradients lack the loss scale, since the loss was not multiplied by it.
+    sums_over : callable
+        Gives the number of ranks whose mean ``p.grad`` is after a backward pass, where every rank gets all sums; else
+        0: gradients are on their way then, and a change of ``p.grad`` is refused.
+    """
+
+    def __init__(self, parameters: FlatParameters, tensors: Mapping[str, Any]) -> None:
+        self.keeps: bool = False
+        self.scales: bool = False
+        self.sums_over: Callable[[], int] = lambda: 0
+        self._parameters = parameters
+        self.tensors = dict(tensors)
+        self._seen: set[str] = set()
+        # What the hook has left in ``p.grad``, and the version of its values.
+        self._kept: dict[str, tuple[Any, int]] = {}
+        # Means of earlier passes since the last step, in flat order.
+        self._earlier: Any = None
+        # The pass of autograd whose end waits for the sums.
+        self._pass = -1
+        self._told = False
+        self._handles: list[Any] = []
+        for name, p in self.tensors.items():
+            self._handles.append(p.register_hook(partial(self._make_room, p)))
+            self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, name)))
+
+    def remove(self) -> None:
+        """Leave gradients to autograd from now on.  Not collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.clear()
+
+    @property
+    def unused(self) -> list[str]:
+        """The parameters that got no gradient since `clear`.  Not collective."""
+        return [name for name in self.tensors if name not in self._seen]
+
+    def clear(self) -> None:
+        """Begin a step: forget which gradients came, and let autograd make new ones.  Not collective."""
+        self._seen.clear()
+        self._kept.clear()
+        self._earlier = None
+        for p in self.tensors.values():
+            p.grad = None
+
+    def complete(self) -> int:
+        """Wait for the sums of this step, and leave their means in ``p.grad``; what `sums_over` gives.  Collective.
+
+        Returns at once where that is 0, or it is done.
+        """
+        reducer, ranks = self._parameters.gradients, self.sums_over()
+        if not ranks or reducer.reduced:
+            return ranks
+        reducer.finalize()
+        flat = as_tensor(reducer.flat)
+        if ranks > 1:
+            flat.div_(ranks)
+        if self._earlier is not None:
+            flat.add_(self._earlier)
+            self._earlier = None
+        finish_stream(flat)
+        for name, p in self.tensors.items():
+            view = as_tensor(reducer.memory.view(name)[0])
+            self._kept[name] = view, view._version
+            moved = (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device)
+            # What was assigned without a backward pass stays, for `take_changes`; so does a parameter that was moved.
+            if not moved and (self._seen or p.grad is None):
+                p.grad = view
+        return ranks
+
+    def _finish_pass(self) -> None:
+        self.complete()
+
+    def take_changes(self) -> None:
+        """Take gradients that were assigned to ``p.grad`` after `complete`.
+
+        Raises
+        ------
+        ValueError
+            If a ``p.grad`` is not what is there since the backward pass, and the step would not see the change.
+        """
+        reducer = self._parameters.gradients
+        complete = self._seen and reducer.reduced and self.sums_over()
+        for name, p in self.tensors.items():
+            kept, version = self._kept.get(name, (None, 0))
+            if complete and p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype:
+                memory, gradient = as_tensor(reducer.memory.view(name)[0]), p.grad.detach()
+                if gradient.data_ptr() != memory.data_ptr():
+                    memory.copy_(gradient)
+                finish_stream(memory)
+                continue
+            left = kept is None or type(kept) is SpreadGradient
+            if not complete and p.grad is kept and (left or kept._version == version):
+                continue
+            how = "dropped" if p.grad is None else "changed" if p.grad is kept and not complete else "assigned"
+            raise ValueError(
+                f"the gradient of parameter {name!r} was {how} after the backward pass, and this step would not see it"
+                + ("" if complete else " since gradients go to the other ranks during that pass")
+                + ".  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
+                "max_gradient_norm or max_gradient_value; to leave gradients out, call optimizer.zero_grad() and "
+                "no step(); to make gradients, call backward()"
+            )
+
+    def _make_room(self, p: Any, _: Any) -> None:
+        """Before autograd adds to ``p.grad``: a gradient that is summed already, or has left, is not added to."""
+        if type(p.grad) is SpreadGradient:
+            p.grad = None
+        if self.keeps and self._parameters.gradients.reduced and self.sums_over():
+            self._begin_another_pass()
+
+    def _begin_another_pass(self) -> None:
+        """Another backward pass since the last step, as of a loss for real and one for generated images, is summed too.
+
+        What the passes before have left in ``p.grad``, changed or not, is added to its mean.
+        """
+        if any(p.grad is not None for p in self.tensors.values()):
+            if not self._told:
+                self._told = True
+                log.inform(
+                    "a second backward pass since the last step is summed over the ranks too; make all passes but the "
+                    "last within optimizer.no_sync() to sum once"
+                )
+            self._earlier = torch.zeros_like(as_tensor(self._parameters.gradients.flat))
+            for piece in self._parameters.pieces:
+                grad = self.tensors[piece.name].grad
+                if grad is not None:
+                    self._earlier[piece.start : piece.start + piece.size].copy_(grad.detach().reshape(-1))
+        self._parameters.reset_gradients()
+        self._kept.clear()
+        for p in self.tensors.values():
+            p.grad = None
+
+    def _take(self, name: str, p: Any) -> None:
+        """Move a gradient from autograd to the flat gradients, and say that it is complete in this pass."""
+        reducer = self._parameters.gradients
+        if self.keeps and reducer.is_last_pass:
+            current = torch._C._current_graph_task_id()
+            if current != self._pass and self.sums_over():
+                self._pass = current
+                # As DistributedDataParallel does it: called when this pass of autograd is over.
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
+        try:
+            view, adds = reducer.gradient(name)
+        except RuntimeError:
+            if not self.keeps:
+                raise
+            raise RuntimeError(
+                f"a second backward pass reached parameter {name!r}, whose gradient is on its way to the other ranks; "
+                "make all passes of a step but the last one within optimizer.no_sync(), or call optimizer.step() or "
+                "optimizer.zero_grad() in between"
+            ) from None
+        memory, gradient = as_tensor(view), p.grad.detach()
+        if gradient.shape != memory.shape or gradient.dtype != memory.dtype:
+            p.grad = None  # the parameter was replaced: the step says so, on all ranks
+            return
+        scale = self._parameters.loss_scale if self.scales else 1.0
+        keeps = self.keeps and reducer.keeps_memory and scale == 1.0
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        # Where ``p.grad`` stays, autograd adds to it; another tensor there means that the user has dropped the first.
+        if not keeps or gradient.data_ptr() != memory.data_ptr():
+            if scale != 1.0:
+                gradient = gradient * scale
+            if adds and not keeps:
+                memory.add_(gradient)
+            else:
+                memory.copy_(gradient)
+        finish_stream(memory)
+        self._seen.add(name)
+        if keeps:
+            p.grad = memory
+            self._kept[name] = memory, memory._version
+        elif self.keeps:
+            p.grad = gradient.new_empty(1).expand(gradient.shape).as_subclass(SpreadGradient)
+            self._kept[name] = p.grad, 0
+        else:
+            p.grad = None
+        reducer.mark_ready(name)
+
+
+# The tensors of a PyTorch module by name, and the checks that mpishard can train it.
+
+_COMPILED = "_orig_mod."  # what torch.compile puts into the names of a module
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The tensors of a module, by the names in the `state_dict` of the module before `torch.compile`.
+
+    A tensor that has several names, as one that two layers share, has the first of them.
+
+    Parameters
+    ----------
+    trained : dict of str to Parameter
+        Those that require a gradient, in the order in which the module registers them.
+    frozen : dict of str to Parameter
+        The other parameters.
+    buffers : dict of str to Tensor
+        The persistent buffers, those that are in the `state_dict`.
+    """
+
+    trained: dict[str, Any]
+    frozen: dict[str, Any]
+    buffers: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: Any) -> ModuleTensors:
+        """The tensors of a module that can be trained; nothing is changed.  Not collective.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            Of any kind, compiled or not.
+
+        Returns
+        -------
+        ModuleTensors
+            Checked.
+
+        Raises
+        ------
+        TypeError
+            If it is no module, or its parameters are not all float32 or all float64.
+        ValueError
+            If a layer is a SyncBatchNorm, no parameter requires a gradient, or parameters are on several devices, not
+            contiguous, without values, or share memory.
+        """
+        if not isinstance(module, torch.nn.Module):
+            given = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+            raise TypeError(f"as_distributed of mpishard.torch needs a torch.nn.Module, got {given}")
+        for name, child in module.named_modules():
+            if isinstance(child, torch.nn.SyncBatchNorm):
+                raise ValueError(
+                    f"{plain_name(name)!r} is a torch.nn.SyncBatchNorm, which sums over ranks of torch.distributed: "
+                    "here it would normalize each rank's samples alone; call "
+                    "mpishard.torch.convert_sync_batchnorm(module, mesh) before"
+                )
+        named = {plain_name(name): p for name, p in module.named_parameters()}
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        if not trained:
+            frozen = f"all of its {len(named)} parameters are frozen (requires_grad=False)" if named else "it has none"
+            raise ValueError(f"this {type(module).__name__} has no parameter to train: {frozen}")
+        _check_values(named)
+        _check_dtypes(trained)
+        _check_memory(trained)
+        others = {name: p for name, p in named.items() if not p.requires_grad}
+        return cls(trained, others, {plain_name(name): buffer for name, buffer in _persistent_buffers(module)})
+
+    @property
+    def described(self) -> dict[str, str]:
+        """What must be the same on all ranks, as text by name."""
+        return {
+            "parameters": _listed(self.trained),
+            "frozen parameters": _listed(self.frozen),
+            "buffers of the module": _listed(self.buffers),
+        }
+
+    @property
+    def device(self) -> Any:
+        """The device of all parameters."""
+        return next(iter(self.trained.values())).device
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor in the module before `torch.compile`.  Not collective.
+
+    Parameters
+    ----------
+    name : str
+        As `named_parameters` gives it.
+
+    Returns
+    -------
+    str
+        Without the parts that `torch.compile` adds.
+    """
+    return name.replace(_COMPILED, "")
+
+
+def _persistent_buffers(module: Any) -> list[tuple[str, Any]]:
+    """The buffers that are in the `state_dict`, each once."""
+    found, seen = [], set()
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is None or name in child._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found.append((f"{path}.{name}" if path else name, buffer))
+    return found
+
+
+def _check_values(named: dict[str, Any]) -> None:
+    """Raise ValueError unless all parameters have values, on one device."""
+    for name, p in named.items():
+        if isinstance(p, torch.nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is not initialized: run one batch through the module first")
+        if p.device.type == "meta":
+            raise ValueError(f"parameter {name!r} is on the device meta and has no values: module.to_empty and fill it")
+        if type(p.data) is not torch.Tensor or p.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {name!r} is a {type(p.data).__name__} of layout {p.layout}, and must be a plain dense "
+                "tensor; a module that FSDP or DTensor has divided cannot be divided again"
+            )
+    devices: dict[str, str] = {}
+    for name, p in named.items():
+        devices.setdefault(str(p.device), name)
+    if len(devices) > 1:
+        found = " and ".join(f"{name!r} on {device}" for device, name in list(devices.items())[:_SHOWN])
+        raise ValueError(f"all parameters must be on one device, here {found}: module.to(device)")
+
+
+def _check_dtypes(trained: dict[str, Any]) -> None:
+    """Raise TypeError unless all parameters to train are float32, or all float64."""
+    of_dtype: dict[Any, str] = {}
+    for name, p in trained.items():
+        of_dtype.setdefault(p.dtype, name)
+    unfit = {dtype: name for dtype, name in of_dtype.items() if dtype not in (torch.float32, torch.float64)}
+    found = " and ".join(f"{name!r} is {_short(dtype)}" for dtype, name in (unfit or of_dtype).items())
+    if any(dtype.is_complex for dtype in unfit):
+        raise TypeError(
+            f"parameters must be float32 or float64, but {found}; keep real and imaginary parts as torch.view_as_real "
+            "has them, and compute with torch.view_as_complex of that"
+        )
+    if unfit:
+        raise TypeError(
+            f"parameters must be float32 or float64, but {found}; use module.float(), and torch.autocast for bfloat16"
+        )
+    if len(of_dtype) > 1:
+        raise TypeError(f"parameters must have one dtype, but {found}; use module.float() or module.double()")
+
+
+def _check_memory(trained: dict[str, Any]) -> None:
+    """Raise ValueError unless each parameter is contiguous, in any of PyTorch's formats, and has memory of its own."""
+    for name, p in trained.items():
+        if not any(p.is_contiguous(memory_format=each) for each in _formats(p.dim())):
+            raise ValueError(
+                f"parameter {name!r} is not contiguous: shape {tuple(p.shape)}, strides {p.stride()}; "
+                "p.data = p.data.contiguous() before"
+            )
+    ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in trained.items())
+    for (_, stop, first), (start, _, second) in zip(ranges, ranges[1:], strict=False):
+        if start < stop:
+            raise ValueError(
+                f"parameters {first!r} and {second!r} are two that share memory; share the Parameter itself, as "
+                "second.weight = first.weight does"
+            )
+
+
+def _formats(dimensions: int) -> list[Any]:
+    """The memory formats that a contiguous tensor may have."""
+    special = {4: [torch.channels_last], 5: [torch.channels_last_3d]}
+    return [torch.contiguous_format, *special.get(dimensions, [])]
+
+
+def _listed(tensors: dict[str, Any]) -> str:
+    """Tensors as a short text that differs where names, shapes or dtypes do."""
+    each = [f"{name} {tuple(tensor.shape)} {_short(tensor.dtype)}" for name, tensor in tensors.items()]
+    mark = hashlib.blake2b("\n".join(each).encode(), digest_size=4).hexdigest()
+    size = sum(tensor.numel() for tensor in tensors.values())
+    return f"{len(each)} tensors of {size} elements [{mark}]"
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# A PyTorch module whose parameters are views into the flat array of mpishard.
+
+_WHEN = "before as_distributed, or after close() of what it returned"
+
+
+class ModuleState:
+    """The parameters of a module as FlatParameters, and what it has besides: buffers, frozen parameters.
+
+    The parameters become views into one flat array, and keep their values.  This is the `CarriedState` of that array.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        With `tensors` as `ModuleTensors.of` found them.
+    tensors : ModuleTensors
+        Of the module.
+    buffers : {"broadcast", "average", "local"}
+        What becomes of buffers after each update, see `mpishard.torch.as_distributed`.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+    parameters : FlatParameters
+        By the names in its `state_dict`.
+    buffers : Buffers
+    hooks : GradientHooks
+        They hand gradients from autograd to the parameters.
+    users : int
+        How many optimizers and problems are in use that train the module by this state.
+    """
+
+    def __init__(self, module: Any, tensors: ModuleTensors, buffers: str) -> None:
+        self.module = module
+        self.users: int = 0
+        self._let_go = False
+        self._trained = tensors.trained
+        self._frozen = tensors.frozen
+        # In the order of their indices; channels_last has its own order in memory only.
+        plain = {name: p.detach().contiguous() for name, p in tensors.trained.items()}
+        self.parameters: FlatParameters = FlatParameters.of(plain, module=array_module(tensors.device))
+        for name, p in tensors.trained.items():
+            p.data = as_tensor(self.parameters[name])
+            p.grad = None
+        names = {id(buffer): name for name, buffer in tensors.buffers.items()}
+        owners = [
+            BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
+        ]
+        self.buffers: Buffers = Buffers(tensors.buffers, buffers, owners)
+        self.hooks: GradientHooks = GradientHooks(self.parameters, tensors.trained)
+        self.parameters.carried = self
+        self._memory = [(name, p, _memory_of(p)) for name, p in tensors.trained.items()]
+        self._tables = [
+            (table, list(table.items())) for child in module.modules() for table in (child._parameters, child._modules)
+        ]
+
+    # -- what CarriedState has --------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The buffers, as facts of a state."""
+        return dict(self.buffers.facts)
+
+    @property
+    def arithmetic(self) -> dict[str, str]:
+        """Nothing: PyTorch has the threads of BLAS."""
+        return {}
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `restore` can read these facts."""
+        self.buffers.check(facts)
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Take the buffers from facts."""
+        self.buffers.restore(facts)
+
+    def spread(self, axis: Axis) -> None:
+        """Copy buffers and frozen parameters from rank 0.  Collective over the axis."""
+        self.buffers.spread(axis)
+        if axis.size > 1:
+            for p in self._frozen.values():
+                values = p.detach().contiguous()
+                memory = as_array(values.reshape(-1).view(torch.uint8))
+                axis.broadcast(memory, label="parameters")
+                arrays.ready(memory)  # PyTorch may go on in another stream of a GPU
+                p.data.copy_(values)
+
+    def synchronize(self, axis: Axis) -> None:
+        """Make the buffers equal on all ranks.  Collective over the axis."""
+        self.buffers.synchronize(axis)
+
+    def consolidate(self, axis: Axis) -> None:
+        """Make the buffers equal on all ranks, unless they are.  Collective over the axis."""
+        self.buffers.consolidate(axis)
+
+    def release(self) -> None:
+        """One user less; after the last one the module is one of PyTorch alone, with the values it has.
+
+        Not collective.
+        """
+        self.users -= 1
+        if not self.users:
+            self._let_go = True
+            self.hooks.remove()
+            _states.pop(self.module, None)
+
+    def check_intact(self) -> None:
+        """Raise ValueError if parameters were added, removed, replaced, moved, frozen or released since wrapping.
+
+        Or buffers were, but for one that another tensor of its kind has replaced: its values are taken.  Or gradients
+        were, since their backward pass.
+        """
+        if self._let_go:
+            raise ValueError(
+                "the module was let go: what as_distributed returned was closed, or nobody holds it any more; keep it, "
+                "or call as_distributed again"
+            )
+        for name, p, memory in self._memory:
+            if _memory_of(p) != memory:
+                raise ValueError(
+                    f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
+                    f"module.to(...), load_state_dict(assign=True) and p.data = ... do; do that {_WHEN}"
+                )
+            if not p.requires_grad:
+                raise ValueError(f"parameter {name!r} was frozen after the module was made distributed; freeze {_WHEN}")
+        for name, p in self._frozen.items():
+            if p.requires_grad:
+                raise ValueError(
+                    f"parameter {name!r} was frozen when the module was made distributed, and requires a gradient now; "
+                    f"set requires_grad {_WHEN}"
+                )
+        for table, before in self._tables:
+            if len(table) != len(before) or any(
+                table.get(name) is not each for name, each in before
+            ):  # tensors have no truth value
+                raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
+        self.hooks.take_changes()
+        self.buffers.take_back()
+
+    def _changes(self) -> str:
+        """The parameters that are there and were not, or were and are not."""
+        now = {plain_name(name): p for name, p in self.module.named_parameters()}
+        before = {**self._trained, **self._frozen}
+        come = [name for name in now if name not in before]
+        gone = [name for name in before if name not in now]
+        other = [name for name in now if name in before and now[name] is not before[name]]
+        found = [*(f"{name!r} is new" for name in come), *(f"{name!r} is gone" for name in gone)]
+        found += [f"{name!r} is another Parameter" for name in other]
+        return f"{', '.join(found[:3]) or 'it has other submodules'}; change it {_WHEN}"
+
+
+def _memory_of(p: Any) -> tuple[Any, ...]:
+    return p.data_ptr(), p.shape, p.stride(), p.dtype
+
+
+_states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary()
+
+
+def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
+    """The state of a module: the one that others use, or a new one; the caller is a user more.  Not collective.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Compiled or not.
+    tensors : ModuleTensors
+        As `ModuleTensors.of` finds them now.
+    buffers : str
+        See `ModuleState`.
+
+    Returns
+    -------
+    ModuleState
+        With no gradients.
+
+    Raises
+    ------
+    ValueError
+        If the module was changed since the state was made.
+    """
+    module, found = _known(module)
+    if found is None:
+        found = _states[module] = ModuleState(module, tensors, buffers)
+    else:
+        found.check_intact()
+        found.buffers.mode = buffers
+        found.hooks.clear()
+    found.users += 1
+    return found
+
+
+def check_unchanged(module: Any) -> None:
+    """Raise ValueError if a module was changed since it was made distributed; do nothing if it never was.
+
+    Not collective.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Compiled or not.
+
+    Raises
+    ------
+    ValueError
+        With what was changed.
+    """
+    _, found = _known(module)
+    if found is not None:
+        found.check_intact()
+
+
+def _known(module: Any) -> tuple[Any, ModuleState | None]:
+    """The module before `torch.compile`, and its state if it has one."""
+    module = getattr(module, "_orig_mod", module)
+    return module, _states.get(module)
