@@ -123,7 +123,7 @@ def test_device_arrays(base, folder, device, strategy):
         other = strategy(RULE, ShardingConfiguration(mesh, minimum_parameter_group_size=24))
         other.bind(fresh)
         fill(contents, other.state.capture(), base.world, base.world)
-        other.restore(contents.facts)
+        other.state.restore(contents.facts)
         assert np.array_equal(arrays.to_host(gathered(fresh, mesh)), gathered(parameters, base)), mesh
         assert other.serialize() == optimizer.serialize(), mesh
 

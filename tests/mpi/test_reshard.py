@@ -168,7 +168,7 @@ def test_the_state_of_a_run(mesh):
     assert facts["steps"] == 3
     assert (facts["seed"], facts["words.json"]) == (5, ["a", 1])
     assert np.array_equal(facts["history"], np.arange(3.0))
-    other.restore(facts)
+    other.state.restore(facts)
     assert other.serialize() == one.serialize()
     assert np.array_equal(
         hybrid.gathered(after, mpishard.ShardingConfiguration(other.mesh)),
