@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         backward_in_time,
         check_adjoint,
         check_gradient,
+        map_runs,
         minimize,
         regularized,
     )
@@ -115,6 +116,7 @@ __all__ = [
     "inverse_square_root",
     "linear",
     "load_checkpoint",
+    "map_runs",
     "minimize",
     "nn",
     "regularized",
@@ -141,7 +143,7 @@ _MODULES = {
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
     "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov backward_in_time "
-    "check_adjoint check_gradient minimize regularized",
+    "check_adjoint check_gradient map_runs minimize regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion ParameterGroup RMSprop SGD",

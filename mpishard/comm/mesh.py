@@ -86,6 +86,8 @@ class Mesh:
         Threads that BLAS may use in this rank; see `mpishard.backend.process`.
     product_libraries : Common
         The libraries for matrix products that all ranks have; see `mpishard.backend.products.choice`.
+    timeout : float or None
+        As above; None where the longest step decides.
     collectives : str
         As above.  What an axis has come to is `Axis.device_collectives`.
     ledger : Ledger
@@ -107,6 +109,7 @@ class Mesh:
         On every rank, if MPI has no communicator left.
     """
 
+    timeout: float | None
     debug: bool
     collectives: str
     ledger: Ledger
@@ -157,7 +160,7 @@ class Mesh:
         except ValueError as error:
             # Raised when the others know of it, so that the error of all ranks can say that it is one.
             problem, (data, tensor, pipeline) = error, (comm.size, 1, 1)
-        timeout = _timeout(timeout)
+        self.timeout = timeout = _timeout(timeout)
         self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else flag("debug", debug)
         self.collectives = collectives
         self._said: set[str] | None = set() if collectives == "nccl" else None

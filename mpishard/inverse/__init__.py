@@ -9,6 +9,7 @@ from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
     from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
+    from mpishard.inverse.ensemble import map_runs
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
@@ -27,6 +28,7 @@ __all__ = [
     "backward_in_time",
     "check_adjoint",
     "check_gradient",
+    "map_runs",
     "minimize",
     "regularized",
 ]
@@ -36,6 +38,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
         __name__,
         {
             "adjoint_check": "AdjointCheck check_adjoint",
+            "ensemble": "map_runs",
             "gradient_check": "GradientCheck check_gradient",
             "minimization": "minimize",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",

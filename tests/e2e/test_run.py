@@ -268,6 +268,38 @@ mpishard.Mesh().world.barrier()
     assert failing.errors.count("ZeroDivisionError") == 2 and "the same twice" in failing.errors
 
 
+CASES = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import mpishard
+
+here = Path(sys.argv[1])
+
+def case(number, group):
+    if number == 3 and mesh.rank == 1 and not (here / "fault").exists():
+        (here / "fault").write_text("")
+        os.kill(os.getpid(), signal.SIGKILL)
+    with open(here / "called", "a") as file:
+        file.write(f"{number}\\n")
+    return np.full(3, number / 3)
+
+with mpishard.Mesh() as mesh:
+    results = mpishard.map_runs(case, range(8), mesh, ranks_each=2, folder=here / "cases", resume=True)
+    if mesh.rank == 0:
+        np.save(here / "results", results)
+"""
+
+
+def test_many_runs_continue_after_a_kill_without_those_that_are_done(run):
+    killed = run(["-n", 2, "--elastic"], CASES)
+    assert killed.code() == 0, killed.errors
+    called = (killed.folder / "called").read_text().split()
+    assert all(called.count(str(number)) == 2 for number in (0, 1, 2, 4, 5, 6, 7)), called
+    assert called.count("3") in (2, 3), called  # the other rank of the group had begun
+    assert np.load(killed.folder / "results.npy").tolist() == [[number / 3] * 3 for number in range(8)]
+
+
 def test_a_failure_that_does_not_come_back_is_survived(run):
     failing = run(["--elastic", "-n", 1], TRAINING, "raise ArithmeticError('spoilt')")
     assert failing.code() == 0, failing.errors

@@ -1,0 +1,265 @@
+"""`map_runs`: independent runs, such as fits, seeds or weights of a regularisation, over groups of the ranks of a mesh.
+
+The cases enter, their results leave, in order.  `map_runs` deals them out, `_Record` keeps the results that are done.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.arguments import flag, integer, shown
+from mpishard.comm.agreement import agree_on_settings, text_of
+from mpishard.comm.mesh import Mesh
+from mpishard.comm.work_queue import WorkQueue
+from mpishard.inverse.result import OptimizeResult
+from mpishard.io import log
+from mpishard.io.atomic_json import read_note, write_note
+
+
+def map_runs(
+    function: Callable[[Any, Mesh], Any],
+    cases: Iterable[Any],
+    mesh: Mesh,
+    *,
+    ranks_each: int = 1,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+) -> list[Any]:
+    """Call a function for many independent cases, several at a time, each on a group of ranks.  Collective.
+
+    The ranks of `mesh` form groups of `ranks_each` neighbours.  Each group takes the next case as soon as it is free,
+    so that cases may take as long as they like.
+
+    Parameters
+    ----------
+    function : callable
+        ``function(case, mesh)`` returns the result of a case.  All ranks of a group call it, with a `Mesh` over that
+        group; what its rank 0 returns is kept.  An error must be raised on all ranks of the group, as the functions of
+        mpishard do, or be passed to ``mesh.world.raise_if_any``.
+    cases : iterable
+        What differs between the runs, such as numbers, arrays, or tuples and dictionaries of these; the same on all
+        ranks.
+    mesh : Mesh
+        All ranks that take part.
+    ranks_each : int
+        Ranks of a group; divides the number of ranks of `mesh`.
+    folder : path, optional
+        A folder that all ranks see.  The result of each case is saved there when it is done.  It must consist of None,
+        numbers, strings, arrays, and lists, tuples, dictionaries and `OptimizeResult` of these; one that does not is
+        returned, and a warning says that it is not saved.
+    resume : bool
+        Take the results that are in `folder`, and run the other cases only.
+
+    Returns
+    -------
+    list
+        The results in the order of the cases, on all ranks.  In the place of a case that failed is a RuntimeError that
+        names the error; rank 0 of its group has warned of it, and its traceback is a note of that error.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On all ranks, if an argument is invalid or differs between ranks, or if `folder` has results without
+        `resume`, or of other cases.
+    OSError
+        On all ranks, if `folder` cannot be used.
+
+    Examples
+    --------
+    >>> import mpishard
+    >>> def fit(weight, mesh):
+    ...     def misfit(x):
+    ...         return (x[0] - 1) ** 2 + weight * x[0] ** 2, 2 * (x - 1) + 2 * weight * x
+    ...     return mpishard.minimize(misfit, [0.0], mesh=mesh)
+    >>> results = mpishard.map_runs(fit, [0.0, 1.0, 3.0], mpishard.Mesh())
+    >>> [round(float(result.x[0]), 6) for result in results]
+    [1.0, 0.5, 0.25]
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={shown(mesh)} must be a Mesh, such as mpishard.Mesh()")
+    problem: Exception | None = None
+    cases, record = list(cases), None
+    try:
+        if not callable(function):
+            raise TypeError(f"function={shown(function)} must be callable, as function(case, mesh)")
+        ranks_each = integer("ranks_each", ranks_each, least=1)
+        if mesh.size % ranks_each:
+            fitting = ", ".join(str(size) for size in range(1, mesh.size + 1) if mesh.size % size == 0)
+            raise ValueError(
+                f"ranks_each={ranks_each} does not divide the {mesh.size} ranks of the mesh; give {fitting}"
+            )
+        if flag("resume", resume) and folder is None:
+            raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
+        record = None if folder is None else _Record(Path(folder), cases)
+    except (TypeError, ValueError) as error:
+        problem = error
+    settings = {f"case {number}": text_of(case) for number, case in enumerate(cases)}
+    settings |= {"ranks_each": str(ranks_each), "folder": str(folder), "resume": str(resume)}
+    agree_on_settings(mesh.world, settings, problem, what="cases and options")
+    known: dict[int, Any] = {}
+    if record is not None:
+        try:
+            if mesh.rank == 0:
+                known = record.open(resume)
+        except (OSError, ValueError) as error:
+            problem = error
+        mesh.world.raise_if_any(problem)
+    done = mesh.world.allgather_object(sorted(known))[0]
+    runs = _Runs(function, cases, [number for number in range(len(cases)) if number not in done], record)
+    outcomes: dict[int, _Outcome] = {number: pickle.dumps(value) for number, value in known.items()}
+    for theirs in runs.run(mesh, ranks_each, outcomes):
+        outcomes |= theirs
+    return [_unpacked(outcomes[number]) for number in range(len(cases))]
+
+
+class _Runs:
+    """The cases that are to run."""
+
+    def __init__(
+        self, function: Callable[[Any, Mesh], Any], cases: list[Any], numbers: list[int], record: _Record | None
+    ) -> None:
+        self._function, self._cases, self._numbers, self._record = function, cases, numbers, record
+
+    def run(self, mesh: Mesh, ranks_each: int, outcomes: dict[int, _Outcome]) -> list[dict[int, _Outcome]]:
+        """The outcomes that all ranks hold at the end, those given here included.  Collective."""
+        outcomes = dict(outcomes)
+        group, groups = mesh.rank // ranks_each, mesh.size // ranks_each
+        queue = WorkQueue(mesh.world, group, groups, len(self._numbers))
+        comm: Any = mesh.world.comm.Split(group, mesh.rank)
+        with Mesh(comm, timeout=mesh.timeout, debug=mesh.debug, collectives=mesh.collectives) as own:
+            comm.Free()
+            turn = np.empty(1, np.int64)
+            while True:
+                if own.rank == 0:
+                    turn[0] = queue.take()
+                own.world.broadcast(turn, label="control")
+                if turn[0] < 0:
+                    break
+                number = self._numbers[turn[0]]
+                outcome = self._outcome(number, own, mesh.rank)
+                if own.rank == 0:
+                    outcomes[number] = outcome
+            return queue.gather(outcomes)
+
+    def _outcome(self, number: int, own: Mesh, first: int) -> _Outcome:
+        """Call the function.  Collective over the group, whose rank 0 speaks and saves."""
+        value, problem = None, None
+        try:
+            value = self._function(self._cases[number], own)
+        except Exception as error:  # of the user's function: it is the result
+            problem = error
+        try:
+            own.world.raise_if_any(problem)
+            packed = pickle.dumps(value) if own.rank == 0 else b""
+        except Exception as error:
+            where = f"rank {first}" if own.size == 1 else f"ranks {first} to {first + own.size - 1}"
+            text = f"case {number} of {len(self._cases)} failed on {where}: {type(error).__name__}: {error}"
+            if own.rank == 0:
+                log.warn(f"{text}; the other cases continue")
+            return _Failure(text, "".join(traceback.format_exception(error)))
+        if own.rank == 0 and self._record is not None:
+            try:
+                self._record.save(number, value)
+            except (OSError, TypeError, ValueError) as error:
+                log.warn(f"the result of case {number} is not saved, and resume=True will run it again: {error}")
+        return packed
+
+
+class _Failure(NamedTuple):
+    """Of a case, in a form that every rank can read."""
+
+    text: str
+    traceback: str
+
+
+_Outcome = bytes | _Failure  # a pickled result
+
+
+def _unpacked(outcome: _Outcome) -> Any:
+    if isinstance(outcome, bytes):
+        return pickle.loads(outcome)
+    error = RuntimeError(outcome.text)
+    error.add_note(outcome.traceback)
+    return error
+
+
+# -- the folder: one JSON file a case ----------------------------------------------------------------------------------
+
+
+class _Record:
+    """The results that are done, in a folder."""
+
+    def __init__(self, folder: Path, cases: list[Any]) -> None:
+        self._folder, self._texts = folder, [text_of(case) for case in cases]
+
+    def open(self, resume: bool) -> dict[int, Any]:
+        """The results there are, by case; makes the folder."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        notes = {number: read_note(self._path(number)) for number in range(len(self._texts))}
+        notes = {number: note for number, note in notes.items() if note is not None}
+        if notes and not resume:
+            raise ValueError(
+                f"{self._folder} has the results of {len(notes)} of {len(self._texts)} cases; resume=True takes them, "
+                "and another folder begins anew"
+            )
+        results = {}
+        for number, note in notes.items():
+            try:
+                case, results[number] = note["case"], _decoded(note["result"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{self._path(number)} is no result of a case: {error!r}; remove it") from None
+            if case != self._texts[number]:
+                raise ValueError(
+                    f"{self._folder} has the result of another case {number}: {shown(case)}, and now it is "
+                    f"{shown(self._texts[number])}; give other cases a folder of their own"
+                )
+        return results
+
+    def save(self, number: int, value: Any) -> None:
+        write_note(self._path(number), {"case": self._texts[number], "result": _encoded(value)})
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"case-{number}.json"
+
+
+def _encoded(value: Any) -> Any:
+    """As what JSON can hold: arrays by their bytes, all but plain numbers and strings as ``{kind: content}``."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is complex:
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        content = base64.b64encode(value.tobytes()).decode()
+        return {"array" if isinstance(value, np.ndarray) else "scalar": [value.dtype.str, list(value.shape), content]}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_encoded(each) for each in value]}
+    if type(value) in (dict, OptimizeResult) and all(isinstance(name, str) for name in value):
+        return {type(value).__name__: [[name, _encoded(each)] for name, each in value.items()]}
+    raise TypeError(
+        f"it has a {type(value).__name__}, but a saved result consists of None, numbers, strings, arrays, and lists, "
+        "tuples, dictionaries with names and OptimizeResult of these"
+    )
+
+
+def _decoded(note: Any) -> Any:
+    """The value that `_encoded` had."""
+    if not isinstance(note, dict):
+        return note
+    ((kind, content),) = note.items()
+    if kind == "complex":
+        return complex(*content)
+    if kind in ("array", "scalar"):
+        array = np.frombuffer(base64.b64decode(content[2]), np.dtype(content[0])).reshape(content[1]).copy()
+        return array if kind == "array" else array[()]
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(map(_decoded, content))
+    named = {name: _decoded(each) for name, each in content}
+    return named if kind == "dict" else {"OptimizeResult": OptimizeResult}[kind](named)

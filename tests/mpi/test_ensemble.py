@@ -1,0 +1,150 @@
+"""`map_runs`: results, order, groups, failures and resuming on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard.comm.work_queue import WorkQueue
+
+
+def groups_of(comm):
+    return [size for size in range(1, comm.size + 1) if comm.size % size == 0]
+
+
+def fit(weight, mesh):
+    """The minimum of |x - 1|^2 + weight |x|^2, its misfit summed over the ranks of the group."""
+    own = np.arange(4) % mesh.size == mesh.rank
+
+    def part(x):
+        residual = (x - 1) * own
+        return residual @ residual + weight * (x * own) @ x, 2 * residual + 2 * weight * x * own
+
+    return mpishard.minimize(part, np.zeros(4), mesh=mesh, reduction="sum")
+
+
+def test_results_are_in_order_and_the_same_for_any_groups(mesh, comm, same_on_all):
+    weights = [0.0, 3.0, 0.5, 1.0, 7.0]
+    alone = [fit(weight, mesh) for weight in weights]
+    for size in groups_of(comm):
+        results = mpishard.map_runs(fit, iter(weights), mesh, ranks_each=size)
+        points = np.stack([result.x for result in results])
+        assert points.tobytes() == np.stack([result.x for result in alone]).tobytes()
+        np.testing.assert_allclose(points[:, 0], 1 / (1 + np.array(weights)), rtol=1e-6)
+        assert same_on_all(points)
+
+
+def test_a_group_is_a_mesh_of_neighbours(mesh, comm):
+    size = groups_of(comm)[-1]
+    for each in {1, size}:
+        found = mpishard.map_runs(lambda case, own: (case, own.size, own.rank), range(7), mesh, ranks_each=each)
+        assert found == [(case, each, 0) for case in range(7)]
+    assert mpishard.map_runs(fit, [], mesh) == []
+
+
+def test_a_free_group_takes_the_next_case(mesh, comm, folder):
+    """The first case ends only when all the others are done: by another group, however many there are."""
+
+    def run(case, own):
+        if case:
+            (folder / str(case)).touch()
+            return mesh.rank
+        while comm.size > 1 and len(os.listdir(folder)) < 6:
+            time.sleep(0.001)
+        return mesh.rank
+
+    ranks = mpishard.map_runs(run, range(7), mesh)
+    assert comm.size == 1 or ranks[0] not in ranks[1:]
+
+
+def test_a_failed_case_is_reported_and_the_others_run(mesh, comm, capfd, same_on_all):
+    def run(case, own):
+        if case == 2:
+            raise ZeroDivisionError("no misfit")
+        own.world.raise_if_any(ValueError("of one rank") if case == 3 and own.rank == own.size - 1 else None)
+        return (lambda: case) if case == 4 else case
+
+    results = mpishard.map_runs(run, range(6), mesh, ranks_each=comm.size)
+    assert [results[number] for number in (0, 1, 5)] == [0, 1, 5]
+    for number, text in ((2, "ZeroDivisionError: no misfit"), (3, "ValueError: "), (4, "pickle")):
+        assert isinstance(results[number], RuntimeError)
+        assert f"case {number} of 6 failed on rank" in str(results[number]) and text in str(results[number])
+    assert "in run" in results[2].__notes__[0]
+    said = "".join(comm.allgather(capfd.readouterr().err))
+    assert said.count("the other cases continue") == 3
+    assert same_on_all(str(results[3]))
+
+
+def test_a_run_that_resumes_repeats_no_case_that_is_done(mesh, comm, folder):
+    called = []
+
+    def run(case, own, fails=True):
+        called.append(case["weight"])
+        if fails and case["weight"] == 2.0:
+            raise ValueError("not yet")
+        value = np.float64(case["weight"]) * case["start"]
+        result = mpishard.OptimizeResult(x=value, fun=np.float64(0.1), jac=None, message="ok", success=True)
+        return result, [1, 2.5, "é", 1j], {"grid": np.arange(6, dtype=np.int32).reshape(2, 3)}, float("inf")
+
+    cases = [{"weight": float(weight), "start": np.full(2, 1 / 3)} for weight in range(5)]
+    place = folder / "runs"
+    first = mpishard.map_runs(run, cases, mesh, folder=place)
+    assert [isinstance(result, Exception) for result in first] == [False, False, True, False, False]
+    called.clear()
+    again = mpishard.map_runs(lambda case, own: run(case, own, fails=False), cases, mesh, folder=place, resume=True)
+    assert sorted(sum(comm.allgather(called), [])) == [2.0]
+    for number, (result, listed, named, infinite) in enumerate(again):
+        assert type(result) is mpishard.OptimizeResult and result.x.tobytes() == (number * np.full(2, 1 / 3)).tobytes()
+        assert type(result.fun) is np.float64 and result.jac is None and result.success is True
+        assert listed == [1, 2.5, "é", 1j] and infinite == float("inf")
+        assert named["grid"].dtype == np.int32 and named["grid"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match=r"has the results of 5 of 5 cases; resume=True takes them"):
+        mpishard.map_runs(run, cases, mesh, folder=place)
+    cases[1] = {"weight": 9.0, "start": 0}
+    with pytest.raises(ValueError, match=r"has the result of another case 1: .*weight: 1.* now it is .*weight: 9"):
+        mpishard.map_runs(run, cases, mesh, folder=place, resume=True)
+    if mesh.rank == 0:
+        (place / "case-1.json").write_text(json.dumps({"case": "x", "result": {"array": 3}}))
+    comm.Barrier()
+    with pytest.raises(ValueError, match=r"case-1.json is no result of a case"):
+        mpishard.map_runs(run, cases, mesh, folder=place, resume=True)
+
+
+def test_what_cannot_be_saved_is_returned(mesh, comm, folder, capfd):
+    results = mpishard.map_runs(lambda case, own: {case}, [1, 2], mesh, folder=folder)
+    assert results == [{1}, {2}]
+    said = "".join(comm.allgather(capfd.readouterr().err))
+    assert said.count("is not saved, and resume=True will run it again: it has a set, but") == 2
+    assert os.listdir(folder) == []
+
+
+def test_without_threads_cases_are_dealt_out_in_turns(mesh, comm, monkeypatch):
+    from mpishard.comm import work_queue
+
+    monkeypatch.setattr(work_queue.MPI, "Query_thread", lambda: work_queue.MPI.THREAD_SINGLE)
+    queue = WorkQueue(mesh.world, mesh.rank, mesh.size, 7)
+    taken = [queue.take() for _ in range(9)]
+    assert [number for number in taken if number >= 0] == list(range(mesh.rank, 7, mesh.size))
+    assert queue.gather(mesh.rank) == list(range(mesh.size))
+
+
+def test_bad_arguments_are_an_error_on_all_ranks(mesh, comm):
+    bad = comm.size - 1  # the others learn of it
+    mine = comm.rank == bad
+    fits = ", ".join(map(str, groups_of(comm)))
+    with pytest.raises(TypeError, match=r"mesh=3 must be a Mesh"):
+        mpishard.map_runs(fit, [1], 3)
+    with pytest.raises(TypeError, match=r"function=5 must be callable"):
+        mpishard.map_runs(5 if mine else fit, [1], mesh)
+    with pytest.raises(ValueError, match=f"ranks_each={comm.size + 1} does not divide .* give {fits}"):
+        mpishard.map_runs(fit, [1], mesh, ranks_each=comm.size + 1)
+    with pytest.raises(ValueError, match="resume=True takes the results in a folder"):
+        mpishard.map_runs(fit, [1], mesh, resume=True)
+    if comm.size > 1:
+        with pytest.raises(ValueError, match=r"all ranks must have the same cases and options, but case 1 is"):
+            mpishard.map_runs(fit, [1, 3 if mine else 2], mesh)
