@@ -27,8 +27,6 @@ Array = Any
 
 
 # Causal attention of given queries, keys and values, on the host one block of queries of one head at a time.
-#
-# So the scores stay in cache.
 
 # Queries (forward) or keys (backward) at a time.  Half of the scores of a sequence are masked, and blocks skip most of
 # them; 96 rows times 256 keys of 32 channels is small enough for OpenBLAS's kernels that need no packing.
@@ -41,21 +39,11 @@ class CausalMixing(Layer):
     """Mixes values by the softmax of the products of queries and keys, in which a position sees what came before.
 
     Scores are never stored: the backward pass computes them again from queries, keys and the logarithm of each query's
-    normaliser (Dao et al., 2022).  Blocks that are masked entirely are not computed.  The largest temporary on the host
-    is the gradient of all scores of one head of one sequence, or of a few heads of a short sequence; device arrays are
-    computed in larger pieces (`mpishard.nn.device_mixing`), or by a library (`mpishard.nn.fused_mixing`).
+    normaliser (Dao et al., 2022), and skips blocks that are masked entirely. The largest temporary on the host is the
+    gradient of all scores of one head of one sequence, or of a few heads of a short sequence.
 
     Each key and value head serves the queries of all kinds s (grouped queries; one kind: as many queries as keys).
     Axes: s kinds of queries, b sequences, h key and value heads, t positions, d channels.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        Prefix of its memory in a workspace; it has no tensors.
-    head_width : int
-        Channels of a head.
     """
 
     def __init__(self, name: str, head_width: int) -> None:
@@ -65,16 +53,10 @@ class CausalMixing(Layer):
     def forward(
         self, q_sbhtd: Array, k_bhtd: Array, v_bhtd: Array, mixed_sbhtd: Array, logsum_sbht: Array, work: Workspace
     ) -> None:
-        """The mixed values, and the logarithm of each query's normaliser.
+        """Overwrite `mixed` with the mixed values, and `logsum` with the logarithm of each query's normaliser.
 
-        Parameters
-        ----------
-        q_sbhtd, k_bhtd, v_bhtd : array
-            Of axes as above.  If there are more keys than queries, the queries are those of the last positions.
-        mixed_sbhtd, logsum_sbht : array
-            Overwritten; `logsum`, C-contiguous, has as many positions as there are keys.
-        work : Workspace
-            Memory of the micro-batch.
+        If there are more keys than queries, the queries are those of the last positions. `logsum` is C-contiguous and
+        has as many positions as there are keys.
         """
         if self.module is not np:
             mixing = choose_mixing(self.matmul, self.ops, self.scale, q_sbhtd, k_bhtd.shape[2], work)
@@ -108,24 +90,10 @@ class CausalMixing(Layer):
         dheads_sbhtd: Array,
         work: Workspace,
     ) -> None:
-        """Gradients by queries, keys and values.
+        """Overwrite `dheads` with the gradients by `heads`: the queries of all kinds, then the keys, then the values.
 
-        Parameters
-        ----------
-        heads_sbhtd : array
-            The queries of all kinds, then the keys, then the values.
-        logsum_sbht : array
-            As `forward` left it.
-        mixed_sbhtd : array
-            As `forward` left them.
-        dmixed_sbhtd : array
-            Gradient of the loss by the mixed values.
-        inner_sbht : array
-            Its inner product with the mixed values, for each query.
-        dheads_sbhtd : array
-            Overwritten by the gradients by `heads`.
-        work : Workspace
-            That of the forward pass.
+        `logsum` and `mixed` are as `forward` left them; `inner` is, for each query, the inner product of `mixed` and
+        `dmixed`.
         """
         if self.module is not np:
             length = dmixed_sbhtd.shape[3]
@@ -196,7 +164,7 @@ _BY_HEADS = "gradients by heads"
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What kind of attention it is; the default is that of GPT-2.
+    """The kind of attention; the default is that of GPT-2.
 
     Parameters
     ----------
@@ -227,7 +195,7 @@ class CausalSelfAttention(Layer):
     With fewer heads of keys and values than of queries it is grouped-query attention (Ainslie et al., 2023).  Scores
     are never stored, see `mpishard.nn.attention`.
 
-    The bias of the keys shifts all scores of a query alike, which does not change the softmax: its exact gradient is
+    The bias of the keys shifts all scores of a query equally, which does not change the softmax: its exact gradient is
     zero, and the computed one is rounding noise.  With rotary positions it is not.
 
     Its passes are collective over the tensor axis.
@@ -329,7 +297,7 @@ class CausalSelfAttention(Layer):
         return self.output.forward(mixed_nc, work, residual_nc)
 
     def _mixed(self, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:
-        """The mixed values of heads, each of which lies by itself."""
+        """The mixed values of heads, each in separate memory."""
         shape = self._shape_of_heads(qkv_nd, length)
         slices, kinds, *rest = shape
         half = self._half_of_heads() if work.cache is None else None
@@ -473,11 +441,11 @@ class CausalSelfAttention(Layer):
 
     @property
     def _changes_heads(self) -> bool:
-        """Whether queries and keys are others than those that the product gives."""
+        """Return True if attention reads other queries and keys than the product gives: rotated or normed ones."""
         return self.norms is not None or self.rotary is not None
 
     def _half_of_heads(self) -> np.dtype | None:
-        """The half precision in which heads are kept, as only products that round them read them; None: they are not.
+        """The half precision in which heads are kept, where only products that round them read them; else None.
 
         Products of heads on the host take float32.
         """
@@ -507,7 +475,7 @@ class CausalSelfAttention(Layer):
             self.mixing.forward(q_sbhtd[:, one], k_lbhtd[index], v_lbhtd[index], mixed_sbhtd[:, one], logsum_sbht, work)
 
     def _rotate_from(self, heads_lsbhtd: Array, starts: Sequence[int]) -> None:
-        """Turn queries and keys of texts that begin at positions of their own."""
+        """Rotate queries and keys, in place, of texts that each begin at their entry of `starts`."""
         assert self.rotary is not None
         length = heads_lsbhtd.shape[4]
         for place, start in enumerate(starts):

@@ -13,33 +13,17 @@ Array = Any
 class KeyValueCache:
     """The keys and values of each attention of this rank, for several texts of different lengths.
 
-    A pass through the model is over some of the texts.  It adds equally many tokens to each: all so far of texts that
-    are computed from their beginning, or one.  Axes: l slices, b texts, h heads of keys and values, t positions, d
+    A pass through the model is over some of the texts, and adds equally many tokens to each: all so far of texts that
+    are computed from their beginning, or one. Axes: l slices, b texts, h heads of keys and values, t positions, d
     channels.
-
-    Not collective.
-
-    Parameters
-    ----------
-    texts : int
-        Number of texts.
-    capacity : int
-        The most tokens of a text.
-
-    Attributes
-    ----------
-    numbers : list of int
-        The texts of this pass.
-    starts : list of int
-        For each of them the position of the first token of this pass.
     """
 
     def __init__(self, texts: int, capacity: int) -> None:
         self._texts = texts
         self._capacity = capacity
         self._held: dict[str, tuple[Array, Array]] = {}
-        self.numbers: list[int] = []
-        self.starts: list[int] = []
+        self.numbers: list[int] = []  # the texts of this pass
+        self.starts: list[int] = []  # of each of them, the position of the first token of this pass
 
     def over(self, numbers: Sequence[int], starts: Sequence[int]) -> KeyValueCache:
         """The same keys and values, for a pass over some texts."""
@@ -54,7 +38,7 @@ class KeyValueCache:
 
     @property
     def fresh(self) -> bool:
-        """Whether this pass has all tokens of its texts."""
+        """Return True if this pass has all tokens of its texts."""
         return not any(self.starts)
 
     def store(self, name: str, k_lbhtd: Array, v_lbhtd: Array) -> None:

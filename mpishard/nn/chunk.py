@@ -31,9 +31,6 @@ Array = Any
 
 
 # The activations of a block that are kept for its backward pass: all, all in half precision, or only its input.
-#
-# If not all are kept, blocks run in one shared workspace.  Before a backward pass the activations are restored there:
-# unpacked from half precision, or computed again (Chen et al., 2016, "Training deep nets with sublinear memory cost").
 
 
 class Spot(NamedTuple):
@@ -45,15 +42,7 @@ class Spot(NamedTuple):
 
 
 class BlockUnit:
-    """A block as a unit, called like the other units of a `mpishard.nn.Chunk`.
-
-    Parameters
-    ----------
-    block : TransformerBlock
-    keeping : KeepAll or ActivationCheckpointing
-        What is kept of its activations.
-    spot : Spot
-    """
+    """A block as a unit, called like the other units of a `mpishard.nn.Chunk`; `keeping` keeps its activations."""
 
     def __init__(self, block: TransformerBlock, keeping: KeepAll | ActivationCheckpointing, spot: Spot) -> None:
         self.name: str = block.name
@@ -109,20 +98,11 @@ class _Recording(Workspace):
 class ActivationCheckpointing:
     """Blocks run in a shared workspace, and few of their activations are kept for each micro-batch.
 
-    Parameters
-    ----------
-    sharing : Workspace
-        The workspace whose scratch memory is used.
-    recompute : bool
-        Keep the input of a block, and run its forward pass again before its backward pass.
-    storage_dtype : dtype or None
-        Store kept activations in this dtype, float16 or bfloat16, except for statistics (one or two numbers per row
-        and head) and for inputs from and outputs to other units.
+    With `recompute` only the input of a block is kept, and its forward pass runs again before its backward pass (Chen
+    et al., 2016). `storage_dtype`, float16 or bfloat16, is that of kept activations, except for statistics (one or two
+    numbers per row and head) and for inputs from and outputs to other units.
 
-    Attributes
-    ----------
-    keeps : bool
-        Set it to False for forward passes without a backward pass, which then keep nothing.
+    Set `keeps` to False for forward passes without a backward pass, which then keep nothing.
     """
 
     keeps = True
@@ -398,8 +378,8 @@ def measure_costs(
 ) -> list[float]:
     """Seconds that one sequence of `context_length` tokens spends in each unit, forward and backward.
 
-    Rank 0 of `world` builds the embeddings, one block and an output head for the measurement, and broadcasts the times,
-    so that all ranks cut the model alike; `compute_dtype` and `module` as for `GPT`.  Collective over `world`.
+    Rank 0 of `world` measures the embeddings, one block and an output head, and broadcasts the times, so that all ranks
+    cut the model identically. Collective over `world`.
     """
     seconds = np.zeros(3)
     if world.rank == 0:
@@ -458,7 +438,7 @@ _draws: ContextVar[bool] = ContextVar("_draws", default=True)
 
 @contextmanager
 def values_from_elsewhere() -> Iterator[None]:
-    """A context as `Mesh.without_initial_values`, also for models without a mesh.  Not collective."""
+    """A context as `Mesh.without_initial_values`, also for models without a mesh."""
     before = _draws.set(False)
     try:
         yield
@@ -470,30 +450,6 @@ class LocalChunks:
     """Cuts a model into virtual stages and builds the chunks of this rank; owns their parameters and scratch memory.
 
     Collective over the mesh if the costs of the stages are measured, over its data axis if parameters are sharded.
-
-    Parameters
-    ----------
-    architecture : DecoderArchitecture
-    mesh : Mesh or None
-        None: one rank alone.
-    pipeline : PipelineOptions
-    precision : Precision
-    memory : MemoryOptions
-    seed : int
-        Seed of the initial values.
-    module : module
-        ``numpy`` or ``cupy``.
-
-    Attributes
-    ----------
-    parameters : FlatParameters
-        The tensors of this rank.
-    chunks : list of Chunk
-        One for each virtual stage of this rank.
-    blocks : list of TransformerBlock
-        The blocks in these chunks.
-    scratch : Workspace
-        Its scratch memory is that of all chunks.
     """
 
     def __init__(

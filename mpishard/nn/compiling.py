@@ -1,10 +1,10 @@
-"""How the kernels of layers are compiled: in groups of those that one model needs, with an exponential that vectorises.
+"""Compiles the kernels of layers: in groups of those that one model needs, with an exponential that vectorises.
 
-Loops are written out plainly, since that compiles fastest and LLVM vectorises it.  ``reassoc`` lets it vectorise sums
-of rows, ``contract`` lets it use fused multiply-add; NaN and infinity keep their meaning.  Two habits decide whether
-a loop vectorises: an array that is read and written is one argument (two arguments that overlap fail the check that
-guards the vectorised loop), and a loop over part of a row runs from 0 over a slice (an index that might be negative
-carries Python's wrap-around).  Kernels with an exponential ask for wide vectors; most others wait for memory.
+Loops are written out plainly, since that compiles fastest and LLVM vectorises it. ``reassoc`` lets it vectorise sums of
+rows, ``contract`` lets it use fused multiply-add; NaN and infinity keep their meaning. An array that is read and
+written is one argument (two that overlap fail the check that guards the vectorised loop), and a loop over part of a row
+runs from 0 over a slice (an index that might be negative carries Python's wrap-around). Kernels with an exponential ask
+for wide vectors; most others wait for memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ Indices = Any
 
 
 class KernelGroup:
-    """Kernels that a model needs together: the first call of one announces the others, which are then compiled, too.
-
-    Attributes
-    ----------
-    kernels : list of (HostFunction, dict)
-        The compiled functions, and the annotations of their parameters.
-    """
+    """Kernels that a model needs together: the first call of one announces the others, which are then compiled, too."""
 
     def __init__(self) -> None:
+        # The compiled functions, and the annotations of their parameters.
         self.kernels: list[tuple[HostFunction, dict[str, str]]] = []
         self._begun: set[np.dtype] = set()
 
@@ -139,8 +134,8 @@ def _overload_element() -> None:
 def wide_vectors() -> None:
     """In a kernel: use vectors of 512 bits where the processor has them, for loops that compute more than they load.
 
-    LLVM prefers 256 bits for some processors, of which early ones run slower while they use wider vectors.  But they do
-    so for the products of a step anyway.
+    LLVM prefers 256 bits for early processors that run slower while they use wider vectors; they do so for the products
+    of a step anyway.
     """
 
 

@@ -1,4 +1,4 @@
-"""How the CUDA functions of the layers are started: their files, element types, blocks and threads.
+"""Launches the CUDA functions of the layers: their files, element types, blocks and threads.
 
 See ``cuda/rows.cuh`` for how threads share rows, which the numbers here must fit.
 """
@@ -39,29 +39,10 @@ def launch(
     *arguments: Any,
     shared: int = 0,
 ) -> None:
-    """Queue a function of a file; not collective.
+    """Queue the function `name` of ``cuda/FILE.cu`` for computations in the dtype of `like`, float32 or float64.
 
-    Parameters
-    ----------
-    file, name : str
-        Of the file ``cuda/FILE.cu``, and of the function in it.
-    like : float32 or float64 array
-        Its dtype is that of the computation.
-    stored : array or None
-        The result that may have another dtype; None: no result has.
-    blocks, threads : int
-        Blocks, and threads of each.
-    *arguments : arrays and numbers
-        As the signature says.
-    shared : int
-        Bytes of the function's ``extern __shared__`` array, for each block.
-
-    Raises
-    ------
-    TypeError
-        For arrays of other dtypes, or the wrong number of arguments.
-    ValueError
-        For an array that is not C-contiguous.
+    `stored` is the result that may have another dtype, if any; `shared` is the size in bytes of each block's ``extern
+    __shared__`` array. Raises TypeError for arrays of other dtypes, ValueError for one that is not C-contiguous.
     """
     for each in arguments:
         if hasattr(each, "flags") and not each.flags.c_contiguous:
@@ -79,12 +60,12 @@ def processors(like: Array) -> int:
 
 
 def most_shared(like: Array) -> int:
-    """Bytes that the ``extern __shared__`` array of a block may have: all but those that functions have besides."""
+    """Bytes that the ``extern __shared__`` array of a block may have: all but what functions use besides."""
     return backend_of(like).shared_memory(like) - OTHER_SHARED
 
 
 def ceiling(count: int, size: int) -> int:
-    """How many parts of a size hold a count."""
+    """Number of parts of a size that hold a count."""
     return -(-count // size)
 
 
@@ -95,7 +76,7 @@ def columns_of_pack(like: Array, columns: int = 0) -> int:
 
 
 def row_team(like: Array, columns: int, most: int, packs: int = HELD_PACKS) -> int:
-    """Threads of a row: so few that each has several packs of it, so many that they hold it if `most` do."""
+    """Threads of a row: few enough that each has several packs of it, enough to hold it if `most` do."""
     held, team = packs * columns_of_pack(like), WARP
     while team < most and team * held < columns:
         team *= 2

@@ -23,10 +23,10 @@ MOST_SHAPES = 32
 
 
 class Shape(NamedTuple):
-    """Of attention: sequences, heads of queries, heads of keys and values, positions, channels of a head.
+    """Sequences, heads of queries, heads of keys and values, positions, and channels of a head.
 
-    `in_rows`: a position has a row in memory, in which the heads lie side by side, of each its query, key and value;
-    mixed values have rows of their own.  Else each array is C-contiguous of shape (batch, heads, length, width).
+    With `in_rows` a position has a row in memory, in which the query, key and value of each head are next to each
+    other, and mixed values have separate rows. Else each array is C-contiguous of shape (batch, heads, length, width).
     """
 
     batch: int
@@ -45,23 +45,11 @@ class Shape(NamedTuple):
 
 
 class CudnnAttention:
-    """Attention on one device, for one thread; operands and results are in half precision.
+    """Attention by cuDNN on one device, for one thread; operands and results are in half precision.
 
-    Queries, their results and the gradients by these are of shape (batch, heads, length, width), keys and values of
-    (batch, groups, length, width); `Shape` says how they lie in memory.  Query head number i uses keys and values of
-    number ``i // (heads // groups)``.
-
-    Parameters
-    ----------
-    cudnn : module
-        ``cudnn``, of the package nvidia-cudnn-frontend.
-    like : array
-        Any of the device.
-
-    Attributes
-    ----------
-    proven : dict
-        Whether it was right on a small problem, by what was tried; kept here for whoever tries.
+    Queries, their results and their gradients are of shape (batch, heads, length, width), keys and values of (batch,
+    groups, length, width), in memory as `Shape` says. Query head i uses the keys and values of group ``i // (heads //
+    groups)``.
     """
 
     def __init__(self, cudnn: Any, like: Array) -> None:
@@ -70,10 +58,11 @@ class CudnnAttention:
         with self._backend.on_device_of(like):
             self._handle = cudnn.create_handle()
         self._graphs: dict[tuple[Shape, np.dtype, float], tuple[_Graph, _Graph] | None] = {}
+        # Whether it was right on a small problem, by what was tried; filled by callers.
         self.proven: dict[Any, bool] = {}
 
     def builds(self, shape: Shape, half: np.dtype, scale: float, like: Array) -> bool:
-        """Whether cuDNN has forward and backward for this shape; builds them if so."""
+        """Return True if cuDNN has forward and backward for this shape, which are then built."""
         if shape.width > WIDEST_HEAD or shape.width % HEAD_MULTIPLE or 0 in shape[:-1]:
             return False
         key = shape, half, scale

@@ -47,7 +47,7 @@ class Decoder:
     mesh : Mesh, optional
         Default: one rank alone.
     pipeline : PipelineOptions, optional
-        How the model is cut into stages, and their schedule.
+        The cut of the model into stages, and their schedule.
     precision : Precision, optional
         Dtypes: float32, unless others are given.
     memory : MemoryOptions, optional
@@ -173,7 +173,7 @@ class Decoder:
             `tokens`.
         samples : int array, (batch,), optional
             With dropout: the number of each sequence in the data.  The masks follow from these and from
-            ``parameters.step``, which a training loop sets.  `OptimizationProblem.for_model` gives them by itself.
+            ``parameters.step``, which a training loop sets.  `OptimizationProblem.for_model` gives them.
 
         Returns
         -------
@@ -221,8 +221,7 @@ class Decoder:
     def _rounded_weights(self) -> AbstractContextManager[None]:
         """For a step, in which no weight changes, and weights that are not sharded stay where they are.
 
-        Sharded ones, as an optimizer for ZeRO-3 makes them at its start, are gathered anew for each micro-batch, in
-        memory that other units use in between.
+        Sharded ones (ZeRO-3) are gathered again for each micro-batch, in memory that other units use in between.
         """
         return weights_stay(self.parameters.flat if self.parameters.sharded is None else None)
 
@@ -316,7 +315,7 @@ class Decoder:
         temperature : float
             Divides the logits; 0 takes the most likely token.
         seed : int
-            Same seed, same texts.  Each has random numbers of its own; the first has those that it would have alone.
+            Same seed, same texts.  Each has separate random numbers; the first has those that it would have alone.
         top_k : int, optional
             Draw from this many most likely tokens only.
         top_p : float, optional
@@ -362,7 +361,9 @@ class Decoder:
             return self.pipeline.infer(Batch(tokens_n, None, tokens_bt.shape[1], last_only=True, cache=cache))
 
     def _share_tokens(self, tokens: np.ndarray) -> None:
-        """Broadcast tokens that the last stage has drawn; replicas that share parameters go on alike."""
+        """Broadcast tokens that the last stage has drawn, so that replicas that share parameters continue
+        identically.
+        """
         self._from_last_stage(tokens, "token")
         if self.parameters.sharded is not None:
             self.parameters.sharded.axis.broadcast(tokens, root=0, label="token")

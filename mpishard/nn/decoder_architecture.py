@@ -1,4 +1,4 @@
-"""What models of blocks have in common: sizes, units, and their cut into pipeline stages; without memory or ranks."""
+"""The common part of models of blocks: sizes, units, and their cut into pipeline stages; without memory or ranks."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class DecoderArchitecture(ABC):
         ]
 
     def check(self, tensor: int = 1, stages: int = 1) -> None:
-        """Raise unless the model can be split over so many ranks and cut into so many stages.
+        """Raise unless the model can be split over `tensor` ranks and cut into `stages` stages.
 
         Parameters
         ----------

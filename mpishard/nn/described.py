@@ -18,17 +18,9 @@ _KINDS: dict[str, type[Any]] = {"Architecture": Architecture, "LlamaArchitecture
 
 
 def described(architecture: Any) -> dict[str, Any] | None:
-    """The fields of a model's architecture, and its kind; None if it is no dataclass.  Not collective.
+    """The fields of a model's architecture as plain values, and its kind; None if it is no dataclass.
 
-    Parameters
-    ----------
-    architecture : object
-        Of any model.
-
-    Returns
-    -------
-    dict or None
-        Of plain values; for an `Architecture` without a kind, as earlier versions read it.
+    An `Architecture` has no kind, as earlier versions read it.
     """
     if not is_dataclass(architecture) or isinstance(architecture, type):
         return None
@@ -43,18 +35,7 @@ def described(architecture: Any) -> dict[str, Any] | None:
 
 
 def architecture_of(fields: Mapping[str, Any]) -> DecoderArchitecture | None:
-    """The architecture that was described.  Not collective.
-
-    Parameters
-    ----------
-    fields : mapping
-        Of `described`, maybe from a file.
-
-    Returns
-    -------
-    DecoderArchitecture or None
-        None if it is of a kind that is not in this package.
-    """
+    """The architecture that `described` described, maybe in a file; None if this package has no such kind."""
     given = dict(fields)
     kind = _KINDS.get(given.pop("kind", "Architecture"))
     found: DecoderArchitecture | None = None if kind is None else kind(**given)
@@ -62,18 +43,7 @@ def architecture_of(fields: Mapping[str, Any]) -> DecoderArchitecture | None:
 
 
 def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """In what two architectures differ, as JSON stores them.  Not collective.
-
-    Parameters
-    ----------
-    now, then : mapping
-        Of `described`, maybe from files.
-
-    Returns
-    -------
-    dict of str to (object, object)
-        By the field, the value now and then; None where there is none.
-    """
+    """The fields in which two results of `described` differ, as JSON stores them: the values now and then, or None."""
     new, old = {**_USUAL, **now}, {**_USUAL, **then}
     pairs = {name: (new.get(name), old.get(name)) for name in {**new, **old}}
     return {name: pair for name, pair in pairs.items() if len({json.dumps(each, sort_keys=True) for each in pair}) > 1}

@@ -183,14 +183,8 @@ def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
 def gelu_backward_of_rounded(dx_nc: Array, before_nc: Array, dbias_c: Array) -> None:
     """As `gelu_backward` in half precision but for the bias, given what GELU was applied to in the derivative's place.
 
-    Parameters
-    ----------
-    dx_nc : array, shape (n, c)
-        float16, or uint16 for the bits of bfloat16; overwritten by the product, rounded.
-    before_nc : array, shape (n, c)
-        Of the same dtype.
-    dbias_c : array, shape (c,)
-        float32; the column sums of the product, not rounded, are added to it.
+    `dx`, float16 or uint16 for the bits of bfloat16, becomes the product, rounded. The column sums of the product, not
+    rounded, are added to `dbias`, which is float32.
     """
     rows, columns = dx_nc.shape
     if not dx_nc.size:
@@ -283,7 +277,7 @@ def _rows_of_parts(like: Array, rows: int, columns: int, pack: int | None = None
 
 
 def _add_sums(partial: Array, parts: int, *sums: Array) -> None:
-    """Add the column sums of `partial`, of so many rows, into one or two arrays, which have its columns together."""
+    """Add the column sums of `partial`, of `parts` rows, to one or two arrays, which have its columns together."""
     columns = sum(len(each) for each in sums)
     while parts > SUMMED_ROWS:
         fewer = ceiling(parts, SUMMED_ROWS)

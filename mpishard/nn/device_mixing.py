@@ -22,18 +22,9 @@ DEVICE_SCORES = 2**27
 
 
 class DeviceMixing:
-    """What `mpishard.nn.attention.CausalMixing` does, with the same arguments; axes as there.
+    """Computes `mpishard.nn.attention.CausalMixing` on devices, with the same arguments and axes.
 
-    Not collective.
-
-    Parameters
-    ----------
-    matmul : callable
-        As `mpishard.nn.products.make_matmul` gives it for devices.  If it rounds operands, so are the probabilities.
-    ops : module
-        ``formulas``, or what has its functions.
-    scale : float
-        Factor of the scores.
+    If `matmul` rounds operands, the probabilities are rounded too.
     """
 
     def __init__(self, matmul: Matmul, ops: Any, scale: float) -> None:
@@ -119,9 +110,9 @@ class DeviceMixing:
             add_product(dscores.swapaxes(2, 3), k[:, :, first:last], dq[:, :, first:], first > 0)
 
     def _results_for_products(self, scores: Array) -> tuple[Array, list[Array]]:
-        """Where the softmax leaves what it makes of `scores`, for products; and by group, if not in their place.
+        """The place where the softmax leaves its results of `scores` for products, and by group if that is elsewhere.
 
-        That is where products would round it: the softmax stores it rounded.
+        Products that round operands would round it there: the softmax stores it rounded.
         """
         half = rounded_dtype(self._matmul)
         if half is None:
@@ -149,7 +140,7 @@ def _groups(batch: int, heads: int, scores_of_head: int) -> Iterator[tuple[slice
 
 
 def group_sizes(heads: int, scores_of_head: int) -> tuple[int, int]:
-    """How many sequences and heads are computed at a time, at most: all heads of several sequences, or some of one."""
+    """The most sequences and heads to compute at a time: all heads of several sequences, or some of one."""
     size = max(1, DEVICE_SCORES // max(1, scores_of_head))
     return max(1, size // max(1, heads)), min(size, heads)
 

@@ -54,12 +54,8 @@ class _RoundedWeights:
 def weights_stay(flat: Array | None) -> Iterator[None]:
     """Weights change in no product inside, and lie where they are: they are rounded once, at the first product.
 
-    Not collective.  The rounded weights are kept to the end, as those of PyTorch's autocast are.
-
-    Parameters
-    ----------
-    flat : array or None
-        What weights are views of; None: weights are rounded at every product.
+    The rounded weights are kept to the end, as those of PyTorch's autocast are. `flat` is the array that weights are
+    views of; None: they are rounded at every product.
     """
     outer = _thread.__dict__.get("weights")
     _thread.weights = None if flat is None else _RoundedWeights(flat)
@@ -72,18 +68,11 @@ def weights_stay(flat: Array | None) -> Iterator[None]:
 class DeviceProduct:
     """Called like ``numpy.matmul(a, b, out=out)``; sums and results are in the dtype of `out`.
 
-    Parameters
-    ----------
-    half : dtype or None
-        float16, or bfloat16 of ml_dtypes: operands are rounded to it.
-
-    Attributes
-    ----------
-    rounded_dtype : dtype or None
-        That of operands which are rounded already: float16, or uint16 for the bits of bfloat16.
+    Operands are rounded to `half`, float16 or bfloat16, if given.
     """
 
     def __init__(self, half: np.dtype | None) -> None:
+        # Of operands that are rounded already: float16, or uint16 for the bits of bfloat16.
         self.rounded_dtype: np.dtype | None = half if half is None or half == np.float16 else BITS
 
     def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> Array:
@@ -99,19 +88,9 @@ class DeviceProduct:
         return out
 
     def rounded(self, array: Array) -> Array:
-        """An operand as it is multiplied: rounded in new memory, unless it is rounded or nothing is to be.
+        """An operand of any strides as it is multiplied: rounded in new memory, unless that is done or not wanted.
 
         Rows of a matrix whose length is no multiple of `ALIGNED`, such as logits, have a gap behind them.
-
-        Parameters
-        ----------
-        array : array
-            Of any strides.
-
-        Returns
-        -------
-        array
-            Of `rounded_dtype`, if there is one.
         """
         if self.rounded_dtype is None or array.dtype == self.rounded_dtype:
             return array
@@ -125,20 +104,10 @@ class DeviceProduct:
         return halves.swapaxes(-1, -2) if transposed else halves
 
     def rounded_weight(self, weight: Array, padded: int | None = None) -> Array:
-        """A weight as it is multiplied, if weights stay (`weights_stay`), else as it is unless it is to be padded.
+        """A view of parameters, rounded if weights stay (`weights_stay`), else as it is unless it is to be padded.
 
-        Parameters
-        ----------
-        weight : array
-            A view of parameters.
-        padded : int, optional
-            The dimension to which zeros are added, up to a multiple of `ALIGNED`.  Where rounded operands have an odd
-            extent, such as that of a vocabulary, cuBLAS takes kernels that load single numbers.
-
-        Returns
-        -------
-        array
-            Of `rounded_dtype` if it was rounded.
+        Zeros are added to the dimension `padded`, up to a multiple of `ALIGNED`: where rounded operands have an odd
+        extent, such as that of a vocabulary, cuBLAS takes kernels that load single numbers.
         """
         if padded is not None and not weight.shape[padded] % ALIGNED:
             padded = None

@@ -1,4 +1,4 @@
-"""GELU in the epilogue of a matrix product on devices, by a library that has it, where it is there and proven."""
+"""GELU in the epilogue of a matrix product on devices, where a library has it and it is proven."""
 
 from __future__ import annotations
 
@@ -26,17 +26,8 @@ TRIAL_ROUNDINGS = 8
 class GELUEpilogues:
     """Bias and GELU in the kernel of the product before, and a backward pass that has all but sums in half precision.
 
-    Not collective.  The backward pass is a product and a kernel of its own: cuBLASLt has an epilogue for it, but on an
-    H200 that was a product and a second kernel, of 322 us for 16384 rows of 3072 channels.
-
-    Parameters
-    ----------
-    library : CublasLt
-        Which takes the shape.
-    matmul : callable
-        As `mpishard.nn.products.make_matmul` gives it for devices, with a half precision.
-    half : dtype
-        In which `matmul` takes rounded operands.
+    The backward pass is a product and a separate kernel: cuBLASLt has an epilogue for it, but on an H200 that was a
+    product and a second kernel, of 322 us for 16384 rows of 3072 channels.
     """
 
     def __init__(self, library: CublasLt, matmul: Matmul, half: np.dtype) -> None:
@@ -45,39 +36,18 @@ class GELUEpilogues:
         self._matmul = matmul
 
     def forward(self, x_nc: Array, weight_cd: Array, bias_d: Array, before_nd: Array, y_nd: Array) -> None:
-        """``y = GELU(x W + bias)``.
+        """``y = GELU(x W + bias)``; `before`, for `backward`, gets what GELU is applied to.
 
-        Parameters
-        ----------
-        x_nc, weight_cd, bias_d : array
-            Operands, rounded or not; `weight` and `bias` views of parameters.
-        before_nd : array, shape (n, d)
-            In half precision, for what GELU is applied to, which `backward` needs.
-        y_nd : array, shape (n, d)
-            In half precision.
+        `x` is rounded or not; `weight` and `bias` are views of parameters; `before` and `y`, of shape (n, d), are in
+        half precision.
         """
         self._library.forward(self._rounded(x_nc), self._weight(weight_cd), self._weight(bias_d), before_nd, y_nd)
 
     def backward(self, dy_nc: Array, weight_dc: Array, before_nd: Array, dbias_d: Array, work: Workspace) -> Array:
-        """Gradient by `before`, from that by the product of `y` and a second weight.
+        """Gradient by `before`, of shape (n, d) in half precision, which the next call overwrites.
 
-        Parameters
-        ----------
-        dy_nc : array, shape (n, c)
-            Rounded or not.
-        weight_dc : array, shape (d, c)
-            The second weight, a view of parameters.
-        before_nd : array, shape (n, d)
-            Of `forward`.
-        dbias_d : array, shape (d,)
-            The gradient by the bias, sums in the dtype of activations, is added to it.
-        work : Workspace
-            Memory of the micro-batch.
-
-        Returns
-        -------
-        array, shape (n, d)
-            In half precision; overwritten by the next call.
+        `dy`, of shape (n, c), is the gradient by the product of `y` and the view `weight` of a second weight, of shape
+        (d, c). The gradient by the bias, summed in the dtype of activations, is added to `dbias`.
         """
         dbefore_nd = work.scratch("gradient before GELU", before_nd.shape, self.half)
         self._matmul(self._rounded(dy_nc), self._weight(weight_dc).T, out=dbefore_nd)
@@ -95,30 +65,12 @@ class GELUEpilogues:
 def choose_epilogues(
     matmul: Matmul, tensor: TensorParallel, x_nc: Array, inner: int, work: Workspace
 ) -> GELUEpilogues | None:
-    """The epilogues for rows `x` and GELU of `inner` channels; None: GELU is a kernel of its own.
+    """The epilogues for rows `x` and GELU of `inner` channels; None: GELU is a separate kernel.
 
-    Not collective.
-
-    Parameters
-    ----------
-    matmul : callable
-        As `mpishard.nn.products.make_matmul` gives it.
-    tensor : TensorParallel
-        The axis over which the tensors are split.
-    x_nc : array, shape (n, c)
-        The rows.
-    inner : int
-        Channels.
-    work : Workspace
-        Memory of the micro-batch.
-
-    Returns
-    -------
-    GELUEpilogues or None
-        The former only if operands are rounded, the model is one slice, and a small problem was computed right.
+    They are used only if operands are rounded, the model is one slice, and a small problem was computed right.
     """
     half = rounded_dtype(matmul)
-    # Tensor ranks have replicas whose bits must not differ, and each rank finds out by itself whether its library is
+    # Tensor ranks have replicas whose bits must not differ, and each rank finds out on its own whether its library is
     # right.  Texts that are generated have other rows with every token.
     if half is None or tensor.slices.total > 1 or work.cache is not None or not x_nc.flags.c_contiguous:
         return None

@@ -182,16 +182,8 @@ def merge_heads(x_nd: Array, heads_sbhtd: Array) -> None:
 def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int) -> None:
     """Turns pairs of channels by an angle that grows with the position, in place; with `backward` the adjoint.
 
-    Su et al. (2021, RoFormer), equation 34.
-
-    Parameters
-    ----------
-    x_ntd : array
-        Heads of sequences; channel p is paired with p + d / 2 if `apart`, else channel 2 p with 2 p + 1.
-    cos_tp, sin_tp : array
-        Of the angle of each pair at each position, maybe times a common factor.
-    apart, backward : int
-        0 or 1.
+    Su et al. (2021, RoFormer), equation 34. Channel p is paired with p + d / 2 if `apart`, else channel 2 p with 2 p +
+    1; `cos` and `sin` may have a common factor. `apart` and `backward` are 0 or 1.
     """
     half = cos_tp.shape[1]
     first = x_ntd[:, :, :half] if apart else x_ntd[:, :, 0::2]
@@ -223,26 +215,14 @@ def causal_softmax(
     scale: float,
     rounded_gkq: Array | None = None,
 ) -> None:
-    """Turn scores into attention probabilities: a softmax over the keys of each query.
+    """Turn scores, not yet scaled, into attention probabilities in place: a softmax over the keys of each query.
 
-    Scores lie transposed, (heads of a group, keys, queries), so that sums over keys run over whole rows.
+    Scores lie transposed, (heads of a group, keys, queries), so that sums over keys run over whole rows; `total` is
+    scratch. Keys start at position 0, queries at `offset`, and later keys get probability 0. `logsum` gets, at the
+    positions of the queries, the logarithm of the sum of the exponentials of the scaled scores.
 
-    Parameters
-    ----------
-    scores_gkq : array
-        Products of keys and queries, not yet scaled; overwritten by the probabilities.  Where `rounded` is given, what
-        it holds after the call is not defined.  Keys start at position 0, queries at position `offset`; keys later than
-        the query get probability 0.
-    logsum_gt : array
-        Out, at the positions of the queries: logarithm of the sum of the exponentials of the scaled scores.
-    total_t : array
-        Scratch, at least as long as there are queries.
-    offset : int
-        Position of the first query.
-    scale : float
-        Factor of the scores inside the exponential.
-    rounded_gkq : array, optional
-        Out, in half precision: the probabilities.  Not in ``kernels``, as products on the host take float32.
+    With `rounded`, in half precision, the probabilities go there, and `scores` holds nothing defined; not in
+    ``kernels``, as products on the host take float32.
     """
     xp = module_of(scores_gkq)
     _, keys, queries = scores_gkq.shape
@@ -264,25 +244,12 @@ def causal_softmax_backward(
 ) -> None:
     """Recompute a block of probabilities, and turn their gradient into that of the scores, in place or rounded.
 
-    Dao et al. (2022, FlashAttention), appendix B.4.
+    Dao et al. (2022, FlashAttention), appendix B.4. `scores` has some keys and all queries from the position of the
+    first of these keys to the end; `dscores` has all keys and queries, of which those of `scores` are replaced. `inner`
+    is, for each query, the inner product of the attention output and its gradient.
 
-    Parameters
-    ----------
-    scores_gkq : array
-        Products of some keys with all queries from the position of the first of these keys to the end; overwritten by
-        the probabilities.
-    dscores_gtt : array
-        For all keys and queries.  At those of `scores`: in, the gradient by the probabilities; out, by the scores.
-    logsum_gt : array
-        As `causal_softmax` left it.
-    inner_gt : array
-        For each query the sum over keys of probability times its gradient, which is the inner product of the
-        attention output and its gradient.
-    scale : float
-        Factor of the scores inside the exponential.
-    rounded_gkq, drounded_gtt : array, optional
-        Out, in half precision, both or none: what otherwise overwrites `scores` and `dscores`.  What these hold after
-        the call is then not defined.
+    The results go to `rounded` and `drounded`, in half precision, if both are given; `scores` and `dscores` then hold
+    nothing defined.
     """
     xp = module_of(scores_gkq)
     _, keys, queries = scores_gkq.shape
@@ -315,7 +282,7 @@ def cross_entropy_rounded(
 ) -> SupportsFloat:
     """`cross_entropy` of the first columns; `gradient` gets its gradient times a scale, and zeros in the other columns.
 
-    The logits are overwritten or not.
+    The logits may be overwritten.
     """
     gradient_nv = logits_np[:, :columns].copy()
     loss = cross_entropy(gradient_nv, targets_n)

@@ -1,4 +1,4 @@
-"""Causal attention on devices by a library that computes it as a whole, where it is there and proven."""
+"""Causal attention on devices by a library that computes it as a whole, where it exists and is proven."""
 
 from __future__ import annotations
 
@@ -26,22 +26,11 @@ TRIAL_ROUNDINGS = 8
 
 
 class FusedMixing:
-    """What `mpishard.nn.device_mixing.DeviceMixing` does, with the same arguments; axes as there.
+    """Computes `mpishard.nn.attention.CausalMixing` by a library, with the same arguments and axes.
 
-    Not collective.  The statistics are of the library: they lie in the memory of `logsum` in its own order, and only
-    `backward` of this class may read them.  It rounds the mixed values again, which gives what `forward` had; in rows
-    they are rounded, as all operands and results are.
-
-    Parameters
-    ----------
-    attention : CudnnAttention
-        Which has been asked whether it builds the shape.
-    half : dtype
-        Of the operands: float16, or uint16 for bits of bfloat16.
-    scale : float
-        Factor of the scores.
-    in_rows : bool
-        Whether the arguments are views of rows, see `mpishard.nn.cudnn_attention.Shape`.
+    The statistics are the library's: they lie in the memory of `logsum` in its order, and only `backward` of this class
+    may read them. It rounds the mixed values again, which gives what `forward` had. With `in_rows` the arguments are
+    views of rows (`mpishard.nn.cudnn_attention.Shape`), rounded as all operands and results are.
     """
 
     def __init__(self, attention: CudnnAttention, half: np.dtype, scale: float, in_rows: bool = False) -> None:
@@ -125,28 +114,8 @@ def choose_mixing(
 ) -> DeviceMixing | FusedMixing:
     """By a library where it can be, else in blocks; the same in the backward pass as in the forward pass before it.
 
-    Not collective.
-
-    Parameters
-    ----------
-    matmul : callable
-        As `mpishard.nn.products.make_matmul` gives it for devices.
-    ops : module
-        ``formulas``, or what has its functions.
-    scale : float
-        Factor of the scores.
-    q_sbhtd : array
-        Queries, of the axes of `mpishard.nn.attention.CausalMixing`.
-    keys : int
-        Positions of keys.
-    work : Workspace
-        Memory of the micro-batch.
-
-    Returns
-    -------
-    DeviceMixing or FusedMixing
-        The latter only if operands are rounded, keys and queries are of the same positions, and a small problem of
-        such heads was computed right.
+    The library is used only if operands are rounded, keys and queries are of the same positions, and a small problem of
+    such heads was computed right.
     """
     kinds, batch, groups, length, width = q_sbhtd.shape
     fused = None
@@ -187,7 +156,7 @@ def _is_right(
     scale: float,
     like: Array,
 ) -> bool:
-    """Whether forward and backward of a small problem are those in blocks, within the precision."""
+    """Return True if forward and backward of a small problem are those in blocks, within the precision."""
     if not attention.builds(shape, half, scale, like):
         return False
     random = np.random.default_rng(0)

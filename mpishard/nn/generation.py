@@ -29,27 +29,11 @@ Predict = Callable[[np.ndarray, KeyValueCache | None], Array | None]
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `Decoder.generate`, checked.
+    """The arguments of `Decoder.generate`, checked."""
 
-    Parameters
-    ----------
-    prompts : list of int64 array
-        At least one token each.
-    several : bool
-        Whether they were given as a sequence of prompts.
-    count : int
-        The most tokens to add to each.
-    seed : int
-        Of the random numbers.
-    sampling : Sampling
-        How tokens are drawn.
-    cache : bool
-        Whether keys and values are kept.
-    """
-
-    prompts: list[np.ndarray]
-    several: bool
-    count: int
+    prompts: list[np.ndarray]  # int64, at least one token each
+    several: bool  # given as a sequence of prompts
+    count: int  # the most tokens to add to each
     seed: int
     sampling: Sampling
     cache: bool
@@ -58,7 +42,7 @@ class Request:
     def of(
         cls, prompt_tokens: Any, vocabulary_size: int, *, count: Any, seed: Any, cache: Any, **sampling: Any
     ) -> Request:
-        """What was asked for; TypeError or ValueError if it makes no sense.  Not collective."""
+        """The request of these arguments; raises TypeError or ValueError if one makes no sense."""
         prompts, several = checked_prompts(prompt_tokens, vocabulary_size)
         count, seed = integer("count", count, least=0), integer("seed", seed)
         asked = Sampling(**sampling)
@@ -77,24 +61,9 @@ class Request:
 
 
 def agreed_request(ranks: Axis | ModelParallelGroup | None, *arguments: Any, **named: Any) -> Request:
-    """`Request.of` on all ranks alike.
+    """`Request.of`, identical on all ranks; collective over them.
 
-    Parameters
-    ----------
-    ranks : Axis or ModelParallelGroup or None
-        Over which this is collective; None: this rank is alone.
-    *arguments, **named : any
-        For `Request.of`.
-
-    Returns
-    -------
-    Request
-        The same on all ranks.
-
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, if it makes no sense on one, or differs.
+    Raises TypeError or ValueError on all ranks if it makes no sense on one, or differs.
     """
     if ranks is None:
         return Request.of(*arguments, **named)
@@ -110,19 +79,9 @@ def agreed_request(ranks: Axis | ModelParallelGroup | None, *arguments: Any, **n
 
 
 def ranks_of_one_model(mesh: Mesh | None, parameters: FlatParameters) -> Axis | ModelParallelGroup | None:
-    """The ranks that compute together: of one data coordinate, or all that share parameters.
+    """The ranks that compute together, of one data coordinate or all that share parameters; None: this rank alone.
 
-    Parameters
-    ----------
-    mesh : Mesh or None
-        That of the model.  This is collective over its tensor and pipeline axes.
-    parameters : FlatParameters
-        Those of the model.
-
-    Returns
-    -------
-    Axis or ModelParallelGroup or None
-        None: this rank is alone.
+    Collective over the tensor and pipeline axes of the mesh.
     """
     if parameters.sharded is None:
         return None if mesh is None else ModelParallelGroup(mesh)
@@ -130,20 +89,10 @@ def ranks_of_one_model(mesh: Mesh | None, parameters: FlatParameters) -> Axis | 
 
 
 def lengths_of_change(architecture: DecoderArchitecture) -> frozenset[int] | None:
-    """Lengths of a text beyond which the keys of all its tokens are others; None if keys cannot be kept at all.
+    """Lengths of a text beyond which the keys of all its tokens change; None if keys cannot be kept at all.
 
-    Embeddings and attention of one's own may not know where in a text a pass begins.  All else takes each token by
-    itself.
-
-    Parameters
-    ----------
-    architecture : DecoderArchitecture
-        Of the model.
-
-    Returns
-    -------
-    frozenset of int, or None
-        The same on all ranks.
+    Embeddings and attention of a user's class may not know where in a text a pass begins. Everything else takes each
+    token by itself.
     """
     names = architecture.units()
     if type(architecture.build(names[0])) is not EmbeddingUnit:
@@ -160,17 +109,7 @@ def lengths_of_change(architecture: DecoderArchitecture) -> frozenset[int] | Non
 
 
 class Generation:
-    """Some texts that grow.
-
-    Parameters
-    ----------
-    request : Request
-        The texts, and how they are continued.
-    context_length : int
-        Only so many last tokens count.
-    changes : collection of int or None
-        As `lengths_of_change` gives them.
-    """
+    """Some texts that grow; only the last `context_length` tokens of each count."""
 
     def __init__(self, request: Request, context_length: int, changes: Collection[int] | None) -> None:
         self.texts: list[list[int]] = [prompt.tolist() for prompt in request.prompts]
@@ -185,19 +124,9 @@ class Generation:
         self._held = [0] * len(self.texts)
 
     def run(self, predict: Predict, share: Callable[[np.ndarray], Any]) -> list[np.ndarray]:
-        """Add tokens to all texts; collective if the functions are.
+        """Add tokens to all texts and return them; collective if the functions are.
 
-        Parameters
-        ----------
-        predict : callable
-            The model.
-        share : callable
-            Broadcasts tokens in place from the ranks that have logits.
-
-        Returns
-        -------
-        list of int64 array
-            The texts.
+        `share` broadcasts tokens in place from the ranks that have logits.
         """
         request = self._request
         samplers = [TokenSampler(request.sampling, request.seed, number) for number in range(len(self.texts))]
@@ -234,7 +163,7 @@ class Generation:
         ]
 
     def _continues(self, number: int) -> bool:
-        """Whether the keys and values of all tokens but the last are kept, and still right."""
+        """Return True if the keys and values of all tokens but the last are kept, and still right."""
         length, held = len(self.texts[number]), self._held[number]
         return 0 < held == length - 1 and length <= self._context and held not in self._changes
 

@@ -20,16 +20,8 @@ Array = Any
 
 
 class Inputs:
-    """Owns the memory of a model's tokens and targets, which is used again from step to step.
-
-    Parameters
-    ----------
-    architecture : DecoderArchitecture
-        What tokens are valid.
-    module : module
-        ``numpy`` or ``cupy``: where the model computes.
-    seed : int
-        That of the masks of dropout.
+    """Owns the memory of a model's tokens and targets, which is used again from step to step; `seed`: of dropout's
+    masks.
     """
 
     def __init__(self, architecture: DecoderArchitecture, module: Any, seed: int) -> None:
@@ -47,7 +39,7 @@ class Inputs:
     def micro_batches(
         self, tokens: Array, targets: Array, count: int, samples: Array | None = None, step: int = 0
     ) -> list[Batch]:
-        """A batch, cut into `count` micro-batches; TypeError or ValueError if it is none.
+        """A batch, cut into `count` micro-batches; raises TypeError or ValueError if it is none.
 
         With the numbers of its samples, and a step, it has what the masks of dropout depend on.
         """
@@ -119,7 +111,7 @@ class Inputs:
 
 
 def _draws(seed: int, samples: Any, step: int, size: int, length: int, first: int, last: int) -> Draws | None:
-    """What the masks of some sequences of a batch depend on; None if no samples are given."""
+    """What determines the masks of dropout of some sequences of a batch; None if no samples are given."""
     if samples is None:
         return None
     if np.shape(samples) != (size,):
@@ -128,17 +120,7 @@ def _draws(seed: int, samples: Any, step: int, size: int, length: int, first: in
 
 
 def check_tokens(what: str, tokens: np.ndarray, vocabulary_size: int) -> None:
-    """Raise TypeError or ValueError unless tokens of any shape are integers of the vocabulary.
-
-    Parameters
-    ----------
-    what : str
-        What they are, for the message.
-    tokens : array
-        On the host.
-    vocabulary_size : int
-        Of the model.
-    """
+    """Raise TypeError or ValueError unless `tokens`, called `what` in the message, are integers of the vocabulary."""
     if tokens.dtype.kind not in "iu":
         raise TypeError(f"{what} must be integers, got {tokens.dtype}")
     low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)

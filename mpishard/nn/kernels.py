@@ -173,7 +173,7 @@ def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: 
                     dy = dy_nc[b * length + t, column : column + width]
                     y = y_nc[b * length + t, column : column + width]
                     out = dy_sbhtd[s, b, h, t]
-                    # Apart: LLVM vectorises a sum beside a store only where the arrays lie far enough from each other.
+                    # Apart: LLVM vectorises a sum next to a store only where the arrays lie far enough from each other.
                     total = dy_nc.dtype.type(0)
                     for d in range(width):
                         total += dy[d] * y[d]
@@ -299,7 +299,7 @@ def exponentials(
 @kernel_apart
 def cross_entropy_of_sums(weights_nv: Array, targets_n: Indices, total_n: Array, picked_n: Array, first: int) -> float:
     rows, columns = weights_nv.shape
-    # A loop of its own: the order in which the compiler adds may depend on all that is in the loop, as on the number of
+    # A separate loop: the order in which the compiler adds may depend on all that is in the loop, as on the number of
     # columns, which differs between ranks; the loss must not.
     loss = 0.0
     for n in range(rows):

@@ -1,20 +1,15 @@
 """Layers with forward and backward written by hand: their base class, and GELU.
 
-A layer looks up its tensors by name in one ``FlatParameters`` at every use.  ``forward`` stores in a ``Workspace`` the
-arrays that ``backward`` needs.  ``backward`` takes the gradient of the (summed) loss by the layer's output.  It writes
-the gradients of the layer's tensors into the views of ``FlatParameters.gradient``, marks each ready, and returns the
-gradient of the input.
+A layer looks up its tensors by name in one ``FlatParameters`` at every use. ``forward`` stores in a ``Workspace`` the
+arrays that ``backward`` needs. ``backward`` takes the gradient of the (summed) loss by the layer's output, writes the
+gradients of the tensors into views of ``FlatParameters.gradient``, marks each ready, and returns the gradient of the
+input. Of a layer with weights it is two calls, ``input_gradient`` and ``weight_gradient``, of which a workspace can
+defer the second.
 
-The backward of a layer with weights is two calls, ``input_gradient`` and ``weight_gradient``.  The layer below needs
-only the first, and a workspace can defer the second.
-
-Sizes given to layers are those of the whole network.  On a tensor axis with several ranks each rank holds slices of the
-split tensors, and layers compute with these slices, one by one (`mpishard.nn.slices`).  Rows are tokens, n = b * t,
-those of this rank: all of them, or with sequence parallelism some.
-
-Arrays that a layer returns belong to the workspace and are overwritten by the next pass.  What only products take, such
-as the result of a norm, may be the bits of numbers rounded to bfloat16 (uint16), on devices float16 too: where the
-layer that takes it says so (`Layer.only_multiplies`).
+Sizes are those of the whole network; each tensor rank computes with its slices, one by one (`mpishard.nn.slices`). Rows
+are tokens, n = b * t, those of this rank. Arrays that a layer returns belong to the workspace and are overwritten by
+the next pass; what only products take may be the bits of numbers rounded to bfloat16 (uint16), on devices float16 too,
+where `Layer.only_multiplies` says so.
 """
 
 from __future__ import annotations
@@ -67,7 +62,7 @@ class Layer:
         they save goes to different workspaces.
     only_multiplies : bool
         Of the class: `forward` does nothing with its rows but multiply them by `matmul`, so that they may come as the
-        bits of bfloat16.  False for a class that has a `forward` of its own and does not say it.
+        bits of bfloat16.  False for a class that has its own `forward` and does not say it.
     gives_bits : bool
         Whether `forward` may return the bits of bfloat16, since the layer that takes them only multiplies.
     """
@@ -141,7 +136,9 @@ class Layer:
             child.initialize(seed)
 
     def _draw(self, seed: int, name: str, shape: tuple[int, ...], scale: float) -> None:
-        """Fill a tensor with normal numbers, drawn for the whole global `shape`, so that all layouts start alike."""
+        """Fill a tensor with normal numbers, drawn for the whole global `shape`, so that all layouts start
+        identically.
+        """
         own = tuple(slice(*extent) for extent in self.parameters.box(name))
         self._assign(name, normal(seed, name, shape, scale, np.float64)[own])
 
@@ -262,24 +259,12 @@ class GELU(Layer):
 
 @dataclass(frozen=True)
 class Draws:
-    """What the masks of a micro-batch depend on, besides the layer.
-
-    Parameters
-    ----------
-    seed : int
-        Of the model.
-    step : int
-        Of the run.
-    samples : tuple of int
-        The number of each sequence in the data.
-    length : int
-        Tokens of a sequence.
-    """
+    """What the masks of a micro-batch depend on, besides the layer."""
 
     seed: int
     step: int
-    samples: tuple[int, ...]
-    length: int
+    samples: tuple[int, ...]  # the number of each sequence in the data
+    length: int  # tokens of a sequence
 
 
 class Dropout(Layer):

@@ -40,7 +40,7 @@ class Linear(Layer):
         them; it takes the rows that a rank holds and returns its columns of all rows.  0, row-parallel: by inputs; it
         takes its columns of all rows, and returns the rows that a rank holds, summed over the ranks.
     sequence_parallel : bool
-        Whether ranks hold some rows each and do not sum the gradients over rows; then the bias of a row-parallel layer
+        Ranks hold some rows each and do not sum the gradients over rows; then the bias of a row-parallel layer
         has partial gradients.  False for several shards, of which `bias_gradient` takes the sums.
     """
 
@@ -365,7 +365,7 @@ class Linear(Layer):
         return self._cut(array, 0) if self.split == 1 else (array,)
 
     def _weights(self, rows: int, outputs: int = 0) -> Sequence[Array]:
-        """The slices of the weight, each of shape (inputs, outputs), for products with so many rows.
+        """The slices of the weight, each of shape (inputs, outputs), for products with `rows` rows.
 
         `outputs` may be `padded_outputs`.
         """

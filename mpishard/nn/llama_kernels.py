@@ -1,4 +1,4 @@
-"""The functions of ``formulas`` that models like Llama need besides, and dropout, compiled for NumPy arrays.
+"""The functions of ``formulas`` that models like Llama need in addition, and dropout, compiled for NumPy arrays.
 
 See `mpishard.nn.compiling` for how they are written.
 """

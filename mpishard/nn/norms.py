@@ -214,17 +214,9 @@ Norm = LayerNorm | RMSNorm
 class HeadNorms(Layer):
     """Queries and keys divided by their root mean square, and scaled, with one weight for all query or key heads.
 
-    Tensor ranks have heads of their own, so that their gradients are terms of a sum.  In a model of several shards
-    `backward` takes it, and is collective over the tensor axis.
-
-    Parameters
-    ----------
-    name : str
-        Its tensors are ``name.query_norm.weight`` and ``name.key_norm.weight``, which start at 1.
-    head_width : int
-        Channels of a head.
-    epsilon : float
-        Added to the mean square.
+    The weights ``name.query_norm.weight`` and ``name.key_norm.weight`` start at 1. Tensor ranks have separate heads, so
+    that their gradients are terms of a sum: in a model of several shards `backward` takes it, and is collective over
+    the tensor axis.
     """
 
     def __init__(self, name: str, head_width: int, epsilon: float) -> None:
@@ -241,14 +233,8 @@ class HeadNorms(Layer):
             self._fill(name, 1)
 
     def forward(self, heads_lsbhtd: Array, work: Workspace) -> None:
-        """Norm all queries and keys, in place.
-
-        Parameters
-        ----------
-        heads_lsbhtd : array
-            By slice of this rank and kind: queries of all kinds, keys, values.
-        work : Workspace
-            Memory of the micro-batch.
+        """Norm all queries and keys, in place; `heads` has, by slice of this rank, queries of all kinds, keys,
+        values.
         """
         slices, kinds, *rest = heads_lsbhtd.shape
         raw_lsbhtd = work.save(f"{self.role}.raw", slices, kinds - 1, *rest)
@@ -262,15 +248,7 @@ class HeadNorms(Layer):
                 self.ops.rms_norm(x_nd, weight, y_nd, scale[kind].reshape(-1), self.epsilon)
 
     def backward(self, dheads_lsbhtd: Array, work: Workspace) -> None:
-        """Gradients by the queries and keys before the norm, in place of those after it.
-
-        Parameters
-        ----------
-        dheads_lsbhtd : array
-            As for `forward`; the gradient of the loss by the result.
-        work : Workspace
-            That of the forward pass.
-        """
+        """Replace the gradients by the queries and keys after the norm by those before it; axes as for `forward`."""
         slices = self.tensor.slices
         if not slices.ordered:
             self._backward_of_slice(0, dheads_lsbhtd, [self._gradient_to_add_to(n) for n in self.weight_names], work)

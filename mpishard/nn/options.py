@@ -1,4 +1,4 @@
-"""How a model is trained, beside its architecture: pipeline, precision, memory.  Nothing is collective."""
+"""How a model is trained, in addition to its architecture: pipeline, precision, memory. Nothing is collective."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PipelineOptions:
         Model chunks of a pipeline rank, for the interleaved schedule.
     microbatches : int, optional
         Number of micro-batches into which a batch is cut along its first dimension; some may be empty.  Default: 1; on
-        a pipeline 4 times the number of its ranks.  A training loop with ``reproducible=True`` cuts batches by itself,
+        a pipeline 4 times the number of its ranks.  A training loop with ``reproducible=True`` cuts batches itself,
         in the same way on every mesh, and leaves this out.
     stage_costs : "measured" or sequence of float, optional
         The times of the `Architecture.units` by which the model is cut into stages, given or measured on the mesh's
@@ -62,7 +62,7 @@ class PipelineOptions:
         Returns
         -------
         int
-            As given, or the default for so many ranks.
+            As given, or the default for that number of ranks.
         """
         if self.microbatches is not None:
             return self.microbatches
@@ -110,7 +110,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What saves memory, and costs time or communication.
+    """Ways to save memory, which cost time or communication.
 
     Parameters
     ----------
@@ -140,23 +140,10 @@ class MemoryOptions:
 def settings_of_model(
     architecture: Any, pipeline: PipelineOptions, ranks: int, precision: Precision, memory: MemoryOptions, seed: int
 ) -> dict[str, str]:
-    """What ranks that train one model must have alike, as text by name.
+    """The settings that ranks that train one model must have in common, as text by name, for `FlatParameters`.
 
-    Parameters
-    ----------
-    architecture : DecoderArchitecture
-        Its fields, if it is a dataclass.
-    pipeline, precision, memory : PipelineOptions, Precision, MemoryOptions
-        All but the costs of stages: the cut that follows from them is in the specs of the parameters.
-    ranks : int
-        Size of the pipeline axis.
-    seed : int
-        Compared with dropout only: initial values are shared by the first step.
-
-    Returns
-    -------
-    dict of str to str
-        For `FlatParameters.model_settings`.
+    Costs of stages are left out: the cut that follows from them is in the specs of the parameters. `ranks` is the size
+    of the pipeline axis. `seed` counts with dropout only: initial values are shared by the first step.
     """
     found: dict[str, Any] = {"architecture": type(architecture).__name__}
     if is_dataclass(architecture):
@@ -210,17 +197,10 @@ _BY_POSITION = ("vocabulary_size", "context_length", "width", "layers", "heads",
 
 
 def shows_fields(*kinds: type) -> Callable[[Init], Init]:
-    """Let `help` and `inspect.signature` show the fields that the ``**options`` of an ``__init__`` take.
+    """A decorator that lets `help` and `inspect.signature` show the fields that ``**options`` of an ``__init__`` take.
 
-    Parameters
-    ----------
-    *kinds : dataclass
-        Their fields: those that may be given by position first, the others by keyword, after the arguments of its own.
-
-    Returns
-    -------
-    decorator
-        Of an ``__init__``, whose ``__signature__`` it sets; a subclass with another one has its own.
+    Of `kinds`, dataclasses, the fields that may be given by position come first, the others by keyword after the
+    arguments of ``__init__``. It sets ``__signature__``; a subclass with another ``__init__`` has its own.
     """
     keyword, either = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     sizes, options = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -247,26 +227,8 @@ def shows_fields(*kinds: type) -> Callable[[Init], Init]:
 def named_architecture(call: str, kind: type[T], given: Sequence[Any], options: dict[str, Any]) -> T:
     """The architecture of a call of `GPT` or `Llama`; its dtype and seed stay in `options`, or are put there.
 
-    Parameters
-    ----------
-    call : str
-        For messages.
-    kind : type
-        Of the architecture.
-    given : sequence
-        The positional arguments: an architecture; or its sizes, dtype and seed; or nothing.
-    options : dict
-        The keywords; changed in place.
-
-    Returns
-    -------
-    instance of `kind`
-        As given, or made of its fields.
-
-    Raises
-    ------
-    TypeError
-        If there are too many, or one is among the keywords as well.
+    `given` is an architecture; or its sizes, dtype and seed; or nothing. Raises TypeError if there are too many, or one
+    is among the keywords as well.
     """
     names = ("architecture",) if given and isinstance(given[0], kind) else _BY_POSITION
     if len(given) > len(names):

@@ -44,9 +44,6 @@ from mpishard.nn.published import (
 from mpishard.parameters.flat import FlatParameters
 
 # Folders as `transformers` reads and writes them: ``config.json`` and safetensors files, maybe with an index.
-#
-# Not collective.
-
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -102,12 +99,9 @@ def stored_tensors(folder: Path) -> list[Stored]:
 
 
 def match(table: Published, weights: Sequence[Weight], stored: Iterable[Stored], tied: bool) -> dict[str, Stored]:
-    """The stored tensors by their published names; with the copy of a tied output head, if there is one.
+    """The stored tensors by their published names, with the copy of a tied output head, if any.
 
-    Raises
-    ------
-    ValueError
-        If one is missing, or there are others; if a shape or a dtype is another one.
+    Raises ValueError if one is missing, there are others, or a shape or a dtype differs.
     """
     wanted = {name: shape for weight in weights for name, shape in weight.published_shapes().items()}
     # The prefix is there or not.
@@ -143,14 +137,7 @@ def _list(names: list[str]) -> str:
 
 
 class Reader:
-    """Reads boxes of tensors from the files of a folder; a context manager that closes the files.
-
-    Parameters
-    ----------
-    folder : Path
-    stored : mapping of str to Stored, optional
-        By published name.
-    """
+    """Reads boxes of tensors from the files of a folder; a context manager that closes the files."""
 
     def __init__(self, folder: Path, stored: Mapping[str, Stored] | None = None) -> None:
         self._folder = folder
@@ -227,42 +214,22 @@ _MOST_TEXT = 60
 
 @dataclass(frozen=True)
 class Plan:
-    """The model of a folder, and where its weights are.
-
-    Parameters
-    ----------
-    folder : Path
-    table : Published
-    architecture : DecoderArchitecture
-    options : mapping
-        For `Published.build`.
-    weights : list of Weight
-        All tensors of the model.
-    stored : mapping of str to Stored
-        By published name.
-    token_ids : dict
-        Of the config.
-    facts : mapping of str to str
-        What must be the same on all ranks, by name.
-    """
+    """The model of a folder, and where its weights are."""
 
     folder: Path
     table: Published
     architecture: DecoderArchitecture
     options: Mapping[str, Any]
     weights: list[Weight]
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, Stored]  # by published name
     token_ids: dict[str, Any]
-    facts: Mapping[str, str]
+    facts: Mapping[str, str]  # what must be the same on all ranks, by name
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str], ranks: int, options: Mapping[str, Any]) -> Plan:
-        """The plan for a folder and the keywords of `import_pretrained`, on a pipeline of so many ranks.
+        """The plan for a folder and the keywords of `import_pretrained`, on a pipeline of `ranks` ranks.
 
-        Raises
-        ------
-        ValueError, TypeError, OSError
-            If they make no sense.
+        Raises ValueError, TypeError or OSError if they make no sense.
         """
         folder, given = Path(folder), dict(options)
         config, stored = _read(folder)
@@ -300,7 +267,7 @@ class Plan:
 
     @property
     def has_copy_of_table(self) -> bool:
-        """Whether the output head is tied, and the files have it all the same."""
+        """Return True if the output head is tied, and the files have it all the same."""
         return self.architecture.tied and HEAD in self.stored
 
 
@@ -360,7 +327,7 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
     mesh : Mesh, optional
         Default: one rank alone.  In `Mesh.without_initial_values` the weights are not read.
     **options : any
-        Options of `GPT` or `Llama` beside the architecture: ``dropout=0.1, shards=2, schedule="gpipe",
+        Options of `GPT` or `Llama` in addition to the architecture: ``dropout=0.1, shards=2, schedule="gpipe",
         recompute=True``.  `dtype` is float64 for weights of float64 unless given, and float32 for others.
 
     Returns
@@ -379,7 +346,7 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
     plan, problem = None, None
     try:
         plan = Plan.of(folder, 1 if mesh is None else mesh.pipeline.size, options)
-    except Exception as error:  # whatever one rank alone has met, the others must not go on
+    except Exception as error:  # whatever one rank alone has met, the others must not continue
         problem = error
     agree_on_settings(
         world,
@@ -458,7 +425,7 @@ def export_pretrained(
 
 
 def table_of_model(model: Decoder) -> Published:
-    """The table for a model of this package; ValueError if there is none."""
+    """The table for a model of this package; ValueError if this package has none."""
     for table in TABLES:
         if table.describes(model.architecture):
             return table
@@ -496,7 +463,7 @@ def _export_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def _files(weights: Sequence[Weight], most: int) -> list[list[Weight]]:
-    """Runs of tensors of at most so many elements together, or one."""
+    """Runs of tensors of at most `most` elements together, or one."""
     files: list[list[Weight]] = [[]]
     size = 0
     for weight in weights:
@@ -532,7 +499,7 @@ def _together(world: Axis, works: bool, work: Callable[[], None]) -> None:
     if works:
         try:
             work()
-        except Exception as error:  # whatever one rank alone has met, the others must not go on
+        except Exception as error:  # whatever one rank alone has met, the others must not continue
             problem = error
     world.raise_if_any(problem)
 

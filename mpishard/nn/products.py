@@ -30,20 +30,12 @@ _NOTHING = np.empty(0, np.float32)
 def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
     """The matrix product of the arrays of `module`, with operands rounded to `compute_dtype` where that is given.
 
-    Parameters
-    ----------
-    module : module
-        ``numpy`` or ``cupy``.
-    compute_dtype : dtype or None
-        float16, or bfloat16 of ml_dtypes.  What is too large for it becomes infinite, without a warning.  For NumPy's
-        arrays a library multiplies bfloat16 where one was chosen (see `mpishard.backend.products`), and batches, which
-        are of attention, stay in float32; else the rounded operands are multiplied in the dtype of the arrays.  cuBLAS
-        multiplies device arrays; it sums rounded operands in float32, and the result is not rounded.
+    What is too large for `compute_dtype`, float16 or bfloat16, becomes infinite, without a warning. For NumPy's arrays
+    a chosen library multiplies bfloat16 (`mpishard.backend.products`), batches, which are of attention, stay in
+    float32, and else the rounded operands are multiplied in the dtype of the arrays.
 
-    Returns
-    -------
-    callable
-        That of devices is a `DeviceProduct`, which can add the product to `out`.
+    Device arrays get a `DeviceProduct`, which can add the product to `out`: cuBLAS sums rounded operands in float32,
+    and the result is not rounded.
     """
     half = None if compute_dtype is None else np.dtype(compute_dtype)
     if module is not np:
@@ -106,25 +98,15 @@ class _OfRounded:
 
     @property
     def by_library(self) -> bool:
-        """Whether a library multiplies the bits of the rounded operands."""
+        """Return True if a library multiplies the bits of the rounded operands."""
         return self._is_bfloat16 and products.has_fast_bfloat16()
 
 
 def rounded_dtype(matmul: Matmul) -> np.dtype | None:
     """The dtype in which products by `matmul` take rounded operands.
 
-    Not collective.
-
-    Parameters
-    ----------
-    matmul : callable
-        As `make_matmul` gives it.
-
-    Returns
-    -------
-    dtype or None
-        uint16 for the bits of bfloat16; float16 on devices only; None if they round no operands, or take all as they
-        are: those of NumPy's arrays, but for bfloat16 by a library.
+    uint16 for the bits of bfloat16; float16 on devices only; None if they round no operands, or take all as they are:
+    those of NumPy's arrays, but for bfloat16 by a library.
     """
     plain = getattr(matmul, "__wrapped__", matmul)  # in a traced step it is wrapped
     if isinstance(plain, DeviceProduct):
@@ -137,18 +119,7 @@ def multiply_into(
 ) -> None:
     """``out = a b``, or ``out += a b``, in one pass where `matmul` can add.
 
-    Not collective.
-
-    Parameters
-    ----------
-    matmul : callable
-        As `make_matmul` gives it.
-    a, b, out : array
-        As for `matmul`.
-    accumulate : bool
-        Whether to add.
-    memory : callable
-        Gives an array of the shape of `out`, for a product that is added in a second pass.
+    `memory` gives an array of the shape of `out`, for a product that is added in a second pass.
     """
     if not accumulate:
         matmul(a, b, out=out)
@@ -161,23 +132,9 @@ def multiply_into(
 
 
 def shared_operand(matmul: Matmul, array: Array, name: str = "shared operand") -> Array:
-    """An operand of the next products, rounded once for all of them if they would round it.
+    """An operand of the next products by `matmul`, rounded once for all of them if they would round it.
 
-    Not collective.
-
-    Parameters
-    ----------
-    matmul : callable
-        As `make_matmul` gives it.
-    array : array, shape (n, c)
-        The operand.
-    name : str
-        Of the memory for the rounded operand.
-
-    Returns
-    -------
-    array
-        For products by `matmul` only; overwritten when the next operand of that name is shared.
+    It is overwritten when the next operand of that name is shared.
     """
     if isinstance(matmul, DeviceProduct):
         return matmul.rounded(array)
@@ -185,23 +142,10 @@ def shared_operand(matmul: Matmul, array: Array, name: str = "shared operand") -
 
 
 def rounded_weight(matmul: Matmul, weight: Array, padded: int | None = None) -> Array:
-    """A weight as products take it: on a device, in a step that keeps rounded weights, rounded once for all of them.
+    """A view of parameters as products by `matmul` take it.
 
-    Not collective.
-
-    Parameters
-    ----------
-    matmul : callable
-        As `make_matmul` gives it.
-    weight : array
-        A view of parameters.
-    padded : int, optional
-        As for `DeviceProduct.rounded_weight`.
-
-    Returns
-    -------
-    array
-        For products by `matmul` only.
+    On a device, in a step that keeps rounded weights, it is rounded once for all of them; `padded` as for
+    `DeviceProduct.rounded_weight`.
     """
     return matmul.rounded_weight(weight, padded) if isinstance(matmul, DeviceProduct) else weight
 

@@ -1,7 +1,7 @@
 """How published models of `transformers` map to models of this package: one table an architecture.
 
 A table says which sizes a ``config.json`` has, what else it may ask for, and of which published tensors each tensor
-here consists.  Nothing here is collective or reads a file.
+here consists. Nothing here is collective or reads a file.
 """
 
 from __future__ import annotations
@@ -32,17 +32,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 @dataclass(frozen=True)
 class Run:
-    """Some columns of a tensor, which are columns of a published tensor.
-
-    Parameters
-    ----------
-    start, stop : int
-        The columns of the tensor here: its last dimension.
-    published : str
-        Name of the published tensor.
-    first : int
-        The column of the published tensor at which they begin.
-    """
+    """Some columns of a tensor, the last dimension, which are columns of a published tensor from `first` on."""
 
     start: int
     stop: int
@@ -52,25 +42,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Weight:
-    """Of which published tensors a tensor consists.
-
-    Parameters
-    ----------
-    spec : ParameterSpec
-        The tensor here, of one or two dimensions.
-    runs : tuple of Run
-        All its columns, in order.
-    transposed : bool
-        Whether the published tensors are stored (outputs, inputs); tensors here are (inputs, outputs).
-    """
+    """The published tensors of which a tensor of one or two dimensions consists."""
 
     spec: ParameterSpec
-    runs: tuple[Run, ...]
-    transposed: bool = False
+    runs: tuple[Run, ...]  # all its columns, in order
+    transposed: bool = False  # published tensors are stored (outputs, inputs); tensors here are (inputs, outputs)
 
     @property
     def is_table(self) -> bool:
-        """Whether it is the table of the token embedding."""
+        """Return True if it is the table of the token embedding."""
         return self.spec.name == f"{TABLE}.weight"
 
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -83,44 +63,22 @@ class Weight:
 
 
 class Published(ABC):
-    """The table of one architecture.
+    """The table of one architecture."""
 
-    Attributes
-    ----------
-    model_type : str
-        As ``config.json`` has it.
-    class_name : str
-        The class of `transformers` that has these weights.
-    prefix : str
-        Begins the names of all tensors but the output head; files of the bare model leave it out.
-    layers : str
-        What a block is called there.
-    names : mapping of str to str
-        Layers here, within a block where they are in one, and what they are called there.
-    transposed : bool
-        Whether products there store their weights (outputs, inputs); here they are (inputs, outputs).
-    unused : Pattern
-        Published tensors, without the prefix, that have no weights, such as masks.
-    sizes : mapping of str to str
-        Fields of the architecture, and those of ``config.json`` that it must have.
-    required : mapping of str to tuple
-        Fields of ``config.json`` with the values that the model here computes; the first is that of a config without
-        the field.
-    """
-
-    model_type: str
-    class_name: str
-    prefix: str
-    layers: str
-    names: Mapping[str, str]
-    transposed: bool
-    unused: re.Pattern[str]
-    sizes: Mapping[str, str]
+    model_type: str  # as in ``config.json``
+    class_name: str  # the class of `transformers` that has these weights
+    prefix: str  # begins the names of all tensors but the output head; files of the bare model leave it out
+    layers: str  # what a block is called there
+    names: Mapping[str, str]  # layers here, within a block where they are in one, and their names there
+    transposed: bool  # products there store their weights (outputs, inputs); here they are (inputs, outputs)
+    unused: re.Pattern[str]  # published tensors, without the prefix, that have no weights, such as masks
+    sizes: Mapping[str, str]  # fields of the architecture, and those of ``config.json`` that it must have
+    # Fields of ``config.json`` with the values that the model here computes; the first: of a config without it.
     required: Mapping[str, tuple[Any, ...]]
 
     @abstractmethod
     def describes(self, architecture: DecoderArchitecture) -> bool:
-        """Whether models of this architecture can be stored so."""
+        """Return True if models of this architecture can be stored so."""
 
     @abstractmethod
     def architecture(self, config: Config) -> Any:

@@ -21,7 +21,7 @@ SCALINGS = ("linear", "llama3", "longrope")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of rotary positions are changed for longer contexts, as ``rope_scaling`` of `transformers`.
+    """Rescaled frequencies of rotary positions for longer contexts, as ``rope_scaling`` of `transformers`.
 
     Not collective.
 
@@ -29,7 +29,7 @@ class RopeScaling:
     ----------
     kind : {"linear", "llama3", "longrope"}
         linear: frequencies are divided by `factor`.  llama3: long waves are divided by `factor`, short ones stay, and
-        between them there is a smooth passage (Llama 3.1).  longrope: each frequency is divided by a factor of its own,
+        between them there is a smooth passage (Llama 3.1).  longrope: each frequency is divided by a separate factor,
         and cosines and sines are multiplied by `attention_factor` (Ding et al., 2024).
     factor : float
         Of the context.
@@ -176,7 +176,7 @@ class Rotary:
         return int(self.pairing == "half-split")
 
     def check(self, head_width: int) -> None:
-        """Raise unless heads of so many channels can be turned.
+        """Raise unless heads of that many channels can be turned.
 
         Parameters
         ----------

@@ -16,29 +16,12 @@ from mpishard.nn.inputs import check_tokens
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are drawn; raises TypeError or ValueError if a field is of another type or out of range."""
 
-    Parameters
-    ----------
-    temperature : float
-        Divides the logits; 0 takes the most likely token.
-    top_k : int, optional
-        Draw from this many most likely tokens only.
-    top_p : float, optional
-        Draw from the fewest most likely tokens whose probabilities have at least this sum, only.
-    stop_tokens : sequence of int
-        A text ends with the first of these that is drawn.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If one is of another type or out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    stop_tokens: Sequence[int] = ()
+    temperature: float = 1.0  # divides the logits; 0 takes the most likely token
+    top_k: int | None = None  # draw from this many most likely tokens only
+    top_p: float | None = None  # draw from the fewest most likely tokens whose probabilities have at least this sum
+    stop_tokens: Sequence[int] = ()  # a text ends with the first of these that is drawn
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", number("temperature", self.temperature, least=0))
@@ -53,13 +36,7 @@ class Sampling:
         object.__setattr__(self, "stop_tokens", tuple(stops))
 
     def check_stop_tokens(self, vocabulary_size: int) -> None:
-        """Raise ValueError if a stop token can never be drawn.
-
-        Parameters
-        ----------
-        vocabulary_size : int
-            Of the model.
-        """
+        """Raise ValueError if a stop token can never be drawn."""
         if self.stop_tokens:
             check_tokens("stop_tokens", np.array(self.stop_tokens), vocabulary_size)
 
@@ -67,13 +44,7 @@ class Sampling:
 class TokenSampler:
     """Draws tokens; the same on all ranks that draw from the same logits.
 
-    Parameters
-    ----------
-    sampling : Sampling
-    seed : int
-        Same seed, same draws.
-    text : int
-        Number of the text among several: each has draws of its own.
+    Each number `text` among several texts has separate draws.
     """
 
     def __init__(self, sampling: Sampling, seed: int, text: int = 0) -> None:
@@ -113,24 +84,10 @@ class TokenSampler:
 
 
 def checked_prompts(prompt_tokens: Any, vocabulary_size: int) -> tuple[list[np.ndarray], bool]:
-    """Prompts as arrays, and whether they are several.
+    """Prompts as int64 arrays of at least one token each, and whether they are several.
 
-    Parameters
-    ----------
-    prompt_tokens : sequence of int, or sequence of these
-        What was given.
-    vocabulary_size : int
-        Of the model.
-
-    Returns
-    -------
-    (list of int64 array, bool)
-        At least one token each.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If there is no prompt, or one has no tokens, or other things, or tokens that the model does not have.
+    Raises TypeError or ValueError if no prompt is given, or one has no tokens, other things, or tokens outside of the
+    vocabulary.
     """
     if is_array(prompt_tokens):
         prompt_tokens = to_host(prompt_tokens)

@@ -1,14 +1,12 @@
 """The slices of a model on one rank of the tensor axis, and sums over them in the order of a fixed tree.
 
-A model of S shards is cut into S slices of heads, hidden channels and vocabulary, whatever the tensor size is.  Each
-tensor rank has a run of slices and computes them one by one.  So every product has the same shape on any tensor size,
-and BLAS the same bits.  Sums over slices go along the tree of `mpishard.reduction.tree_sum`: inside a rank as soon as
-two neighbours exist, and across ranks by an exchange with the ranks that own the parts of the sum.
-
-A model of one shard has one slice on each tensor rank; MPI takes the sums over these in an order of its own.
+A model of S shards is cut into S slices of heads, hidden channels and vocabulary, whatever the tensor size is. Each
+tensor rank computes a run of slices one by one, so that every product has the same shape on any tensor size, and BLAS
+the same bits. Sums over slices follow the tree of `mpishard.reduction.tree_sum`, inside a rank and by exchanges across
+ranks. A model of one shard has one slice on each tensor rank; MPI takes the sums over these in its own order.
 
 An array that is split by columns has the shape (rows, columns of this rank), and its memory holds one slice after the
-other, each as contiguous rows; with one slice a rank that is a usual array.
+other, each as contiguous rows.
 """
 
 from __future__ import annotations
@@ -26,37 +24,19 @@ Array = Any
 
 
 class Slices:
-    """The slices of this rank.  Not collective, unless a method says otherwise.
+    """The slices of this rank, of a model of `shards` shards: 1, or a multiple of the size of the tensor axis.
 
-    Parameters
-    ----------
-    axis : Axis
-        The tensor axis.
-    shards : int
-        Of the model: 1, or a multiple of the size of the axis.
-    scratch : Pool, optional
-        Memory for parts of sums that arrive from other ranks; default: a pool of its own.
-    exact : bool
-        Whether only sums are taken whose bits do not depend on the order, so that MPI may choose it.
-
-    Attributes
-    ----------
-    shards : int
-    ordered : bool
-        Whether the order of sums is fixed.
-    total : int
-        Number of slices of all ranks.
-    own : range
-        The slices of this rank.
+    With `exact`, only sums are taken whose bits do not depend on the order, so that MPI may choose it. `scratch` is
+    memory for parts of sums that arrive from other ranks.
     """
 
     def __init__(self, axis: Axis, shards: int = 1, scratch: Pool | None = None, *, exact: bool = False) -> None:
         self.shards: int = shards
-        self.ordered: bool = shards > 1
-        self.total: int = shards if self.ordered else axis.size
+        self.ordered: bool = shards > 1  # the order of sums is fixed
+        self.total: int = shards if self.ordered else axis.size  # slices of all ranks
         assert self.total % axis.size == 0
         each = self.total // axis.size
-        self.own: range = range(axis.rank * each, (axis.rank + 1) * each)
+        self.own: range = range(axis.rank * each, (axis.rank + 1) * each)  # the slices of this rank
         self._axis = axis
         self._scratch = scratch
         self._nodes = nodes_by_rank(self.total, axis.size)
@@ -66,18 +46,7 @@ class Slices:
     # -- slices of arrays -------------------------------------------------------------------------------------------
 
     def rank_cuts(self, extent: int) -> list[int]:
-        """Offsets that cut a dimension into the runs of the ranks.
-
-        Parameters
-        ----------
-        extent : int
-            Of the whole dimension, as below.
-
-        Returns
-        -------
-        list of int
-            One more than there are ranks.
-        """
+        """Offsets that cut a whole dimension into the runs of the ranks: one more than there are ranks."""
         return nested_split(extent, self._axis.size, self.shards)
 
     def offsets(self, extent: int) -> list[int]:
@@ -86,21 +55,9 @@ class Slices:
         return [cut - cuts[0] for cut in cuts]
 
     def cut(self, array: Array, extent: int, dim: int) -> Sequence[Array]:
-        """The slices of this rank's part of a parameter or its gradient, as views.
+        """The slices of this rank's part of a parameter or its gradient, as views, one for each of `own`.
 
-        Parameters
-        ----------
-        array : array
-            This rank's part.
-        extent : int
-            Of the whole dimension that is split.
-        dim : int
-            Its number.
-
-        Returns
-        -------
-        sequence of arrays
-            One for each of `own`.
+        `extent` is that of the whole dimension `dim`, which is split.
         """
         if len(self.own) == 1:
             return (array,)
@@ -109,19 +66,9 @@ class Slices:
         return [array[(*before, slice(*ends))] for ends in zip(offsets[:-1], offsets[1:], strict=True)]
 
     def apart(self, x_nc: Array, columns: int) -> Sequence[Array]:
-        """The slices of an array that is split by columns, as views.
+        """The slices of an array that is split by columns, as views of contiguous rows, one for each of `own`.
 
-        Parameters
-        ----------
-        x_nc : array, shape (n, columns of this rank)
-            Its memory holds one slice after the other.
-        columns : int
-            Of all ranks.
-
-        Returns
-        -------
-        sequence of arrays, each of n contiguous rows
-            One for each of `own`.
+        `columns` counts those of all ranks.
         """
         if len(self.own) == 1:
             return (x_nc,)
@@ -132,19 +79,10 @@ class Slices:
         ]
 
     def row_blocks(self, rows: int, splits_rows: bool) -> list[slice]:
-        """The blocks over which sums over rows are taken, among the rows that this rank holds.
+        """The blocks over which sums over rows are taken, among the rows that this rank holds of `rows`.
 
-        Parameters
-        ----------
-        rows : int
-            Of all ranks.
-        splits_rows : bool
-            Whether this rank holds the rows of its own blocks only, not all.
-
-        Returns
-        -------
-        list of slice
-            One for each slice of the model; with `splits_rows` one for each of `own`.
+        There is one for each slice of the model; with `splits_rows`, where this rank holds the rows of its blocks only,
+        one for each of `own`.
         """
         cuts = self.offsets(rows) if splits_rows else split(rows, self.total)
         return [slice(*ends) for ends in zip(cuts[:-1], cuts[1:], strict=True)]
@@ -156,19 +94,9 @@ class Slices:
     ) -> Sequence[Array]:
         """Add up the terms of this rank's slices, along the tree over all slices.
 
-        Parameters
-        ----------
-        term : callable
-            ``term(index, out)`` writes the term of this rank's slice number `index`.
-        memory : callable
-            ``memory(depth)`` gives the array for the term or sum at a place on the stack, the same at every call.
-        whole : bool
-            There is a term for every slice of the model, on every rank.
-
-        Returns
-        -------
-        sequence of arrays
-            One sum for each node of the tree that this rank has all terms of.
+        ``term(index, out)`` writes the term of this rank's slice `index`; ``memory(depth)`` gives the array for the
+        term or sum at a place on the stack, the same at every call. With `whole` every rank has a term for every slice
+        of the model. Returns one sum for each node of the tree of which this rank has all terms.
         """
         stack: list[Array] = []
         merges = _merges(0, self.total, self.total) if whole else _merges(self.own.start, self.own.stop, self.total)
@@ -182,19 +110,9 @@ class Slices:
         return stack
 
     def all_reduce(self, partial: Sequence[Array], label: str) -> Array:
-        """The sum over the ranks, on every rank.  Collective over the axis.
+        """The sum over the ranks of the sums of `add`, on every rank, in the first of `partial`; all are overwritten.
 
-        Parameters
-        ----------
-        partial : sequence of arrays
-            The sums of `add`, alike in shape; overwritten.
-        label : str
-            For the ledger.
-
-        Returns
-        -------
-        array
-            The first of `partial`, with the sum.
+        Collective over the axis; `label` is for the ledger.
         """
         axis, total = self._axis, partial[0]
         if axis.size == 1:
@@ -209,23 +127,10 @@ class Slices:
         return total
 
     def reduce_scatter(self, partial: Sequence[Array], out: Array, pieces: Sequence[int], label: str) -> Array:
-        """This rank's piece of the sum over the ranks.  Collective over the axis.
+        """This rank's piece of the sum over the ranks of the sums of `add`, in `out`, which may be the first of
+        `partial`.
 
-        Parameters
-        ----------
-        partial : sequence of arrays
-            The sums of `add`, alike in shape.
-        out : array
-            For the piece; it may be that of the first of `partial`.
-        pieces : sequence of int
-            Elements of the piece of each rank.
-        label : str
-            For the ledger.
-
-        Returns
-        -------
-        array
-            `out`.
+        Collective over the axis; `pieces` has the elements of each rank's piece, `label` is for the ledger.
         """
         axis = self._axis
         if self._by_mpi:
@@ -265,57 +170,21 @@ class Slices:
 
 @functools.lru_cache(maxsize=256)
 def nodes_by_rank(total: int, ranks: int) -> Sequence[Sequence[Node]]:
-    """The nodes that each rank adds up, of the tree over `total` slices.  Not collective.
-
-    Parameters
-    ----------
-    total : int
-        A multiple of `ranks`.
-    ranks : int
-        Size of the tensor axis.
-
-    Returns
-    -------
-    sequence of sequences of Node
-        By rank, ascending.
-    """
+    """The nodes that each rank adds up, of the tree over `total` slices, a multiple of `ranks`."""
     each = total // ranks
     return [nodes(rank * each, (rank + 1) * each, total) for rank in range(ranks)]
 
 
 def summed_by_mpi(shards: int, ranks: int) -> bool:
-    """Whether MPI may take the sums over ranks: the order is free, or there are two terms.  Not collective.
+    """Return True if MPI may take the sums over ranks: the order is free, or there are two terms.
 
-    Parameters
-    ----------
-    shards : int
-        Of the model.
-    ranks : int
-        Size of the tensor axis.
-
-    Returns
-    -------
-    bool
-        The sum of two numbers has the same bits in both orders.
+    The sum of two numbers has the same bits in both orders.
     """
     return shards == 1 or (ranks == 2 and all(len(each) == 1 for each in nodes_by_rank(shards, ranks)))
 
 
 def most_sums(start: int, stop: int, total: int) -> int:
-    """The largest number of sums that `Slices.add` keeps at a time for a run of slices.  Not collective.
-
-    Parameters
-    ----------
-    start, stop : int
-        The run.
-    total : int
-        Slices of the tree.
-
-    Returns
-    -------
-    int
-        At least 1.
-    """
+    """The largest number of sums that `Slices.add` keeps at a time for a run of slices of a tree over `total`."""
     depth = most = 0
     for times in _merges(start, stop, total):
         depth += 1

@@ -1,19 +1,14 @@
 """Communication of rows and columns over the tensor axis: pairs of operations that are each other's adjoint.
 
-Shoeybi et al., "Megatron-LM" (2019), section 3, and for rows split over the ranks (sequence parallelism) Korthikanti
-et al. (2022), section 4.2.  An array over the axis is one of three things:
+Shoeybi et al., "Megatron-LM" (2019), section 3; for rows split over the ranks Korthikanti et al. (2022), section 4.2.
+An array is *replicated* (the same values on every rank, which count once), *split* (every rank holds some rows or
+columns) or *apart* (every rank has separate values, such as the terms of a sum). The inner product of two arrays is
+that of one rank where both are replicated, and else the sum over the ranks. All are collective over the axis; with one
+rank they return their argument.
 
-* *replicated*: every rank holds the same values, which count once;
-* *split*: every rank holds some rows or columns;
-* *apart*: every rank computes with values of its own, such as the terms of a sum.
-
-The inner product of two arrays is that of one rank where both are replicated, and else the sum over the ranks.  With
-these, ``backward`` is the adjoint of ``forward`` for every pair here.  All are collective over the axis; with one rank
-they return their argument.
-
-What is apart is, on each rank, one array for each sum of its slices (`mpishard.nn.slices.Slices.add`): as the argument
-of an operation a sequence of arrays, as a result one array that stands for each of them.  `rows` is the number of rows
-of the whole array, and ``memory(*shape)`` gives the array for a result where one is needed.  Axes: n rows, c columns.
+What is apart is, on each rank, one array for each sum of its slices (`mpishard.nn.slices.Slices.add`): as an argument a
+sequence of arrays, as a result one array that stands for each of them. `rows` counts those of the whole array,
+``memory(*shape)`` gives the array for a result. Axes: n rows, c columns.
 """
 
 from __future__ import annotations
@@ -35,14 +30,7 @@ FORWARD, BACKWARD = "activations", "activation gradients"
 
 
 class AdjointPair(ABC):
-    """An operation and its adjoint over the tensor axis.
-
-    Parameters
-    ----------
-    axis : Axis
-    slices : Slices, optional
-        The slices over which sums are taken; default: one a rank.
-    """
+    """An operation and its adjoint over the tensor axis; sums are taken over `slices`, by default one a rank."""
 
     def __init__(self, axis: Axis, slices: Slices | None = None) -> None:
         self.axis = axis
@@ -119,12 +107,7 @@ class ReduceScatterRows(AdjointPair):
 class GatherColumns(AdjointPair):
     """Split by columns to replicated; backward keeps the own columns.
 
-    Parameters
-    ----------
-    columns : int
-        Of the whole array, cut into slices as `mpishard.layout.boxes.split` does.
-    slices : Slices, optional
-        As for every pair.
+    `columns` of the whole array are cut into slices as `mpishard.layout.boxes.split` does.
     """
 
     def __init__(self, axis: Axis, columns: int, slices: Slices | None = None) -> None:

@@ -14,19 +14,10 @@ from mpishard.nn.products import Matmul
 
 
 class TracedProducts:
-    """Notes the products of layers in a ledger while a trace is taken.
+    """Notes the products of bound layers, and of those inside of them, in a ledger while a trace is taken.
 
     Layers call a product that notes itself only in steps that are traced; a step that is not pays one comparison.
     Products of device arrays are not noted: they are computed after the call has returned.
-
-    Not collective.
-
-    Parameters
-    ----------
-    layers : sequence of Layer
-        Bound; those inside of them count too.
-    ledger : Ledger
-        That of the mesh of the model.
     """
 
     def __init__(self, layers: Sequence[Layer], ledger: Ledger) -> None:

@@ -26,29 +26,14 @@ EMBEDDINGS, OUTPUT_HEAD = "embeddings", "output_head"
 
 @dataclass
 class Batch:
-    """One micro-batch, the same on all ranks of a data coordinate.
+    """One micro-batch, the same on all ranks of a data coordinate."""
 
-    Parameters
-    ----------
-    tokens_n : int64 array
-        Sequences of `length` tokens end to end; there may be none.
-    targets_n : int64 array or None
-        The token that follows each of them; None: only predictions are wanted.
-    length : int
-        Tokens of a sequence, at least 1.
-    last_only : bool
-        Predict after the last token of each sequence only.
-    draws : Draws, optional
-        What the masks of dropout depend on; default: nothing is dropped.
-    cache : KeyValueCache, optional
-        Keys and values of earlier tokens of the sequences, which continue there; for predictions.
-    """
-
-    tokens_n: Array
-    targets_n: Array | None
+    tokens_n: Array  # int64, sequences of `length` tokens end to end; maybe none
+    targets_n: Array | None  # int64, the token that follows each of them; None: only predictions are wanted
     length: int
-    last_only: bool = False
-    draws: Draws | None = None
+    last_only: bool = False  # predict after the last token of each sequence only
+    draws: Draws | None = None  # None: nothing is dropped
+    # Keys and values of earlier tokens of the sequences, which continue there; for predictions.
     cache: KeyValueCache | None = None
 
     @property
@@ -186,7 +171,7 @@ class OutputHead(Layer):
         Parameters
         ----------
         embeddings_here : bool
-            Whether they are.
+            True if they are.
         """
         if isinstance(self.head, TiedLinear):
             self.head.announces = not embeddings_here

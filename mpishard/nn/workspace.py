@@ -22,11 +22,6 @@ class Pool:
     """Arrays by name. Asking again for a name and a shape gives the same array; a larger shape grows the memory.
 
     Two shapes of one name share memory, so a run over ragged batches holds no more than its largest batch needs.
-
-    Parameters
-    ----------
-    module : module
-        ``numpy`` or ``cupy``: where the memory lives.
     """
 
     def __init__(self, module: Any = np) -> None:
@@ -202,7 +197,7 @@ class Workspace:
         Returns
         -------
         Workspace
-            With memory of its own for what is saved, and the scratch of this one.
+            With separate memory for what is saved, and the scratch of this one.
         """
         part = self._parts.get(name)
         if part is None:
