@@ -1,7 +1,7 @@
 """One interface to two kinds of arrays: NumPy on the host, CuPy on a device.
 
-What differs between the kinds is in `mpishard.backend.kinds`: memory, copies, the readiness gate, how kernels are
-started.  CuPy is imported when the first CuPy array appears, and not before.
+The differences between the kinds are in `mpishard.backend.kinds`: memory, copies, the readiness gate, launches of
+kernels. CuPy is imported when the first CuPy array appears, and not before.
 """
 
 from __future__ import annotations
@@ -28,18 +28,9 @@ FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})  # dtypes of pa
 
 
 class Kernel:
-    """A formula compiled for whole arrays: one pass over memory, in place.  Made by `elementwise`.
+    """A formula compiled for whole arrays: one pass over memory, in place. Made by `elementwise`.
 
-    Attributes
-    ----------
-    name : str
-        The formula's name.
-    arrays, scalars, written : tuple of str
-        Names of its array parameters, of its scalar parameters, and of the arrays it changes.
-    largest : tuple of str
-        Names of what the largest absolute values are returned of.
-    c_body : str
-        The formula in C for one element of type ``T``: arrays are lvalues ``array_NAME``, scalars ``NAME_``.
+    In `c_body`, the formula in C for one element of type ``T``, arrays are lvalues ``array_NAME``, scalars ``NAME_``.
     """
 
     def __init__(self, formula: Callable[..., Any]) -> None:
@@ -66,22 +57,11 @@ class Kernel:
         return f"Kernel({self.name}: {', '.join(self.arrays)} / {', '.join(self.scalars)})"
 
     def __call__(self, *arguments: Any) -> list[float]:
-        """Apply the formula to arrays (1-D, contiguous, of one size, dtype and device), then scalars.
+        """Apply the formula to arrays (1-D, contiguous, of one size, dtype and device), then scalars; on a GPU queued.
 
-        Scalars are rounded to the arrays' dtype.  The bits of a result do not depend on the slice.
-        On a device the kernel is queued on the current stream.  An array that is only written may be of bool.
-
-        Returns
-        -------
-        list of float
-            The largest absolute values that the formula asks for; infinite if one is infinite or NaN.
-
-        Raises
-        ------
-        TypeError
-            Wrong number of arguments, arrays of several kinds, or a dtype that is not float32 or float64.
-        ValueError
-            Arrays of several sizes, not 1-D, not contiguous, or read-only where they are written.
+        Scalars are rounded to the arrays' dtype, float32 or float64; an array that is only written may be of bool. The
+        bits of a result do not depend on the slice. Returns the largest absolute values that the formula asks for,
+        infinite if one is infinite or NaN. Raises TypeError or ValueError for arrays that do not go together.
         """
         count = len(self.arrays)
         if len(arguments) != count + len(self.scalars):
@@ -101,23 +81,11 @@ class Kernel:
         return [top if math.isfinite(top) else math.inf for top in tops] if tops else tops
 
     def over_ranges(self, rows: Sequence[Sequence[Array]], ranges: Ranges, scalars: Sequence[Sequence[float]]) -> None:
-        """Apply the formula to parts of arrays, with scalars of their own: one launch on a device that compiles CUDA.
+        """Apply the formula to parts of arrays, with separate scalars: one launch on a device that compiles CUDA.
 
-        The bits are those of one call for each range.  The ranges that are written must not overlap.
-
-        Parameters
-        ----------
-        rows : sequence of sequences of arrays
-            Each row has the arrays of one call, as for `__call__`; all of one dtype, and on one device.
-        ranges : Ranges
-            Which parts of them.  Keep it from call to call: it knows what the device knows.
-        scalars : sequence of sequences of float
-            The sets of scalars that the ranges choose from.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for a call.  Also if the formula asks for largest values.
+        Each row has the arrays of one call, all of one dtype and on one device; ranges choose from the sets of scalars.
+        The bits are those of one call for each range. The ranges that are written must not overlap. Keep `ranges` from
+        call to call: it knows what the device knows. Raises TypeError if the formula asks for largest values.
         """
         if self.largest:
             raise TypeError(f"{self.name} returns largest values, which are of one call; call it for each range")
@@ -169,7 +137,7 @@ class Kernel:
     def on_cupy(self, cupy: Any, arrays: Sequence[Any], scalars: Sequence[float]) -> list[float]:
         """Queue a ``cupy.ElementwiseKernel`` of the same formula; returns the largest absolute values.
 
-        With these it is a CUDA function of mpishard's own: CuPy's have no maximum besides the elements.
+        With these it is a CUDA function of mpishard: CuPy's have no maximum in addition to the elements.
         """
         if self.largest:
             return self._cuda.with_largest(arrays, scalars)
@@ -208,28 +176,13 @@ def elementwise(formula: Callable[..., Any]) -> Kernel:
         descend(parameters, gradients, 0.1)
 
     The formula is computed in the dtype of the arrays, float32 or float64, constants included.
-
-    Raises
-    ------
-    TypeError
-        At definition, if the formula has anything else; the message names the line.
+    At definition a formula that has anything else raises TypeError, which names the line.
     """
     return Kernel(formula)
 
 
 def largest(name: float) -> float:
-    """In what an element-wise formula returns: see `elementwise`.
-
-    Parameters
-    ----------
-    name : float
-        An array, or something that the formula has assigned.
-
-    Returns
-    -------
-    float
-        Its absolute value, as of an array of one element.
-    """
+    """The largest absolute value of an array in what an element-wise formula returns: see `elementwise`."""
     return abs(name)
 
 
@@ -248,12 +201,12 @@ def check_module(module: Any) -> None:
 
 
 def is_array(a: Any) -> bool:
-    """Whether `a` is an array of a kind that mpishard works on."""
+    """Return True if `a` is an array of a kind that mpishard works on."""
     return find_backend(a) is not None
 
 
 def is_device(a: Any) -> bool:
-    """Whether `a` is an array in device memory; False if it is no array."""
+    """Return True if `a` is an array in device memory; False if it is no array."""
     if type(a) is np.ndarray:
         return False  # what follows, for the most frequent case
     backend = find_backend(a)
@@ -276,7 +229,7 @@ def check_current(a: Array) -> None:
 
 
 def runs_cuda(a: Any) -> bool:
-    """Whether `a` is a device array for which CUDA functions are compiled (see `mpishard.backend.cuda_source`)."""
+    """Return True if `a` is a device array for which CUDA functions are compiled (`mpishard.backend.cuda_source`)."""
     if type(a) is np.ndarray:
         return False  # what follows, for the most frequent case
     backend = find_backend(a)
@@ -296,7 +249,7 @@ def device_count() -> int:
 
 
 def can_pin(nbytes: int = 2**20) -> bool:
-    """Whether CuPy is installed and can pin `nbytes` bytes of host memory."""
+    """Return True if CuPy is installed and can pin `nbytes` bytes of host memory."""
     try:
         device_module().cuda.alloc_pinned_memory(nbytes)
     except Exception:  # ImportError, or one of several CuPy errors
@@ -318,16 +271,16 @@ def ready(a: Array) -> None:
     """Wait until the work queued on `a` is done, so that something other than its stream may read it.
 
     For CuPy this synchronises the current stream of the calling thread on the device of `a`: call it in the thread, and
-    with the stream, that computed `a`.  For NumPy it does nothing.
+    with the stream, that computed `a`. For NumPy it does nothing.
     """
     backend_of(a).ready(a)
 
 
 def copy_to_host(device_array: Array, host_array: np.ndarray) -> None:
-    """Copy `device_array` into `host_array` of the same shape and dtype; done on return.
+    """Copy `device_array` into `host_array` of the same shape and dtype, in stream order; done on return.
 
-    The copy is in stream order, after the computation of `device_array`.  It runs at the full speed of the bus if
-    `host_array` comes from `pinned_empty`; the driver stages other memory through its own pinned buffers.
+    It runs at the full speed of the bus if `host_array` comes from `pinned_empty`; the driver stages other memory
+    through its pinned buffers.
     """
     _check_copy(device_array, host_array)
     if host_array.size:
@@ -357,7 +310,7 @@ def pinned_empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> np.nda
 
 
 def overlap(one: Array, other: Array) -> bool:
-    """Whether two contiguous arrays share memory; those of two kinds never do, nor an empty one with any."""
+    """Return True if two contiguous arrays share memory; those of two kinds never do, nor an empty one with any."""
     backend = backend_of(one)
     return backend is backend_of(other) and backend.overlap(one, other)
 

@@ -25,19 +25,11 @@ _CORES = 2**32
 
 
 def load_or_make(name: str, load: Callable[[], bool], make: Callable[[], None]) -> None:
-    """Load the function `name` from the cache, or make it.  If another process makes it, wait and then load it.
+    """Load the function `name` from the cache, or make it. If another process makes it, wait and then load it.
 
-    If that process dies, another one makes it.  At most as many processes make functions as the node has cores.  The
-    others wait for a core without calling `load`, which would take processor time from those that compile.
-
-    Parameters
-    ----------
-    name : str
-        Processes with the same name share the work.
-    load : callable
-        Loads the function; returns whether it was in the cache.
-    make : callable
-        Compiles the function, and puts it into the cache.
+    `load` returns True if it was in the cache; `make` compiles it and puts it there. If the process that makes it dies,
+    another one does. At most as many processes make functions as the node has cores. The others wait for a core without
+    calling `load`, which would take processor time from those that compile.
     """
     if load():
         return
@@ -62,14 +54,14 @@ def load_or_make(name: str, load: Callable[[], bool], make: Callable[[], None]) 
 
 @contextlib.contextmanager
 def attempt(name: str) -> Iterator[bool]:
-    """Whether this process may make `name` within the context."""
+    """Yield True if this process may make `name` within the context."""
     with _held(_byte(name)) as mine:
         yield mine
 
 
 @contextlib.contextmanager
 def core() -> Iterator[bool]:
-    """Whether a core of the node is free: fewer processes are in this context than the node has cores."""
+    """Yield True if a core of the node is free: fewer processes are in this context than the node has cores."""
     with contextlib.ExitStack() as stack:
         yield any(stack.enter_context(_held(_CORES + core)) for core in range(os.cpu_count() or 1))
 

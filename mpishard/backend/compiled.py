@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.backend.garbage import no_garbage_collection, objects_stay
 
 # Raise it with every change after which a compiled kernel gives other bits, be it in a function that the kernel calls:
-# by it a reproducible run finds out that it would go on with other kernels than it began with. 2: the exponential of
+# by it a reproducible run finds out that it would resume with other kernels than it began with. 2: the exponential of
 # the layers is a shorter one. 3: on devices the sums of rows of logits, scores and norms have another order. States
 # without the number count as 1.
 KERNELS = 3
@@ -22,35 +22,16 @@ _expected: dict[tuple[HostFunction, tuple[Any, ...]], tuple[Any, ...]] = {}
 
 
 def before_compiling(register: Callable[[], None]) -> Callable[[], None]:
-    """Call `register` before anything is compiled; it makes functions known to Numba that compiled functions call.
+    """Decorator: call `register` before anything is compiled.
 
-    Parameters
-    ----------
-    register : callable
-        Without arguments.
-
-    Returns
-    -------
-    callable
-        `register`, so that this is a decorator.
+    It makes functions known to Numba that compiled functions call.
     """
     _before.append(register)
     return register
 
 
 def inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for functions that compiled functions call.
-
-    Parameters
-    ----------
-    function : callable
-        In the part of Python that Numba compiles.
-
-    Returns
-    -------
-    callable
-        `function`.
-    """
+    """Decorator for functions that compiled functions call."""
 
     @before_compiling
     def register() -> None:
@@ -86,16 +67,9 @@ def _define_prefetch() -> None:
 
 
 def prefetch(array: np.ndarray, index: int) -> None:
-    """In a compiled function: begin to read the cache line of an element, and go on at once.
+    """In a compiled function: begin to read the cache line of an element, and continue at once.
 
-    The processor itself does so only within a page of memory.
-
-    Parameters
-    ----------
-    array : 1-D array
-        Contiguous.
-    index : int
-        Of the element; one outside of the array does no harm.
+    The processor itself does so only within a page of memory. An element outside of the array does no harm.
     """
 
 
@@ -115,16 +89,10 @@ def _jit() -> ModuleType:
 
 
 class HostFunction:
-    """A function of NumPy arrays of one dtype, and scalars, compiled once for all the ranks of a node.
+    """A function of flat NumPy arrays of one dtype, then scalars, compiled once for all the ranks of a node.
 
-    The first call imports Numba, and loads the function from its cache or compiles it.
-
-    Parameters
-    ----------
-    function : callable
-        Of flat arrays, then scalars, in the part of Python that Numba compiles.
-    **options : bool
-        Of ``numba.njit``, besides those of `mpishard.backend.jit.jit`.
+    The first call imports Numba, and loads the function from its cache or compiles it. `options` are those of
+    ``numba.njit``, in addition to those of `mpishard.backend.jit.jit`.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -139,15 +107,7 @@ class HostFunction:
         return self._dispatcher(*arrays, *scalars)
 
     def expect(self, arrays: Sequence[np.ndarray], scalars: Sequence[float] = ()) -> None:
-        """Announce a call with arguments of these types, so that a rank that compiles also compiles this function.
-
-        Parameters
-        ----------
-        arrays : sequence of array
-            Of those dtypes and dimensions.
-        scalars : sequence of float
-            As many as the call will have.
-        """
+        """Announce a call with arguments of these types, so that a rank that compiles also compiles this function."""
         key = _key(arrays)
         if key not in self._compiled:
             _expected[self, key] = (*arrays, *scalars)
@@ -160,13 +120,7 @@ class HostFunction:
         self._compiled.add(key)
 
     def dispatcher(self) -> Any:
-        """Numba's dispatcher of this function, made at its first use.
-
-        Returns
-        -------
-        numba.core.dispatcher.Dispatcher
-            The same at every call.
-        """
+        """Numba's dispatcher of this function, made at its first use."""
         while _before:
             _before.pop(0)()
         if self._dispatcher is None:

@@ -23,18 +23,9 @@ _PACK, _MOST_PACKS = 4, 2**31
 def convert(source: Array, target: Array) -> None:
     """``target[...] = source``, where uint16 stands for the bits of bfloat16; rounded to nearest even.
 
-    What is too large for the target becomes infinite, without a warning.  On a device it is one pass over memory,
-    queued on the current stream.
-
-    Parameters
-    ----------
-    source, target : array
-        Of one shape and kind; float32, float64, float16 or uint16.
-
-    Raises
-    ------
-    ValueError
-        If the shapes differ, or more than five dimensions do not lie one after the other in memory.
+    What is too large for the target becomes infinite, without a warning. On a device it is one pass over memory, queued
+    on the current stream. Raises ValueError if the shapes differ, or more than five dimensions do not lie one after the
+    other in memory.
     """
     if source.shape != target.shape:
         raise ValueError(f"cannot convert an array of shape {source.shape} into one of shape {target.shape}")
@@ -70,7 +61,7 @@ def convert(source: Array, target: Array) -> None:
 
 
 def _has_packs(array: Array, extents: list[int], strides: list[int]) -> bool:
-    """Whether rows are whole packs, and all of them aligned."""
+    """Return True if rows are whole packs, and all of them aligned."""
     address = backend_of(array).address(array)
     aligned = not any(step % _PACK for step in (extents[-1], *strides[:-1])) and not address % (_PACK * array.itemsize)
     return aligned and strides[-1] == 1 and prod(extents) < _PACK * _MOST_PACKS

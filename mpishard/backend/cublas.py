@@ -1,6 +1,6 @@
-"""Matrix products of device arrays by cuBLAS, of views as they lie in memory, added to what is there if asked.
+"""Matrix products of device arrays by cuBLAS, of views as they lie in memory, added to the output if asked.
 
-cuBLAS reads columns.  Rows of C are columns of its transpose, so that ``C = A B`` is computed as ``C' = B' A'``.
+cuBLAS reads columns. Rows of C are columns of its transpose, so that ``C = A B`` is computed as ``C' = B' A'``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _FACTORS = {np.dtype(kind): np.array([0, 1], kind) for kind in (np.float32, np.f
 
 
 class _Layout(NamedTuple):
-    """How a matrix lies in memory: by rows or by columns, and how many elements from one to the next."""
+    """The layout of a matrix: by rows or by columns, and the number of elements from one to the next."""
 
     by_columns: bool
     leading: int
 
 
 class _Matrix(NamedTuple):
-    """What there is to know about an array without its address; matrices of batches, or a vector."""
+    """An array without its address; matrices of batches, or a vector."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -82,30 +82,11 @@ MOST_PRODUCTS = 10_000
 def multiply(a: Array, b: Array, out: Array, accumulate: bool = False) -> Array:
     """``out = a b``, or ``out += a b``, summed in float32 (float64 for float64), queued on the current stream.
 
-    Products of float32 are rounded to TF32 only if the environment variable ``CUPY_TF32`` is 1, as CuPy's are.
+    Shapes are (..., m, k) or (k,), (..., k, n) and (..., m, n) or (n,). Operands, of one dtype, may be float16 or bits
+    of bfloat16 (uint16), for which `out` may be float32; what BLAS cannot read as it lies is copied first. Products of
+    float32 are rounded to TF32 only if the environment variable ``CUPY_TF32`` is 1, as CuPy's are.
 
-    Parameters
-    ----------
-    a : array, shape (..., m, k) or (k,)
-        float16, bits of bfloat16 (uint16), float32 or float64.  What BLAS cannot read as it lies is copied first.
-    b : array, shape (..., k, n)
-        Of the same dtype.
-    out : array, shape (..., m, n) or (n,)
-        A view or not; of the same dtype, or float32 for operands in half precision.
-    accumulate : bool
-        Add to what `out` has.
-
-    Returns
-    -------
-    array
-        `out`.
-
-    Raises
-    ------
-    TypeError
-        Dtypes that do not go together.
-    ValueError
-        Shapes that do not go together, or a size of 2^31 or more.
+    Raises TypeError for dtypes, ValueError for shapes that do not go together, or for a size of 2^31 or more.
     """
     one, other, result = [_Matrix(each.shape, each.strides, each.dtype) for each in (a, b, out)]
     key = one, other, result, accumulate, _tf32()
@@ -144,12 +125,12 @@ def _check(a: Array, b: Array, out: Array) -> None:
 
 
 def _is_readable(matrix: _Matrix) -> bool:
-    """Whether BLAS can read it as it lies."""
+    """Return True if BLAS can read it as it lies."""
     return _layout(matrix.as_rows()) is not None and all(stride >= 0 for stride in matrix.strides)
 
 
 def _is_writable(out: _Matrix) -> bool:
-    """Whether BLAS can write it as it lies."""
+    """Return True if BLAS can write it as it lies."""
     once = all(step > 0 or extent < 2 for step, extent in zip(out.strides, out.shape, strict=True))
     return once and _layout(out.as_rows()) is not None
 
@@ -201,7 +182,7 @@ def _products(a: _Matrix, b: _Matrix, out: _Matrix, accumulate: bool) -> tuple[_
 
 
 def _layout(matrix: _Matrix) -> _Layout | None:
-    """How the last two dimensions lie in memory; None if BLAS cannot read them so."""
+    """The layout of the last two dimensions in memory; None if BLAS cannot read them so."""
     (rows, columns), (row, column) = matrix.shape[-2:], matrix.strides[-2:]
     if row % matrix.itemsize or column % matrix.itemsize:
         return None

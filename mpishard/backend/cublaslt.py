@@ -41,21 +41,7 @@ class Shape(NamedTuple):
 class CublasLt:
     """Products with the epilogue on one device, for one thread.
 
-    All arrays are C-contiguous, in one half precision: float16, or uint16 for the bits of bfloat16.  Sums are float32.
-
-    Parameters
-    ----------
-    lt : module
-        ``nvmath.bindings.cublasLt``.
-    like : array
-        Any of the device.
-
-    Attributes
-    ----------
-    usable : bool
-        Whether nothing has failed so far.
-    proven : set
-        Precisions in which a small problem was right; kept here for whoever tries.
+    All arrays are C-contiguous, in one half precision: float16, or uint16 for the bits of bfloat16. Sums are float32.
     """
 
     def __init__(self, lt: Any, like: Array) -> None:
@@ -63,11 +49,11 @@ class CublasLt:
         with backend_of(like).on_device_of(like):
             self._handle = lt.create()
         self._plans: dict[tuple[Shape, np.dtype], _Plan] = {}
-        self.usable = True
-        self.proven: set[np.dtype] = set()
+        self.usable = True  # nothing has failed so far
+        self.proven: set[np.dtype] = set()  # precisions in which a small problem was right; filled by callers
 
     def takes(self, shape: Shape, half: np.dtype, like: Array) -> bool:
-        """Whether cuBLASLt has a kernel for a shape; chooses it if so."""
+        """Return True if cuBLASLt has a kernel for a shape, which is then chosen."""
         aligned = shape.width % MULTIPLE == 0 == shape.inner % MULTIPLE
         if not self.usable or not aligned or min(shape) < 1 or max(shape) > LARGEST:
             return False
@@ -167,19 +153,10 @@ LIBRARY = OptionalLibrary(
 
 
 def cublaslt_on_device(like: Array) -> CublasLt | None:
-    """That of this thread for the device of `like`; None where it is not installed, not wanted, or has failed.
+    """cuBLASLt of this thread for the device of `like`; None where it is not installed, not wanted, or has failed.
 
-    Not collective.  The environment variable ``MPISHARD_EPILOGUES`` turns it off if it is 0.
-
-    Parameters
-    ----------
-    like : array
-        Any of the device.
-
-    Returns
-    -------
-    CublasLt or None
-        The same at every call, until it fails.
+    It is the same at every call, until it fails. The environment variable ``MPISHARD_EPILOGUES`` turns it off if it is
+    0.
     """
     found = LIBRARY.on_device(like) if backend_of(like).has_cublas else None
     return found if found is not None and found.usable else None

@@ -1,8 +1,8 @@
-"""CUDA C++ in files of this package, or generated: which functions it has, and what these take.
+"""Sources in CUDA C++, files or generated: which functions they have, and what these take.
 
-A source is compiled for element types that are chosen at run time.  It names them in capitals, such as ``REAL``, and
-has `mpishard/backend/cuda/prelude.cuh` before its first line, and then the ``.cuh`` files beside its own.  A signature
-in it is the one place that says what a function takes: arguments are checked against it and converted by it.
+A source is compiled for element types that are chosen at run time. It names them in capitals, such as ``REAL``; before
+its first line come `mpishard/backend/cuda/prelude.cuh` and the ``.cuh`` files next to it. A signature in it is the one
+place that says what a function takes: arguments are checked against it and converted by it.
 """
 
 from __future__ import annotations
@@ -41,20 +41,11 @@ FUNCTION = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([\w, ]+
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a CUDA function.
-
-    Parameters
-    ----------
-    name : str
-    type : str
-        As in the source without ``const``, such as ``"REAL"`` or ``"long long"``: of a scalar, or of elements.
-    is_array : bool
-        Whether it is a pointer.
-    """
+    """A parameter of a CUDA function."""
 
     name: str
-    type: str
-    is_array: bool
+    type: str  # as in the source without ``const``, such as ``"REAL"``: of a scalar, or of elements
+    is_array: bool  # it is a pointer
 
 
 def parse_parameters(text: str) -> tuple[Parameter, ...]:
@@ -69,19 +60,11 @@ def parse_parameters(text: str) -> tuple[Parameter, ...]:
 
 @dataclass(frozen=True, eq=False)
 class CudaFunction:
-    """A function of a `CudaSource` for certain element types; the source makes each once.
-
-    Parameters
-    ----------
-    source : CudaSource
-    name : str
-    types : tuple of (str, str)
-        What each name of an element type stands for, such as ``("REAL", "float")``.
-    """
+    """A function of a `CudaSource` for certain element types; the source makes each once."""
 
     source: CudaSource
     name: str
-    types: tuple[tuple[str, str], ...]
+    types: tuple[tuple[str, str], ...]  # pairs such as ``("REAL", "float")``
 
     @property
     def code(self) -> str:
@@ -105,10 +88,7 @@ class CudaFunction:
     def converted(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Arrays as they are, scalars in the types of the signature.
 
-        Raises
-        ------
-        TypeError
-            If there are too few or too many, or an array has another dtype than the signature.
+        Raises TypeError if there are too few or too many, or an array has another dtype than the signature.
         """
         if len(arguments) != len(self.parameters):
             names = ", ".join(each.name for each in self.parameters)
@@ -137,21 +117,10 @@ class CudaFunction:
 
 
 class CudaSource:
-    """A file of CUDA C++, or text of it that was generated.
+    """A file of CUDA C++, then generated text, if any; `functions` has their parameters by name.
 
-    Parameters
-    ----------
-    path : Path, optional
-        The file.
-    options : sequence of str, optional
-        Options of the compiler besides those for element types.
-    text : str, optional
-        What follows the text of the file.
-
-    Attributes
-    ----------
-    functions : dict
-        The parameters of each function ``extern "C" __global__ void NAME(...)``, by name.
+    Functions are those declared ``extern "C" __global__ void NAME(...)``; `options` of the compiler are additional to
+    those for element types.
     """
 
     def __init__(self, path: Path | None, options: tuple[str, ...] = (), text: str = "") -> None:
@@ -162,7 +131,7 @@ class CudaSource:
 
     @functools.cached_property
     def code(self) -> str:
-        """The text of the file and what was generated, after the prelude and the headers beside the file."""
+        """The text of the file and of `text`, after the prelude and the headers next to the file."""
         files = [PRELUDE]
         if self.path is not None:
             files += [
@@ -177,14 +146,7 @@ class CudaSource:
         return {name: parse_parameters(parameters) for name, parameters in FUNCTION.findall(self.code)}
 
     def function(self, name: str, **dtypes: Any) -> CudaFunction:
-        """A function for element types, such as ``REAL=numpy.float32``.
-
-        Parameters
-        ----------
-        name : str
-        **dtypes : dtype
-            By name in the source; uint16 stands for bfloat16.
-        """
+        """A function for element types, such as ``REAL=numpy.float32``; uint16 stands for bfloat16."""
         key = (name, *dtypes.items())
         made = self._made.get(key)
         if made is None:
@@ -203,22 +165,9 @@ def launch(
 ) -> None:
     """Queue a CUDA function on the current stream of the device of its first array; no blocks: nothing is done.
 
-    Parameters
-    ----------
-    function : CudaFunction
-    blocks, threads : int
-        Blocks, and threads of each.
-    *arguments : arrays and numbers
-        As its signature says; arrays must be contiguous where the function takes them to be.
-    reached : sequence of arrays
-        What it reads or writes besides, by addresses in an array.
-    shared : int
-        Bytes of its ``extern __shared__`` array, for each block.
-
-    Raises
-    ------
-    TypeError
-        As `CudaFunction.converted`.
+    Arrays must be contiguous where the function takes them to be. `reached` are arrays that it reads or writes by
+    addresses in an array; `shared` is the size in bytes of each block's ``extern __shared__`` array. Raises TypeError
+    as `CudaFunction.converted`.
     """
     converted = function.converted(arguments)
     if blocks:

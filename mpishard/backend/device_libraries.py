@@ -1,4 +1,4 @@
-"""Which libraries for GPUs are installed as packages."""
+"""The libraries for GPUs that are installed as packages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ _PACKAGES = {
 
 
 def device_libraries() -> dict[str, str]:
-    """Libraries for GPUs that mpishard can use, besides those of a CUDA toolkit; nothing is imported.
+    """Versions of the libraries for GPUs that mpishard can use, besides those of a CUDA toolkit; nothing is imported.
 
-    Not collective.
-
-    Returns
-    -------
-    dict
-        By library its version.  Attention by cuDNN needs ``"cuDNN frontend"``, and cuDNN from a package or elsewhere;
-        products need cuBLAS, from a package or a CUDA toolkit, and those with bias and GELU ``"nvmath"`` besides.
+    Attention by cuDNN needs ``"cuDNN frontend"``, and cuDNN from a package or elsewhere; products need cuBLAS, from a
+    package or a CUDA toolkit, and those with bias and GELU also ``"nvmath"``.
     """
     return installed(_PACKAGES)

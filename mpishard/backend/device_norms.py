@@ -20,17 +20,7 @@ _THREADS = 256
 
 
 class LargestValues:
-    """Largest absolute values that stay on the device until they are asked for.
-
-    Parameters
-    ----------
-    count : int
-        How many.
-    dtype : dtype
-        Of the arrays, float32 or float64.
-    like : array
-        An array of the device.
-    """
+    """Largest absolute values that stay on the device until they are asked for."""
 
     def __init__(self, count: int, dtype: Any, like: Array) -> None:
         self._dtype = np.dtype(dtype)
@@ -39,12 +29,7 @@ class LargestValues:
     def take(self, arrays: Sequence[Array], ranges: Ranges, first: int = 0) -> None:
         """Raise the values from number `first` on to the largest of each range; queued, the host does not wait.
 
-        Parameters
-        ----------
-        arrays : sequence of arrays
-            Contiguous, of the dtype; the rows of the ranges.
-        ranges : Ranges
-        first : int
+        The arrays, the rows of the ranges, are contiguous.
         """
         blocks = ranges.blocks(CHUNK)
         if blocks:
@@ -73,15 +58,10 @@ class LargestValues:
 
 
 def sums_of_squares(arrays: Sequence[Array], ranges: Ranges, scalars: Sequence[Sequence[float]]) -> np.ndarray:
-    """The pre-rounded sums of squares of each range, float64 (ranges, 2).  The host waits for one copy.
+    """The pre-rounded sums of squares of each range, float64 (ranges, 2). The host waits for one copy.
 
-    Parameters
-    ----------
-    arrays : sequence of arrays
-        Contiguous, float32 or float64; the rows of the ranges.
-    ranges : Ranges
-    scalars : sequence of (scale, coarse, fine)
-        What ranges choose from, as of the loop of the host.
+    The arrays, the rows of the ranges, are contiguous; each of `scalars` is (scale, coarse, fine), as of the loop of
+    the host.
     """
     sums = np.zeros((len(ranges), 2))
     blocks = ranges.blocks(CHUNK)

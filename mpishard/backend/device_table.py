@@ -15,7 +15,7 @@ class DeviceTable:
     """Numbers that a CUDA function reads, on the device.
 
     A copy is queued on the current stream, from pinned memory that is used again when the copy is over; so the host
-    never waits.  New numbers get new memory: what was queued before may still read the old ones.
+    never waits. New numbers get new memory: what was queued before may still read the old ones.
     """
 
     def __init__(self) -> None:
@@ -25,19 +25,9 @@ class DeviceTable:
         self._staging: list[tuple[np.ndarray, Event]] = []
 
     def of(self, numbers: np.ndarray, like: Array) -> Array:
-        """The numbers on the device of `like`, for work on its current stream.
+        """The numbers, int64 or float64, on the device of `like`, for work on its current stream.
 
-        Parameters
-        ----------
-        numbers : 1-D array, int64 or float64
-            At least one.
-        like : array
-            Of the device, always of the same one.
-
-        Returns
-        -------
-        1-D device array
-            Of the same dtype.
+        That is the same device at every call.
         """
         backend = backend_of(like)
         stream, known = backend.current_stream(like), self._numbers
@@ -62,5 +52,5 @@ class DeviceTable:
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two tables have the same bits, also where these are NaN."""
+    """Return True if two tables have the same bits, also where these are NaN."""
     return one.dtype == other.dtype and np.array_equal(one.view(np.int64), other.view(np.int64))

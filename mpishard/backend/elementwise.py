@@ -29,9 +29,9 @@ _OPERATORS: dict[type, str] = {
 class Formula(ast.NodeTransformer):
     """The two translations of a formula: Python source of a loop for Numba, and a C body for a CUDA kernel.
 
-    Names that begin with an underscore belong to the loop (``_p`` is the array of the elements ``p``), names that
-    end with one to the C body; a formula may use neither.  Every constant becomes a value of the arrays' dtype,
-    since a Python number would promote float32 to float64.
+    Names that begin with an underscore belong to the loop (``_p`` is the array of the elements ``p``), names that end
+    with one to the C body; a formula may use neither. Every constant becomes a value of the arrays' dtype, since a
+    Python number would promote float32 to float64.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""How exact dot products of rows change when other elements count, at the cost of these elements.
+"""Updates exact dot products of rows when other elements count, at the cost of these elements.
 
 The words of `exact_dot` are integers, so the words over a set of elements are those over another set, plus those of the
 elements that came, less those of the elements that went, without any error.
@@ -31,25 +31,10 @@ def changed_words(
     after: Array,
     spans: Spans,
 ) -> np.ndarray:
-    """The words of dot products of rows over the elements `after`, less those over the elements `before`.
+    """The words of dot products of pairs of rows over the elements `after`, less those over the elements `before`.
 
-    Parameters
-    ----------
-    rows : 2-D array
-        float32 or float64, contiguous.
-    pairs : sequence of (int, int)
-        The numbers of the rows of each product.
-    tops : sequence of float
-        For each a bound on the products of elements, as in `exact_dot.dot_words`.
-    before, after : 1-D array of bool, optional
-        The elements; None for no element.
-    spans : sequence of (start, stop)
-        Elements that can count at all.
-
-    Returns
-    -------
-    int64 array (pairs, 2)
-        The second words are in ``[0, 2**34)``.
+    `tops` has for each a bound on the products of elements, as in `exact_dot.dot_words`; None for no element; only
+    elements in `spans` can count at all. Returns int64 (pairs, 2), of which the second words are in ``[0, 2**34)``.
     """
     words = np.zeros((len(pairs), 2), np.int64)
     if not len(pairs) or not len(spans):

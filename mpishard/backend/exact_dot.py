@@ -1,17 +1,13 @@
 """Dot products whose bits do not depend on the layout: sums in whole numbers of a quantum, two int64 words a sum.
 
-A product of two float64 is rounded as usual.  With ``top`` a bound on the absolute values of all products, and e the
-exponent of `top` (``top < 2**e``), a product is then rounded to a multiple of ``2**(e - 64)``, and these multiples are
-added as integers, so without any further error and in any order.  The first word counts multiples of ``2**(e - 30)``,
-the second counts multiples of ``2**(e - 64)``.  (Pre-rounding: Demmel and Nguyen, "Fast reproducible floating-point
-summation", 2013; fixed point with the exponent of the largest: Kulisch, "Computer arithmetic and validity", 2013.)
+A product is rounded to float64 as usual (of float32 it is exact). With ``top`` a bound on the absolute values of all
+products, and ``top < 2**e``, it is then rounded to a multiple of ``2**(e - 64)``; these are added as integers, without
+error and in any order. The first word counts multiples of ``2**(e - 30)``, the second of ``2**(e - 64)`` (pre-rounding:
+Demmel and Nguyen, 2013; fixed point: Kulisch, 2013).
 
-- All ranks must agree on `top` before; their words may be added in any order, and `values` takes the totals.
-- The error of a result is at most ``2**-64 * top`` for a term, in addition to the rounding of the products.  Where
-  `top` is far above all products, `is_doubtful` says so of the totals; the largest product is the `top` to take then.
-- There may be up to ``2**33 - 1`` terms on all ranks together.
-- A `top` of ``2**1000`` or more counts as infinite: the result is NaN.
-- float32 is multiplied in float64, where the product is exact.
+All ranks must agree on `top` before; `values` takes the total words of up to ``2**33 - 1`` terms. The error is at most
+``2**-64 * top`` a term; where `top` is far above all products, `is_doubtful` returns True. A `top` of ``2**1000`` or
+more counts as infinite: the result is NaN.
 """
 
 from __future__ import annotations
@@ -32,27 +28,16 @@ Spans = Sequence[tuple[int, int]]
 MOST_TERMS = 2**33 - 1
 CARRY = 34  # binary places from the first word to the second
 _LAST_BITS = 2**CARRY - 1
-_SURE_BITS = 20  # a sum without so many correct bits is doubtful
+_SURE_BITS = 20  # a sum with fewer correct bits is doubtful
 _BLOCK = 16384  # elements of the vector that stay in the cache while the rows pass
 _BUFFER = 4096  # elements of a sum of rows that stay in the cache
 
 
 def dot_words(one: Array, other: Array, top: float, spans: Spans) -> np.ndarray:
-    """The words of the dot product of some elements of two arrays.
+    """The words of the dot product of the elements in `spans` of two contiguous 1-D arrays, int64 (2,).
 
-    Parameters
-    ----------
-    one, other : 1-D array
-        float32 or float64, contiguous, of one size, dtype and kind.
-    top : float
-        A bound on the absolute values of the products: the largest of one times the largest of the other.
-    spans : sequence of (start, stop)
-        The elements that count.
-
-    Returns
-    -------
-    int64 array (2,)
-        The second word is in ``[0, 2**34)``.
+    `top` is a bound on the absolute values of the products: the largest of one times the largest of the other. The
+    second word is in ``[0, 2**34)``.
     """
     return row_dot_words(one.reshape(1, -1), (0,), other, (top,), spans)[0]
 
@@ -62,18 +47,7 @@ def row_dot_words(
 ) -> np.ndarray:
     """The words of the dot products of some rows with one vector, in one pass over memory; int64 (rows, 2).
 
-    Parameters
-    ----------
-    rows : 2-D array
-        Contiguous.
-    indices : sequence of int
-        Numbers of the rows.
-    vector : 1-D array
-        Of the dtype and kind of the rows.
-    tops : sequence of float
-        For each of these rows a bound on the products, as in `dot_words`.
-    spans : sequence of (start, stop)
-        The elements that count.
+    `tops` has a bound for each of these rows, as in `dot_words`.
     """
     words = np.zeros((len(indices), 2), np.int64)
     magic = magic_numbers(tops)
@@ -88,34 +62,18 @@ def row_dot_words(
 
 
 def values(words: np.ndarray, tops: Sequence[float]) -> list[float]:
-    """The dot products, each rounded once, of the totals of the words of all ranks.
+    """The dot products, each rounded once, of the totals of the words of all ranks, int64 (products, 2).
 
-    Parameters
-    ----------
-    words : int64 array (products, 2)
-    tops : sequence of float
-        The same for each product as the words were made with.
-
-    Returns
-    -------
-    list of float
-        0.0 where `top` is 0; NaN where it is not finite, or ``2**1000`` or more; infinite where the result is too
-        large for a float.
+    `tops` are those that the words were made with: the product is 0.0 where `top` is 0, NaN where it is not finite, or
+    ``2**1000`` or more, infinite where it is too large for a float.
     """
     return [_value(int(high), int(low), top) for (high, low), top in zip(words, tops, strict=True)]
 
 
 def is_doubtful(words: np.ndarray, top: float, terms: int) -> bool:
-    """Whether the total of a product's words may have few correct bits, as `top` is too large for what was added.
+    """Return True if the total of a product's words may have few correct bits: `top` is too large for what was added.
 
-    Parameters
-    ----------
-    words : int64 array (2,)
-        The total.
-    top : float
-        With which they were made.
-    terms : int
-        Of all ranks; each adds an error of up to half a quantum.
+    `terms` counts those of all ranks; each adds an error of up to half a quantum.
     """
     high, low = map(int, words)
     return top > 0 and not (top < 2.0**1000 and abs((high << CARRY) + low) >= terms << _SURE_BITS)
@@ -139,20 +97,8 @@ def combine(
 ) -> None:
     """``out = factor * vector + sum of coefficients * rows``, in one pass over memory.
 
-    Every element is computed by itself, in float64 and in the order of `indices`, and rounded to the dtype in the end.
-
-    Parameters
-    ----------
-    rows : 2-D array
-        Contiguous.
-    indices, coefficients : sequence
-        Numbers of the rows, and by what they are multiplied.
-    vector : 1-D array
-        Of the dtype and kind of the rows.
-    factor : float
-        By what the vector is multiplied.
-    out : 1-D array
-        Overwritten; like the vector, which it may be, but none of the rows.
+    Every element is computed independently, in float64 and in the order of `indices`, and rounded to the dtype in the
+    end. `out` may be the vector, but none of the rows.
     """
     if is_device(rows):
         wide = module_of(rows).float64
@@ -207,7 +153,7 @@ def add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> None
     coarse = products + first
     fine = (products - (coarse - first)) + second
     bits = magic.view(np.int64)
-    for begin in range(0, products.size, 2**28):  # so many cannot overflow the second word
+    for begin in range(0, products.size, 2**28):  # that many cannot overflow the second word
         part = slice(begin, begin + 2**28)
         size = coarse[part].size
         high, low = (int(to_host(each[part].view(np.int64).sum())) for each in (coarse, fine))

@@ -30,18 +30,7 @@ _BITS: dict[int, tuple[Any, Any, Struct, Struct]] = {
 
 
 def largest(array: Array) -> float:
-    """Largest absolute value.
-
-    Parameters
-    ----------
-    array : array
-        Flat, float32 or float64, on the host or a GPU.
-
-    Returns
-    -------
-    float
-        Infinite or NaN if any element is; 0.0 if the array is empty.
-    """
+    """Largest absolute value of a flat array, host or device; infinite or NaN if any element is, 0.0 if it is empty."""
     if not array.size:
         return 0.0
     if type(array) is not np.ndarray and is_device(array):
@@ -57,16 +46,9 @@ def largest(array: Array) -> float:
 def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
     """The sum of squares of a flat array over a power of four near ``top**2``, in two parts, float64 (2,).
 
-    Parameters
-    ----------
-    top : float
-        A bound on the absolute values, finite; the same for all arrays whose sums are to be added.
-    terms : int
-        A bound on the number of terms of all these arrays together.
-
-    Notes
-    -----
-    Results may be added, part by part, in any order, with the same bits; `norm` takes the total.
+    Results may be added, part by part, in any order, with the same bits; `norm` takes the total. `top`, a finite bound
+    on the absolute values, and `terms`, a bound on the number of terms, are the same for all arrays whose sums are
+    added.
     """
     if not array.size or top == 0:
         return np.zeros(2)
@@ -82,14 +64,9 @@ def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
 
 
 def largest_of(arrays: Sequence[Array], ranges: Ranges) -> list[float]:
-    """`largest` of each range of arrays; on a device one launch and one copy for all of them.
+    """`largest` of each range of flat arrays of one dtype; on a device one launch and one copy for all of them.
 
-    Parameters
-    ----------
-    arrays : sequence of arrays
-        Flat, float32 or float64, of one dtype, on the host or one GPU: the rows of the ranges.
-    ranges : Ranges
-        Keep them from call to call.
+    Keep `ranges` from call to call.
     """
     if arrays and runs_cuda(arrays[0]):
         found = device_norms.LargestValues(len(ranges), arrays[0].dtype, arrays[0])
@@ -101,14 +78,7 @@ def largest_of(arrays: Sequence[Array], ranges: Ranges) -> list[float]:
 def sums_of_squares(arrays: Sequence[Array], ranges: Ranges, tops: Sequence[float], terms: Sequence[int]) -> np.ndarray:
     """`sum_of_squares` of each range of arrays, float64 (ranges, 2); on a device two launches and one copy.
 
-    Parameters
-    ----------
-    arrays : sequence of arrays
-        As for `largest_of`.
-    ranges : Ranges
-        The choice of a range is the number of its top and of its terms.
-    tops, terms : sequence of float, sequence of int
-        What ranges choose from.
+    The choice of a range is the number of its entry in `tops` and `terms`.
     """
     if arrays and runs_cuda(arrays[0]):
         sums = device_norms.sums_of_squares(arrays, ranges, list(map(_scalars, tops, terms)))
@@ -124,18 +94,7 @@ def norm(parts: np.ndarray, top: float) -> float:
 
 
 def norm_of(array: Array) -> float:
-    """The 2-norm of one whole flat array; not finite if an element is not.
-
-    Parameters
-    ----------
-    array : 1-D array
-        float32 or float64.
-
-    Returns
-    -------
-    float
-        0.0 if it is empty.
-    """
+    """The 2-norm of one whole flat array; not finite if an element is not, 0.0 if it is empty."""
     top = largest(array)
     return norm(sum_of_squares(array, top, array.size), top) if math.isfinite(top) else top
 
@@ -161,7 +120,7 @@ def _scalars(top: float, terms: int) -> tuple[float, float, float]:
 def _shifts(terms: int) -> tuple[float, float]:
     """Numbers C such that ``(x + C) - C`` rounds x to a quantum of which `terms` terms still add exactly.
 
-    Terms are below 16, so their sum is below ``2**width``, and the first quantum is 52 binary places below that.  The
+    Terms are below 16, so their sum is below ``2**width``, and the first quantum is 52 binary places below that. The
     remainder of a term is below the first quantum; the second quantum is 52 - width places lower.
     """
     width = max(1, terms).bit_length() + 4

@@ -28,39 +28,19 @@ _LAST_BITS = 2**CARRY - 1
 
 
 class Factor(NamedTuple):
-    """A vector that rows are multiplied by, or some of its elements.
-
-    Parameters
-    ----------
-    vector : 1-D array
-        Of the dtype and kind of the rows.
-    tops : sequence of float
-        For each row a bound on the products, as in `exact_dot.dot_words`.
-    of_free : bool or None
-        Which elements count: those where the mask is True, or False; None: all.
-    """
+    """A vector that rows are multiplied by, or some of its elements."""
 
     vector: Array
-    tops: Sequence[float]
-    of_free: bool | None = None
+    tops: Sequence[float]  # for each row a bound on the products, as in `exact_dot.dot_words`
+    of_free: bool | None = None  # the elements that count: those where the mask is True, or False; None: all
 
 
 class Changes(NamedTuple):
-    """Products of rows with each other of which the change is wanted, as other elements count.
+    """Products of rows with each other of which the change is wanted, as other elements count."""
 
-    Parameters
-    ----------
-    before : 1-D array of bool
-        The mask before.
-    pairs : sequence of (int, int)
-        The numbers of the rows of each product.
-    tops : sequence of float
-        For each a bound on the products of elements.
-    """
-
-    before: Array
-    pairs: Sequence[tuple[int, int]]
-    tops: Sequence[float]
+    before: Array  # the mask before, of bool
+    pairs: Sequence[tuple[int, int]]  # the numbers of the rows of each product
+    tops: Sequence[float]  # for each a bound on the products of elements
 
 
 def words_with(
@@ -71,29 +51,10 @@ def words_with(
     free: Array | None = None,
     changes: Changes | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The words of the dot products of some rows with up to four vectors.
+    """The words of the dot products of some rows with up to four vectors, over the elements in `spans`.
 
-    Parameters
-    ----------
-    rows : 2-D array
-        Contiguous, float32 or float64.
-    indices : sequence of int
-        Numbers of the rows.
-    factors : sequence of Factor
-        What they are multiplied by.
-    spans : sequence of (start, stop)
-        The elements that count.
-    free : 1-D array of bool, optional
-        The mask, where a factor has one.
-    changes : Changes, optional
-        Products among these rows.
-
-    Returns
-    -------
-    int64 array (factors, rows, 2)
-        The words.
-    int64 array (changes, 2)
-        The words of the products over the free elements, less those over the elements that were free before.
+    `free` is the mask, where a factor has one. Returns the words, int64 (factors, rows, 2), and those of the products
+    in `changes` over the free elements less those over the elements that were free before, int64 (changes, 2).
     """
     words = np.zeros((len(factors), len(indices), 2), np.int64)
     if changes is None or free is None:
@@ -179,7 +140,7 @@ def _add_four(one, other, left, right, magic, sums):  # type: ignore[no-untyped-
 
 @inner
 def _take(high, low, count, magic, words):  # type: ignore[no-untyped-def]
-    """Add the sums of the bits of so many products to words."""
+    """Add the sums of the bits of `count` products to words."""
     low += words[1] - count * np.float64(magic[1]).view(np.int64)
     words[0] += high - count * np.float64(magic[0]).view(np.int64) + (low >> CARRY)
     words[1] = low & _LAST_BITS

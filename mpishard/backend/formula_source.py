@@ -27,12 +27,7 @@ _MOST_BLOCKS = 1024
 
 
 class FormulaSource:
-    """The CUDA functions of one kernel.
-
-    Parameters
-    ----------
-    kernel : Kernel
-    """
+    """The CUDA functions of one kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class _Pauses:
-    """How many pauses there are at this moment, by any threads, and whether collection was on before the first."""
+    """The number of pauses at this moment, by any threads, and whether collection was on before the first."""
 
     lock = threading.Lock()
     count = 0
@@ -21,10 +21,6 @@ def no_garbage_collection() -> Iterator[None]:
     """No garbage collection in this context, which makes very many objects that stay, and no cycles of them.
 
     A collection looks at all objects of the process, again and again while their number grows.
-
-    Yields
-    ------
-    None
     """
     with _Pauses.lock:
         if not _Pauses.count:
@@ -41,7 +37,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def objects_stay() -> None:
-    """Let collections of young objects pass over all that there are now; a full collection looks at them, as before.
+    """Let collections of young objects skip all that exist now; a full collection looks at them as usual.
 
     After `no_garbage_collection` the next two collections would look at every object that was made in it.
     """

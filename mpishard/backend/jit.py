@@ -26,7 +26,7 @@ Function = tuple[Any, tuple[Any, ...]]
 class _Cache(FunctionCache):
     """Numba's cache, which here loads without the imports that only compiling needs (a third of a second per process).
 
-    The compiler itself refreshes the context before it compiles.  Numba finds a function again as long as its own file
+    The compiler itself refreshes the context before it compiles. Numba finds a function again as long as its own file
     is the same; here what else is compiled with it, and the options, must be the same too.
     """
 
@@ -74,9 +74,9 @@ def _content(file: str) -> str:
 def jit(function: Callable[..., Any], **options: Any) -> Any:
     """``numba.njit`` without the GIL, with NumPy's division, and with a cache on disk where that is possible.
 
-    Without ``error_model="numpy"`` every division carries a check for zero, which keeps loops from being
-    vectorised.  Functions that make arrays need ``_nrt=True``, Numba's runtime, which counts references: each process
-    compiles it, which takes as long as loading ten functions, and with it a function takes a tenth longer to compile.
+    Without ``error_model="numpy"`` every division carries a check for zero, which keeps loops from being vectorised.
+    Functions that make arrays need ``_nrt=True``, Numba's runtime, which counts references: each process compiles it,
+    which takes as long as loading ten functions, and with it a function takes a tenth longer to compile.
     """
     # These functions are not called from C; a wrapper for that would take a tenth of the compile time.
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False, **options}

@@ -1,6 +1,6 @@
-"""What differs between NumPy arrays and device arrays: one class a kind, and the table of them.
+"""The differences between NumPy arrays and device arrays: one class a kind, and the table of them.
 
-`mpishard.backend.array` has the functions over both.  All that mpishard does with a device goes through a `Backend`, so
+`mpishard.backend.array` has the functions over both. All that mpishard does with a device goes through a `Backend`, so
 that tests can put another in the place of CuPy's where there is no GPU.
 """
 
@@ -23,20 +23,9 @@ _NOT_READY = 600  # cudaErrorNotReady
 
 
 class Backend:
-    """The functions that mpishard needs for one kind of array.  This class implements them for NumPy.
+    """The functions that mpishard needs for one kind of array, here for NumPy; `module` has its functions.
 
     Those on streams, events and CUDA functions are of devices only.
-
-    Attributes
-    ----------
-    module : module
-        ``numpy``, ``cupy``, or one with their functions.
-    device : bool
-        Whether the arrays lie in device memory.
-    compiles_cuda : bool
-        Whether `launch_cuda` works here.
-    has_cublas : bool
-        Whether `cublas` works here.
     """
 
     module: Any = np
@@ -69,7 +58,7 @@ class Backend:
         return kernel.on_host(arrays, scalars)
 
     def device_number(self, like: Array) -> int:
-        """Which of several devices `like` is on."""
+        """The number of the device that `like` is on."""
         return 0
 
     def on_device_of(self, like: Array) -> AbstractContextManager[Any]:
@@ -87,19 +76,9 @@ class Backend:
         reached: Sequence[Array] = (),
         shared: int = 0,
     ) -> None:
-        """Queue a CUDA function on the current stream.
+        """Queue a CUDA function on the current stream, with the arguments of `mpishard.backend.cuda_source.launch`.
 
-        Parameters
-        ----------
-        function : CudaFunction
-        blocks, threads : int
-            Blocks, and threads of each.
-        arguments : sequence
-            Device arrays, the first of them of this backend, and scalars of NumPy of the right types.
-        reached : sequence of arrays
-            What the function reads or writes besides, by addresses in an array.
-        shared : int
-            Bytes of its ``extern __shared__`` array, for each block.
+        The first array is of this backend; scalars are NumPy's, of the right types.
         """
         raise NotImplementedError
 
@@ -116,7 +95,7 @@ class Backend:
         raise NotImplementedError
 
     def new_stream(self, like: Array) -> Stream:
-        """A stream that waits for no other one by itself; ``with stream:`` makes it the current one."""
+        """A stream that does not wait for others implicitly; ``with stream:`` makes it the current one."""
         raise NotImplementedError
 
     def record(self, like: Array, stream: Stream) -> Event:
@@ -127,7 +106,7 @@ class Backend:
         raise NotImplementedError
 
     def is_over(self, event: Event) -> bool:
-        """Whether an event is over, for who asks again until it is: raises the error of a device that has failed."""
+        """Return True if an event is over, for callers that poll: raises the error of a device that has failed."""
         raise NotImplementedError
 
     def current_device(self) -> int:
@@ -158,20 +137,14 @@ class Backend:
         raise NotImplementedError
 
     def cublas(self, like: Array, routine: str, *arguments: int) -> None:
-        """Queue a routine of cuBLAS on the current stream of the device of `like`.
+        """Queue a routine of ``cupy_backends.cuda.libs.cublas`` on the current stream of the device of `like`.
 
-        Parameters
-        ----------
-        like : array
-        routine : str
-            By its name in ``cupy_backends.cuda.libs.cublas``.
-        *arguments : int
-            What it takes after the handle; scalars by their address in the memory of the host.
+        `arguments` follow the handle; scalars are given by their address in the memory of the host.
         """
         raise NotImplementedError
 
     def nccl(self) -> Any:
-        """The module that calls NCCL, with the names of ``cupy.cuda.nccl``; ImportError where there is none."""
+        """The module that calls NCCL, with the names of ``cupy.cuda.nccl``; raises ImportError if it is missing."""
         raise NotImplementedError
 
     def device_name(self, like: Array) -> str:
@@ -373,5 +346,5 @@ def cupy_backend() -> CuPyBackend:
 
 
 def runs_overlap(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
-    """Whether two runs of bytes, given by address and length, overlap."""
+    """Return True if two runs of bytes, given by address and length, overlap."""
     return max(one, other) < min(one + one_nbytes, other + other_nbytes)

@@ -20,47 +20,22 @@ Started = TypeVar("Started")
 
 @dataclass(eq=False)
 class OptionalLibrary(Generic[Started]):
-    """A library for CuPy's arrays, where it is installed and wanted.  An environment variable of 0 turns it off.
+    """A library for CuPy's arrays, where it is installed and wanted."""
 
-    Not collective.
-
-    Parameters
-    ----------
-    title : str
-        Its name in warnings.
-    package : str
-        Name of the package that brings it.
-    module : str
-        What is imported of it.
-    variable : str
-        The environment variable.
-    instead : str
-        What happens without it, a sentence for warnings.
-    start : callable
-        ``start(module, like)`` gives what uses it on the device of `like`, for one thread.
-    """
-
-    title: str
-    package: str
-    module: str
-    variable: str
-    instead: str
+    title: str  # its name in warnings
+    package: str  # the package that brings it
+    module: str  # what is imported of it
+    variable: str  # an environment variable that turns it off if it is 0
+    instead: str  # what happens without it, a sentence for warnings
+    # ``start(module, like)`` gives what uses it on the device of `like`, for one thread
     start: Callable[[Any, Array], Started]
     _threads: threading.local = field(init=False, default_factory=threading.local)
     _warned: bool = field(init=False, default=False)
 
     def on_device(self, like: Array) -> Started | None:
-        """What `start` gave for this thread and the device of an array; it is tried once for each.
+        """The result of `start` for this thread and the device of an array; it is tried once for each.
 
-        Parameters
-        ----------
-        like : array
-            Any of the device.
-
-        Returns
-        -------
-        object or None
-            The same at every call; None where the library is not installed, not wanted, or does not start.
+        None where the library is not installed, not wanted, or does not start.
         """
         backend = backend_of(like)
         module = self.module_for(backend.module.__name__)
@@ -77,17 +52,9 @@ class OptionalLibrary(Generic[Started]):
         return started[device]
 
     def module_for(self, arrays: str) -> Any:
-        """The imported library for the arrays of a module.
+        """The imported library for the arrays of a module, named as ``"cupy"``.
 
-        Parameters
-        ----------
-        arrays : str
-            Name of the module, such as ``"cupy"``.
-
-        Returns
-        -------
-        module or None
-            None for others than CuPy's, and where the library is not installed, not wanted, or cannot be imported.
+        None for others than CuPy's, and where the library is not installed, not wanted, or cannot be imported.
         """
         return self._imported if arrays == "cupy" else None
 
@@ -103,13 +70,7 @@ class OptionalLibrary(Generic[Started]):
             return None
 
     def warn_once(self, problem: str) -> None:
-        """Say, once in a process, why the library is not used.
-
-        Parameters
-        ----------
-        problem : str
-            The start of the message.
-        """
+        """Warn, once in a process, why the library is not used; `problem` starts the message."""
         if not self._warned:
             self._warned = True
             warnings.warn(

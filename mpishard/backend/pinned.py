@@ -16,23 +16,15 @@ _LARGE = 2**22
 
 
 class Slab:
-    """A run of pinned memory.
-
-    Attributes
-    ----------
-    bytes : array of uint8
-        The memory; it may be longer than was asked for.
-    free : Event or None
-        When the copy that reads it is over; None: it may be written now.
-    """
+    """A run of pinned memory."""
 
     def __init__(self, memory: np.ndarray) -> None:
-        self.bytes = memory
-        self.free: Event | None = None
+        self.bytes = memory  # uint8; may be longer than was asked for
+        self.free: Event | None = None  # over when the copy that reads it is; None: it may be written now
 
 
 class PinnedPool:
-    """The pinned memory of one device, by size.  Not collective, and for one thread at a time.
+    """The pinned memory of one device, by size; for one thread at a time.
 
     Slabs may come back while a copy from them is under way: each has the event of that copy.
     """
@@ -42,18 +34,9 @@ class PinnedPool:
         self.kept_bytes = 0
 
     def take(self, nbytes: int, like: Array) -> Slab:
-        """A slab of at least so many bytes.
+        """A slab of at least `nbytes` bytes.
 
-        Parameters
-        ----------
-        nbytes : int
-        like : array
-            An array of the device.
-
-        Returns
-        -------
-        Slab
-            If its `free` is not None, who writes to it waits for that first, or lets a stream wait.
+        If its `free` is not None, whoever writes to it waits for that first, or lets a stream wait.
         """
         size = _rounded(nbytes)
         kept = self._kept.setdefault(size, [])
@@ -66,15 +49,7 @@ class PinnedPool:
         return Slab(backend_of(like).pinned_empty(size, np.uint8, like))
 
     def give(self, slab: Slab, free: Event | None = None) -> None:
-        """Give a slab back.
-
-        Parameters
-        ----------
-        slab : Slab
-            From `take`.
-        free : Event, optional
-            When the last copy from it is over.
-        """
+        """Give a slab back; `free` is over when the last copy from it is."""
         slab.free = free
         self._kept.setdefault(slab.bytes.size, []).append(slab)
         self.kept_bytes += slab.bytes.size
@@ -97,7 +72,7 @@ class PinnedPool:
 
 
 def _rounded(nbytes: int) -> int:
-    """The size of the slab for so many bytes: a power of two, or a multiple of a quarter of one."""
+    """The size of the slab for `nbytes` bytes: a power of two, or a multiple of a quarter of one."""
     if nbytes > _LARGE:
         step = 1 << (nbytes - 1).bit_length() - 3
         return -(-nbytes // step) * step

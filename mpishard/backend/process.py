@@ -1,5 +1,6 @@
-"""What the bits of a computation depend on besides the program: the number of BLAS threads of this rank, and the
-libraries, kernels and instructions that this process computes with.
+"""The facts on which the bits of a computation depend, in addition to the program.
+
+The number of BLAS threads of this rank, and the libraries, kernels and instructions that this process computes with.
 """
 
 from __future__ import annotations
@@ -38,30 +39,15 @@ _LARGE_PRODUCT = 2**25
 
 
 def own_cores() -> set[int]:
-    """The cores that this process may run on, by number.
-
-    Returns
-    -------
-    set of int
-        At least one.
-    """
+    """The cores that this process may run on, by number; at least one."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def cpu_quota(system: Path = Path("/")) -> float:
-    """The CPU quota, in cores, of the control groups of this process; infinite without a limit.
+    """The CPU quota, in cores, of the control groups of this process; a fraction, infinite without a limit.
 
-    Containers have such a quota: they see all cores of the host, and are paused once the quota is used up.
-
-    Parameters
-    ----------
-    system : Path
-        The root of the file system.
-
-    Returns
-    -------
-    float
-        May be a fraction.
+    Containers have such a quota: they see all cores of the host, and are paused once the quota is used up. `system` is
+    the root of the file system.
     """
     least = math.inf
     try:
@@ -93,34 +79,17 @@ def _quota_of(folder: Path) -> float:
 
 
 def chosen_by_user() -> str | None:
-    """The environment variable with which the user chose the number of BLAS threads, if any.
-
-    Returns
-    -------
-    str or None
-        Its name.
-    """
+    """The environment variable with which the user chose the number of BLAS threads, if any."""
     return next((variable for variable in _CHOSEN_BY_USER if os.environ.get(variable, "").isdigit()), None)
 
 
 def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
-    """Limit BLAS to this rank's share of the cores it may run on, at least one thread.  Collective over `comm`.
+    """Limit BLAS to this rank's share of the cores it may run on, at least one thread. Collective over `comm`.
 
-    A core on which several ranks of a node may run is shared equally among these, and a CPU quota among all.  Eight
-    ranks on two cores were seen 6 to 8 times slower with two threads each than with one.  If one of the usual
-    environment variables is set, the user's choice stands.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        Of the whole mesh.
-    node : sequence of int
-        The ranks of `comm` on the node of this rank.
-
-    Returns
-    -------
-    int
-        The number of threads.
+    A core on which several ranks of a node may run is shared equally among these, and a CPU quota among all. Eight
+    ranks on two cores were seen 6 to 8 times slower with two threads each than with one. If one of the usual
+    environment variables is set, the user's choice stands. Returns the number of threads; `node` has the ranks of
+    `comm` on this node.
     """
     cores = own_cores()
     masks = comm.allgather(sum(1 << core for core in cores))  # one bit per core, since the message goes to all ranks
@@ -150,18 +119,12 @@ def fix_blas_threads() -> None:
 
 
 def _limit_xla(threads: int) -> None:
-    """Let XLA have so many, which it reads when JAX makes its first array, unless the user chose a number."""
+    """Limit the threads of XLA, which JAX reads when it makes its first array, unless the user chose a number."""
     os.environ.setdefault(_OF_XLA, str(threads))
 
 
 def blas_threads() -> int | None:
-    """The threads that NumPy's OpenBLAS may use now.  Not collective.
-
-    Returns
-    -------
-    int or None
-        None if the user chose them, or with another BLAS.
-    """
+    """The threads that NumPy's OpenBLAS may use now; None if the user chose them, or with another BLAS."""
     found = _openblas()
     return None if found is None else found[0]()
 
@@ -169,9 +132,9 @@ def blas_threads() -> int | None:
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """``numpy.matmul``, with one thread for a small product, unless the user chose the number of threads.
 
-    OpenBLAS would split the product, and its threads spin between products while other code runs.  On free cores a
-    transformer of width 64 gains nothing from a second thread.  On busy cores every product waits for the thread that
-    has no core; steps were seen to take 10 times as long.  The shape alone decides, so the bits do not vary.
+    OpenBLAS would split the product, and its threads spin between products while other code runs. On free cores a
+    transformer of width 64 gains nothing from a second thread. On busy cores every product waits for the thread that
+    has no core; steps were seen to take 10 times as long. The shape alone decides, so the bits do not vary.
     """
     rows = a.shape[-2] if a.ndim > 1 else 1
     if rows * a.shape[-1] * b.shape[-1] >= _LARGE_PRODUCT or (openblas := _openblas()) is None:
@@ -196,7 +159,7 @@ def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
     paths = [each["filepath"] for each in threadpool_info() if each["internal_api"] == "openblas"]
     if not paths or chosen_by_user():
         return None
-    library = ctypes.PyDLL(min(paths, key=lambda path: "numpy" not in path))  # SciPy brings one of its own
+    library = ctypes.PyDLL(min(paths, key=lambda path: "numpy" not in path))  # SciPy brings its own
     for prefix in ("scipy_", ""):
         for suffix in ("64_", "_64", ""):
             names = (f"{prefix}openblas_{what}_num_threads{suffix}" for what in ("get", "set"))
@@ -206,29 +169,22 @@ def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
     return None
 
 
-# What the bits of a computation depend on besides the program: libraries, the kernels that they chose, threads.
-#
-# OpenBLAS sums in another order under other kernels, and with another number of threads; NumPy and Numba use the vector
-# instructions of the processor at hand, and the mathematical functions of the C library.  Of mpishard itself a release
-# may change the compiled kernels.
+# What the bits of a computation depend on in addition to the program: libraries, their kernels, threads.
 
 
 def arithmetic() -> dict[str, str]:
-    """The facts of this process, at this moment, on which bits depend.
+    """The facts of this process, at this moment, on which bits depend, by name; about a millisecond.
 
-    It takes about a millisecond.  Not collective.
-
-    Returns
-    -------
-    dict of str to str
-        By name, such as ``"BLAS kernels"``; the same names in every process.
+    Every process has the same names, such as ``"BLAS kernels"``. OpenBLAS sums in another order under other kernels,
+    and with another number of threads; NumPy and Numba use the vector instructions of the processor, and the
+    mathematical functions of the C library.
     """
     blas = _numpys_blas()
     library = f"{blas.get('internal_api', 'unknown')} {blas.get('version') or ''}".strip()
     return {
         "BLAS": library,
         "BLAS kernels": str(blas.get("architecture", "unknown")),
-        # It decides where OpenBLAS cuts a product in blocks; the processor's own size is told by its name below.
+        # It decides where OpenBLAS cuts a product in blocks; the processor's own size follows from its name below.
         "OPENBLAS_L2_SIZE": os.environ.get("OPENBLAS_L2_SIZE", "unset"),
         "BLAS threads": str(blas.get("num_threads", "unknown")),
         "kernels": str(KERNELS),
@@ -238,20 +194,7 @@ def arithmetic() -> dict[str, str]:
 
 
 def of_products(choice: Choice) -> dict[str, str]:
-    """The libraries that multiply in place of NumPy's, and for what, among the facts of `arithmetic`.
-
-    Not collective.
-
-    Parameters
-    ----------
-    choice : Choice
-        That in force, or one that could be.
-
-    Returns
-    -------
-    dict of str to str
-        The choice, and the versions of its libraries.
-    """
+    """The libraries that multiply in place of NumPy's, what they multiply, and their versions, for `arithmetic`."""
     found = [f"{name} {load(name).version}" for name in sorted({*choice.libraries.values()})]
     if found:
         found += [f"{name}={value}" for name, value in settings().items()]
@@ -259,15 +202,15 @@ def of_products(choice: Choice) -> dict[str, str]:
 
 
 def _numpys_blas() -> dict[str, Any]:
-    """What threadpoolctl tells of the BLAS of NumPy; empty if it does not know that one."""
+    """The facts of NumPy's BLAS that threadpoolctl reports; empty if it does not know that BLAS."""
     found = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    # SciPy brings a library of its own.
+    # SciPy brings its own library.
     return min(found, key=lambda pool: "numpy" not in pool["filepath"], default={})
 
 
 @functools.cache
 def _of_processor() -> dict[str, str]:
-    """What does not change in a process."""
+    """The facts that do not change in a process."""
     import numba  # takes a fifth of a second, which every run with compiled kernels takes anyway
     from llvmlite import binding
 

@@ -14,20 +14,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64: 2**64 over the golden 
 
 
 def generator(seed: int, *names: object) -> np.random.Generator:
-    """A counter-based generator (Philox) keyed by a seed and any names, e.g. ``generator(0, "dropout", step)``.
-
-    Parameters
-    ----------
-    seed : int
-        Of a run.
-    *names : object
-        Their text counts.
-
-    Returns
-    -------
-    numpy.random.Generator
-        At its beginning.
-    """
+    """A counter-based generator (Philox) keyed by a seed and any names, e.g. ``generator(0, "dropout", step)``."""
     return np.random.Generator(np.random.Philox(key=_key(seed, *names)))
 
 
@@ -35,24 +22,6 @@ def normal(seed: int, name: str, shape: Sequence[int], scale: float = 1.0, dtype
     """Normal numbers of mean 0 and standard deviation `scale`, a function of (`seed`, `name`, `shape`) alone.
 
     Drawn in float64 and rounded to `dtype`, so that float32 and float64 runs start from the same numbers.
-
-    Parameters
-    ----------
-    seed : int
-        Of a run.
-    name : str
-        What the numbers are for.
-    shape : sequence of int
-        Of the result.
-    scale : float
-        As above.
-    dtype : dtype
-        float32 or float64.
-
-    Returns
-    -------
-    ndarray
-        Of this shape and dtype.
     """
     return (generator(seed, name).standard_normal(tuple(shape)) * scale).astype(dtype)
 
@@ -60,24 +29,8 @@ def normal(seed: int, name: str, shape: Sequence[int], scale: float = 1.0, dtype
 def uniform_in_box(seed: int, name: str, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> np.ndarray:
     """A box of a tensor of uniform numbers in [-1, 1), float64: the same numbers in whichever boxes it is cut.
 
-    Element i of the tensor, in row-major order, is the i-th number of splitmix64 (Steele, Lea and Flood, 2014), so that
-    a box costs time and memory in proportion to its own size.  Not collective.
-
-    Parameters
-    ----------
-    seed : int
-        Another seed gives other numbers.
-    name : str
-        So does another name.
-    shape : sequence of int
-        Of the whole tensor.
-    box : sequence of (int, int)
-        Start and stop in each dimension.
-
-    Returns
-    -------
-    ndarray
-        Of the shape of the box.
+    Element i of the tensor of this `shape`, in row-major order, is the i-th number of splitmix64 (Steele, Lea and
+    Flood, 2014), so that a box, (start, stop) in each dimension, costs time and memory in proportion to its size.
     """
     strides = np.cumprod([1, *shape[:0:-1]], dtype=np.uint64)[::-1]
     count = np.ones(1, np.uint64)  # of the number, from 1
@@ -92,22 +45,6 @@ def permuted(indices: np.ndarray, size: int, seed: int, *names: object) -> np.nd
 
     Costs time and memory in proportion to `indices`, not to `size`: a balanced Feistel network over the next power of
     four, walked along its cycle until the value is in range (Black and Rogaway, 2002).
-
-    Parameters
-    ----------
-    indices : ndarray, int64
-        In ``range(size)``.
-    size : int
-        How many there are to permute.
-    seed : int
-        Of a run.
-    *names : object
-        Their text counts.
-
-    Returns
-    -------
-    ndarray, int64
-        One for each index.
     """
     if size < 1:
         return np.empty(0, np.int64)
@@ -137,20 +74,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def key(seed: int, *names: object) -> int:
-    """A key of 64 bits for a seed and any names.
-
-    Parameters
-    ----------
-    seed : int
-        Of a run.
-    *names : object
-        Their text counts.
-
-    Returns
-    -------
-    int
-        From 0 to 2**64 - 1.
-    """
+    """A key of 64 bits for a seed and any names."""
     return _key(seed, *names) & 0xFFFFFFFFFFFFFFFF
 
 

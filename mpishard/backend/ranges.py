@@ -25,15 +25,7 @@ class Range(NamedTuple):
 class Ranges:
     """Parts of arrays that are given in rows: the arrays of a row have the same size, and each range is a part of all.
 
-    A CUDA function finds them by a table on the device, which is made anew when the arrays lie elsewhere than before.
-
-    Parameters
-    ----------
-    ranges : sequence of Range
-
-    Attributes
-    ----------
-    all : tuple of Range
+    A CUDA function finds them by a table on the device, which is made again when the arrays lie elsewhere than before.
     """
 
     def __init__(self, ranges: Sequence[Range]) -> None:
@@ -48,7 +40,7 @@ class Ranges:
 
     @classmethod
     def whole(cls, arrays: Sequence[Array]) -> Ranges:
-        """All of each array; each array is a row of its own."""
+        """All of each array; each array is a separate row."""
         return cls([Range(row, 0, array.size) for row, array in enumerate(arrays)])
 
     def __len__(self) -> int:
@@ -59,20 +51,10 @@ class Ranges:
         return int(self._of_chunks(chunk)[len(self)])
 
     def table(self, rows: Sequence[Sequence[Array]], chunk: int) -> Array:
-        """The table for these arrays, int64, on their device.
+        """The table for these arrays, int64, on their device; they are contiguous, and `chunk` is as for `blocks`.
 
-        Parameters
-        ----------
-        rows : sequence of sequences of arrays
-            Contiguous, on one device, of one dtype, each row with the same number of arrays.
-        chunk : int
-            As for `blocks`.
-
-        Returns
-        -------
-        1-D device array
-            With n ranges: the numbers of their first chunks and that of all chunks (n + 1), their sizes (n), their
-            choices (n), then for each array of a row the addresses of their first elements (n).
+        With n ranges it has the numbers of their first chunks and that of all chunks (n + 1), their sizes (n), their
+        choices (n), then for each array of a row the addresses of their first elements (n).
         """
         first = rows[0][0]
         address = backend_of(first).address
@@ -91,7 +73,7 @@ class Ranges:
         return self._scalars.of(numbers if numbers.size else np.zeros(1), like)
 
     def _of_chunks(self, chunk: int) -> np.ndarray:
-        """What does not depend on the arrays."""
+        """The part of the table that does not depend on the arrays."""
         if chunk not in self._fixed:
             sizes = self._stops - self._starts
             first = np.concatenate([[0], np.cumsum(-(-sizes // chunk))])

@@ -1,7 +1,7 @@
-"""The streams of a device on which copies to and from the host run beside its computation.
+"""The streams of a device on which copies to and from the host run concurrently with its computation.
 
-The computation goes on in the caller's current stream.  Copies to the host have one stream and copies to the device
-another, so that the bus is used in both directions at once.  Streams wait for each other by events; the host waits for
+The computation continues in the caller's current stream. Copies to the host have one stream and copies to the device
+another, so that the bus is used in both directions at once. Streams wait for each other by events; the host waits for
 none of them here but in `copy_together`.
 """
 
@@ -16,14 +16,7 @@ from mpishard.backend.pinned import PinnedPool
 
 
 class CopyStreams:
-    """The two streams for copies of one device, and its pinned memory; see `copy_streams`.
-
-    Attributes
-    ----------
-    out, back : Stream
-        For copies to the host, and to the device.
-    pinned : PinnedPool
-    """
+    """The two streams for copies of one device, `out` to the host and `back`, and its pinned memory."""
 
     def __init__(self, like: Array) -> None:
         backend = backend_of(like)
@@ -37,18 +30,7 @@ _streams: dict[tuple[Backend, int], CopyStreams] = {}
 
 
 def copy_streams(like: Array) -> CopyStreams:
-    """The streams for copies of the device of `like`, which are made at first use.  Not collective.
-
-    Parameters
-    ----------
-    like : array
-        A device array.
-
-    Returns
-    -------
-    CopyStreams
-        The same for all arrays of a device.
-    """
+    """The streams for copies of the device of `like`, the same for all its arrays; made at first use."""
     backend = backend_of(like)
     key = backend, backend.device_number(like)
     found = _streams.get(key)
@@ -58,18 +40,7 @@ def copy_streams(like: Array) -> CopyStreams:
 
 
 def record_current(like: Array) -> Event:
-    """An event that is over when all that was queued so far on the current stream of the device of `like` is.
-
-    Parameters
-    ----------
-    like : array
-        A device array.
-
-    Returns
-    -------
-    Event
-        See `Backend.record`.
-    """
+    """An event that is over when all that was queued so far on the current stream of the device of `like` is."""
     backend = backend_of(like)
     return backend.record(like, backend.current_stream(like))
 
@@ -77,10 +48,7 @@ def record_current(like: Array) -> Event:
 class PendingNumber:
     """A number of a device on its way to the host: ``float(number)`` waits for it, and what is queued later does not.
 
-    Parameters
-    ----------
-    array : array, shape (1,)
-        On a device; the number as of what is queued on the current stream so far.
+    `array`, of shape (1,), is read as of what is queued on the current stream so far.
     """
 
     def __init__(self, array: Array) -> None:
@@ -103,7 +71,7 @@ class PendingNumber:
 
 
 def queue_copy(source: np.ndarray, target: Array) -> None:
-    """Copy to an array of a device on its current stream; the host goes on, and may change `source` at once."""
+    """Copy to an array of a device on its current stream; the host continues, and may change `source` at once."""
     if not target.size:
         return
     backend, pool = backend_of(target), copy_streams(target).pinned
@@ -120,12 +88,8 @@ def queue_copy(source: np.ndarray, target: Array) -> None:
 def copy_together(pairs: Sequence[tuple[Array, np.ndarray]]) -> None:
     """Copy device arrays to the host; all copies are queued before the host waits for them, once a device.
 
-    Not collective.
-
-    Parameters
-    ----------
-    pairs : sequence of (array, NumPy array)
-        Contiguous, alike in size and dtype; the second from `pinned_empty`.  NumPy arrays are copied at once.
+    The arrays of a pair are contiguous and of equal size and dtype, the second from `pinned_empty`. NumPy arrays are
+    copied at once.
     """
     last: dict[CopyStreams, Event] = {}
     for source, target in pairs:

@@ -15,7 +15,7 @@ import numpy as np
 from mpishard.backend import process
 from mpishard.backend.products.choice import Choice, in_force
 
-# A thread forgets the products that it has met when there are so many: generated texts have new shapes all the time,
+# A thread forgets the products that it has met at this number: generated texts have new shapes all the time,
 # and one of oneDNN takes some 150 kB.
 _MOST_PLANS = 512
 
@@ -32,21 +32,9 @@ _plans = _Plans()
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """``numpy.matmul``, by the library that was chosen for such a product.
+    """``numpy.matmul``, by the library that was chosen for such a product; `out` shares no memory with the others.
 
-    Not collective.  The bits depend on shapes, transpositions, library and threads, not on where the arrays lie.
-
-    Parameters
-    ----------
-    a, b : array
-        As for ``numpy.matmul``.
-    out : array
-        Overwritten; it shares no memory with the others.
-
-    Returns
-    -------
-    array
-        `out`.
+    The bits depend on shapes, transpositions, library and threads, not on where the arrays lie.
     """
     choice = in_force()
     call = _planned(choice, a, b, out) if choice.libraries else None
@@ -57,22 +45,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def matmul_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """The product of arrays of bfloat16, summed in float32.
-
-    Not collective.
-
-    Parameters
-    ----------
-    a, b : uint16 array
-        The bits of the numbers; of 2 dimensions, contiguous or the transposed of a contiguous array.
-    out : float32 array
-        Overwritten.
-
-    Returns
-    -------
-    float32 array
-        `out`.
-    """
+    """The product of matrices of bits of bfloat16 (uint16), contiguous or transposed, summed in float32 in `out`."""
     if not out.flags.c_contiguous:  # a slice of a wider matrix would have other bits, see `onednn`
         out[...] = matmul_bfloat16(a, b, np.empty(out.shape, out.dtype))
         return out
@@ -84,17 +57,17 @@ def matmul_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """The float32 values of bits of bfloat16.  Not collective."""
+    """The float32 values of bits of bfloat16."""
     return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether a library multiplies bfloat16 faster than float32 in this process.  Not collective."""
+    """Return True if a library multiplies bfloat16 faster than float32 in this process."""
     return in_force().has_bfloat16
 
 
 def threads() -> int:
-    """The threads that a product may use in this process.  Not collective."""
+    """The threads that a product may use in this process."""
     found = process.blas_threads()
     if found is None and (chosen := process.chosen_by_user()):
         return int(os.environ[chosen])

@@ -18,24 +18,11 @@ _LARGE = 2**24
 
 
 def callable_for(product: Product, library: Library, threads: int) -> Call | None:
-    """The function that computes a product with so many threads, at most.  Not collective.
+    """The function of the addresses of `a`, `b` and `out` that computes a product, with at most `threads` threads.
 
-    Each thread computes some rows, or columns where there are more of these, or some matrices of a batch.  The number
-    of parts depends on the sizes and on `threads` alone, so that the bits do not vary.
-
-    Parameters
-    ----------
-    product : Product
-        All but the addresses.
-    library : Library
-        That does it.
-    threads : int
-        At least 1.
-
-    Returns
-    -------
-    callable or None
-        Of the addresses of `a`, `b` and `out`; not to be called by two threads at once.  None: the library cannot.
+    Each thread computes some rows, or columns where there are more of these, or some matrices of a batch. The number of
+    parts depends on the sizes and on `threads` alone, so that the bits do not vary. Two threads must not call it at
+    once. None: the library cannot compute it.
     """
     count = min(threads, product.multiplications // _LARGE)
     if count < 2:
@@ -81,5 +68,5 @@ def _parts(product: Product, count: int) -> Iterator[tuple[Product, tuple[int, i
 
 @functools.cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """The threads that compute parts of products, besides the one that asks; a child process has its own."""
+    """The threads that compute parts of products, in addition to the caller's; a child process has separate ones."""
     return ThreadPoolExecutor(max(1, len(own_cores()) - 1), thread_name_prefix="mpishard-product")

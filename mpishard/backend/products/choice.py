@@ -1,4 +1,4 @@
-"""Which library multiplies what in this process."""
+"""The choice, in this process, of the libraries that multiply."""
 
 from __future__ import annotations
 
@@ -18,41 +18,22 @@ _NAMES = {dtype: [f"{dtype}.{kind}" for kind in sorted(KINDS[dtype])] for dtype 
 
 @dataclass(frozen=True)
 class Choice:
-    """Libraries by what they multiply.
+    """Libraries by what they multiply."""
 
-    Parameters
-    ----------
-    libraries : mapping of str to str
-        By dtype and kind, such as ``"float32.plain"``, the name of a library; for all others NumPy's.
-    """
-
+    # Names by dtype and kind, such as ``"float32.plain"``; NumPy's for all others.
     libraries: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def has_bfloat16(self) -> bool:
-        """Whether libraries multiply all matrices of bfloat16; a model would be slower in a kind that is left."""
+        """Return True if libraries multiply all matrices of bfloat16; one kind left out makes a model slower."""
         return all(f"bfloat16.{kind}" in self.libraries for kind in KINDS["bfloat16"])
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """The choice that a text tells: a library for all, or libraries by dtype or kind.
+        """The choice in a text such as ``"mkl"`` or ``"float32=mkl,bfloat16.plain=onednn"``; also what `str` gives.
 
-        Not collective.
-
-        Parameters
-        ----------
-        text : str
-            Such as ``"mkl"`` or ``"float32=mkl,bfloat16.plain=onednn"``; what `str` gives, too.
-
-        Returns
-        -------
-        Choice
-            Of libraries that need not be there.
-
-        Raises
-        ------
-        ValueError
-            If the text cannot be read.
+        It names a library for all, or libraries by dtype or kind, which need not be installed. Raises ValueError if the
+        text cannot be read.
         """
         names = [name for of in _NAMES.values() for name in of]
         if "=" in text:
@@ -84,22 +65,7 @@ class Choice:
         return ",".join(found) or NUMPY
 
     def limited_to(self, libraries: Collection[str], *, bfloat16: bool = True) -> Choice:
-        """This choice, with NumPy's library in place of others.
-
-        Not collective.
-
-        Parameters
-        ----------
-        libraries : collection of str
-            The names of those that may stay.
-        bfloat16 : bool
-            Whether they may stay for products of bfloat16.
-
-        Returns
-        -------
-        Choice
-            For no more products than this one.
-        """
+        """This choice, with NumPy's library in place of those not in `libraries`, for bfloat16 maybe of all."""
         return Choice(
             {
                 name: library
@@ -111,39 +77,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Common:
-    """What all ranks of a mesh can multiply by.
+    """The libraries and types by which all ranks of a mesh can multiply."""
 
-    Parameters
-    ----------
-    libraries : frozenset of str
-        Those that all have, in one version.
-    bfloat16 : bool
-        Whether the processors of all have instructions for it.
-    """
-
-    libraries: frozenset[str] = frozenset()
-    bfloat16: bool = False
+    libraries: frozenset[str] = frozenset()  # those that all have, in one version
+    bfloat16: bool = False  # the processors of all have instructions for it
 
     def allows(self, choice: Choice) -> bool:
-        """Whether all ranks can do as this choice says.
-
-        Not collective.
-
-        Parameters
-        ----------
-        choice : Choice
-            For any products.
-
-        Returns
-        -------
-        bool
-            The same on all ranks of the mesh.
-        """
+        """Return True if all ranks can follow this choice."""
         return choice == choice.limited_to(self.libraries, bfloat16=self.bfloat16)
 
 
 class Status(Enum):
-    """How far the choice of this process is; a mesh brings it forward, never back."""
+    """The progress of the choice of this process; a mesh brings it forward, never back."""
 
     UNDECIDED = "no mesh was made yet: NumPy's library multiplies all"
     FOR_NOW = "agreed with processes that will join a run, as this one will; the run's choice will take its place"
@@ -152,13 +97,13 @@ class Status(Enum):
 
 @dataclass
 class _Process:
-    """The choice of this process, and how far it is.
+    """The choice of this process, and its progress.
 
-    It is one for all meshes: functions without a mesh multiply, too.  So the ranks of a mesh may come to differ, where
-    another mesh that has only some of them brought those another choice.  That is as on nodes with different
-    processors, whose BLAS differs as well: products are rounded otherwise, and all ranks still exchange the same.  A
-    reproducible optimizer compares the choices of its ranks when it gets its parameters, and raises; at each later step
-    it goes back to what they agreed on.
+    It is one for all meshes: functions without a mesh multiply, too. So the ranks of a mesh may come to differ, where
+    another mesh that has only some of them brought those another choice. That is as on nodes with different processors,
+    whose BLAS differs as well: products are rounded otherwise, and all ranks still exchange the same. A reproducible
+    optimizer compares the choices of its ranks when it gets its parameters, and raises; at each later step it returns
+    to what they agreed on.
     """
 
     choice: Choice = field(default_factory=Choice)
@@ -169,62 +114,40 @@ _process = _Process()
 
 
 def in_force() -> Choice:
-    """The choice of this process; NumPy's library for all, before a mesh was made.  Not collective."""
+    """The choice of this process; NumPy's library for all, before a mesh was made."""
     return _process.choice
 
 
 def is_made() -> bool:
-    """Whether ranks that join this process are to take its choice.  Not collective."""
+    """Return True if ranks that join this process are to take its choice."""
     return _process.status is Status.MADE
 
 
 def is_for_now() -> bool:
-    """Whether this process is to take the choice of a run that it joins.  Not collective."""
+    """Return True if this process is to take the choice of a run that it joins."""
     return _process.status is Status.FOR_NOW
 
 
 def chosen_by_variable() -> str:
-    """What MPISHARD_PRODUCTS says; empty if it is not set.  Not collective."""
+    """The value of MPISHARD_PRODUCTS; empty if it is not set."""
     return os.environ.get(VARIABLE, "").strip()
 
 
 def put_in_force(
     choice: Choice, libraries: Collection[str] = (), *, bfloat16: bool = True, status: Status = Status.MADE
 ) -> None:
-    """Multiply by these libraries from now on.
+    """Multiply by these libraries from now on; all ranks of a mesh call it.
 
-    Not collective; all ranks of a mesh do it.
-
-    Parameters
-    ----------
-    choice : Choice
-        What is not possible with `libraries` is left to NumPy's.
-    libraries : collection of str
-        Those that all ranks have.
-    bfloat16 : bool
-        Whether all have processors that multiply it.
-    status : Status
-        Of the choice.
+    Products that `libraries`, which all ranks have, cannot do are left to NumPy's; `bfloat16`: the processors of all
+    multiply it.
     """
     _process.choice, _process.status = choice.limited_to(libraries, bfloat16=bfloat16), status
 
 
 def going_on_from(text: str, common: Common) -> Choice:
-    """The choice with which a saved run goes on: its own, where all ranks can and the user has not chosen.
+    """The choice with which a saved run resumes: its own, where all ranks can and the user has not chosen.
 
-    Not collective; the same on all ranks of a mesh that ask with the same text.
-
-    Parameters
-    ----------
-    text : str
-        The saved choice.
-    common : Common
-        What all ranks of the mesh can multiply by.
-
-    Returns
-    -------
-    Choice
-        The saved one, or that in force.
+    Else the active one. `text` is the saved choice; ranks of a mesh that pass the same text get the same.
     """
     if chosen_by_variable():
         return in_force()
@@ -236,11 +159,5 @@ def going_on_from(text: str, common: Common) -> Choice:
 
 
 def go_on_with(choice: Choice) -> None:
-    """Multiply by what `going_on_from` gave from now on.  Not collective; all ranks of a mesh do it.
-
-    Parameters
-    ----------
-    choice : Choice
-        That all ranks can follow.
-    """
+    """Multiply by what `going_on_from` gave from now on; all ranks of a mesh call it."""
     _process.choice = choice

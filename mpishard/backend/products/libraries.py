@@ -1,4 +1,4 @@
-"""The libraries for matrix products besides NumPy's that are installed."""
+"""The libraries for matrix products that are installed in addition to NumPy's."""
 
 from __future__ import annotations
 
@@ -25,34 +25,20 @@ _SETTINGS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_
 
 
 class Library(Protocol):
-    """A library that multiplies matrices with one thread.
+    """A library that multiplies matrices with one thread."""
 
-    Attributes
-    ----------
-    version : str
-        As the library tells it.
-    """
-
-    version: str
+    version: str  # as the library reports it
 
     def call(self, product: Product) -> Call | None:
-        """The function that computes a product.  Not collective.
+        """The function of the addresses of `a`, `b` and `out` that computes a product; None: the library cannot.
 
-        Parameters
-        ----------
-        product : Product
-            All but the addresses.
-
-        Returns
-        -------
-        callable or None
-            Of the addresses of `a`, `b` and `out`; not to be called by two threads at once.  None: the library cannot.
+        Two threads must not call it at once.
         """
 
 
 @functools.cache
 def installed() -> dict[str, Path]:
-    """The files of the libraries that are there, by name; nothing is loaded.  Not collective."""
+    """The files of the libraries that are installed, by name; nothing is loaded."""
     found = {}
     loaded = {pool["internal_api"] for pool in threadpool_info() if pool["user_api"] == "blas"}
     for name, (file, variable) in _FILES.items():
@@ -70,15 +56,7 @@ def installed() -> dict[str, Path]:
 
 @functools.cache
 def load(name: str) -> Library:
-    """The library of that name, loaded.
-
-    Not collective.
-
-    Raises
-    ------
-    OSError
-        If it cannot be loaded.
-    """
+    """The library of that name, loaded; raises OSError if it cannot be."""
     path = installed()[name]
     if name == MKL:
         from mpishard.backend.products.mkl import Mkl
@@ -91,10 +69,7 @@ def load(name: str) -> Library:
 
 @functools.cache
 def loadable() -> dict[str, str]:
-    """The versions of the libraries that are there and can be loaded, by name.  Not collective.
-
-    A library that is there and cannot be loaded is told in a warning.
-    """
+    """The versions of the installed libraries that can be loaded, by name; warns of one that cannot."""
     found: dict[str, str] = {}
     try:
         paths = installed()
@@ -110,24 +85,24 @@ def loadable() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """The variables of the environment that change what the libraries do, those that are set.  Not collective."""
+    """The variables of the environment that change what the libraries do, those that are set."""
     return {name: os.environ[name] for name in _SETTINGS if name in os.environ}
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for products of bfloat16.  Not collective."""
+    """Return True if the processor has instructions for products of bfloat16."""
     return bool({"avx512_bf16", "amx_bf16"}.intersection(_described("flags").split()))
 
 
 def processor() -> str:
-    """The name of the processor, and a mark of its instructions.  Not collective."""
+    """The name of the processor, and a mark of its instructions."""
     mark = hashlib.blake2b(_described("flags").encode(), digest_size=4).hexdigest()
     return f"{_described('model name')} ({mark})"
 
 
 @functools.cache
 def _described(what: str) -> str:
-    """A line of Linux's description of the first core; empty where there is none."""
+    """A line of Linux's description of the first core; empty where it is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")

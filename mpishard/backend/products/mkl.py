@@ -15,14 +15,9 @@ _AUTO, _STRICT = 2, 0x10000
 
 
 class Mkl:
-    """The library; for float32, float64 and bfloat16.
+    """MKL, for float32, float64 and bfloat16; `path` is that of ``libmkl_rt``.
 
     It is loaded without a pool of threads, so that no OpenMP comes with it.
-
-    Parameters
-    ----------
-    path : Path
-        Of ``libmkl_rt``.
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,13 +31,7 @@ class _Version(ctypes.Structure):
 
 
 class OneDnn:
-    """The library; for bfloat16.
-
-    Parameters
-    ----------
-    path : Path
-        Of ``libdnnl``.
-    """
+    """oneDNN, for bfloat16; `path` is that of ``libdnnl``."""
 
     def __init__(self, path: Path) -> None:
         self._library = library = ctypes.CDLL(str(path))
@@ -50,7 +44,7 @@ class OneDnn:
         self._engine, self._stream = c_void_p(), c_void_p()
         self._do("engine_create", byref(self._engine), _CPU, c_size_t(0))
         self._do("stream_create", byref(self._stream), self._engine, _IN_ORDER)
-        # It takes threads from OpenMP's pool, unless told for each call that one is enough.
+        # It takes threads from OpenMP's pool, unless each call says that one is enough.
         self._get_threads: Any = getattr(library, "omp_get_max_threads", lambda: 1)
         self._set_threads: Any = getattr(library, "omp_set_num_threads", None)
 
@@ -67,12 +61,7 @@ class OneDnn:
     def create(self, product: Product) -> tuple[c_void_p, list[c_void_p]]:
         """The primitive of a product, for this thread alone, and memory objects without memory for its arrays.
 
-        Not collective.
-
-        Raises
-        ------
-        RuntimeError
-            If the library cannot do it.
+        Raises RuntimeError if the library cannot do it.
         """
         m, k, n = product.m, product.k, product.n
         sides = ((m, k, product.a, _BFLOAT16), (k, n, product.b, _BFLOAT16), (m, n, product.out, _FLOAT32))
@@ -93,17 +82,17 @@ class OneDnn:
         return primitive, memories
 
     def destroy(self, primitive: c_void_p, memories: list[c_void_p]) -> None:
-        """Free what `create` has given.  Not collective."""
+        """Free what `create` has given."""
         for memory in memories:
             self._do("memory_destroy", memory)
         self._do("primitive_destroy", primitive)
 
     def point(self, memory: c_void_p, address: int) -> None:
-        """Let a memory object be the array at an address.  Not collective."""
+        """Let a memory object be the array at an address."""
         self._library.dnnl_memory_set_data_handle(memory, address)
 
     def execute(self, primitive: c_void_p, arguments: Any) -> None:
-        """Run a primitive in this thread alone.  Not collective."""
+        """Run a primitive in this thread alone."""
         threads = self._get_threads()
         if threads > 1:
             self._set_threads(1)
@@ -127,7 +116,7 @@ class OneDnn:
 
 
 class _Made:
-    """What one thread needs for a product; it is destroyed with this object."""
+    """The primitive and memory objects of one thread for a product; destroyed with this object."""
 
     def __init__(self, owner: OneDnn, product: Product) -> None:
         self._owner = owner
@@ -149,7 +138,7 @@ class _Call:
         self._of_thread = threading.local()
 
     def prepare(self) -> _Made:
-        """What this thread needs."""
+        """The objects that this thread needs."""
         made: _Made | None = getattr(self._of_thread, "made", None)
         if made is None:
             made = self._of_thread.made = _Made(self._owner, self._product)

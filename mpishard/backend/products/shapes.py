@@ -1,4 +1,4 @@
-"""What a product is, besides the addresses of its arrays: sizes, and where rows and columns lie in memory."""
+"""A product without the addresses of its arrays: sizes, and where rows and columns lie in memory."""
 
 from __future__ import annotations
 
@@ -30,41 +30,19 @@ _FEW_ROWS = 16
 
 @dataclass(frozen=True)
 class Operand:
-    """Where the elements of a matrix, or of a batch of matrices, lie.
+    """Where the elements of a matrix, or of a batch of matrices, lie."""
 
-    Parameters
-    ----------
-    transposed : bool
-        Columns, not rows, lie contiguously.
-    leading : int
-        Elements between two rows; between two columns if transposed.
-    batch : int
-        Elements between two matrices of a batch.
-    """
-
-    transposed: bool
-    leading: int
-    batch: int
+    transposed: bool  # columns, not rows, lie contiguous
+    leading: int  # elements between two rows; between two columns if transposed
+    batch: int  # elements between two matrices of a batch
 
 
 @dataclass(frozen=True)
 class Product:
-    """``out = a b`` of matrices of m x k and k x n elements.
+    """``out = a b`` of matrices of m x k and k x n elements; `out` is not transposed."""
 
-    Parameters
-    ----------
-    dtype : str
-        ``"float32"``, ``"float64"`` or ``"bfloat16"``: of `a` and `b`; `out` of the last is float32.
-    count : int
-        Matrices in the batch; 0: the arrays are matrices.
-    m, k, n : int
-        Their sizes.
-    a, b, out : Operand
-        `out` is not transposed.
-    """
-
-    dtype: str
-    count: int
+    dtype: str  # ``"float32"``, ``"float64"`` or ``"bfloat16"``: of `a` and `b`; `out` of the last is float32
+    count: int  # matrices in the batch; 0: the arrays are matrices
     m: int
     k: int
     n: int
@@ -91,7 +69,7 @@ class Product:
 
     @property
     def worth_a_call(self) -> bool:
-        """Whether a library besides NumPy may be asked: the product is large enough in all directions."""
+        """Return True if a library may be asked in place of NumPy: the product is large enough in all directions."""
         return min(self.m, self.n) >= _FEW_ROWS and self.multiplications >= _FEW_MULTIPLICATIONS
 
 
@@ -100,14 +78,9 @@ _DTYPES = {"fff": "float32", "ddd": "float64", "HHf": "bfloat16"}
 
 
 def product_of(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> Product | None:
-    """The product of these arrays; None if only NumPy can do it.
+    """The product of these arrays of 2 or 3 dimensions; None if only NumPy can do it.
 
-    Parameters
-    ----------
-    a, b : array
-        Of 2 or 3 dimensions each; float32, float64, or uint16 that are the bits of bfloat16.
-    out : array
-        Of their dtype; float32 for bfloat16.
+    uint16 stands for the bits of bfloat16, with `out` of float32.
     """
     dtype = _DTYPES.get(a.dtype.char + b.dtype.char + out.dtype.char)
     if dtype is None or not a.ndim == b.ndim == out.ndim or a.ndim not in (2, 3):

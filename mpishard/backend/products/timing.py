@@ -37,20 +37,11 @@ _FORMAT = 1  # of the kept file
 
 
 def fastest(libraries: Collection[str]) -> Choice:
-    """The fastest on this machine for each kind of product, of NumPy's and some other libraries.
+    """The fastest on this machine for each kind of product, of NumPy's and `libraries` that can be loaded.
 
-    The first call on a machine measures for some tenths of a second, and keeps the result in the user's cache folder.
-    One thread is measured whatever a rank has, so that the number of ranks does not change the choice.  Not collective.
-
-    Parameters
-    ----------
-    libraries : collection of str
-        The names of those that can be loaded.
-
-    Returns
-    -------
-    Choice
-        The same for all processes that find the kept result.
+    The first call on a machine measures for some tenths of a second, and keeps the result in the user's cache folder:
+    processes that find it make the same choice. One thread is measured whatever a rank has, so that the number of ranks
+    does not change the choice.
     """
     facts = {
         "processor": processor(),
@@ -78,7 +69,7 @@ def fastest(libraries: Collection[str]) -> Choice:
 
 
 def _kept(path: Path) -> Choice | None:
-    """The choice in a kept file; None if there is none that can be read."""
+    """The choice in a kept file; None if it is missing or cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return Choice.parse(json.loads(path.read_text())["libraries"])
     return None
