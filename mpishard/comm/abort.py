@@ -1,13 +1,13 @@
 """Ends the job when a rank fails, so that no rank waits for ever for it, and reports which rank failed.
 
-If any rank raises an uncaught exception, that rank prints its traceback and aborts the job.
+A rank with an uncaught exception prints its traceback and aborts the job. Under Open MPI's ULFM, ``MPI_Abort`` ends
+only the rank that calls it, and MPI informs the others neither of that nor of an exit code other than 0, but only of a
+rank that a signal kills (5.0.11, 4 ranks). So under ULFM a rank that aborts the job kills itself, and the informed
+ranks do the same; see `mpishard.comm.exits` for exits in `fail_alone`.
 
-Under Open MPI's ULFM, ``MPI_Abort`` ends only the rank that calls it, and MPI does not inform the other ranks (5.0.11,
-4 ranks).  Nor does MPI inform them of a rank that ends with an exit code other than 0.  MPI does inform them of a rank
-that a signal kills.  So under ULFM a rank that aborts the job kills itself, and the informed ranks do the same.  Where
-the others go on without a rank (`fail_alone`), its exit is made such a death, see `mpishard.comm.exits`.
-
-A process next to the ranks, the death monitor, reports which rank died first.
+The death monitor, a process next to the ranks, reports which rank died first: MPICH's launcher kills the others within
+a millisecond and then names a process, not always that one. It has a socket to every rank, and ends when the first
+closes or when it is dismissed, so it never outlives the job.
 """
 
 from __future__ import annotations
@@ -35,19 +35,14 @@ from mpishard.launch.exit_code import INTERRUPTED
 from mpishard.launch.job_notes import ALIKE
 from mpishard.launch.tracebacks import describe
 
-# A process beside the ranks of a node that reports which rank died first.
-#
-# When a rank is killed, MPICH's launcher kills the others within a millisecond and then names a process, not always the
-# one that died first, so no rank can report it.  The death monitor is not a rank and lives a moment longer.  It is a
-# plain Python process with a socket to every rank.  It ends when the first socket closes or when it is dismissed, so it
-# never outlives the job.
+# A process next to the ranks of a node that reports which rank died first.
 
 # Seconds that a rank waits for the death monitor to be ready; on a busy machine Python starts slowly.
 _PATIENCE_S = 10.0
 
 # argv: host, number of ranks, number of ranks on this node, patience.  Descriptor 0 is a listening socket.  A rank
 # connects, sends its rank and process number, and gets an answer when all are watched: of ranks that ended earlier the
-# order would not be known.  Anybody on the node can connect to the socket; the kernel tells the user id.
+# order would not be known.  Anybody on the node can connect to the socket; the kernel reports the user id.
 _SCRIPT = """
 import os, select, socket, struct, sys
 host, size, here, patience = sys.argv[1:]
@@ -96,7 +91,7 @@ def _watch_exits(wanted: bool) -> None:
 
 
 def silence_death_monitors() -> None:
-    """Stop reporting deaths, since this rank has reported its error and is about to end the job.  Not collective."""
+    """Stop reporting deaths, since this rank has reported its error and is about to end the job."""
     for monitor in DeathMonitor._active:
         if monitor._number:
             with contextlib.suppress(OSError):
@@ -190,15 +185,7 @@ _AGAIN_S = 0.05
 
 
 def abort(message: str, code: int = 1) -> None:
-    """Print `message` on stderr and end every process of the job with an exit code.  Not collective.
-
-    Parameters
-    ----------
-    message : str
-        One or more lines.
-    code : int
-        What the launcher is to return.
-    """
+    """Print `message` on stderr and end every process of the job with an exit code."""
     hook = sys.excepthook if isinstance(sys.excepthook, _AbortOnException) else None
     if hook is not None and hook.alone:
         die(message)
@@ -214,21 +201,9 @@ def abort(message: str, code: int = 1) -> None:
 
 
 def die(message: str) -> NoReturn:
-    """Print `message` on stderr and kill this process alone, so that ULFM informs the others.
+    """Print `message`, unless empty, on stderr and kill this process alone, so that ULFM informs the others.
 
     MPI_Finalize would wait for the others, and ULFM informs them of a signal, not of an exit code other than 0.
-
-    Not collective.
-
-    Parameters
-    ----------
-    message : str
-        One or more lines; "" prints nothing.
-
-    Raises
-    ------
-    AssertionError
-        Never, as this does not return.
     """
     _print(message)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -268,7 +243,7 @@ def dead_ranks() -> list[int]:
 
 
 def _dead_within(seconds: float) -> list[int]:
-    """The ranks reported dead within so many seconds, or until rank 0 is; none if MPI reports no deaths."""
+    """The ranks reported dead within `seconds`, or until rank 0 is; none if MPI reports no deaths."""
     if not heals_in_place():
         time.sleep(seconds)
         return []
@@ -286,7 +261,7 @@ def let_mpi_progress() -> None:
 
 
 def _print_error(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """The excepthook of a process without others, which ends by itself."""
+    """The excepthook of a process without others, which ends without help."""
     interrupted = issubclass(kind, KeyboardInterrupt)
     sys.stderr.write("mpishard: ended by Ctrl-C\n" if interrupted else describe(error or kind(), trace))
 
@@ -376,21 +351,12 @@ def abort_on_exception(
     """Make an uncaught exception in any thread of this process abort the job, if it has several ranks.
 
     Importing mpishard does this, since a rank may fail before it has a mesh; a mesh adds its ledger, which knows the
-    step.  Interactive sessions are left alone.  A single rank that no other has spawned only gets a shorter traceback,
+    step. Interactive sessions are left alone; a single rank that no other has spawned only gets a shorter traceback,
     unless a caller asks for a note.
 
-    Not collective.
-
-    Parameters
-    ----------
-    ledger : Ledger, optional
-        Knows the step.
-    note : callable, optional
-        Called first, with the exception and the step, 0 if it is not known.
-    note_abort : callable, optional
-        Called before this process ends the job, for that or another reason.
-    watchdog : Failures, optional
-        With it ranks that fail together learn of each other, so that one of them reports for all.
+    `note` is called first, with the exception and the step (0 if unknown), `note_abort` before this process ends the
+    job for that or another reason. With a `watchdog` ranks that fail together learn of each other, so that one of them
+    reports for all.
     """
     known = isinstance(sys.excepthook, _AbortOnException)
     alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
@@ -416,8 +382,6 @@ def restore_sigusr1() -> None:
 
     MPICH installs a handler when it starts, which ignores the signal: the job would run into its time limit, and nobody
     would queue it again.
-
-    Not collective.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -430,15 +394,7 @@ def forget(watchdog: Failures) -> None:
 
 
 def fail_alone(alone: bool) -> None:
-    """Set whether an uncaught exception, or an exit, ends this process only; MPI informs the others (ULFM).
-
-    Not collective.
-
-    Parameters
-    ----------
-    alone : bool
-        False: an exception ends the job.
-    """
+    """Set whether an uncaught exception, or an exit, ends this process only; MPI informs the others (ULFM)."""
     die_at_exit(alone)
     if isinstance(sys.excepthook, _AbortOnException):
         sys.excepthook.alone = alone

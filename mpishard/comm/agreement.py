@@ -1,4 +1,4 @@
-"""How ranks agree before they continue: on settings, and on errors that only some of them have.
+"""Agreement of ranks before they continue: on settings, and on errors that only some of them have.
 
 All ranks raise one error where settings differ, or where the user's code failed on any rank.
 """
@@ -22,10 +22,6 @@ from mpishard.comm.mesh import ModelParallelGroup
 from mpishard.comm.mesh_facts import in_words
 from mpishard.launch.job_notes import raised_by_all
 
-# The check that ranks have the same settings; if not, all raise one error.
-#
-# Each rank sends a fingerprint; only if these differ do ranks exchange the values, for the message.
-
 _MOST_SHOWN = 4
 WAY_OUT = "give the same on every rank"
 
@@ -38,27 +34,10 @@ def agree_on_settings(
     what: str = "settings",
     way_out: str = WAY_OUT,
 ) -> None:
-    """Raise on all of some ranks if any has a problem, or if their settings differ.
+    """Raise on all of some ranks if any has a problem, or if their settings differ. Collective over the ranks.
 
-    Collective over the ranks.
-
-    Parameters
-    ----------
-    ranks : Axis or ModelParallelGroup
-        Those that compare.
-    settings : mapping of str to str
-        By name the values of this rank.
-    problem : Exception, optional
-        What is wrong on this rank.
-    what : str
-        Names the settings, for the message.
-    way_out : str
-        The remedy, for the message.
-
-    Raises
-    ------
-    ValueError
-        With the settings that differ, and the ranks that have each value.
+    A fingerprint travels; only where these differ do the values, for a ValueError that names the settings that differ
+    and the ranks that have each value. `what` and `way_out` are for its message.
     """
     number = fingerprint(settings)
     shared = np.array([problem is not None, number, -number], np.int64)
@@ -72,25 +51,9 @@ def agree_on_settings(
 def differing(
     ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = WAY_OUT
 ) -> ValueError:
-    """The error for settings that differ between some ranks.
+    """The error for settings that differ between some ranks, with the ranks that have each value.
 
-    Collective over the ranks.
-
-    Parameters
-    ----------
-    ranks : Axis or ModelParallelGroup
-        Those that compare.
-    settings : mapping of str to str
-        By name the values of this rank.
-    what : str
-        Names the settings, for the message.
-    way_out : str
-        The remedy, for the message.
-
-    Returns
-    -------
-    ValueError
-        With the settings that differ, and the ranks that have each value.
+    Collective over them.
     """
     by_rank = dict(zip(ranks.members, ranks.allgather_object(dict(settings)), strict=True))
     found: dict[str, str] = {}
@@ -111,20 +74,7 @@ def differing(
 
 
 def fingerprint(settings: Mapping[str, str]) -> int:
-    """A number of 62 bits that depends on all settings, and not on their order.
-
-    Not collective.
-
-    Parameters
-    ----------
-    settings : mapping of str to str
-        By name.
-
-    Returns
-    -------
-    int
-        The same in every process.
-    """
+    """A number of 62 bits that depends on all settings, not on their order, and is the same in every process."""
     text = repr(sorted(settings.items()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
@@ -132,17 +82,7 @@ def fingerprint(settings: Mapping[str, str]) -> int:
 def text_of(value: Any) -> str:
     """A value as text that is the same in every process; functions and objects appear by name only.
 
-    Not collective.
-
-    Parameters
-    ----------
-    value : any
-        Of a setting.
-
-    Returns
-    -------
-    str
-        For dataclasses and arrays, too, it differs where values do.
+    For dataclasses and arrays, too, it differs where values do.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -166,47 +106,27 @@ def text_of(value: Any) -> str:
 
 
 # An error of the user's code on one rank, which all ranks raise where they next meet.
-#
-# If the rank raised it at once, the others would wait for that rank in the collectives of the step.
 
 
 class HeldError:
-    """Holds the first error of the user's code on this rank.  Creation is not collective.
+    """Holds the first error of the user's code on this rank until all ranks raise it at their next meeting.
 
-    Parameters
-    ----------
-    world : Axis
-        All ranks.
-    transactional : bool
-        Whether an error counts as a death where MPI informs the others of it (ULFM): then it is raised at once.
-
-    Attributes
-    ----------
-    error : Exception, SystemExit or None
-        None: the user's code has not failed here.
-    meet : callable
-        Called where all workers know that one has failed; returns the ranks that raise the error.
+    If the rank raised it at once, the others would wait for that rank in the collectives of the step. Only if
+    `transactional`, where an error counts as a death of which MPI informs the others (ULFM), it is raised at once.
     """
 
     def __init__(self, world: Axis, transactional: bool) -> None:
-        self.error: Exception | SystemExit | None = None
+        self.error: Exception | SystemExit | None = None  # None: the user's code has not failed here
+        # Called where all workers know that one has failed; returns the ranks that raise the error.
         self.meet: Callable[[], Axis] = lambda: world
         self._world, self._transactional = world, transactional  # a worker may be alone with spares
         self._as_death = transactional and heals_in_place()
 
     @contextlib.contextmanager
     def holding(self, alone: bool = True) -> Iterator[None]:
-        """Hold an error of the block.
+        """Hold an error of the block, unless MPI raises it.
 
-        Parameters
-        ----------
-        alone : bool
-            Whether no other rank waits for this one inside the block.  False: the error is raised at once.
-
-        Yields
-        ------
-        None
-            Errors of MPI are never held.
+        `alone`: no other rank waits for this one inside the block; else the error is raised at once.
         """
         try:
             yield
@@ -218,26 +138,16 @@ class HeldError:
             self.error = error
 
     def raise_on_all(self) -> None:
-        """Raise the error of any rank on all ranks; without one do nothing.  Collective over the workers.
+        """Raise the error of any rank on all ranks; without one do nothing. Collective over the workers.
 
-        Raises
-        ------
-        Exception
-            On a rank that has failed its own error, elsewhere one that names the first such rank and its error.
-        SystemExit
-            If the first such rank has called ``sys.exit``: all ranks end with its code.
+        A rank that has failed raises its own error, the others one that names the first such rank and its error, or
+        SystemExit if that rank has called ``sys.exit``: all ranks end with its code.
         """
         failed = np.array([self.error is not None], np.int64)
         if self._world.all_reduce(failed, op="max", label="control")[0]:
             self.raise_over(self.meet())
 
     def raise_over(self, axis: Axis) -> None:
-        """The part of `raise_on_all` after all ranks have met; `axis`: those that raise.  Collective over them.
-
-        Parameters
-        ----------
-        axis : Axis
-            As above.
-        """
+        """The part of `raise_on_all` after all ranks have met; `axis`: those that raise. Collective over them."""
         error, self.error = self.error, None
         axis.raise_together(error)

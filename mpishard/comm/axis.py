@@ -32,12 +32,12 @@ def _known_kind(problem: BaseException) -> str:
 
 
 def _text(problem: BaseException) -> str:
-    """What other ranks say of the error: with its class, where theirs is another and its text alone may say little."""
+    """The text of the error for other ranks, with its class where theirs is another: the text alone may say little."""
     return str(problem) if type(problem).__name__ in _KNOWN_ERRORS else f"{type(problem).__name__}: {problem}"
 
 
 def _place(problem: BaseException, rank: int) -> str:
-    """What other ranks add to the error: where in the user's code it was raised, which their tracebacks cannot show."""
+    """The place in the user's code where the error was raised, which the tracebacks of other ranks cannot show."""
     if hasattr(problem, ECHO):
         return "\n".join(getattr(problem, "__notes__", ()))
     frames = in_users_code(problem)
@@ -69,8 +69,8 @@ class Axis(Communicator):
     """One direction of a mesh: the ranks that differ in one coordinate only, and the collectives over them.
 
     It is a `Communicator` of a mesh.  That means: it stays the same object when its ranks change (`rebind`); it makes
-    axes of some of its ranks (`subgroup`, `split`) and frees them; and its ranks tell each other small values
-    (`allgather_object`) and errors (`raise_if_any`), so that no rank goes on while another raises.
+    axes of some of its ranks (`subgroup`, `split`) and frees them; and its ranks exchange small values
+    (`allgather_object`) and errors (`raise_if_any`), so that no rank continues while another raises.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ class Axis(Communicator):
         name : str
             Of the new axis.
         ranks : sequence of int
-            Ranks of this axis, alike on all of them.
+            Ranks of this axis, the same on all of them.
 
         Returns
         -------
@@ -313,7 +313,7 @@ class Axis(Communicator):
     def raise_if_any(self, problem: BaseException | None) -> None:
         """Raise on all ranks if any rank has a problem.  Collective.
 
-        No rank goes on while another raises, so no rank is left waiting.
+        No rank continues while another raises, so no rank is left waiting.
 
         Parameters
         ----------

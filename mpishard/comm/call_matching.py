@@ -67,12 +67,10 @@ class CallMatching:
     def meet(self, channel: str, axis: str, members: Sequence[int], what: str, site: str) -> list[tuple[str, str]]:
         """Wait until all members have come to this call; return the call and the call site of each.
 
-        Raises
-        ------
-        CollectiveMismatchError
-            If they never can, since some wait in other calls for ranks that in turn wait for them.
+        Raises CollectiveMismatchError if they never can, since some wait in other calls for ranks that in turn wait for
+        them.
         """
-        if self._failed:  # the ranks no longer number their calls alike
+        if self._failed:  # the ranks no longer number their calls equally
             raise CollectiveMismatchError(self._failed)
         number = self.enter(channel)
         said = self._said[channel, number]
@@ -90,7 +88,7 @@ class CallMatching:
         return self._entered[channel]
 
     def entered(self, channel: str) -> int:
-        """How many calls of a channel this rank has come to."""
+        """The number of calls of a channel that this rank has come to."""
         return self._entered[channel]
 
     def wait(self, is_over: Callable[[], bool], late: Late) -> None:
@@ -124,7 +122,7 @@ class CallMatching:
         self._comm.Free()
 
     def revoke(self) -> None:
-        """Make every operation on its communicator fail, on all ranks.  Not collective (ULFM)."""
+        """Make every operation on its communicator fail, on all ranks (ULFM)."""
         if self._comm != MPI.COMM_NULL and not self._comm.Is_revoked():
             self._comm.Revoke()
 
@@ -161,7 +159,7 @@ class CallMatching:
         self._sends.append((self._comm.Isend([data, MPI.BYTE], rank, tag), data))
 
     def _unsent(self) -> bool:
-        """Whether some messages of this rank are not sent yet."""
+        """Return True if some messages of this rank are not sent yet."""
         self._sends = [each for each in self._sends if not each[0].Test()]
         return bool(self._sends)
 
@@ -180,7 +178,7 @@ class CallMatching:
 
 
 def waiting_in_circles(late: Mapping[int, Late]) -> list[int]:
-    """The ranks that can never go on, since each waits for another of them to come to its call.
+    """The ranks that can never continue, since each waits for another of them to come to its call.
 
     The result is certain although the messages were sent at different times: a rank comes to its next call only after
     the call in which it waits has begun, and no call of a circle can be the first to begin.

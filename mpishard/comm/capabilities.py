@@ -1,4 +1,4 @@
-"""What this MPI and this node can do: asked once, then frozen."""
+"""The abilities of this MPI and this node: asked once, then frozen."""
 
 from __future__ import annotations
 
@@ -35,71 +35,36 @@ print(bool((a == b).all()), flush=True)
 
 
 def heals_in_place() -> bool:
-    """Tell whether survivors of a death are informed and can go on: Open MPI under ``mpirun --with-ft ulfm``.
+    """Return True if survivors of a death are informed and can continue: Open MPI under ``mpirun --with-ft ulfm``.
 
-    Returns
-    -------
-    bool
-        The same on all ranks.  Not collective.
+    It is the same on all ranks.
     """
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
 def could_heal_in_place() -> bool:
-    """Whether ``mpirun --with-ft ulfm`` would allow that; MPICH has the calls too, but its launcher ends the job.
-
-    Not collective.
-
-    Returns
-    -------
-    bool
-        The same on all ranks.
-    """
+    """Return True if ``mpirun --with-ft ulfm`` would allow that; MPICH has the calls, but its launcher ends the job."""
     library, version = MPI.get_vendor()
     return library == "Open MPI" and version >= (5, 0, 0) and hasattr(_mpi_library(), "MPIX_Comm_revoke")
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about the MPI library in use.
+    """Facts about the MPI library in use."""
 
-    Parameters
-    ----------
-    library, version : str
-        ``"MPICH"`` or ``"Open MPI"`` or another, and its version.
-    standard : tuple of int
-        The MPI standard it implements.
-    threads : bool
-        Whether several threads may call MPI at once (``MPI_THREAD_MULTIPLE``).
-    large_counts : bool
-        Whether one call can move more than 2**31 - 1 elements (MPI 4).
-    device_buffers : bool
-        Whether device pointers may be handed to MPI, proven in a child process; else host staging is used.  Proven with
-        non-blocking reductions, which crash in common builds that do the blocking ones right.
-    """
-
-    library: str
+    library: str  # ``"MPICH"``, ``"Open MPI"`` or another
     version: str
-    standard: tuple[int, int]
-    threads: bool
-    large_counts: bool
+    standard: tuple[int, int]  # the MPI standard it implements
+    threads: bool  # several threads may call MPI at once (``MPI_THREAD_MULTIPLE``)
+    large_counts: bool  # one call can move more than 2**31 - 1 elements (MPI 4)
+    # Device pointers may be handed to MPI, proven in a child process with non-blocking reductions, which crash in
+    # common builds that do the blocking ones right; else host staging is used.
     device_buffers: bool
 
 
 @functools.cache
 def probe(device: bool = False) -> Capabilities:
-    """Ask the MPI library what it can do.  Not collective.
-
-    Parameters
-    ----------
-    device : bool
-        Also ask whether it takes device memory, which starts a child process.
-
-    Returns
-    -------
-    Capabilities
-        Asked once, then the same.
-    """
+    """Ask the MPI library what it can do, once; `device`: also whether it takes device memory, in a child process."""
     library, version = MPI.get_vendor()
     standard = MPI.Get_version()
     proven = _probe_device() if device and claims_device_buffers() else ""
@@ -114,22 +79,12 @@ def probe(device: bool = False) -> Capabilities:
 
 
 def agree_on_device_buffers(comm: MPI.Intracomm) -> bool:
-    """Whether the ranks of a mesh may hand device memory to MPI: all that have devices, or none.
+    """Return True, on all ranks or none, if the ranks of a mesh may hand device memory to MPI. Collective over `comm`.
 
-    Collective over `comm`.  The trial of `probe` may fail on some ranks alone, but how large buffers are cut depends on
-    it.  The ranks agree when the mesh is made, also for a run that will use NumPy arrays only: there is no later moment
-    that all ranks come to.  A collective or a message may have a device array on one rank and a NumPy array on another,
-    and the rank with the NumPy array would not come to the agreement, so that the others would wait for ever.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All ranks of a mesh.
-
-    Returns
-    -------
-    bool
-        The same on all ranks: whether no trial has failed.
+    The trial of `probe` may fail on some ranks alone, but how large buffers are cut depends on it. The ranks agree when
+    the mesh is made, also for a run that will use NumPy arrays only: there is no later moment that all ranks come to. A
+    collective may have a device array on one rank and a NumPy array on another, which would not come to the agreement,
+    so that the others would wait for ever.
     """
     trial = claims_device_buffers() and device_count() > 0
     proven = np.array([not trial or probe(device=True).device_buffers], np.int64)
@@ -138,15 +93,7 @@ def agree_on_device_buffers(comm: MPI.Intracomm) -> bool:
 
 
 def claims_device_buffers() -> bool:
-    """Whether the MPI library says that it takes CUDA pointers; `probe` finds out whether it does.
-
-    Not collective.
-
-    Returns
-    -------
-    bool
-        False for a library that cannot be asked.
-    """
+    """Return True if the MPI library says that it takes CUDA pointers; `probe` finds out whether it does."""
     this = ctypes.CDLL(None)
     for library in (this, _mpi_library()):
         query = getattr(library, "MPIX_Query_cuda_support", None)

@@ -86,7 +86,7 @@ class Request:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was waited for, or abandoned."""
+        """True if it was waited for, or abandoned."""
         return self._call is None
 
     @property
@@ -96,7 +96,7 @@ class Request:
         return self._call
 
     def test(self) -> bool:
-        """Whether `wait` would return at once.
+        """Return True if `wait` would return at once.
 
         Returns
         -------
@@ -133,7 +133,7 @@ class Request:
         Returns
         -------
         array
-            What the blocking form returns; calling it again returns the same.
+            The result of the blocking form; calling it again returns the same.
         """
         if self._call is not None:
             began = time.perf_counter()
@@ -165,16 +165,9 @@ class Request:
 
 
 class ChainedRequest:
-    """A request with work to do after it: `wait` finishes both.  For a bucket on its way to or from the owners.
+    """A request with work to do after it: `wait` finishes both. For a bucket on its way to or from the owners.
 
-    Not collective.
-
-    Parameters
-    ----------
-    pending : Request or ChainedRequest
-        What is under way.
-    finish : callable
-        Waits for it, does the rest, and returns the result.
+    `finish` waits for `pending`, does the rest, and returns the result.
     """
 
     def __init__(self, pending: Request | ChainedRequest, finish: Callable[[], Array]) -> None:
@@ -182,13 +175,7 @@ class ChainedRequest:
         self._finish = finish
 
     def test(self) -> bool:
-        """Whether all data has arrived.
-
-        Returns
-        -------
-        bool
-            Whether `wait` can do its work at once.
-        """
+        """Return True if all data has arrived, so that `wait` can do its work at once."""
         return self._pending.test()
 
     def abandon(self) -> None:
@@ -196,13 +183,7 @@ class ChainedRequest:
         self._pending.abandon()
 
     def wait(self) -> Array:
-        """Finish and return the filled array.  Call it once only.
-
-        Returns
-        -------
-        array
-            What `finish` returns.
-        """
+        """Finish and return the filled array, what `finish` returns. Call it once only."""
         return self._finish()
 
 
@@ -216,37 +197,10 @@ _MOST = 2**31 - 1
 class Channel:
     """A communicator, the calls that this rank has made on it, and how they are noted.
 
-    Creation is not collective, except in debug mode; `free` is.  It owns the communicator, unless that is
-    MPI.COMM_SELF: then creation makes no MPI call, and `free` and `revoke` do nothing.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-    name : str
-        The axis, as the ledger and messages name it.
-    ledger : Ledger
-    members : sequence of int
-        Ranks of the whole mesh, by rank of `comm`.
-    matching : CallMatching or None
-        In debug mode: compares the calls of the ranks.
-    started : bool
-        Whether its calls are those that are started.
-    family : Family, optional
-        Of the communicator.
-
-    Attributes
-    ----------
-    rank, size : int
-    calls, messages : int
-        How many collectives this rank has begun, and how many messages.
-    largest_count : int or None
-        The most elements that one MPI call takes here; None: no limit.
-    compares_memory : bool
-        Whether debug mode compares the kind of memory, too: where that decides which way a call goes.
-    withholds_device_buffers : bool
-        Whether no device memory is handed to MPI, although `probe` may have found on this rank that it could.
-    under_way : WeakSet of Request
-        Of collectives that were started; those that are over may be among them.
+    Creation is collective in debug mode only; `free` is collective. The channel owns the communicator, unless that is
+    MPI.COMM_SELF: then creation makes no MPI call, and `free` and `revoke` do nothing. `members` has the ranks of the
+    whole mesh by rank of `comm`; in debug mode `matching` compares the calls of the ranks; `started`: its calls are
+    those that are started.
     """
 
     def __init__(
@@ -265,13 +219,17 @@ class Channel:
         self.ledger = ledger
         self.members = members
         self.started = started
-        self.calls = 0
-        self.messages = 0
+        self.calls = 0  # collectives that this rank has begun
+        self.messages = 0  # messages that this rank has begun
         self.is_self = comm == MPI.COMM_SELF
         self.rank, self.size = (0, 1) if self.is_self else (comm.rank, comm.size)
+        # The most elements that one MPI call takes here; None: no limit.
         self.largest_count: int | None = _MOST if self.is_self or not probe().large_counts else None
+        # Debug mode compares the kind of memory, too: where that decides which way a call goes.
         self.compares_memory = False
+        # No device memory is handed to MPI, although `probe` may have found here that it could.
         self.withholds_device_buffers = False
+        # Collectives that were started; those that are over may be among them.
         self.under_way: WeakSet[Request] = WeakSet()
         self.matching = matching if self.size > 1 else None
         self._unique_name = "" if self.matching is None else self.matching.name(comm)
@@ -280,7 +238,7 @@ class Channel:
             self._family.add(comm)
 
     def note_started(self, request: Request) -> None:
-        """Note a collective that was started, and keep the communicator until its end.  Not collective."""
+        """Note a collective that was started, and keep the communicator until its end."""
         self.under_way.add(request)
         request.channel = self
         if self._family is not None:
@@ -289,7 +247,7 @@ class Channel:
     def finish(self) -> None:
         """Wait until MPI is done with the collectives that were started and not waited for; errors are ignored.
 
-        Collective, if there are any.  Open MPI 5 frees a communicator at once, and crashes when it goes on with them.
+        Collective, if there are any. Open MPI 5 frees a communicator at once, and crashes when it continues with them.
         """
         for request in list(self.under_way):
             if not request.is_over:
@@ -308,7 +266,7 @@ class Channel:
             self.comm.Free()
 
     def revoke(self) -> None:
-        """Make every operation on the communicator fail, on all ranks.  Not collective (ULFM)."""
+        """Make every operation on the communicator fail, on all ranks (ULFM)."""
         if not self.is_self and self.comm != MPI.COMM_NULL and not self.comm.Is_revoked():
             self.comm.Revoke()
 
@@ -326,33 +284,12 @@ class Channel:
     ) -> Fields:
         """Check what this rank can check alone, and describe the call; in debug mode compare it with the other ranks'.
 
-        Parameters
-        ----------
-        op : str
-            The collective, or ``"send"`` or ``"recv"``.
-        buffer : array
-        label : str
-        detail : str
-            What must be alike on all ranks beside the buffer: the operation of a reduction, or the root.
-        counts : sequence of int, optional
-        peer : int, optional
-            The other end of a message: a rank of the communicator, or one of MPI's special numbers below zero.
-        deferred : bool
-            Whether the call goes to the queue of `mpishard.comm.deferred`.  Others begin after all that is there.
-        form : str
-            How it is done, where ranks with the buffer in other memory would make other calls of MPI; else empty.
+        `detail` and `form`, the operation or root and how it is done where the kind of memory decides that, must be the
+        same on all ranks; `peer` is the other end of a message, or one of MPI's special numbers below zero. Calls that
+        are not `deferred` begin after all in the queue of `mpishard.comm.deferred`. Returns the fields of a `Call`.
 
-        Returns
-        -------
-        tuple
-            The fields of a `Call`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            On this rank: no array, a strided one, or an operation that is not in `OPS`.
-        CollectiveMismatchError
-            In debug mode, on all ranks: they are not in the same call.
+        Raises TypeError or ValueError on this rank for no array, a strided one, or an operation that is not in `OPS`;
+        in debug mode CollectiveMismatchError on all ranks.
         """
         if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
             raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}")
@@ -376,7 +313,7 @@ class Channel:
         return call
 
     def fits(self, count: int) -> bool:
-        """Whether one MPI call takes so many elements."""
+        """Return True if one MPI call takes `count` elements."""
         return self.largest_count is None or count <= self.largest_count
 
     def parts(self, staged: Array) -> list[Array]:
@@ -408,7 +345,7 @@ class Channel:
             )
 
     def note_message(self, op: str, peer: int, tag: int) -> None:
-        """Debug: note that this rank has come to its end of a message with rank `peer`.  Not collective."""
+        """Debug: note that this rank has come to its end of a message with rank `peer`."""
         if self.matching is not None and peer >= 0 <= tag:  # not MPI.PROC_NULL, ANY_SOURCE or ANY_TAG
             self.matching.enter(self._end(op, self.members[self.rank], self.members[peer], tag))
 

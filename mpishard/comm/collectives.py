@@ -1,4 +1,4 @@
-"""How MPI does each collective and each message: on the array itself or a staged copy, in one call or in parts.
+"""The calls of MPI for each collective and each message: on the array or a staged copy, in one call or in parts.
 
 First messages, then collectives.
 """
@@ -27,9 +27,6 @@ from mpishard.layout.boxes import split, starts_of
 Array = Any
 
 
-# Each method of `Collectives` starts one collective over a channel and returns its `Request`. `Communicator` has the
-# blocking and the started form of each, and says what the arguments are.
-
 Counts = Sequence[int] | None
 # Bytes between which a reduce-scatter is an exchange of pieces and sums of our own, by MPI library.  Open MPI 5 reduces
 # the whole buffer and scatters it: that sends 1.25 of what a ring does, and takes several times as long where the
@@ -42,24 +39,17 @@ _KEPT_BYTES = 2**24
 
 
 class Collectives:
-    """The collectives over one channel.
+    """Starts each collective over a channel and returns its `Request`; `Communicator` says what the arguments are.
 
-    Parameters
-    ----------
-    channel : Channel
-    nonblocking : bool
-        Whether a reduction may still be under way when its method returns.
-
-    Notes
-    -----
     Each collective is one call of MPI on all ranks, which depends on sizes alone: a rank chooses the fast path of
-    `Communicator` by its own arguments, and MPI does not match a blocking collective with a non-blocking one.  It is
-    the non-blocking one for all but reductions: the blocking all-gather of MPICH 5 takes twice as long as the
-    non-blocking one if pieces differ in size (1 MB and more, 2 and 4 ranks of one node), and a non-blocking all-reduce
-    of Open MPI 5 up to twice as long as the blocking one.
+    `Communicator` by its own arguments, and MPI does not match a blocking collective with a non-blocking one. It is the
+    non-blocking one for all but reductions: the blocking all-gather of MPICH 5 takes twice as long as the non-blocking
+    one if pieces differ in size (1 MB and more, 2 and 4 ranks of one node), and a non-blocking all-reduce of Open MPI 5
+    up to twice as long as the blocking one. With `nonblocking` a reduction may still be under way when its method
+    returns.
 
     Device memory that MPI reads itself is ready when MPI's calls begin: the host waits for that in a blocking call, and
-    a `DeferredRequest` begins the others later.  Its `reduce_scatter` is MPI's own, and that of NumPy arrays may be an
+    a `DeferredRequest` begins the others later. Its `reduce_scatter` is MPI's own, and that of NumPy arrays may be an
     exchange: a buffer for it is in device memory on all ranks or on none, and debug mode compares that.
     """
 
@@ -77,7 +67,7 @@ class Collectives:
         self._spare: list[np.ndarray] = []  # memory for arriving pieces that no exchange is using, in bytes
 
     def is_plain(self, buffer: Array, op: str = "sum", counts: Counts = None) -> bool:
-        """Whether one call of MPI takes these arguments as they are, and no rank compares them.  Not collective."""
+        """Return True if one call of MPI takes these arguments as they are, and no rank compares them."""
         channel = self.channel
         if type(buffer) is not np.ndarray or buffer.itemsize == 2 or not buffer.flags.carray or op not in OPS:
             return False
@@ -86,7 +76,7 @@ class Collectives:
         return counts is None or self._cuts(buffer, counts)
 
     def is_plain_reduce_scatter(self, buffer: Array, op: str, counts: Counts) -> bool:
-        """Whether these arguments are plain, and MPI's own reduce-scatter takes them.  Not collective."""
+        """Return True if these arguments are plain, and MPI's own reduce-scatter takes them."""
         return self.is_plain(buffer, op, counts) and not self._exchanges(buffer, op, self.counts(buffer, counts))
 
     def all_reduce(self, buffer: Array, out: Array | None, op: str, label: str) -> Request:
@@ -262,7 +252,7 @@ class Collectives:
         return self._request(call, sent, start, lambda: stage_in(staged, buffer), [], devices)
 
     def _defers(self, devices: Sequence[Array]) -> bool:
-        """Whether a call with these buffers in device memory goes to the queue of `mpishard.comm.deferred`."""
+        """Return True if a call with these buffers in device memory goes to the queue of `mpishard.comm.deferred`."""
         return self._nonblocking and bool(devices)
 
     def _request(
@@ -289,7 +279,7 @@ class Collectives:
         return is_staged(*buffers, withheld=self.channel.withholds_device_buffers)
 
     def _way(self, op: str, buffer: Array, devices: Sequence[Array]) -> tuple[bool, dict[str, Any]]:
-        """Whether a call goes through host memory, and what `Channel.begin` has to know of its way."""
+        """Return True if a call goes through host memory, and what `Channel.begin` has to know of its way."""
         through_host = bool(devices) and self._is_staged(*devices)
         form = ""
         if through_host and op != "all_to_all" and arrays.is_array(buffer) and self._staged.in_pieces(buffer):
@@ -313,7 +303,7 @@ class Collectives:
         return []
 
     def _exchanges(self, staged: Array, op: str, counts: Sequence[int]) -> bool:
-        """Whether a reduce-scatter is an exchange of pieces; the same on all ranks."""
+        """Return True if a reduce-scatter is an exchange of pieces; the same on all ranks."""
         if self._size == 1 or op != "sum" or arrays.is_device(staged):
             return False
         # What arrives at the owner of the largest piece, which needs memory for it.
@@ -346,7 +336,7 @@ class Collectives:
         return exchange, add
 
     def _memory(self, size: int) -> np.ndarray:
-        """At least so many bytes, that no other exchange is using."""
+        """At least `size` bytes, which no other exchange is using."""
         self._spare.sort(key=len)
         for index, memory in enumerate(self._spare):
             if memory.size >= size:
@@ -371,7 +361,10 @@ class Collectives:
         return calls
 
     def _all_fit(self, call: Fields, count: int) -> bool:
-        """Whether the buffers of all ranks fit; for calls whose buffers differ in size between ranks.  Collective."""
+        """Return True if the buffers of all ranks fit; for calls whose buffers differ in size between ranks.
+
+        Collective.
+        """
         if self.channel.largest_count is None:
             return True
         if DEFERRED.waiting:
@@ -403,7 +396,7 @@ def _on_device(*buffers: Array | None) -> list[Array]:
 
 
 def _own_if_empty(buffer: Array) -> Array:
-    """The buffer, or an array of its own in the place of an empty slice, which begins where its array does.
+    """The buffer, or a new array in the place of an empty slice, which begins where its array does.
 
     MPICH refuses one address for two buffers, be they empty, and Open MPI 5 takes it as "in place".
     """
@@ -416,7 +409,7 @@ def _apart(source: Array, target: Array) -> Array:
 
 
 def check_alike(one: Array, other: Array) -> None:
-    """Raise ValueError unless source and target are alike."""
+    """Raise ValueError unless source and target have equal shapes and dtypes."""
     if one.shape != other.shape or one.dtype != other.dtype:
         raise ValueError(
             f"the two buffers differ: {one.dtype} {one.shape} and {other.dtype} {other.shape}; they must be alike"
@@ -424,15 +417,13 @@ def check_alike(one: Array, other: Array) -> None:
 
 
 def check_piece(piece: Array, count: int, whole: Array) -> None:
-    """Raise ValueError unless a piece has so many elements, of the dtype of the whole."""
+    """Raise ValueError unless a piece has `count` elements, of the dtype of the whole."""
     if piece.size != count or piece.dtype != whole.dtype:
         raise ValueError(
             f"this rank's piece must have {count} elements of {whole.dtype}, got {piece.size} of {piece.dtype}"
         )
 
 
-# How a message goes from one rank to another: on the array itself or a staged copy, in one call or in parts.
-#
 # A message of device memory is staged as one piece, unless MPI takes it: its other end may be in memory of the host.
 
 

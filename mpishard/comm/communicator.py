@@ -49,7 +49,7 @@ class Communicator:
     MPI: a rank that sends need not wait for the one that receives, and they have tags; those of NCCL are otherwise.
 
     All but messages are collective: all ranks must call them in one order.  The started collectives have a
-    communicator of their own, so that a blocking call may come before them on one rank and after them on another.  What
+    separate communicator, so that a blocking call may come before them on one rank and after them on another.  What
     a rank can check alone raises on it alone: TypeError if a buffer is no array or has the wrong dtype, ValueError if
     it is strided or its size does not fit.  In debug mode (`Mesh`) all ranks raise CollectiveMismatchError if their
     calls do not match.
@@ -133,7 +133,7 @@ class Communicator:
 
     @property
     def device_collectives(self) -> str | None:
-        """How collectives of device buffers travel: ``"mpi"`` or ``"nccl"``.
+        """The way of collectives of device buffers: ``"mpi"`` or ``"nccl"``.
 
         None: ``Mesh(collectives="nccl")`` asks for NCCL, and no device buffer has come.
         """
@@ -166,7 +166,7 @@ class Communicator:
         buffer : array
             Alike in shape and dtype on all ranks.
         out : array, optional
-            For the result, alike too; default: in place.
+            For the result, of the same shape and dtype too; default: in place.
         op : {"sum", "max", "min", "prod"}
         label : str
             The purpose, for the ledger.
@@ -302,7 +302,7 @@ class Communicator:
     def _call(
         self, op: str, buffer: Array, sent: int, label: str, function: Callable[..., None], *arguments: Any
     ) -> None:
-        """Make a call of MPI by which this rank sends so many elements, and note it."""
+        """Make a call of MPI by which this rank sends `sent` elements, and note it."""
         channel, ledger = self._channel, self.ledger
         if DEFERRED.waiting:
             DEFERRED.flush()

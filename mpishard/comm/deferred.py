@@ -1,17 +1,14 @@
 """The calls of a thread that wait for a device before MPI can begin them.
 
 A started collective of device memory begins in MPI when its copy to the host is over, or, where MPI reads the device's
-memory itself, when the kernels before it are.  Until then it waits here, behind those that were started before it:
-MPI's calls begin in the order in which the program made them, on all ranks.
-
-Why no rank waits for ever: a rank enters a blocking call of MPI only after all that it has started before has begun,
-and waits for a request only while it goes on to begin the others.  So whatever another rank waits for either has begun
-here, or will as soon as the device has come to it.  A device needs no other rank for that, unless the current stream
+memory itself, when the kernels before it are. Until then it waits here: MPI's calls begin in the order in which the
+program made them, on all ranks. No rank waits for ever: it enters a blocking call only after all that it has started
+has begun, and begins the others while it waits for a request; a device needs no other rank, unless the current stream
 was made to wait for one.
 
 One queue serves all axes and meshes of a thread, since a rank that blocks in one of them keeps the others waiting, too.
-It does not know of calls that are made without mpishard: `Communicator.comm` begins what waits here before it is handed
-out, and for other communicators of the same ranks `flush` does that.
+Calls made without mpishard are unknown to it: `Communicator.comm` begins what waits here before it is handed out, and
+for other communicators of the same ranks `flush` does that.
 """
 
 from __future__ import annotations
@@ -41,16 +38,10 @@ class Deferrable(Protocol):
 
 
 class DeferredCalls(threading.local):
-    """The queue, one for each thread.  Nothing here is collective, or raises errors of a call that it begins.
-
-    Attributes
-    ----------
-    waiting : deque of Deferrable
-        What has not all begun in MPI, the oldest first.
-    """
+    """The queue, one for each thread. Nothing here is collective, or raises errors of a call that it begins."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Deferrable] = deque()
+        self.waiting: deque[Deferrable] = deque()  # what has not all begun in MPI, the oldest first
         # Kept here until they are over: nobody else may hold them, and their memory is in use.
         self._begun: list[Deferrable] = []
 
@@ -100,7 +91,7 @@ DEFERRED = DeferredCalls()
 
 
 def flush() -> None:
-    """Begin in MPI all calls that this thread has started, before a call that mpishard does not make.  Not collective.
+    """Begin in MPI all calls that this thread has started, before a call that mpishard does not make.
 
     It waits for the device, and for no other rank.
     """

@@ -1,7 +1,7 @@
 """A collective or message whose device memory MPI reads and writes itself, and whose calls of MPI begin later.
 
-MPI knows nothing of streams.  So its calls begin when the device has done what was queued before the start, and the
-host goes on meanwhile.
+MPI knows nothing of streams. So its calls begin when the device has done what was queued before the start, and the host
+continues meanwhile.
 """
 
 from __future__ import annotations
@@ -24,14 +24,8 @@ Array = Any
 class DeferredRequest(Request):
     """A `Request` whose calls of MPI begin when the current streams have come to its start.
 
-    Parameters
-    ----------
-    ledger, call, sent, finish, read, statuses : as for `Request`
-        `statuses` are filled by `start`.
-    start : callable
-        Makes MPI's calls, none of which may block; returns what is under way.
-    devices : sequence of array
-        The buffers in device memory.
+    `start` makes MPI's calls, none of which may block, fills `statuses`, and returns what is under way; `devices` are
+    the buffers in device memory.
     """
 
     def __init__(
@@ -57,13 +51,7 @@ class DeferredRequest(Request):
         DEFERRED.add(self)
 
     def begin(self) -> bool:
-        """Begin MPI's calls if the device has come to them; for the queue.
-
-        Returns
-        -------
-        bool
-            Whether they have begun, or have failed.
-        """
+        """Begin MPI's calls if the device has come to them, for the queue; return True if they have begun or failed."""
         if not self._has_begun:
             try:
                 if not all(backend.is_over(event) for backend, event in self._ready):
@@ -76,13 +64,7 @@ class DeferredRequest(Request):
         return True
 
     def advance(self) -> bool:
-        """Let MPI move data; for the queue.
-
-        Returns
-        -------
-        bool
-            Whether MPI is done, or has failed.
-        """
+        """Let MPI move data, for the queue; return True if MPI is done, or has failed."""
         if self._has_begun and self._error is None:
             try:
                 return self._is_complete()
@@ -100,7 +82,7 @@ class DeferredRequest(Request):
     def abandon(self) -> None:
         """Wait until MPI no longer uses the buffers; errors are ignored.
 
-        MPI's calls that have not begun are begun first.  On a communicator that was revoked they fail at once.
+        MPI's calls that have not begun are begun first. On a communicator that was revoked they fail at once.
         """
         DEFERRED.flush()
         super().abandon()

@@ -19,15 +19,7 @@ _SIG_DFL, _SIG_IGN = 0, 1  # <signal.h>
 
 
 def die_at_exit(wanted: bool) -> None:
-    """Set whether an exit of this process is a death by a signal.  Not collective.
-
-    Forks of this process exit as ever.
-
-    Parameters
-    ----------
-    wanted : bool
-        False: it exits as ever again.
-    """
+    """Set whether an exit of this process is a death by a signal; forks of it exit as usual."""
     if wanted and not isinstance(os._exit, _Exit):
         os._exit = _Exit()
     elif not wanted and isinstance(os._exit, _Exit):
@@ -51,7 +43,7 @@ class _Exit:
 class _CExit:
     """C's ``exit`` raises a signal, which ends this process unless it is ignored.
 
-    C calls ``raise`` by itself: the interpreter may have ended.
+    C calls ``raise`` without Python: the interpreter may have ended.
     """
 
     is_deadly: ClassVar[bool] = False

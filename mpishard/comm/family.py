@@ -1,7 +1,7 @@
 """The communicators of a mesh that was dropped without `free`, and how its ranks free them together.
 
-A communicator is freed by all of its ranks, but Python collects a mesh at another time on each of them.  So each rank
-notes which meshes it has collected.  When the next mesh is made, its ranks tell each other, and free those that all of
+A communicator is freed by all of its ranks, but Python collects a mesh at another time on each of them. So each rank
+notes which meshes it has collected. When the next mesh is made, its ranks exchange that, and free those that all of
 their ranks have collected, in one order.
 """
 
@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from mpishard.comm.capabilities import heals_in_place
 
-# After so many more communicators garbage is collected before a mesh is made.  MPICH has 2,048, and a mesh takes 11.
+# After this many more communicators garbage is collected before a mesh is made.  MPICH has 2,048, and a mesh takes 11.
 _MANY = 500
 # What MPICH says when there are no more, and when those that each rank has left are others than those of the others.
 _EXHAUSTED = ("Too many communicators", "Cannot allocate context ID because of fragmentation")
@@ -31,27 +31,16 @@ class CommunicatorsExhaustedError(RuntimeError):
 
 
 class Family:
-    """The communicators of one mesh and what it keeps running, until they are freed.  Creation is not collective.
+    """The communicators of one mesh and what it keeps running, until they are freed. Creation is not collective.
 
     It is an orphan once Python has collected the object of each communicator: whoever holds an axis, a collective that
-    is under way, or a communicator itself keeps all of them.  A collective that nobody has waited for keeps them for
-    ever, since MPI may still use them.  Communicators of a mesh that changes its ranks leave the family: nobody knows
-    which ranks are left to free them.  Where ranks survive the death of others (ULFM) a family takes nothing in: a rank
+    is under way, or a communicator itself keeps all of them. A collective that nobody has waited for keeps them for
+    ever, since MPI may still use them. Communicators of a mesh that changes its ranks leave the family: nobody knows
+    which ranks are left to free them. Where ranks survive the death of others (ULFM) a family takes nothing in: a rank
     that hears that all have dropped a mesh could wait for one that has heard of a death instead.
 
-    Parameters
-    ----------
-    size : int
-        Number of ranks of the mesh.
-
-    Attributes
-    ----------
-    own_name : str
-        A unique one; that of rank 0 becomes the name of the family.
-    name : str
-        The same on all ranks; empty until they know it, and then it is never freed here.
-    ends : list of callable
-        What else to end collectively, before the communicators are freed.
+    `own_name` is unique, and that of rank 0 becomes the `name` of the family, the same on all ranks; while it is empty
+    the family is never freed here.
     """
 
     _open: ClassVar[set[Family]] = set()
@@ -60,7 +49,7 @@ class Family:
 
     def __init__(self, size: int) -> None:
         self.own_name, self.name = secrets.token_hex(8), ""
-        self.ends: list[Callable[[], None]] = []
+        self.ends: list[Callable[[], None]] = []  # what else to end collectively, before the communicators are freed
         self._size = size
         self._dependents = 0
         # By handle: another object for the communicator, and what is called when its first one is collected.
@@ -71,7 +60,7 @@ class Family:
             self._open.add(self)
 
     def add(self, comm: MPI.Intracomm) -> None:
-        """Take in a communicator, once.  Not collective."""
+        """Take in a communicator, once."""
         if self not in self._open or comm == MPI.COMM_NULL or comm.handle in self._members:
             return
         finalize = weakref.finalize(comm, self._note_collected, comm.handle)
@@ -80,7 +69,7 @@ class Family:
         self._alive.add(comm.handle)
 
     def dependent(self, comm: MPI.Intracomm) -> Family:
-        """The family of what is made on the mesh and may be dropped before it.  Orphans are freed first.
+        """The family of what is made on the mesh and may be dropped before it. Orphans are freed first.
 
         Collective over `comm`, the world of the mesh.
         """
@@ -94,23 +83,22 @@ class Family:
         return family
 
     def hold(self) -> Callable[[], None]:
-        """Keep the communicators from being freed here until what is returned is called.  Not collective.
+        """Keep the communicators of a started collective from being freed here until what is returned is called.
 
-        For a collective that was started.  Its end alone counts: Python tells nobody in which order it collects the
-        request and the communicator.
+        Its end alone counts: the order in which Python collects the request and the communicator is unknown.
         """
         mark = object()
         self._started.add(mark)
         return partial(self._started.discard, mark)
 
     def remove(self, comm: MPI.Comm) -> None:
-        """Let a communicator go, since its owner is about to free it.  Not collective."""
+        """Let a communicator go, since its owner is about to free it."""
         if comm.handle in self._members:
             self._members.pop(comm.handle)[1].detach()
             self._alive.discard(comm.handle)
 
     def close(self) -> None:
-        """Let all communicators go, and take in no other.  Not collective."""
+        """Let all communicators go, and take in no other."""
         for _, finalize in self._members.values():
             finalize.detach()
         self._members, self.ends = {}, []
@@ -135,23 +123,15 @@ class Family:
 
     @classmethod
     def orphans(cls) -> list[tuple[str, int]]:
-        """Name and size of each orphan of this rank, for `free_orphans`.  Not collective."""
+        """Name and size of each orphan of this rank, for `free_orphans`."""
         # Not of `items`: it makes tuples, and garbage that Python collects then may add to them.
         return [(name, cls._orphans[name]._size) for name in list(cls._orphans)]
 
     @classmethod
     def free_orphans(cls, by_rank: Sequence[Sequence[tuple[str, int]]]) -> bool:
-        """Free those that are orphans on all of their ranks.  Collective over the ranks that told each other.
+        """Free those that are orphans on all of their ranks; return True if one was an orphan on any rank.
 
-        Parameters
-        ----------
-        by_rank : sequence of list
-            The `orphans` of each rank.
-
-        Returns
-        -------
-        bool
-            Whether there was one on any rank.
+        Collective over the ranks whose `orphans` are given.
         """
         counts = Counter(each for orphans in by_rank for each in orphans)
         shared = sorted(name for (name, size), count in counts.items() if count == size)
@@ -163,14 +143,14 @@ class Family:
 
     @classmethod
     def collect_garbage(cls) -> None:
-        """Let Python collect what nobody holds, if many more communicators are open.  Not collective."""
+        """Let Python collect what nobody holds, if many more communicators are open."""
         if cls._count() >= cls._next_collection:
             gc.collect()
             cls._next_collection = cls._count() + _MANY
 
     @classmethod
     def _count(cls) -> int:
-        """How many communicators are held on this rank."""
+        """The number of communicators held on this rank."""
         return sum(len(family._alive) for family in list(cls._open))
 
     @classmethod
@@ -178,10 +158,7 @@ class Family:
     def creating(cls) -> Iterator[None]:
         """Make communicators in this context; if MPI has none left, the error says what to free.
 
-        Raises
-        ------
-        CommunicatorsExhaustedError
-            On all ranks that make them.
+        That is CommunicatorsExhaustedError, on all ranks that make them.
         """
         try:
             yield

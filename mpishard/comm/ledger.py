@@ -25,50 +25,28 @@ _NEAR = 4
 
 
 class Call(NamedTuple):
-    """A communication call under way, with what must match on the other ranks.
+    """A communication call under way, with what must match on the other ranks."""
 
-    Parameters
-    ----------
-    began : float
-        In seconds of `time.perf_counter`.
-    axis : str
-        Its name.
-    sequence : int
-        Its number among the collectives, or among the messages, on its communicator.  Ranks number a collective alike
-        as long as none has raised an error before MPI's call.
-    op : str
-        The collective, such as ``"all_reduce"``.
-    dtype : dtype
-        Of its elements.
-    elements : int
-        Number of elements.
-    label : str
-        What is sent.
-    code, line : code object or None, and int
-        Of the first caller outside mpishard; after the call they are unknown if that caller is many frames away.
-    members : sequence of int
-        Ranks of the whole mesh that take part.
-    started : bool
-        Whether it is on the communicator of calls that are started.
-    """
-
-    began: float
+    began: float  # in seconds of `time.perf_counter`
     axis: str
+    # Its number among the collectives, or messages, on its communicator: equal on all ranks, as long as none has raised
+    # an error before MPI's call.
     sequence: int
-    op: str
+    op: str  # such as ``"all_reduce"``
     dtype: np.dtype
     elements: int
-    label: str
+    label: str  # what is sent
+    # Of the first caller outside mpishard, as `line`; after the call unknown if that caller is many frames away.
     code: CodeType | None
     line: int
-    members: Sequence[int]
-    started: bool
+    members: Sequence[int]  # ranks of the whole mesh that take part
+    started: bool  # it is on the communicator of calls that are started
 
     @property
     def kind(self) -> str:
         """A text that is the same on all ranks for the collectives of one purpose on one communicator.
 
-        A reshaped mesh has communicators that are not told from those of its parent.
+        Communicators of a reshaped mesh are not distinguished from those of its parent.
         """
         form, members = "started" if self.started else "blocking", self.members
         return f"{form} {self.axis} {self.op} {self.label} of {len(members)} ranks, {members[0]} to {members[-1]}"
@@ -85,15 +63,7 @@ class Call(NamedTuple):
     def placed(self, frame: FrameType | None) -> Call:
         """The call with its site filled in: the first frame outside mpishard among `frame` and its callers.
 
-        Parameters
-        ----------
-        frame : frame or None
-            Where to begin.
-
-        Returns
-        -------
-        Call
-            Itself if the site is known already, or is not found.
+        It returns itself if the site is known already, or is not found.
         """
         if self.code is not None:
             return self
@@ -111,17 +81,7 @@ class Entry(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A named interval in seconds of `time.perf_counter`, for a trace; `kind` is an axis, or what else it was.
-
-    Parameters
-    ----------
-    name : str
-        What happened.
-    kind : str
-        As above.
-    began, ended : float
-        As above.
-    """
+    """A named interval in seconds of `time.perf_counter`, for a trace; `kind` is an axis, or what else it was."""
 
     name: str
     kind: str
@@ -139,30 +99,21 @@ class Total:
 
 
 class Ledger:
-    """What a rank has communicated.  Nothing here is collective.
+    """The communication of a rank. Nothing here is collective.
 
-    After a large buffer little of the interpreter is in cache, and every object that is touched costs time.  So calls
+    After a large buffer little of the interpreter is in cache, and every object that is touched costs time. So calls
     are noted as plain tuples, and summed up on request or after a thousand of them.
 
-    Attributes
-    ----------
-    active : tuple or None
-        The fields of the `Call` in which this rank may be waiting now; read by the watchdog from another thread.
-    step : int
-        The training step under way, for messages.
-    any_over : bool
-        Whether a step has ended.
-    seconds : float
-        Time spent inside all calls until now, including those under way.
-    spans : list of Span or None
-        While it is a list, the intervals of this rank are noted there, for a trace.
+    The training step under way, `step`, is for messages.
     """
 
     def __init__(self) -> None:
+        # Fields of the `Call` in which this rank may be waiting now; read by the watchdog from another thread.
         self.active: tuple[Any, ...] | None = None
         self._step = 0
-        self.any_over = False
-        self.seconds: float = 0.0
+        self.any_over = False  # a step has ended
+        self.seconds: float = 0.0  # inside all calls until now, including those under way
+        # While it is a list, the intervals of this rank are noted there, for a trace.
         self.spans: list[Span] | None = None
         self._entries: list[tuple[tuple[Any, ...], int, float]] = []
         self._summed = 0
@@ -191,32 +142,7 @@ class Ledger:
         members: Sequence[int],
         started: bool = False,
     ) -> tuple[Any, ...]:
-        """Note that a call begins now.
-
-        Parameters
-        ----------
-        axis : str
-            Its name.
-        sequence : int
-            As in `Call`.
-        op : str
-            The collective, such as ``"all_reduce"``.
-        dtype : dtype
-            Of its elements.
-        count : int
-            Elements of its buffer.
-        label : str
-            What is sent.
-        members : sequence of int
-            Ranks of the whole mesh that take part.
-        started : bool
-            As in `Call`.
-
-        Returns
-        -------
-        tuple
-            The fields of a `Call`.
-        """
+        """Note that a call begins now, with a buffer of `count` elements; returns the fields of its `Call`."""
         # A user's direct call is a few frames away.  Under `optimize` the user's code is up to thirty frames away, and
         # walking them all would make an object of each: half a per cent of the step of a small model.
         # Written out: a function call a frame costs more than the rest of this method.
@@ -231,20 +157,7 @@ class Ledger:
         return (time.perf_counter(), axis, sequence, op, dtype, count, label, code, line, members, started)
 
     def spend(self, call: tuple[Any, ...], began: float) -> float:
-        """Add the time from `began` until now, spent inside a call.
-
-        Parameters
-        ----------
-        call : tuple
-            The fields of its `Call`.
-        began : float
-            In seconds of `time.perf_counter`.
-
-        Returns
-        -------
-        float
-            The seconds.
-        """
+        """Add the time from `began` (of `time.perf_counter`) until now, spent inside a call; returns these seconds."""
         ended = time.perf_counter()
         self.seconds += ended - began
         if self.spans is not None:
@@ -253,30 +166,12 @@ class Ledger:
         return ended - began
 
     def note(self, name: str, kind: str, began: float) -> None:
-        """Note an interval from `began` until now for a trace; it is not a call.
-
-        Parameters
-        ----------
-        name, kind : str
-            As in `Span`.
-        began : float
-            In seconds of `time.perf_counter`.
-        """
+        """Note an interval from `began` (of `time.perf_counter`) until now for a trace; it is not a call."""
         if self.spans is not None:
             self.spans.append(Span(name, kind, began, time.perf_counter()))
 
     def enter(self, call: tuple[Any, ...], sent: int, seconds: float) -> None:
-        """Enter a finished call.
-
-        Parameters
-        ----------
-        call : tuple
-            The fields of its `Call`.
-        sent : int
-            Bytes that this rank sent.
-        seconds : float
-            Time it spent inside.
-        """
+        """Enter a finished call by which this rank sent `sent` bytes, and inside which it spent `seconds`."""
         self._entries.append((call, sent, seconds))
         if len(self._entries) >= 2 * _KEEP:
             self._sum_up()
@@ -284,12 +179,7 @@ class Ledger:
     def note_queued(self, call: tuple[Any, ...], is_over: Callable[[], bool]) -> None:
         """Note a call that is queued on a device, for which no host waits: this rank waits in it until it is over.
 
-        Parameters
-        ----------
-        call : tuple
-            The fields of its `Call`.
-        is_over : callable
-            ``is_over()`` tells whether the device has done it; other threads call it too.
+        ``is_over()``, which other threads call too, returns True once the device has done it.
         """
         while self._queued and self._queued[0][1]():
             self._queued.popleft()
@@ -319,17 +209,9 @@ class Ledger:
         return [Entry(Call(*call), sent, seconds) for call, sent, seconds in self._entries]
 
     def took_part(self, kind: str, sequence: int) -> bool:
-        """Whether this rank has finished a collective, or a later one of its kind.
+        """Return True if this rank has finished a collective, or a later one of its kind.
 
-        Parameters
-        ----------
-        kind, sequence : str, int
-            Of its `Call`, on this rank or another.
-
-        Returns
-        -------
-        bool
-            False also if it was so long ago that it is not in `recent`.
+        False also if it was so long ago that it is not in `recent`.
         """
         return any(call.sequence >= sequence and call.kind == kind for call, _, _ in self.recent)
 
@@ -351,18 +233,7 @@ class Ledger:
             return call.placed(frame)
 
     def sent(self, axis: str | None = None, op: str | None = None, label: str | None = None) -> int:
-        """Bytes sent by this rank, over all calls that match.
-
-        Parameters
-        ----------
-        axis, op, label : str, optional
-            Default: any.
-
-        Returns
-        -------
-        int
-            Counted as for a ring algorithm.
-        """
+        """Bytes sent by this rank, over all calls that match, counted as for a ring algorithm."""
         wanted = (axis, op, label)
         return sum(
             total.sent
@@ -371,13 +242,7 @@ class Ledger:
         )
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Sum up all calls, as plain numbers for saving and printing.
-
-        Returns
-        -------
-        dict
-            By ``"axis.op label"``: ``calls``, ``bytes`` that this rank sent, and ``seconds``.
-        """
+        """All calls summed up: by ``"axis.op label"`` the ``calls``, the ``bytes`` sent, and ``seconds``."""
         return {
             f"{axis}.{op} {label}".rstrip(): {"calls": t.calls, "bytes": t.sent, "seconds": t.seconds}
             for (axis, op, label), t in sorted(self.totals.items())
@@ -391,13 +256,7 @@ class Ledger:
 
 
 def users_level() -> int:
-    """The `stacklevel` with which the caller's warning points at the first line outside mpishard.  Not collective.
-
-    Returns
-    -------
-    int
-        As `warnings.warn` takes it.
-    """
+    """The `stacklevel` with which the caller's warning points at the first line outside mpishard."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and _inside(frame):
@@ -410,22 +269,10 @@ def _inside(frame: FrameType) -> bool:
 
 
 def ring_elements(op: str, pieces: Sequence[int], rank: int) -> int:
-    """Elements that `rank` sends in the textbook ring algorithm of a collective.
+    """Elements that `rank` sends in the textbook ring algorithm of a collective; `pieces`: elements by rank.
 
-    Parameters
-    ----------
-    op : str
-        ``"all_gather"``: every piece but the next rank's.  ``"reduce_scatter"`` and ``"all_to_all"``: every piece but
-        the rank's own.
-    pieces : sequence of int
-        Elements by rank.
-    rank : int
-        The one that sends.
-
-    Returns
-    -------
-    int
-        Elements, not bytes.
+    ``"all_gather"``: every piece but the next rank's. ``"reduce_scatter"`` and ``"all_to_all"``: every piece but the
+    rank's own.
     """
     kept = (rank + 1) % len(pieces) if op == "all_gather" else rank
     return sum(pieces) - pieces[kept]
@@ -434,17 +281,7 @@ def ring_elements(op: str, pieces: Sequence[int], rank: int) -> int:
 def all_reduce_elements(count: int, size: int, rank: int) -> int:
     """The same for an all-reduce: a reduce-scatter and an all-gather of even pieces (Patarasuk and Yuan, 2009).
 
-    Parameters
-    ----------
-    count : int
-        Elements of the buffer.
-    size, rank : int
-        Number of ranks, and which one.
-
-    Returns
-    -------
-    int
-        ``2 (size - 1) / size * count`` where that is whole; over all ranks that is always the sum.
+    ``2 (size - 1) / size * count`` where that is whole; over all ranks that is always the sum.
     """
     quotient, remainder = divmod(count, size)
     following = (rank + 1) % size

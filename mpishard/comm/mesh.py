@@ -199,9 +199,9 @@ class Mesh:
     def _split(
         self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int, problem: Exception | None = None
     ) -> Exception | None:
-        """Make the axes over the ranks of `world`, or bind those that there are to them.  Collective.
+        """Make the axes over the ranks of `world`, or bind existing ones to them. Collective.
 
-        `problem` is why this rank cannot have the mesh.  Returned is what to raise, on every rank, if some rank cannot,
+        `problem` is why this rank cannot have the mesh. Returned is what to raise, on every rank, if some rank cannot,
         or if ranks differ in what must be the same; the mesh can then only be freed.
         """
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
@@ -320,7 +320,7 @@ class Mesh:
 
     @property
     def is_reshaped(self) -> bool:
-        """Whether there is another mesh of the same ranks, by `reshaped`."""
+        """True if there is another mesh of the same ranks, by `reshaped`."""
         return self._parent is not None or bool(self._children)
 
     def rebind(self, comm: MPI.Intracomm, *, tensor: int | None = None, pipeline: int | None = None) -> None:
@@ -334,7 +334,7 @@ class Mesh:
         comm : mpi4py.MPI.Intracomm
             The ranks of the mesh from now on.
         tensor, pipeline : int, optional
-            Their sizes from now on, for models that are made anew; default: as they were.
+            Their sizes from now on, for models that are made again; default: as they were.
 
         Raises
         ------
@@ -440,13 +440,7 @@ class _ReshapedMesh(Mesh):
 
 
 def spawned_cell() -> tuple[int, int] | None:
-    """Tensor and pipeline size of the elastic run that has spawned this process; None if none has.  Not collective.
-
-    Returns
-    -------
-    (int, int) or None
-        The same on all ranks that were spawned together.
-    """
+    """Tensor and pipeline size of the elastic run that has spawned this process; None if none has."""
     sizes = sys._xoptions.get(CELL_OPTION)
     if sizes is None:
         return None
@@ -517,76 +511,29 @@ def _timeout(timeout: float | None) -> float | None:
 class ModelParallelGroup:
     """The ranks of one data coordinate, with the methods of `Axis` that agreements and norms need.
 
-    It needs no communicator of its own: each method runs over the tensor axis, then over the pipeline axis.  All
-    methods and the constructor are collective over these ranks.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        Of which the group is this rank's.
-
-    Attributes
-    ----------
-    members : list of int
-        World ranks of the group.
+    It needs no separate communicator: each method runs over the tensor axis, then over the pipeline axis. All methods
+    and the constructor are collective over these ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._axes = [axis for axis in (mesh.tensor, mesh.pipeline) if axis.size > 1]
-        self.members: list[int] = self.allgather_object(mesh.rank)
+        self.members: list[int] = self.allgather_object(mesh.rank)  # world ranks of the group
 
     def all_reduce(self, buffer: Array, op: str = "sum", *, label: str = "") -> Array:
-        """As `Axis.all_reduce`, in place.
-
-        Parameters
-        ----------
-        buffer : array
-            Overwritten by the result.
-        op : str
-            As there.
-        label : str
-            For the ledger.
-
-        Returns
-        -------
-        array
-            `buffer`.
-        """
+        """As `Axis.all_reduce`, in place."""
         for axis in self._axes:
             axis.all_reduce(buffer, op=op, label=label)
         return buffer
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """As `Axis.allgather_object`.
-
-        Parameters
-        ----------
-        value : object
-            Numbers, strings, and tuples of them.
-
-        Returns
-        -------
-        list
-            The values of all ranks, in the order of `members`.
-        """
+        """As `Axis.allgather_object`, in the order of `members`."""
         values = [value]
         for axis in self._axes:
             values = [each for theirs in axis.allgather_object(tuple(values)) for each in theirs]
         return values
 
     def raise_together(self, problem: Exception | None) -> None:
-        """As `Axis.raise_together`.
-
-        Parameters
-        ----------
-        problem : Exception or None
-            What this rank has found.
-
-        Raises
-        ------
-        Exception
-            As there.
-        """
+        """As `Axis.raise_together`."""
         for axis in self._axes:
             try:
                 axis.raise_if_any(problem)

@@ -1,4 +1,4 @@
-"""What the ranks of a new mesh tell each other in one exchange, and the error that all of them raise if it differs."""
+"""The facts that ranks of a new mesh exchange at once, and the error that all of them raise if they differ."""
 
 from __future__ import annotations
 
@@ -20,31 +20,13 @@ _MOST_SHOWN = 4
 def exchange_facts(
     world: MPI.Intracomm, node: int, collectives: Any, sizes: str, family: Family, problem: Exception | None
 ) -> tuple[list[int], Exception | None]:
-    """Tell the other ranks of a mesh what this one has, and compare.  Collective over `world`.
+    """Exchange the facts of this rank with the other ranks of a mesh, and compare. Collective over `world`.
 
-    The family gets its name, and meshes that all of their ranks have dropped are freed.
-
-    Parameters
-    ----------
-    world : mpi4py.MPI.Intracomm
-        All ranks of the mesh.
-    node : int
-        The first rank that shares memory with this one.
-    collectives : object
-        What was given for the mesh's argument.
-    sizes : str
-        The sizes of the mesh, in words.
-    family : Family
-        Of the communicators of the mesh.
-    problem : Exception or None
-        Why this rank cannot have such a mesh.
-
-    Returns
-    -------
-    (list of int, Exception or None)
-        By rank its `node`, and what to raise, on every rank, if the ranks cannot share a mesh.
+    The family gets its name, and meshes that all of their ranks have dropped are freed. `node` is the first rank that
+    shares memory with this one; `problem` is why this rank cannot have such a mesh. Returns `node` by rank, and what to
+    raise, on every rank, if the ranks cannot share a mesh.
     """
-    # The version comes first: another version may tell something else after it.
+    # The version comes first: another version may send something else after it.
     text = None if problem is None else str(problem)
     facts = allgather_values(world, (VERSION, node, collectives, sizes, text, family.own_name, Family.orphans()))
     error = _unlike_versions(world, [version for version, *_ in facts])
@@ -66,7 +48,7 @@ def exchange_facts(
 
 
 def _unlike_versions(world: MPI.Intracomm, by_rank: Sequence[str]) -> ValueError | None:
-    """The error if ranks run several versions of mpishard.  Collective; ranks tell their hosts only in that case."""
+    """The error if ranks run several versions of mpishard. Collective; ranks send their hosts only in that case."""
     if len(set(by_rank)) == 1:
         return None
     hosts = allgather_values(world, platform.node())
@@ -104,22 +86,7 @@ def _unlike_sizes(by_rank: Sequence[str]) -> ValueError | None:
 
 
 def in_words(what: str, which: Sequence[Any]) -> str:
-    """Ranks or hosts as a text, the first few by name.
-
-    Not collective.
-
-    Parameters
-    ----------
-    what : str
-        What they are, in the singular.
-    which : sequence
-        At least one.
-
-    Returns
-    -------
-    str
-        Such as ``"ranks 0, 2"``.
-    """
+    """Ranks or hosts as a text such as ``"ranks 0, 2"``, the first few by name; `what` is in the singular."""
     shown = ", ".join(map(str, which[:_MOST_SHOWN]))
     more = f" and {len(which) - _MOST_SHOWN} others" if len(which) > _MOST_SHOWN else ""
     return f"{what}{'s' if len(which) > 1 else ''} {shown}{more}"

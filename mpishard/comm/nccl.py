@@ -1,4 +1,4 @@
-"""Whether the device buffers of an axis travel by NCCL: decided by all of its ranks at the first of them."""
+"""The choice whether the device buffers of an axis travel by NCCL, made by all of its ranks at the first of them."""
 
 from __future__ import annotations
 
@@ -25,34 +25,16 @@ COLLECTIVES = ("mpi", "nccl")
 
 
 class Facts(NamedTuple):
-    """What a rank tells the others of its axis before they use NCCL.
+    """The facts that ranks of an axis exchange before they use NCCL."""
 
-    Parameters
-    ----------
-    problem : str
-        Why it cannot use NCCL; empty if it can.
-    neighbours : int
-        Ranks of the axis that share memory with it, itself included.
-    device : str
-        Its GPU, as no other on its node is named.
-    version : int
-        Of NCCL.
-    """
-
-    problem: str
-    neighbours: int
-    device: str
-    version: int
+    problem: str  # why this rank cannot use NCCL; empty if it can
+    neighbours: int  # ranks of the axis that share memory with it, itself included
+    device: str  # its GPU, by a name that no other on its node has
+    version: int  # of NCCL
 
 
 def why_not(facts: Sequence[Facts]) -> str:
-    """Why the ranks of an axis cannot use NCCL; empty if they can.  Not collective.
-
-    Parameters
-    ----------
-    facts : sequence of Facts
-        By rank.
-    """
+    """The reason why the ranks of an axis cannot use NCCL, from their facts by rank; empty if they can."""
     for rank, each in enumerate(facts):
         if each.problem:
             return f"rank {rank}: {each.problem}"
@@ -75,44 +57,23 @@ def why_not(facts: Sequence[Facts]) -> str:
 
 
 class NcclLink:
-    """The NCCL communicators of one axis, if all its ranks can use NCCL.
+    """The NCCL communicators of one axis, if all its ranks can use NCCL. Creation is not collective.
 
-    There are two, each with a stream, as there are two of MPI: one for blocking and one for started calls, since a rank
-    may start a call before a blocking one that comes first on another rank.  With one communicator NCCL would take the
-    two for each other and mix their bytes.  Kernels of two communicators run side by side.
-
-    Creation is not collective.
-
-    Parameters
-    ----------
-    channel : Channel
-        Of the blocking calls of the axis.
-    said : set of str
-        Reasons for MPI that this rank has said for the mesh, so that it says each once.
-
-    Attributes
-    ----------
-    way : str or None
-        ``"nccl"`` or ``"mpi"``; None: no device buffer has come.
-    reason : str
-        Why it is ``"mpi"``.
+    There are two, each with a stream, as of MPI: one for blocking and one for started calls, since a rank may start a
+    call before a blocking one that comes first on another rank. With one communicator NCCL would take the two for each
+    other and mix their bytes. Kernels of two communicators run concurrently. `said` holds the reasons for MPI that this
+    rank has printed for the mesh.
     """
 
     def __init__(self, channel: Channel, said: set[str]) -> None:
-        self.way: str | None = None
-        self.reason: str = ""
+        self.way: str | None = None  # ``"nccl"`` or ``"mpi"``; None: no device buffer has come
+        self.reason: str = ""  # why it is ``"mpi"``
         self._channel = channel
         self._said = said
         self._queues: list[NcclQueue] = []
 
     def carries(self, buffer: Array) -> bool:
-        """Whether device buffers travel by NCCL.  Collective at the first of them.
-
-        Parameters
-        ----------
-        buffer : array
-            On the device.
-        """
+        """Return True if device buffers travel by NCCL. Collective at the first of them."""
         if self.way is None:
             ledger = self._channel.ledger
             ledger.active = call = self._channel.begin("connect", NOTHING, "NCCL")
@@ -139,10 +100,7 @@ class NcclLink:
         self._forget()
 
     def abort(self) -> None:
-        """End all calls, done or not, and forget the communicators; the next device buffer makes new ones.
-
-        Not collective.
-        """
+        """End all calls, done or not, and forget the communicators; the next device buffer makes new ones."""
         for queue in self._queues:
             queue.abort()
         self._forget()
@@ -209,7 +167,7 @@ class NcclLink:
 
 
 def _neighbours(comm: MPI.Intracomm) -> int:
-    """How many ranks of `comm` share memory with this one.  Collective."""
+    """The number of ranks of `comm` that share memory with this one. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     size = node.size
     node.Free()

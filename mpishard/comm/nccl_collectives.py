@@ -1,7 +1,7 @@
 """The collectives of an axis that uses NCCL: device buffers by NCCL where the ranks can, all others by MPI.
 
-A call is queued on a stream of its own behind what the current stream has to do, and `Request.wait` lets the current
-stream wait for it.  The host waits for nothing, so that the time which the ledger notes is that of queueing.
+A call is queued on a separate stream behind what the current stream has to do, and `Request.wait` lets the current
+stream wait for it. The host waits for nothing, so that the time which the ledger notes is that of queueing.
 """
 
 from __future__ import annotations
@@ -31,22 +31,10 @@ Counts = Sequence[int] | None
 class NcclCollectives:
     """The methods of `Collectives`, for an axis of ``Mesh(collectives="nccl")``.
 
-    Parameters
-    ----------
-    by_mpi : Collectives
-        For all that NCCL does not take: buffers of the host, sums of dtypes that it does not know, and all buffers if
-        the ranks cannot use it.
-    link : NcclLink
-        Of the axis.
-    started : bool
-        Whether these are the calls that are started.
-
-    Notes
-    -----
-    All ranks must take one way in a call, and take it by what they know alike: the dtype and the operation.  So with
-    ``collectives="nccl"`` a buffer that is on the device of one rank is on the device of all.  Debug mode compares it.
-
-    Half precision is summed in float32, as on MPI's way, and rounded once.
+    `by_mpi` takes all that NCCL does not: buffers of the host, sums of dtypes that it does not know, and all buffers if
+    the ranks cannot use it. All ranks must take one way in a call by what they all know, the dtype and the operation,
+    so a buffer that is on the device of one rank is on the device of all; debug mode compares it. Half precision is
+    summed in float32, as on MPI's way, and rounded once.
     """
 
     def __init__(self, by_mpi: Collectives, link: NcclLink, *, started: bool) -> None:
@@ -182,7 +170,10 @@ class NcclCollectives:
         return self.link.queue(started=self._started)
 
     def _takes(self, buffer: Array, op: str | None = None) -> bool:
-        """Whether NCCL takes a call with this buffer; `op`: of a reduction.  Collective at the first that it could."""
+        """Return True if NCCL takes a call with this buffer; `op`: of a reduction.
+
+        Collective at the first that it could.
+        """
         if type(buffer) is np.ndarray or not arrays.is_device(buffer) or not buffer.flags.c_contiguous:
             return False
         if op is not None and (op not in OPS or not (computes_with(buffer.dtype) or is_half(buffer.dtype))):
@@ -206,7 +197,7 @@ class NcclCollectives:
         return copy
 
     def _is_at(self, one: Array, other: Array) -> bool:
-        """Whether two arrays of elements begin at one address."""
+        """Return True if two arrays of elements begin at one address."""
         backend = backend_of(one)
         return backend.address(one) == backend.address(other)
 
@@ -231,13 +222,13 @@ class _Queued:
         self._like, self._stream = like, stream
 
     def Test(self, status: object = None) -> bool:
-        """Whether the device has done it, or has failed."""
+        """Return True if the device has done it, or has failed."""
         return self._queue.is_over(self._event)
 
     def Wait(self, status: object = None) -> None:
         """Let the current stream wait for it, and that in which it was queued.
 
-        Where others survive a death, the host waits too: NCCL does not tell of one, and kernels that wait for a dead
+        Where others survive a death, the host waits too: NCCL does not report one, and kernels that wait for a dead
         rank would hold up all that waits for the device.
         """
         if heals_in_place() and not self._queue.aborted:
@@ -266,15 +257,7 @@ class _Queued:
 class NcclRequest(Request):
     """A `Request` of NCCL: its `wait` lets the current stream wait for the result, and the host does not.
 
-    Parameters
-    ----------
-    ledger, call, sent : as for `Request`
-    queued : _Queued
-        What was queued.
-    result : array
-        What `wait` returns.
-    read : sequence of array
-        Arrays that the device uses until then.
+    `wait` returns `result`; the device uses the arrays `read` until then.
     """
 
     def __init__(

@@ -13,23 +13,10 @@ Array = Any
 
 
 def prove(queue: NcclQueue, rank: int, size: int, like: Array) -> None:
-    """Raise unless each kind of call gives the right values.  Collective over the communicator.
+    """Raise RuntimeError unless each kind of call gives the right values. Collective over the communicator.
 
-    NCCL connects the ranks here, for which they wait for each other, and not first in a call that is started.
-
-    Parameters
-    ----------
-    queue : NcclQueue
-        Not used yet.
-    rank, size : int
-        This rank, and how many there are.
-    like : array
-        On the device of the communicator.
-
-    Raises
-    ------
-    RuntimeError
-        On the ranks that got wrong values, or from NCCL.
+    NCCL connects the ranks here, for which they wait for each other, and not first in a call that is started. `queue`
+    is not used yet.
     """
     own, total = rank + 1, size * (size + 1) // 2
     ranks = np.arange(1, size + 1, dtype=np.float32)

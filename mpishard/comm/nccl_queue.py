@@ -34,12 +34,12 @@ _ID_BYTES = 128
 
 
 def computes_with(dtype: Any) -> bool:
-    """Whether NCCL adds elements of this dtype as they are.  Not collective."""
+    """Return True if NCCL adds elements of this dtype as they are."""
     return dtype.name in _TYPES
 
 
 def new_id(nccl: Any) -> bytes:
-    """What all ranks of a new communicator need, made on one of them.  Not collective."""
+    """The bytes that all ranks of a new communicator need, made on one of them."""
     found = nccl.get_unique_id()
     # CuPy 14 gives bytes, CuPy 13 signed numbers.
     return found if isinstance(found, bytes) else bytes(each & 0xFF for each in found)
@@ -55,25 +55,9 @@ def connect(nccl: Any, size: int, identity: bytes, rank: int) -> Any:
 
 
 class NcclQueue:
-    """An NCCL communicator and its stream.
+    """An NCCL communicator, which it owns, and its stream.
 
-    Its collectives only queue work, inside the `work` that `queue` calls.  All ranks queue them in one order.
-
-    Parameters
-    ----------
-    nccl : module
-        From `Backend.nccl`.
-    communicator : NcclCommunicator
-        Owned by the queue from now on.
-    rank : int
-        This rank.
-    like : array
-        On the device of the communicator.
-
-    Attributes
-    ----------
-    aborted : bool
-        Whether its calls were ended, done or not.
+    Its collectives only queue work, inside the `work` that `queue` calls. All ranks queue them in one order.
     """
 
     def __init__(self, nccl: Any, communicator: Any, rank: int, like: Array) -> None:
@@ -86,10 +70,10 @@ class NcclQueue:
         self._device_number = self._backend.device_number(like)
         self._thread = threading.get_ident()  # that has queued last
         self._stream = self._backend.new_stream(like)
-        self.aborted = False
+        self.aborted = False  # its calls were ended, done or not
 
     def check(self, what: str, buffer: Array) -> None:
-        """Raise unless the buffer is on the device of the communicator, and NCCL has seen no error.  Not collective."""
+        """Raise unless the buffer is on the device of the communicator, and NCCL has seen no error."""
         if self._backend.on_device_of(buffer) != self._device:
             raise ValueError(
                 f"{what} of a buffer on GPU {self._backend.device_name(buffer)}, but NCCL was first used on GPU "
@@ -101,12 +85,7 @@ class NcclQueue:
     def queue(self, like: Array, work: Callable[[], None]) -> Event:
         """Let `work` queue on the stream what is to be done after what is queued on the current stream.
 
-        Not collective.
-
-        Returns
-        -------
-        Event
-            It is over when all of that is done.
+        Returns an event that is over when all of that is done.
         """
         backend, self._thread = self._backend, threading.get_ident()
         with self._device:
@@ -116,10 +95,7 @@ class NcclQueue:
             return backend.record(like, self._stream)
 
     def let_wait(self, like: Array, event: Event, queued_on: Stream | None = None) -> None:
-        """Let the current stream wait for an event, and that which was current then; the host does not.
-
-        Not collective.
-        """
+        """Let the current stream wait for an event, and that which was current then; the host does not."""
         with self._device:
             current = self._backend.current_stream(like)
             current.wait_event(event)
@@ -127,16 +103,16 @@ class NcclQueue:
                 queued_on.wait_event(event)
 
     def is_over(self, event: Event) -> bool:
-        """Whether an event is over; True if it can never be, since its device has failed.  Not collective.
+        """Return True if an event is over, or can never be, since its device has failed.
 
-        In any thread: one that has not queued anything here, as the watchdog, has the device as its own from now on.
-        To leave the device again would make a context on the one before.
+        In any thread: one that has not queued anything here, as the watchdog, has the device as its own from now on. To
+        leave the device again would make a context on the one before.
         """
         try:
             if threading.get_ident() != self._thread:
                 self._backend.use_device(self._device_number)
             return self._backend.is_over(event)
-        except RuntimeError:  # of CUDA; who waits for the device is told
+        except RuntimeError:  # of CUDA; whoever waits for the device gets it
             return True
 
     def free(self) -> None:
@@ -148,7 +124,7 @@ class NcclQueue:
         self.aborted = True
 
     def abort(self) -> None:
-        """End all calls, done or not, and free the communicator.  Not collective."""
+        """End all calls, done or not, and free the communicator."""
         if not self.aborted:
             self.aborted = True
             with self._device:
@@ -233,5 +209,5 @@ class NcclQueue:
 
 
 def starts(counts: Sequence[int]) -> list[int]:
-    """Where each run begins.  Not collective."""
+    """The start of each run."""
     return [0, *accumulate(counts[:-1])]

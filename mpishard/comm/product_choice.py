@@ -19,29 +19,15 @@ _ANY = 2**40
 
 
 def agree_on_products(world: Axis, *, spawned: bool = False) -> Common:
-    """Multiply by the same libraries on all ranks from now on.  Collective over `world`.
+    """Multiply by the same libraries on all ranks from now on. Collective over `world`.
 
-    Only libraries of which all ranks have the same version are taken.  The environment variable MPISHARD_PRODUCTS
-    decides which; without it the choice that was made on some rank stays, so that ranks that join do as the others do,
-    and else rank 0 takes the fastest.  Ranks that join need not have the variable: launchers do not pass all variables
-    on to processes that are spawned.
+    Only libraries of which all ranks have the same version are taken. The environment variable MPISHARD_PRODUCTS
+    decides which; without it the choice that was made on some rank stays, so that ranks that join (`spawned`) do as the
+    others do, and else rank 0 takes the fastest. Ranks that join need not have the variable: launchers do not pass all
+    variables on to processes that are spawned.
 
-    Parameters
-    ----------
-    world : Axis
-        All ranks of a mesh, or those that are about to share one.
-    spawned : bool
-        Whether these ranks will join others, whose choice they will take.
-
-    Returns
-    -------
-    Common
-        What all ranks can multiply by.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if the variable differs between ranks, cannot be read, or names a library that some rank lacks.
+    Returns what all ranks can multiply by. Raises ValueError on all ranks if the variable differs between ranks, cannot
+    be read, or names a library that some rank lacks.
     """
     forced, versions = choice.chosen_by_variable(), loadable()
     marks = [_mark(f"{name} {versions[name]}") if name in versions else 0 for name in TAKES]

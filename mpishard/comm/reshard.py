@@ -29,28 +29,16 @@ _CONTROL = "control"
 
 
 def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_bytes: int = 2**26) -> None:
-    """Fill the target array of every rank from the source arrays of all.  Collective over `axis`.
+    """Fill the target array of every rank from the source arrays of all. Collective over `axis`.
 
     Every element of a target is written once, and none travels to a rank that has it already; ranks that hold copies
-    share the sending.  The ledger counts the elements that travel under the label ``"reshard"``.
+    share the sending. A rank that is not in a layout gives None. Source and target may share one array if each element
+    has the same offset in both; only the missing elements are then received. A rank packs at most `bucket_bytes`, the
+    least of all ranks', in one round, and receives as many; at least one element per target rank is allowed. The ledger
+    counts elements under ``"reshard"``.
 
-    Parameters
-    ----------
-    axis : Axis
-        The ranks of both layouts.
-    source, target : Shard or None
-        Of one kind and dtype on all ranks.  The arrays of a rank are both on the host or both on its device.  None on a
-        rank that is not in that layout.  Both may share one array if each element has the same offset in source and
-        target; only the missing elements are then received.
-    bucket_bytes : int
-        The most bytes that a rank packs for sending in one round, and receives in one; at least one element per rank
-        it sends to is allowed.  The least value of all ranks is used.
-
-    Raises
-    ------
-    ValueError, TypeError
-        On every rank and before anything is written, if kinds or dtypes differ, no rank holds an element of a target
-        that is required, or any rank's arrays do not fit their layouts.
+    Raises ValueError or TypeError on every rank, before anything is written, if kinds or dtypes differ, no rank holds
+    an element that is required, or arrays do not fit their layouts.
     """
     descriptions = axis.allgather_object((_describe(source), _describe(target), int(bucket_bytes)))
     plan: list[Transfer] = []
@@ -188,7 +176,7 @@ def _check_sharing(source: Shard, target: Shard, local: Sequence[Transfer]) -> N
 
 
 def _stays(move: Transfer) -> bool:
-    """Whether the elements have the same offsets in the source array and in the target array."""
+    """Return True if the elements have the same offsets in the source array and in the target array."""
     return _offsets(move.source, move.box) == _offsets(move.target, move.box)
 
 
@@ -292,7 +280,7 @@ def _send_rounds(
     dtype: np.dtype,
     bucket: int,
 ) -> None:
-    """Move the streams in rounds.  A round moves as much of each stream as fits the bucket at both of its ends.
+    """Move the streams in rounds. A round moves as much of each stream as fits the bucket at both of its ends.
 
     `bucket` is the number of elements that a rank sends in a round at most, and receives.
     """
@@ -315,7 +303,7 @@ def _send_rounds(
 
 
 def _counts(streams: Sequence[_Stream], quotas: Sequence[int], number: int) -> list[int]:
-    """How many elements of each stream travel in a round."""
+    """The number of elements of each stream that travel in a round."""
     return [min(quota, max(0, s.size - quota * number)) for s, quota in zip(streams, quotas, strict=True)]
 
 

@@ -1,9 +1,9 @@
-"""How collectives of device memory are cut into pieces that travel through pinned memory of the host.
+"""Collectives of device memory, cut into pieces that travel through pinned memory of the host.
 
-The cut depends on sizes alone and is the same on all ranks, so that they make the same calls of MPI.  A buffer of up to
+The cut depends on sizes alone and is the same on all ranks, so that they make the same calls of MPI. A buffer of up to
 `PIECE_BYTES` is one piece, and its call the one that is made for NumPy arrays: ranks with a NumPy array and ranks with
-a device array may meet in it.  Larger buffers must be in device memory on all ranks or on none; in debug mode
-CollectiveMismatchError says so.  An `all_to_all` is one piece always, since its sizes may differ between ranks.
+a device array may meet in it. Larger buffers must be in device memory on all ranks or on none; in debug mode
+CollectiveMismatchError says so. An `all_to_all` is one piece always, since its sizes may differ between ranks.
 """
 
 from __future__ import annotations
@@ -28,33 +28,19 @@ PIECE_BYTES = 2**22
 
 @dataclass(frozen=True)
 class HostCalls:
-    """MPI's calls on host memory: methods of `Collectives`.
+    """MPI's calls on host memory: methods of `Collectives`."""
 
-    Parameters
-    ----------
-    gather, exchange_runs : callable
-        Start an all-gather, and an all-to-all.
-    exchanges : callable
-        Whether a reduce-scatter is an exchange.
-    start_exchange : callable
-        Starts one, and returns what adds up what has arrived.
-    """
-
-    gather: Callable[[Any, Array, Sequence[int]], MPI.Request]
-    exchanges: Callable[[Array, str, Sequence[int]], bool]
+    gather: Callable[[Any, Array, Sequence[int]], MPI.Request]  # starts an all-gather
+    exchanges: Callable[[Array, str, Sequence[int]], bool]  # return True if a reduce-scatter is an exchange
+    # Starts one, and returns what adds up what has arrived.
     start_exchange: Callable[[Array, Array, Sequence[int]], tuple[MPI.Request, Callable[[], Array]]]
-    exchange_runs: Callable[[Array, Array, Runs, Runs, bool], list[MPI.Request]]
+    exchange_runs: Callable[[Array, Array, Runs, Runs, bool], list[MPI.Request]]  # starts an all-to-all
 
 
 class StagedCollectives:
     """The collectives over one channel for device memory that MPI cannot read.
 
-    Parameters
-    ----------
-    channel : Channel
-    host : HostCalls
-    started : bool
-        Whether its calls are started, and may begin later than their methods return.
+    `started`: its calls are started, and may begin later than their methods return.
     """
 
     def __init__(self, channel: Channel, host: HostCalls, *, started: bool) -> None:
@@ -160,7 +146,7 @@ class StagedCollectives:
         return self._request(call, sent, [piece], buffer, out)
 
     def in_pieces(self, buffer: Array) -> bool:
-        """Whether a buffer is more than one piece, so that all ranks must have it in device memory."""
+        """Return True if a buffer is more than one piece, so that all ranks must have it in device memory."""
         return buffer.size > self._limit(buffer)
 
     def _request(
@@ -200,7 +186,7 @@ def _places(
 ) -> list[tuple[Array, int]]:
     """The parts of the runs of all ranks from element `first` on, and their places in a piece.
 
-    Neighbours there and here are one place, so that they are one copy.
+    Neighbours in both are one place, so that they are one copy.
     """
     runs: list[list[int]] = []
     for rank, (run, start, part) in enumerate(zip(starts_of(counts), starts_of(parts), parts, strict=True)):

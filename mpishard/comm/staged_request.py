@@ -1,8 +1,8 @@
 """A collective or message of device memory under way through pinned memory of the host, in pieces.
 
-Each piece is copied out, goes through MPI, and is copied back, on its own: while MPI has one piece, the device copies
-the next out and the last one back, and goes on with its computation.  The host waits for a copy only before MPI's call
-that reads it; for what the device does, streams wait for each other.
+Each piece is copied out, goes through MPI, and is copied back independently: while MPI has one piece, the device copies
+the next out and the last one back, and continues its computation. The host waits for a copy only before MPI's call that
+reads it; for what the device does, streams wait for each other.
 """
 
 from __future__ import annotations
@@ -27,34 +27,22 @@ from mpishard.comm.staging import is_half
 Array = Any
 # Where parts of a buffer are in the memory of a piece: each a flat contiguous array, and the first element there.
 Places = Sequence[tuple[Array, int]]
-# A blocking call copies so many pieces out before the one in MPI is over; a started call all of them.
+# A blocking call copies this many pieces out before the one in MPI is over; a started call all of them.
 AHEAD = 2
 
 
 @dataclass
 class Piece:
-    """A piece of a collective: what is copied out, MPI's call on it, and what is copied back.
+    """A piece of a collective: what is copied out, MPI's call on it, and what is copied back."""
 
-    Parameters
-    ----------
-    count : int
-        Elements of its memory on the host.
-    out, back : sequence of (array, int)
-        Parts of buffers, and where they are in that memory.  They may be NumPy arrays.
-    start : callable
-        Makes MPI's call on that memory, as MPI takes it; returns what is still under way.
-    finish : callable, optional
-        Is given the same after the call, before the copies back; may raise ValueError.
-    statuses : sequence of mpi4py.MPI.Status
-        One for each of MPI's requests, filled when it ends; or none.  `start` may add them.
-    """
-
-    count: int
-    out: Places
+    count: int  # elements of its memory on the host
+    out: Places  # parts of buffers, maybe NumPy arrays, and where they are in that memory
     back: Places
+    # Makes MPI's call on that memory; returns what is still under way; may add to `statuses`.
     start: Callable[[np.ndarray], Sequence[MPI.Request]]
+    # Is given the same after the call, before the copies back; may raise ValueError.
     finish: Callable[[np.ndarray], None] | None = None
-    statuses: Sequence[MPI.Status] = ()
+    statuses: Sequence[MPI.Status] = ()  # one for each of MPI's requests, filled when it ends; or none
     # While it is under way.
     slab: Slab | None = field(default=None, init=False)
     copied: Event | None = field(default=None, init=False)
@@ -68,28 +56,14 @@ class Piece:
 
 
 class StagedRequest(Request):
-    """A `Request` over pieces; `Staged` makes them.
+    """A `Request` over pieces, in the order of MPI's calls; `Staged` makes them.
 
     After `wait` the results are in stream order: the current stream waits for the copies back, and so does the one that
-    was current at the start; the host does not.
+    was current at the start; the host does not. `like` is one of the buffers on the device; its dtype is that of all.
 
-    Parameters
-    ----------
-    ledger, call, sent : as for `Request`
-    pieces : sequence of Piece
-        In the order of MPI's calls.
-    like : array
-        One of the buffers on the device; its dtype is that of all.
-    result : array
-        What `wait` returns.
-    started : bool
-        Whether MPI's calls may begin later; else `wait` makes them, and follows at once.
-    arithmetic : bool
-        Whether MPI computes with the elements: half precision is widened to float32 for that.
-    overlapping : bool
-        Whether a copy back may overwrite what another piece has to copy out.
-    read : sequence of array
-        Buffers, kept alive until the end.
+    `started`: MPI's calls may begin later; else `wait` makes them, and follows at once. `arithmetic`: MPI computes with
+    the elements, for which half precision is widened to float32. `overlapping`: a copy back may overwrite what another
+    piece has to copy out. Buffers in `read` are kept alive until the end.
     """
 
     def __init__(
@@ -210,13 +184,7 @@ class StagedRequest(Request):
     # -- what the queue of calls asks for -----------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Begin MPI's calls whose copies out are over; for the queue.
-
-        Returns
-        -------
-        bool
-            Whether all have begun, or one has failed.
-        """
+        """Begin MPI's calls whose copies out are over, for the queue; return True if all have begun or failed."""
         while self._begun < len(self._pieces) and self._error is None:
             piece = self._pieces[self._begun]
             try:
@@ -232,10 +200,7 @@ class StagedRequest(Request):
     def advance(self) -> bool:
         """Let MPI move data, and queue the copies back of what has arrived; for the queue.
 
-        Returns
-        -------
-        bool
-            Whether all is over, copies included, so that nothing has to be kept.
+        Returns True if all is over, copies included, so that nothing has to be kept.
         """
         if self._over or not self._has_arrived():
             return self._over
@@ -246,7 +211,7 @@ class StagedRequest(Request):
             return True
 
     def _has_arrived(self) -> bool:
-        """Whether MPI is done with all pieces, or one has failed."""
+        """Return True if MPI is done with all pieces, or one has failed."""
         try:
             while self._finished < self._begun and self._error is None:
                 piece = self._pieces[self._finished]
@@ -261,17 +226,9 @@ class StagedRequest(Request):
     # -- what the caller asks for -------------------------------------------------------------------------------------
 
     def test(self) -> bool:
-        """Whether `wait` would return at once; copies back may be under way, for which it does not wait.
+        """Return True if `wait` would return at once: MPI is done; copies back may be under way.
 
-        Returns
-        -------
-        bool
-            True once MPI is done.
-
-        Raises
-        ------
-        MPI.Exception
-            If somebody has died or revoked the axis (ULFM).
+        Raises MPI.Exception if somebody has died or revoked the axis (ULFM).
         """
         if self._over:
             return True
@@ -337,7 +294,7 @@ class StagedRequest(Request):
     def abandon(self) -> None:
         """Wait until neither MPI nor a copy uses the buffers; errors are ignored.
 
-        MPI's calls that have not begun are begun first, as if there had been no copies to wait for.  On a communicator
+        MPI's calls that have not begun are begun first, as if there had been no copies to wait for. On a communicator
         that was revoked they fail at once.
         """
         if self._over:

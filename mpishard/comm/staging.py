@@ -17,20 +17,10 @@ Array = Any
 
 
 def stage_out(buffer: Array, *, arithmetic: bool = False) -> Array:
-    """The flat array to hand to MPI for a buffer.  Not collective.
+    """The flat array to hand to MPI for a contiguous buffer: itself, or a copy; device memory may not be ready.
 
-    Parameters
-    ----------
-    buffer : array
-        Contiguous, of any shape: NumPy, or device memory that is not staged.
-    arithmetic : bool
-        Whether MPI computes with the elements, not only moves them.  MPI has no bfloat16 and seldom float16 arithmetic,
-        so these are then widened to float32.
-
-    Returns
-    -------
-    array, (buffer.size,)
-        `buffer` itself, or a copy: as float32 or uint16 for half precision.  Device memory may not be ready.
+    Half precision is copied as uint16, or as float32 for `arithmetic`, in which MPI computes with the elements: it has
+    no bfloat16 and seldom float16 arithmetic.
     """
     flat = buffer.reshape(-1)
     if type(buffer) is np.ndarray and buffer.itemsize != 2 and flat.flags.aligned:
@@ -45,20 +35,7 @@ def stage_out(buffer: Array, *, arithmetic: bool = False) -> Array:
 
 
 def stage_in(staged: Array, buffer: Array) -> Array:
-    """Copy `staged` back into `buffer` after the call, unless they share memory.  Not collective.
-
-    Parameters
-    ----------
-    staged : array
-        From `stage_out`, with what MPI has written.
-    buffer : array
-        What `stage_out` was given.
-
-    Returns
-    -------
-    array
-        `buffer`.
-    """
+    """Copy `staged`, from `stage_out`, back into `buffer` after the call, unless they share memory."""
     if type(staged) is np.ndarray is type(buffer) and np.may_share_memory(staged, buffer):
         return buffer  # what follows, for the most frequent case
     if arrays.is_device(buffer):
@@ -73,19 +50,10 @@ def stage_in(staged: Array, buffer: Array) -> Array:
 
 
 def is_staged(*buffers: Array, withheld: bool = False) -> bool:
-    """Whether a call on these buffers goes through host memory that is copied from and to a device.  Not collective.
+    """Return True if a call on these buffers goes through host memory that is copied from and to a device.
 
-    Parameters
-    ----------
-    *buffers : array or None
-        Of one call.
-    withheld : bool
-        Whether the ranks have agreed to hand no device memory to MPI, see `agree_on_device_buffers`.
-
-    Returns
-    -------
-    bool
-        True if one of them is device memory that this MPI does not take, or half precision in device memory.
+    That is so if one of them is device memory that this MPI does not take, or that is `withheld` (see
+    `agree_on_device_buffers`), or half precision in device memory.
     """
     return any(
         type(buffer) is not np.ndarray
@@ -96,21 +64,10 @@ def is_staged(*buffers: Array, withheld: bool = False) -> bool:
 
 
 def is_half(dtype: np.dtype) -> bool:
-    """Whether it is float16 or bfloat16.  Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Of an array.
-
-    Returns
-    -------
-    bool
-        False for integers of 2 bytes.
-    """
+    """Return True if it is float16 or bfloat16; integers of 2 bytes are not."""
     return dtype.itemsize == 2 and dtype.kind not in "iu"
 
 
 def _takes_device_pointers(buffer: Array) -> bool:
-    """Whether this MPI was seen to take device memory."""
+    """Return True if this MPI was seen to take device memory."""
     return hasattr(buffer, "__cuda_array_interface__") and probe(device=True).device_buffers

@@ -33,9 +33,9 @@ _NOT_THE_USERS += (_OWN, "<")
 
 
 def watch_script() -> None:
-    """Report the progress and the end of this process's script to the supervisor, if there is one.  Not collective.
+    """Report the progress and the end of this process's script to the supervisor, if any.
 
-    Importing mpishard calls this.  An atexit function registered before that runs after the end has been reported.
+    Importing mpishard calls this. An atexit function registered before that runs after the end has been reported.
     """
     run = JobNotes.from_environment()
     if run is not None:
@@ -43,41 +43,19 @@ def watch_script() -> None:
 
 
 def leave_to_others(silent: bool = True) -> None:
-    """Set whether only other processes report for the job from now on, if it has healed.  Not collective.
-
-    Parameters
-    ----------
-    silent : bool
-        False: this process reports again.
-    """
+    """Set whether only other processes report for the job from now on, if it has healed."""
     if Reports.this is not None:
         Reports.this.is_silent = silent
 
 
 def note_training(under_way: bool, tells: bool) -> None:
-    """Note that an elastic run begins or has ended; `tells`: whether this process informs the supervisor.
-
-    Not collective.
-
-    Parameters
-    ----------
-    under_way : bool
-        Whether it begins.
-    tells : bool
-        As above.
-    """
+    """Note that an elastic run begins or has ended; `tells`: this process informs the supervisor."""
     if Reports.this is not None:
         Reports.this.note_training(under_way, tells)
 
 
 def take_restart() -> bool:
-    """Whether the supervisor has started this process's job again; True to one caller only.  Not collective.
-
-    Returns
-    -------
-    bool
-        False also without a supervisor.
-    """
+    """Return True, to one caller only, if the supervisor has started this process's job again."""
     reports = Reports.this
     restarted = reports is not None and reports.restarted
     if reports is not None:
@@ -86,7 +64,7 @@ def take_restart() -> bool:
 
 
 def give_up() -> None:
-    """Report the exit code of a script that has ended in the middle of a run, unless the code is 0.  Not collective."""
+    """Report the exit code of a script that has ended in the middle of a run, unless the code is 0."""
     if Reports.this is not None:
         Reports.this.give_up()
 
@@ -102,7 +80,7 @@ class Reports:
 
     def __init__(self, run: JobNotes) -> None:
         self.is_silent = False
-        self.restarted: bool = run.is_restart  # until somebody has told of it
+        self.restarted: bool = run.is_restart  # until somebody has reported it
         self._has_trained = False
         self._run = run
         self._process = os.getpid()
@@ -206,7 +184,7 @@ def _where(error: BaseException) -> str:
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether code of this package raised it, and no function of the user's or of another package."""
+    """Return True if code of this package raised it, and no function of the user's or of another package."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -217,8 +195,6 @@ def finalize_in_time() -> None:
     """Limit the time of MPI_Finalize from now on: in Open MPI 5 it may wait for ever after a death.
 
     After that time the process ends without it; the launcher reports the exit code of the dead process in any case.
-
-    Not collective.
     """
     _Finalize.limited = True
 

@@ -32,13 +32,10 @@ _SET_UP_S, LEAST_S, _STEPS = 1800.0, 120.0, 10
 
 
 class TimeLimit:
-    """How many seconds a collective may wait: the chosen number, or one that follows from the longest step so far.
+    """The seconds that a collective may wait: the chosen number, or one that follows from the longest step so far.
 
-    Parameters
-    ----------
-    chosen : float or None
-        None: `_SET_UP_S` until the first step is over; then ten times the longest step (from its begin to the begin of
-        the next), at least `LEAST_S`.
+    Unless chosen, it is `_SET_UP_S` until the first step is over, then ten times the longest step (from its begin to
+    the begin of the next), at least `LEAST_S`.
     """
 
     def __init__(self, chosen: float | None) -> None:
@@ -62,7 +59,7 @@ class TimeLimit:
 
     @property
     def in_set_up(self) -> bool:
-        """Whether no limit was chosen and no step is over."""
+        """Return True if no limit was chosen and no step is over."""
         return self.chosen is None and self._longest is None
 
     @property
@@ -136,7 +133,7 @@ class _Reply(NamedTuple):
 
 
 def _question(call: Call) -> bytes:
-    """What other ranks are asked: where they are, and whether they took part in `call`."""
+    """The question to other ranks: where they are, and whether they took part in `call`."""
     return f"{call.sequence} {call.kind}".encode()
 
 
@@ -144,9 +141,9 @@ class Watchdog:
     """Names the ranks to blame when a collective outlasts its time limit, or can never end, and aborts the job.
 
     A collective can never end once a member of its axis has ended its script without it; the neighbours are asked after
-    a few seconds.  One that took part may have ended: the root of a broadcast does not wait for those who are late, nor
-    for those to whom they pass it on.  Needs an MPI that several threads may call (``MPI_THREAD_MULTIPLE``); without it
-    there is no time limit.  Creation and `close` are collective over `comm`.
+    a few seconds. One that took part may have ended: the root of a broadcast does not wait for those who are late, nor
+    for those to whom they pass it on. Needs an MPI that several threads may call (``MPI_THREAD_MULTIPLE``); without it
+    there is no time limit. Creation and `close` are collective over `comm`.
     """
 
     def __init__(self, comm: MPI.Intracomm, ledger: Ledger, limit: float | None) -> None:
@@ -182,7 +179,7 @@ class Watchdog:
         self._comm.Free()
 
     def stop(self) -> None:
-        """End the time limits; a rank that is killed is still named.  Not collective."""
+        """End the time limits; a rank that is killed is still named."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -292,7 +289,7 @@ class Watchdog:
         self._sends.append((self._comm.Isend([data, MPI.BYTE], target, tag), data))
 
     def _state(self) -> _Reply:
-        """What this rank is doing."""
+        """The reply of this rank: what it is doing."""
         call = self._ledger.waiting_with_site
         if call is not None:
             waited = time.perf_counter() - call.began
