@@ -33,27 +33,10 @@ def agree_on_step(
     problem: Exception | None,
     settings: Compared | None = None,
 ) -> None:
-    """Raise on all of some ranks if any has a problem, or if their arguments of `step` differ.
+    """Raise on all of some ranks if any has a problem, or if their arguments of `step` differ. Collective over them.
 
-    Collective over the ranks.
-
-    Parameters
-    ----------
-    ranks : Axis or ModelParallelGroup
-        Those that compare.
-    parameters : FlatParameters or None
-        Those of this rank; None where there is a problem.
-    count : float or None
-        The divisor that this rank was given.
-    problem : Exception or None
-        What is wrong on this rank.
-    settings : Compared, optional
-        Those of the optimizer, which are compared too.
-
-    Raises
-    ------
-    ValueError
-        On every rank, if something differs; a problem of any rank is raised as it is.
+    A problem of any rank is raised as it is, a difference as ValueError on every rank. `parameters` is None where this
+    rank has a problem; `count` is the divisor that it was given.
     """
     if len(ranks.members) == 1:  # nothing to compare
         if problem is not None:
@@ -80,28 +63,9 @@ def agree_on_step(
 
 
 def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool:
-    """Raise on all ranks if only some have taken a first step, or if settings differ.
+    """Return True if all ranks have taken a first step, False if none has. Collective over the ranks.
 
-    Collective over the ranks.
-
-    Parameters
-    ----------
-    world : Axis
-        All ranks.
-    has_begun : bool
-        Whether this rank has.
-    settings : Compared
-        Those of the optimizer.
-
-    Returns
-    -------
-    bool
-        Whether all have.
-
-    Raises
-    ------
-    ValueError
-        On every rank, with the ranks that have not, or the settings that differ.
+    Raises ValueError on every rank if only some have, or if settings differ.
     """
     states = world.allgather_object((has_begun, settings.fingerprint))
     waiting = [rank for rank, (begun, _) in enumerate(states) if not begun]

@@ -13,7 +13,7 @@ from mpishard.data_parallel.slots import EMA
 def averaged_parameters(on_rank: RankState) -> Iterator[None]:
     """Put the average in the place of the parameters within the block; needs memory for a copy of what a rank holds.
 
-    Entering is collective over the mesh.  Leaving is not, so that the parameters come back after the death of a rank
+    Entering is collective over the mesh. Leaving is not, so that the parameters come back after the death of a rank
     too.
     """
     strategy, parameters = on_rank.strategy, on_rank.parameters

@@ -1,7 +1,8 @@
-"""What decides the bits of a reproducible run besides its settings: recorded, compared between ranks, and on resuming.
+"""The facts that decide the bits of a reproducible run besides its settings: recorded, and compared between ranks.
 
 `ShardingConfiguration.reproducible` promises the same bits on any layout, but not with another BLAS kernel, another
-number of shards or other micro-batches.  A run that would go on with other ones raises, or records that it went on.
+number of shards or other micro-batches. A run that would resume with other ones raises, or records that it continued
+with them.
 """
 
 from __future__ import annotations
@@ -41,39 +42,18 @@ _EARLIER = {"kernels": "1", "products": NUMPY, "libraries for products": "none"}
 
 
 class BitFacts:
-    """The facts of one optimizer on this rank.
-
-    Attributes
-    ----------
-    own : dict of str to str
-        The facts, once there are parameters.  All values are texts.
-    changes : list of str
-        What the run went on with in place of other facts, with ``allow_different_bits=True``; the same on all ranks.
-    """
+    """The facts of one optimizer on this rank."""
 
     def __init__(self) -> None:
-        self.own: dict[str, str] = {}
+        self.own: dict[str, str] = {}  # the facts as texts, once there are parameters
+        # What the run continued with in place of other facts, with ``allow_different_bits=True``; the same on all ranks
         self.changes: list[str] = []
         self._products = Choice()
 
     def take(self, parameters: FlatParameters, config: ShardingConfiguration, world: Axis) -> None:
-        """Note the facts of this process, and compare those of all ranks of a reproducible run.
+        """Note the facts of this process, and compare those of all ranks of a reproducible run. Collective.
 
-        Collective over `world`.
-
-        Parameters
-        ----------
-        parameters : FlatParameters
-            That the optimizer trains.
-        config : ShardingConfiguration
-            Of the optimizer.
-        world : Axis
-            The ranks that take steps together.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if they differ, unless the configuration allows it.
+        Raises ValueError on all ranks if they differ, unless the configuration allows it.
         """
         if config.reproducible:
             fix_blas_threads()  # a mesh created after the optimizer has changed their number
@@ -92,49 +72,29 @@ class BitFacts:
             self._change(f"the bits depend on the layout: the model has {parameters.layout_dependence}", world.rank)
 
     def note_micro_batches(self, size: int | None) -> None:
-        """Note the samples of the leaves of the sums.  Not collective.
-
-        Parameters
-        ----------
-        size : int or None
-            The problem's `micro_batch_size`.
-        """
+        """Note the samples of the leaves of the sums, the problem's `micro_batch_size`."""
         self.own["micro_batch_size"] = "a 16th of the batch" if size is None else str(size)
 
     def note_products(self) -> None:
-        """Note the libraries for matrix products, after this process has taken a choice of others.  Not collective.
+        """Note the libraries for matrix products, after this process has taken a choice of others.
 
-        Those that were there before do not: if one that joins lacks their library, they differ.
+        The ranks of the run do not: if one that joins lacks their library, they differ.
         """
         self._products = in_force()
         self.own |= of_products(self._products)
 
     def keep_products(self) -> None:
-        """Go on with the noted libraries for matrix products, if another mesh has changed them since.
+        """Continue with the noted libraries for matrix products, if another mesh has changed them since.
 
-        Not collective: the ranks of a reproducible run have agreed on them.
+        The ranks of a reproducible run have agreed on them.
         """
         if in_force() is not self._products:
             go_on_with(self._products)
 
     def agree(self, config: ShardingConfiguration, ranks: Axis, *, places: bool = True) -> None:
-        """Compare the facts of ranks of a reproducible run.
+        """Compare the facts of ranks that take part in a reproducible run, or are about to. Collective over them.
 
-        Collective over the ranks.
-
-        Parameters
-        ----------
-        config : ShardingConfiguration
-            Of the optimizer.
-        ranks : Axis
-            Those that take part in the run, or are about to.
-        places : bool
-            Whether all have one mesh.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if they differ, unless the configuration allows it.
+        `places`: all have one mesh. Raises ValueError on all ranks if they differ, unless the configuration allows it.
         """
         if not config.reproducible:
             return
@@ -146,32 +106,17 @@ class BitFacts:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a `RunState` has of them."""
+        """The facts for a `RunState`."""
         changes = {DIFFERENT_BITS: list(self.changes)} if self.changes else {}
         return {ARITHMETIC: dict(self.own), **changes} if self.own else changes
 
     @property
     def record(self) -> dict[str, Any]:
-        """What the record of a run has of them."""
+        """The facts for the record of a run."""
         return {name.removesuffix(".json"): value for name, value in self.facts.items()}
 
     def check(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
-        """Raise unless a reproducible run goes on from saved facts with the same bits, or is allowed others.
-
-        Not collective.
-
-        Parameters
-        ----------
-        saved : mapping
-            The facts of the state.
-        config : ShardingConfiguration
-            Of the optimizer that shall go on.
-
-        Raises
-        ------
-        ValueError
-            With both sides of what differs, and the ways out.
-        """
+        """Raise ValueError unless a reproducible run resumes from saved facts with the same bits, or may differ."""
         if not config.reproducible or config.allow_different_bits or not _was_reproducible(saved):
             return
         if found := self._differences(saved, config):
@@ -182,17 +127,7 @@ class BitFacts:
             )
 
     def note(self, saved: Mapping[str, Any], config: ShardingConfiguration, rank: int) -> None:
-        """Note, and say on rank 0, what a run goes on with in place of other facts.  Not collective.
-
-        Parameters
-        ----------
-        saved : mapping
-            The facts of the state, which have passed `check`.
-        config : ShardingConfiguration
-            Of the optimizer that goes on.
-        rank : int
-            Of this process.
-        """
+        """Note, and warn on rank 0, what a run continues with in place of saved facts that have passed `check`."""
         if not config.reproducible or "sharding.json" not in saved:  # no checkpoint, or not of an optimizer
             return
         step, text = saved.get("steps", 0), ""
@@ -206,16 +141,9 @@ class BitFacts:
             log.inform(f"reproducible=True holds from step {step} on: {text}")
 
     def restore(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
-        """Continue from saved facts: with their list of changes, and their libraries where all ranks have them.
+        """Continue from saved facts that have passed `check`: their list of changes, and libraries if all have them.
 
-        Not collective; all ranks do it.
-
-        Parameters
-        ----------
-        saved : mapping
-            The facts of the state, which have passed `check`.
-        config : ShardingConfiguration
-            Of the optimizer that goes on.
+        All ranks call it.
         """
         if config.reproducible and _was_reproducible(saved) and (theirs := _arithmetic(saved)):
             go_on_with(going_on_from(theirs["products"], config.mesh.product_libraries))
@@ -252,7 +180,7 @@ def _arithmetic(saved: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _was_reproducible(saved: Mapping[str, Any]) -> bool:
-    """Whether a state is of a reproducible run; True if it does not say."""
+    """Return True if a state is of a reproducible run, or does not say."""
     settings = saved.get("sharding.json")
     return not isinstance(settings, Mapping) or bool(settings.get("reproducible", True))
 

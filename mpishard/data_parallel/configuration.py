@@ -1,6 +1,6 @@
-"""How an optimizer spreads its work over a mesh: one frozen value.
+"""The settings by which an optimizer spreads its work over a mesh: one frozen value.
 
-With it: where the buckets of a model are cut, and how many bytes the sum of its gradients sends.
+In addition: where the buckets of a model are cut, and how many bytes the sum of its gradients sends.
 """
 
 from __future__ import annotations
@@ -32,16 +32,9 @@ def bucket_layout(
 ) -> tuple[list[Run], list[int]]:
     """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut.
 
-    Parameters
-    ----------
-    parameters : FlatParameters
-    compressed : bool
-        Whether gradients are compressed.  On a mesh with tensor ranks, either all tensors of a bucket are then whole on
-        every tensor rank, or none is.
-    by_unit : bool
-        Whether to cut buckets at the units of ``parameters.units``.
-    ties_apart : bool
-        As for `TensorLayout.gradient_runs`.
+    If gradients are `compressed`, on a mesh with tensor ranks either all tensors of a bucket are whole on every tensor
+    rank, or none is. `by_unit` cuts buckets at the units of ``parameters.units``; `ties_apart` is as for
+    `TensorLayout.gradient_runs`.
     """
     apart = compressed and parameters.place.tensor_size > 1
     # With an uneven cut, slices differ in size between tensor ranks.  Tensor ranks sum partial gradients bucket by
@@ -55,17 +48,10 @@ def bucket_layout(
 
 
 class Traffic(NamedTuple):
-    """Bytes that a rank sends over the data axis for one sum of all gradients, by the ring count of the ledger.
-
-    Attributes
-    ----------
-    sent : int
-    between_nodes : int
-        The part of `sent` that goes to other nodes in sums by nodes; 0 without sums by nodes.
-    """
+    """Bytes that a rank sends over the data axis for one sum of all gradients, by the ring count of the ledger."""
 
     sent: int
-    between_nodes: int
+    between_nodes: int  # the part of `sent` that goes to other nodes in sums by nodes; else 0
 
 
 def gradient_traffic(
@@ -76,19 +62,9 @@ def gradient_traffic(
     compressor: Compressor | None = None,
     hierarchical: bool | int = False,
 ) -> Traffic:
-    """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.  Not collective.
+    """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.
 
-    Parameters
-    ----------
-    parameters : FlatParameters or int
-        The parameters of a model, or the number of elements of a flat float32 array.
-    mesh : Mesh
-    minimum : int
-        Minimum number of elements in a bucket.
-    compressor : Compressor, optional
-        The compressor of the gradients.
-    hierarchical : bool or int
-        Whether to sum by nodes, as in a `ShardingConfiguration`.
+    `parameters` may be the number of elements of a flat float32 array; a bucket has at least `minimum` elements.
     """
     if isinstance(parameters, FlatParameters):
         pieces, dtype = parameters.pieces, parameters.dtype
@@ -218,7 +194,7 @@ class ShardingConfiguration:
         tensor ranks: they give the same bits for the same tensor size if that MPI always adds in one order, as it must
         with two ranks.
     allow_different_bits : bool
-        Let a reproducible run go on where its bits depend on more than the run: with ranks whose BLAS kernels differ,
+        Let a reproducible run continue where its bits depend on more than it: with ranks whose BLAS kernels differ,
         from a checkpoint made with other kernels, BLAS threads, libraries, shards or micro-batches, or with a model
         that rounds where stages meet.  A message says what differs, and later checkpoints keep it as the fact
         ``"different_bits.json"``.  Without it such a run raises ValueError on all ranks.
@@ -234,7 +210,7 @@ class ShardingConfiguration:
         effect on `LocalSGDOptimizer`, which compresses after the rule.
     hierarchical : bool or int
         Sum within nodes first, so that gradients cross the network once per node, and compress only between nodes.  For
-        DDP and Local SGD, if all nodes have equally many data ranks, and more than one.  A number: groups of so many
+        DDP and Local SGD, if all nodes have equally many data ranks, and more than one.  A number: groups of that many
         neighbours on the data axis, such as the ranks of one socket, count as nodes.  `PowerSGDCompressor` sums its
         small factors over all ranks at once.
     sync_every : int
@@ -338,7 +314,7 @@ class ShardingConfiguration:
         return Int8Compressor() if self.enable_gradient_compression else None
 
     def describe(self, parameters: FlatParameters | int | None = None) -> str:
-        """How gradients will be summed and sent, in words.  Not collective.
+        """The way gradients will be summed and sent, in words.  Not collective.
 
         Parameters
         ----------

@@ -24,12 +24,7 @@ OUTER = "outer/"  # before the name of a slot of the outer rule, among the kinds
 
 @dataclass(frozen=True)
 class FullState:
-    """The whole state of an optimizer: `slots` maps a slot's name to its flat array over all tensors in `specs`.
-
-    `loss_scale` has a dynamic loss scale and the number of steps since it last changed.  `outer_steps` counts the steps
-    of the rule `outer_rule` along averages of the parameters.  `others` has further flat arrays over all tensors, by
-    kind.  `minimizer` has the numbers of a method's minimisation.
-    """
+    """The whole state of an optimizer: `slots` maps a slot's name to its flat array over all tensors in `specs`."""
 
     # One field for each thing in the file that `serialization` writes.
     rule: str
@@ -39,15 +34,15 @@ class FullState:
     specs: tuple[ParameterSpec, ...]
     dtype: np.dtype
     slots: Mapping[str, np.ndarray]
-    loss_scale: tuple[float, int] | None = None
+    loss_scale: tuple[float, int] | None = None  # a dynamic loss scale and the number of steps since it last changed
     outer_rule: str = ""
-    outer_steps: int = 0
-    others: Mapping[str, np.ndarray] = field(default_factory=dict)
-    minimizer: Mapping[str, Any] = field(default_factory=dict)
+    outer_steps: int = 0  # steps of the rule `outer_rule` along averages of the parameters
+    others: Mapping[str, np.ndarray] = field(default_factory=dict)  # further flat arrays over all tensors, by kind
+    minimizer: Mapping[str, Any] = field(default_factory=dict)  # the numbers of a method's minimisation
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a `RunState` of this state has among its facts."""
+        """The facts of this state for a `RunState`."""
         outer = [kind.removeprefix(OUTER) for kind in self.others if kind.startswith(OUTER)]
         return {
             "rule": self.rule,
@@ -82,22 +77,10 @@ Range = tuple[int, int]
 
 
 def gather_whole(world: Axis, parameters: FlatParameters, ranges: Sequence[Range], values: np.ndarray) -> np.ndarray:
-    """All elements of the model, on every rank.  Collective over `world`.
+    """All elements of the model, whole, end to end in the order of `specs`, on every rank. Collective over `world`.
 
-    Parameters
-    ----------
-    parameters : FlatParameters
-        Their `pieces` are this rank's local layout.
-    ranges : sequence of (start, stop)
-        Ascending ranges of this rank's flat order that it contributes; the ranges of all ranks of a data axis contain
-        every element once.
-    values : 1-D array
-        The values of these ranges, end to end.
-
-    Returns
-    -------
-    1-D array
-        All tensors of the model, whole, end to end in the order of `specs`; the same bits on every rank.
+    `values` are those of `ranges`, end to end: ascending ranges of this rank's flat order; the ranges of all ranks of a
+    data axis contain every element once. The bits are the same on every rank.
     """
     specs = parameters.specs
     number = {spec.name: index for index, spec in enumerate(specs)}

@@ -27,27 +27,12 @@ _FIRST_STEPS = 3
 class Inspection:
     """Checks the gradients of one optimizer, before and after they are summed over ranks.
 
-    Parameters
-    ----------
-    strategy : Strategy
-    parameters : FlatParameters
-        For the names of the tensors.
-    looks : bool
-        Whether to look at each rank's own gradients, to name those that are not finite.
-
-    Attributes
-    ----------
-    nonfinite_loss : str
-        Description of what is NaN or infinite in this rank's loss; `ShardedOptimizer.update` sets it before `norm`.
-    finite_loss : bool
-        Whether the losses of all ranks were finite at the last call of `norm`.
-    interrupted : bool
-        Before `norm`: whether this rank requests to stop.  After it: whether any rank of the team does.
+    `looks`: look at each rank's gradients, to name those that are not finite.
     """
 
-    nonfinite_loss: str
-    finite_loss: bool
-    interrupted: bool
+    nonfinite_loss: str  # what is NaN or infinite in this rank's loss; `ShardedOptimizer.update` sets it before `norm`
+    finite_loss: bool  # the losses of all ranks were finite at the last call of `norm`
+    interrupted: bool  # before `norm`: this rank requests to stop; after it: any rank of the team does
 
     def __init__(self, strategy: Strategy, parameters: FlatParameters, looks: bool) -> None:
         self._strategy = strategy
@@ -71,7 +56,7 @@ class Inspection:
 
     @property
     def is_first(self) -> bool:
-        """Whether the next step is one of the first few.  The same on all ranks."""
+        """Return True if the next step is one of the first few. The same on all ranks."""
         return self._first_steps > 0
 
     def look(self, bucket: Bucket, gradient: Array) -> None:
@@ -79,20 +64,11 @@ class Inspection:
         self._largest.look(bucket, gradient)
 
     def norm(self, measure: bool, exchange_status: bool) -> float:
-        """Agree on whether the summed gradients and the losses are finite, and on whether to stop.  Collective.
+        """Agree on whether the summed gradients and the losses are finite, and on whether to stop. Collective.
 
-        Parameters
-        ----------
-        measure : bool
-            Whether the norm is needed.
-        exchange_status : bool
-            Whether a rank may have set `nonfinite_loss` or `interrupted`; the same on all ranks.
-
-        Returns
-        -------
-        float
-            Infinity if the gradients are not finite.  Otherwise, if `measure`, their 2-norm over the team, which counts
-            every logical element once; else NaN.
+        `exchange_status`, the same on all ranks: a rank may have set `nonfinite_loss` or `interrupted`. Returns
+        infinity if the gradients are not finite; otherwise, if `measure`, their 2-norm over the team, which counts
+        every logical element once; else NaN.
         """
         gradients = self._strategy.gradients()
         tops = self._largest.of_spans(gradients)

@@ -1,6 +1,6 @@
 """The largest absolute values of a rank's gradients, which show what is not finite.
 
-On a device they stay there until they are asked for, so that the backward pass goes on without the host.
+On a device they stay there until they are asked for, so that the backward pass continues without the host.
 """
 
 from __future__ import annotations
@@ -22,17 +22,10 @@ Array = Any
 
 
 class LargestGradients:
-    """Those of each tensor before the sum over ranks, and of spans after it.
+    """The largest values of each tensor before the sum over ranks, and of spans of the summed gradients after it.
 
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        The tensors of this rank.
-    spans : Ranges
-        Parts of the summed gradients.
-    same : bool
-        Whether the sums are this rank's own gradients, in the same memory: then a tensor is looked at only to find
-        which one is not finite.
+    `same`: the sums are this rank's gradients, in the same memory: then a tensor is looked at only to find which one is
+    not finite.
     """
 
     def __init__(self, pieces: Sequence[Piece], spans: Ranges, same: bool = False) -> None:
@@ -48,7 +41,7 @@ class LargestGradients:
         self._of_bucket: dict[int, Ranges] = {}
 
     def look(self, bucket: Bucket, gradient: Array) -> None:
-        """Look at this rank's gradient of a bucket, before the sum with other ranks.  Not collective."""
+        """Look at this rank's gradient of a bucket, before the sum with other ranks."""
         if self._same:
             self._later[bucket.index] = bucket, gradient
         else:
@@ -94,7 +87,7 @@ class LargestGradients:
         return self._nonfinite
 
     def forget(self) -> None:
-        """Forget what was found; the next gradients belong to another step.  Not collective."""
+        """Forget what was found; the next gradients belong to another step."""
         self._nonfinite = ""
         self._later.clear()
         self._looked.clear()

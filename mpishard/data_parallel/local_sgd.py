@@ -34,12 +34,7 @@ from mpishard.parameters.reducer import Transfer
 Array = Any
 
 
-# Averages of the parameters of workers that take steps by themselves.
-#
-# The *anchor* holds the parameters of the last average, which were the same on all workers.  Each worker has since
-# taken its own steps.  The mean of ``anchor - parameters`` over the workers serves as a gradient for the anchor, and an
-# outer rule moves the anchor along it (Douillard et al., "DiLoCo", 2023, algorithm 1).  Without an outer rule the
-# anchor becomes the mean of the workers (Stich, "Local SGD converges fast and communicates little", 2019).
+# Averages of the parameters of workers that take separate steps.
 
 _MEAN = SGD(lr=1.0)  # a full step along the mean difference from the anchor ends at the mean
 
@@ -60,42 +55,27 @@ def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
 
 @dataclass
 class _Round:
-    """The pending average of one part.
-
-    It started after step `begun`.  `problem` is this rank's error up to then, and `trouble` the request that finds out
-    whether any rank has one.  `sums` has, for each bucket, the difference from the anchor and the request that sums it.
-    `then` has the parameters of step `begun`, bucket by bucket.
-    """
+    """The pending average of one part."""
 
     part: int
-    begun: int
-    problem: Exception | None
-    trouble: Request
+    begun: int  # the step after which it started
+    problem: Exception | None  # this rank's error up to then
+    trouble: Request  # finds out whether any rank has an error
+    # For each bucket, the difference from the anchor and the request that sums it.
     sums: list[tuple[Bucket, Array, Transfer]]
-    then: list[Array]
+    then: list[Array]  # the parameters of step `begun`, bucket by bucket
 
 
 class Averages:
     """The anchor of one model, and the pending averages of its parts.
 
-    Methods are collective over the data axis unless their docstrings say otherwise.
+    The anchor holds the parameters of the last average, the same on all workers, which have taken separate steps since.
+    The mean of ``anchor - parameters`` over the workers serves as a gradient, along which the outer rule moves the
+    anchor (Douillard et al., "DiLoCo", 2023, algorithm 1); without it the anchor becomes the mean of the workers
+    (Stich, "Local SGD converges fast and communicates little", 2019).
 
-    Parameters
-    ----------
-    strategy : LocalUpdates
-    outer : Rule or None
-        Moves the anchor; without it the anchor becomes the mean.
-    parts : int
-        Number of parts into which the buckets are divided.
-    lasting : bool
-        Whether workers may take steps between the start of an average and its end.
-
-    Attributes
-    ----------
-    slots : dict of 1-D arrays
-        State of the outer rule, in flat order; the same on all workers.
-    steps : list of int
-        Steps that the anchor has taken, for each part.
+    Buckets are divided into `parts`; `lasting`: workers may take steps between the start of an average and its end.
+    `start`, `take_in` and `discard` are collective over the data axis.
     """
 
     def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, lasting: bool) -> None:
@@ -107,8 +87,9 @@ class Averages:
         self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
         self._rounds: list[_Round] = []
         self._begun = [0] * parts  # for each part, the step after which its last average started
+        # State of the outer rule, in flat order; the same on all workers.
         self.slots: dict[str, Array] = make_slots(rule, parameters.size, parameters.dtype, like=parameters.like)
-        self.steps: list[int] = [0] * parts
+        self.steps: list[int] = [0] * parts  # steps that the anchor has taken, for each part
 
     @property
     def nbytes(self) -> int:
@@ -116,25 +97,22 @@ class Averages:
         return sum(int(array.nbytes) for array in (self._anchor, *self.slots.values()))
 
     def begin(self) -> None:
-        """Set the anchor to the parameters, which are the same on all workers now.  Not collective."""
+        """Set the anchor to the parameters, which are the same on all workers now."""
         self._anchor[...] = self._strategy.parameters.flat
         self._begun = [0] * len(self._parts)
 
     def lacks(self, part: int, now: int) -> bool:
-        """Whether workers still differ in a part after step `now` and all pending averages.  Not collective."""
+        """Return True if workers still differ in a part after step `now` and all pending averages."""
         return self._begun[part] < now
 
     def ends(self, latest: int) -> bool:
-        """Whether an average is pending that started after step `latest` or before.  Not collective."""
+        """Return True if an average is pending that started after step `latest` or before."""
         return any(each.begun <= latest for each in self._rounds)
 
     def start(self, part: int, now: int, problem: Exception | None) -> None:
-        """Start the average of a part, after step `now`.
+        """Start the average of a part, after step `now`. Collective over the data axis.
 
-        Parameters
-        ----------
-        problem : Exception or None
-            This rank's error; all ranks learn of it when the average finishes.
+        `problem` is this rank's error; all ranks learn of it when the average finishes.
         """
         strategy, flat = self._strategy, self._strategy.parameters.flat
         trouble = np.array([problem is not None], np.int64)
@@ -150,7 +128,7 @@ class Averages:
         self._begun[part] = now
 
     def progress(self) -> None:
-        """Let MPI progress the pending averages; it moves data only while it is called.  Not collective."""
+        """Let MPI progress the pending averages; it moves data only while it is called."""
         for each in self._rounds:
             for _, _, transfer in each.sums:
                 transfer.test()
@@ -158,14 +136,8 @@ class Averages:
     def take_in(self, now: int, latest: int) -> tuple[int | None, bool, Exception | None]:
         """Finish the averages that started after step `latest` or before; move the anchor and the workers by them.
 
-        Returns
-        -------
-        staleness : int or None
-            Steps between the start of the last of these averages and `now`; None if there was none.
-        trouble : bool
-            Whether any worker reported a problem.
-        problem : Exception or None
-            This rank's own problem.
+        Returns the steps between the start of the last of these averages and `now` (None without one), whether any
+        worker reported a problem, and this rank's problem. Collective over the data axis.
         """
         due = [each for each in self._rounds if each.begun <= latest]
         self._rounds = [each for each in self._rounds if each.begun > latest]
@@ -202,7 +174,7 @@ class Averages:
         self._rounds.clear()
 
     def abandon(self) -> None:
-        """Drop pending averages, which cannot finish after a rank has died.  Not collective."""
+        """Drop pending averages, which cannot finish after a rank has died."""
         for each in self._rounds:
             for pending in (each.trouble, *(transfer for _, _, transfer in each.sums)):
                 pending.abandon()
@@ -232,27 +204,13 @@ class AveragingSchedule:
 
 
 class LocalSteps:
-    """The steps that workers take by themselves since all were in one state, and the averages that are due.
+    """The steps that workers take independently since all were in one state, and the averages that are due.
 
-    Methods are collective over the data axis unless their docstrings say otherwise.
-
-    Parameters
-    ----------
-    axis : Axis
-        The data axis.
-    schedule : AveragingSchedule
-    averages : Averages
-    staleness : int
-        That of the average before these steps.
-
-    Attributes
-    ----------
-    staleness : int
-        Steps between the start of the last average and its use.
+    `end` and `average_all` are collective over the data axis.
     """
 
     def __init__(self, axis: Axis, schedule: AveragingSchedule, averages: Averages, staleness: int = 0) -> None:
-        self.staleness = staleness
+        self.staleness = staleness  # steps between the start of the last average and its use
         self._axis = axis
         self._schedule = schedule
         self._averages = averages
@@ -260,27 +218,27 @@ class LocalSteps:
         self._problem: Exception | None = None  # of this worker; all ranks raise at the next average
 
     def restart(self) -> None:
-        """Count from here, since all workers are in one state.  Not collective."""
+        """Count from here, since all workers are in one state."""
         self._taken = 0
         self._problem = None
 
     @property
     def next_starts_and_finishes(self) -> bool:
-        """Whether the next step both starts and finishes an average.  Not collective."""
+        """Return True if the next step both starts and finishes an average."""
         return self._schedule.delay == 0 and bool(self._schedule.due(self._taken + 1))
 
     @property
     def next_finishes(self) -> bool:
-        """Whether the next step finishes an average, for which it waits.  Not collective."""
+        """Return True if the next step finishes an average, for which it waits."""
         return self.next_starts_and_finishes or self._averages.ends(self._taken + 1 - self._schedule.delay)
 
     def begin(self) -> None:
-        """Begin a step: set the anchor before the first one.  Not collective."""
+        """Begin a step: set the anchor before the first one."""
         if self._taken == 0:
             self._averages.begin()
 
     def note(self, problem: Exception) -> None:
-        """Keep this worker's error until the next average, unless there is one already.  Not collective."""
+        """Keep this worker's error until the next average, unless it has one already."""
         self._problem = self._problem or problem
 
     def end(self) -> None:
@@ -297,7 +255,7 @@ class LocalSteps:
         return self._taken > 0
 
     def _average(self, due: Collection[int], latest: int) -> None:
-        """Finish averages that started after step `latest` or before; start those of `due`.
+        """Finish averages that started after step `latest` or before; start those of `due`. Collective.
 
         Averages that are due as soon as they start finish here too.
         """
@@ -325,25 +283,10 @@ def _divide(total, /, count):  # type: ignore[no-untyped-def]
 
 
 class LocalState:
-    """The state of one `LocalSGDOptimizer` besides that of its rule: a `FurtherState`.
-
-    Methods are collective over the mesh unless their docstrings say otherwise.
-
-    Parameters
-    ----------
-    optimizer : Configured
-    schedule : AveragingSchedule
-    outer : Rule or None
-        The rule that moves the anchor.
-
-    Attributes
-    ----------
-    may_differ : bool
-        Whether workers may differ although they have taken no step by themselves.
-    """
+    """A `FurtherState`: that of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
 
     # Most of its members are those of `FurtherState`.
-    may_differ: bool
+    may_differ: bool  # workers may differ although they have taken no separate step
     needs_consolidation = True
 
     def __init__(self, optimizer: Configured, schedule: AveragingSchedule, outer: Rule | None) -> None:
@@ -359,23 +302,23 @@ class LocalState:
 
     @property
     def averages(self) -> Averages:
-        """The anchor and the pending averages, once parameters are bound.  Not collective."""
+        """The anchor and the pending averages, once parameters are bound."""
         assert self._averages is not None
         return self._averages
 
     @property
     def steps(self) -> LocalSteps:
-        """The steps since all workers were in one state, once parameters are bound.  Not collective."""
+        """The steps since all workers were in one state, once parameters are bound."""
         return self._steps
 
     @property
     def workers(self) -> int:
-        """Number of workers, once parameters are bound.  Not collective."""
+        """Number of workers, once parameters are bound."""
         return self._strategy.workers
 
     @property
     def staleness(self) -> int:
-        """Steps between the start of the last average and its use; 0 before the first.  Not collective."""
+        """Steps between the start of the last average and its use; 0 before the first."""
         return 0 if self._averages is None else self._steps.staleness
 
     # -- all workers in one state -----------------------------------------------------------------------------------
@@ -401,7 +344,7 @@ class LocalState:
             raise problem
 
     def _level(self) -> None:
-        """Average the rule's state over the workers, and make its numbers equal; the parameters already are."""
+        """Average the rule's state over the workers, and make its numbers equal, as parameters are. Collective."""
         axis, counters = self._optimizer.config.mesh.data, self._counters
         for slot in self._on_rank.slots.values():
             mean = slot.copy()  # if a worker dies during the sum, the slot must not hold half of it
@@ -423,35 +366,35 @@ class LocalState:
 
     @property
     def compares_next_step(self) -> bool:
-        """Whether the next step both starts and finishes an average.  Not collective."""
+        """Return True if the next step both starts and finishes an average."""
         return self._steps.next_starts_and_finishes
 
     @property
     def synchronizes_next_step(self) -> bool:
-        """Whether the next step waits for an average.  Not collective."""
+        """Return True if the next step waits for an average."""
         return self._steps.next_finishes
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def outer_steps(self) -> int:
-        """Averages so far of the part that has had most of them.  Not collective."""
+        """Averages so far of the part that has had most of them."""
         return 0 if self._averages is None else max(self._averages.steps)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the anchor, and of the outer rule's state.  Not collective."""
+        """Bytes of the anchor, and of the outer rule's state."""
         return self.averages.nbytes
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that decide the steps.  Not collective."""
+        """Settings that decide the steps."""
         own = {**self._schedule.facts, "outer": self._outer_name}
         return own if self._outer is None else own | settings_of_rule(self._outer, of="outer ")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of a `RunState`.  Not collective."""
+        """Facts for a `RunState`."""
         facts: dict[str, Any] = {"local_sgd.json": self._schedule.facts, "outer_steps": self.outer_steps}
         if self._outer is not None:
             facts |= {"outer_rule": self._outer_name, "outer_rule.json": self._outer.configuration()}
@@ -472,13 +415,13 @@ class LocalState:
         self._averages, self._steps = averages, steps
 
     def shards(self) -> tuple[Shard, ...]:
-        """The state of the outer rule, which all workers share.  Not collective."""
+        """The state of the outer rule, which all workers share."""
         slots = self.averages.slots
         outer = zip(slots, shards(self._strategy, slots)[1 : 1 + len(slots)], strict=True)
         return tuple(replace(shard, kind=OUTER + name) for name, shard in outer)
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the facts are of the same outer rule.  Not collective."""
+        """Raise ValueError unless the facts are of the same outer rule."""
         saved, saved_slots = facts.get("outer_rule", ""), names_fact(facts, "outer_slots.json")
         own = () if self._outer is None else self._outer.slots
         if (saved, sorted(saved_slots)) != (self._outer_name, sorted(own)):
@@ -490,7 +433,7 @@ class LocalState:
             )
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continue from these facts, after the arrays were filled: all workers are in one state.  Not collective."""
+        """Continue from these facts, after the arrays were filled: all workers are in one state."""
         self.averages.discard()
         self.averages.steps = [int(facts.get("outer_steps", 0))] * self._schedule.parts
         self._steps.restart()
@@ -502,7 +445,7 @@ class LocalState:
         return replace(full, outer_rule=self._outer_name, outer_steps=self.outer_steps, others=others)
 
     def fill(self, full: FullState) -> None:
-        """Continue from a full state, which does not contain the parameters: these may differ.  Not collective."""
+        """Continue from a full state, which does not contain the parameters: these may differ."""
         averages = self.averages
         averages.discard()
         self.may_differ = True
@@ -511,7 +454,7 @@ class LocalState:
         self._steps.restart()
 
     def abandon(self) -> None:
-        """Drop pending averages, which cannot finish after a rank has died.  Not collective."""
+        """Drop pending averages, which cannot finish after a rank has died."""
         self.averages.abandon()
 
     @property
@@ -535,11 +478,11 @@ _SYNC_EVERY = 8
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
-    """Local SGD and DiLoCo: each worker takes `sync_every` steps by itself, then all workers take the average.
+    """Local SGD and DiLoCo: each worker takes `sync_every` separate steps, then all workers take the average.
 
     A worker is one data coordinate.  With ``hierarchical=True`` in the configuration a worker is one node, whose ranks
     sum their gradients every step.  A worker holds whole parameters and state, as under `DDPOptimizer`, and updates
-    them with the gradient of its own samples.  `sync_every` steps send as much over the data axis as one step of DDP.
+    them with the gradient of its samples.  `sync_every` steps send as much over the data axis as one step of DDP.
 
     Creation is not collective.  The methods are, as those of `ShardedOptimizer`; see the notes for when a step waits
     for others.
@@ -583,7 +526,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     without delay.  A worker that rejects its arguments between averages raises alone and is unchanged.  The other
     workers wait for it at the next average, so either it repeats the call or the job must end.
 
-    Each worker also clips, checks for NaN and adjusts a dynamic loss scale by itself.  A worker with a NaN gradient
+    Each worker also clips, checks for NaN and adjusts a dynamic loss scale separately.  A worker with a NaN gradient
     skips its step.  With ``nonfinite_gradients="raise"`` all ranks raise FloatingPointError after the next average;
     they can continue from there.
 

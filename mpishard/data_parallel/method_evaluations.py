@@ -15,16 +15,10 @@ Array = Any
 
 
 class MethodEvaluations:
-    """Tells the minimisation of an optimizer, and moves vectors between its parts and the parameters.
+    """Passes values and gradients to the minimisation of an optimizer, and moves vectors between parts and parameters.
 
-    Methods are collective over the mesh, and so is the creation, which binds the parameters and begins.
-
-    Parameters
-    ----------
-    optimizer : ShardedOptimizer
-        With a method, under ZeRO-1.
-    parameters : FlatParameters
-        The start; then the point of each evaluation.
+    The optimizer has a method, under ZeRO-1. Methods are collective over the mesh, and so is the creation, which binds
+    `parameters`, the start and then the point of each evaluation.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, parameters: FlatParameters) -> None:
@@ -42,57 +36,22 @@ class MethodEvaluations:
         return self._state.minimizer
 
     def publish(self, vector: Array) -> None:
-        """Make a vector of the minimisation the parameters, on all ranks.
-
-        Parameters
-        ----------
-        vector : 1-D array
-            This rank's part.
-        """
+        """Make this rank's part of a vector of the minimisation the parameters, on all ranks."""
         self._state.publish(vector)
 
     def whole(self, vector: Array) -> Array:
-        """A vector of the minimisation as a new flat array like the parameters of this rank.
-
-        Parameters
-        ----------
-        vector : 1-D array
-            This rank's part.
-
-        Returns
-        -------
-        1-D array
-            As long as the parameters.
-        """
+        """This rank's part of a vector of the minimisation as a new flat array like the parameters of this rank."""
         return self._state.whole(vector)
 
     def own_part(self, flat: Array) -> Array:
-        """This rank's part of a vector that every rank has.  Not collective.
-
-        Parameters
-        ----------
-        flat : 1-D array
-            Like the parameters.
-
-        Returns
-        -------
-        1-D array
-            Valid until the next call for another vector.
-        """
+        """This rank's part of a vector, like the parameters, that every rank has; valid until the next call."""
         return self._state.own_part(flat)
 
     def own_part_of_sum(self, flat: Array) -> Array:
         """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
 
-        Parameters
-        ----------
-        flat : 1-D array
-            This rank's term, like the parameters; only read.
-
-        Returns
-        -------
-        1-D array
-            Valid until the next call for another vector.
+        `flat` is this rank's term, like the parameters, and only read. The result is valid until the next call for
+        another vector.
         """
         strategy = self._strategy
         if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sums:
@@ -109,33 +68,13 @@ class MethodEvaluations:
         return own
 
     def tell(self, value: float, gradient: Array) -> None:
-        """Tell value and gradient; the parameters stay where they are until `publish`.
-
-        Parameters
-        ----------
-        value : float
-            The same on all ranks.
-        gradient : 1-D array
-            This rank's part.
-        """
+        """Pass value, the same on all ranks, and this rank's part of the gradient; parameters stay until `publish`."""
         tell_value(self._optimizer, self._optimizer.state.binding, self._state, value, gradient)
 
     def culprits(self, what: str, value: float, flat: Array) -> str:
-        """Whose value or vector is not finite.
+        """The tensors and ranks whose value or vector is not finite, as text, the same on all ranks.
 
-        Parameters
-        ----------
-        what : str
-            What the vector is.
-        value : float
-            This rank's term of the value.
-        flat : 1-D array
-            That of the vector, like the parameters.
-
-        Returns
-        -------
-        str
-            With the tensors and their ranks, the same on all ranks.
+        `value` and `flat` are this rank's terms, the latter like the parameters; `what` names the vector.
         """
         inspection = self._inspection
         inspection.nonfinite_loss = "" if math.isfinite(value) else str(value)
@@ -146,11 +85,5 @@ class MethodEvaluations:
         return found
 
     def tell_product(self, product: Array) -> None:
-        """Tell a Hessian product.
-
-        Parameters
-        ----------
-        product : 1-D array
-            This rank's part.
-        """
+        """Pass this rank's part of a Hessian product."""
         tell_product(self._optimizer, self._optimizer.state.binding, self._state, product)

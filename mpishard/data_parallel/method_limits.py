@@ -1,4 +1,4 @@
-"""What a method's options say about each element, cut down to the elements that this rank updates."""
+"""A method's options about each element, cut down to the elements that this rank updates."""
 
 from __future__ import annotations
 
@@ -18,22 +18,10 @@ Array = Any
 
 
 def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array], Array] | None) -> Limits:
-    """This rank's part of the options of a method.
+    """This rank's part of the options of a method; `precondition` is a function of this rank's elements.
 
-    Not collective.
-
-    Parameters
-    ----------
-    method : Method
-    strategy : Strategy
-        Knows the elements that this rank updates.
-    precondition : callable or None
-        A preconditioner that is a function, of this rank's elements.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an option does not fit the parameters; the message names the tensor or the element.
+    Raises ValueError or TypeError if an option does not fit the parameters; the message names the tensor or the
+    element.
     """
     parameters = strategy.parameters
 

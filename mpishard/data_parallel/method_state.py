@@ -41,19 +41,9 @@ _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
 
 
 class MethodState:
-    """What an optimizer with a method has besides the method's vectors: a `FurtherState`.
+    """The state of an optimizer with a method in addition to the method's vectors: a `FurtherState`.
 
-    Methods are collective over the mesh unless their docstrings say otherwise.
-
-    Parameters
-    ----------
-    optimizer : Configured
-    method : Method
-
-    Attributes
-    ----------
-    batches : int
-        Iterations so far, each of which has had its own batch of samples; no stage begins to count anew.
+    `direction`, `whole`, `publish`, `show_best`, `show_point`, `begin_stage` and `make` are collective over the mesh.
     """
 
     # Most of its members are those of `FurtherState`.
@@ -65,6 +55,7 @@ class MethodState:
     def __init__(self, optimizer: Configured, method: Method) -> None:
         self._optimizer = optimizer
         self._method = method
+        # Iterations so far, each of which has had a separate batch of samples; stages continue the count.
         self.batches = 0
         self._moved = 0  # elements of the start that were outside of their bounds, until that is said
         self._minimizer: Minimizer | None = None
@@ -73,14 +64,14 @@ class MethodState:
 
     @property
     def minimizer(self) -> Minimizer:
-        """The minimisation, once parameters are bound.  Not collective."""
+        """The minimisation, once parameters are bound."""
         assert self._minimizer is not None
         return self._minimizer
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def gradient(self, divisor: float) -> Array:
-        """This rank's elements of the summed gradient, end to end, divided.  Not collective."""
+        """This rank's elements of the summed gradient, end to end, divided."""
         strategy, gradient = self._on_rank.strategy, self._gradient
         for part, own in zip(strategy.ownership.state_views(gradient), strategy.gradients(), strict=True):
             part[...] = own
@@ -89,10 +80,7 @@ class MethodState:
         return gradient
 
     def own_part(self, flat: Array) -> Array:
-        """This rank's elements of a flat array like the parameters, until the next call: maybe the array itself.
-
-        Not collective.
-        """
+        """This rank's elements of a flat array like the parameters, until the next call: maybe the array itself."""
         ownership, gradient = self._on_rank.strategy.ownership, self._gradient
         starts, stops = ([own[side] for own in ownership.own] for side in (0, 1))
         is_plain = flat.flags.c_contiguous and getattr(flat.flags, "writeable", True)
@@ -129,7 +117,7 @@ class MethodState:
         strategy.publish_parameters()
 
     def report_start(self) -> None:
-        """Say on rank 0, with the first evaluation, that bounds have moved the start.  Not collective."""
+        """Warn on rank 0, with the first evaluation, that bounds have moved the start."""
         if self._optimizer.world.rank == 0:
             tell_of_projection(self._moved)
         self._moved = 0
@@ -140,7 +128,7 @@ class MethodState:
             self.publish(self.minimizer.best)
 
     def show_point(self) -> None:
-        """Make the point that is to be evaluated next the parameters: a run goes on."""
+        """Make the point that is to be evaluated next the parameters: a run resumes. Collective over the mesh."""
         self.publish(self.minimizer.point)
 
     def begin_stage(self, keep_history: bool) -> None:
@@ -156,17 +144,17 @@ class MethodState:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Nothing besides the options of the method.  Not collective."""
+        """Empty: the options of the method are compared elsewhere."""
         return {}
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The numbers of the minimisation as a fact of a `RunState`.  Not collective."""
+        """The numbers of the minimisation as a fact of a `RunState`."""
         return {_METADATA: self._metadata}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradient's copy.  Not collective."""
+        """Bytes of the gradient's copy."""
         return 0 if self._minimizer is None else int(self._gradient.nbytes)
 
     def make(self, on_rank: RankState, counters: Counters) -> None:
@@ -191,34 +179,34 @@ class MethodState:
 
     @property
     def versions(self) -> dict[str, int]:
-        """By slot of the method, the versions of its vectors, if there are any (see `Minimizer`).  Not collective."""
+        """By slot of the method, the versions of its vectors, if it has any (see `Minimizer`)."""
         return dict(zip(self._method.slots, self.minimizer.versions, strict=False))
 
     def shards(self) -> tuple[Shard, ...]:
-        """Nothing: the vectors are the slots of the method, and the point is the parameters.  Not collective."""
+        """Empty: the vectors are the slots of the method, and the point is the parameters."""
         return ()
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless these facts have a minimisation.  Not collective."""
+        """Raise ValueError unless these facts have a minimisation."""
         if not isinstance(facts.get(_METADATA), Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
         self.batches_in(facts)
         check_metadata(self._method, facts[_METADATA], self._elements)
 
     def batches_in(self, facts: Mapping[str, Any]) -> int:
-        """What `batches` is in these facts; ValueError if it is invalid.  Not collective."""
+        """The value of `batches` in these facts; ValueError if it is invalid."""
         return whole_fact(facts[_METADATA], _BATCHES, 0)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continue from these facts, after parameters and slots were filled.  Not collective."""
+        """Continue from these facts, after parameters and slots were filled."""
         self._resume(facts[_METADATA])
 
     def add_to(self, full: FullState, world: Axis) -> FullState:
-        """A full state with the numbers of the minimisation.  Not collective."""
+        """A full state with the numbers of the minimisation."""
         return replace(full, minimizer=self._metadata)
 
     def fill(self, full: FullState) -> None:
-        """Continue from a full state, which does not contain the parameters.  Not collective."""
+        """Continue from a full state, which does not contain the parameters."""
         self._resume(full.minimizer)
 
     def spread(self) -> None:
@@ -228,23 +216,23 @@ class MethodState:
         """Nothing: no rank has anything that only it needs."""
 
     def abandon(self) -> None:
-        """Nothing is pending between two steps.  Not collective."""
+        """Nothing is pending between two steps."""
 
     @property
     def _metadata(self) -> dict[str, Any]:
-        """All but the vectors.  Not collective."""
+        """All numbers of the minimisation, without the vectors."""
         if self._minimizer is None:
             return {}
         return {**self._minimizer.to_metadata(), ELEMENTS: self._elements, _BATCHES: self.batches}
 
     @property
     def _elements(self) -> str:
-        """A hash of the options about elements.  Not collective."""
+        """A hash of the options about elements."""
         options = settings_of_rule(self._method)
         return f"{fingerprint({name: options.get(name, '') for name in _ABOUT_ELEMENTS}):x}"
 
     def _resume(self, metadata: Mapping[str, Any]) -> None:
-        """Continue from these numbers, after the slots were filled.  Not collective."""
+        """Continue from these numbers, after the slots were filled."""
         self.minimizer.restore(metadata)
         self._moved = 0
         self.batches = int(metadata.get(_BATCHES, 0))
@@ -253,13 +241,13 @@ class MethodState:
             self.minimizer.reopen()
 
     def _read_point(self) -> None:
-        """Take the point from the parameters.  Not collective."""
+        """Take the point from the parameters."""
         strategy, point = self._on_rank.strategy, self.minimizer.point
         for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
             part[...] = own
 
     def _precondition(self) -> Any:
-        """The preconditioner as a function of this rank's elements; None if it is none.  Not collective."""
+        """The preconditioner as a function of this rank's elements; None if the method has none."""
         function = self._method.preconditioner
         if not callable(function):
             return None

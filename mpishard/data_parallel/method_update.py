@@ -1,4 +1,4 @@
-"""A step of a method: finish the sum of the gradient, tell the minimisation, and go where it wants to evaluate next."""
+"""A step of a method: finish the sum of the gradient, pass it on, and go where the minimisation evaluates next."""
 
 from __future__ import annotations
 
@@ -30,35 +30,11 @@ def update_by_method(
     nonfinite_loss: str,
     interrupted: bool,
 ) -> bool:
-    """Tell the minimisation what it wanted, and make its next point the parameters.
+    """Pass to the minimisation the evaluation that it wanted, and make its next point the parameters.
 
     It wanted loss and gradient at the parameters, or a Hessian product, which then is where a gradient would be.
-
-    Collective over the mesh.
-
-    Parameters
-    ----------
-    optimizer : Configured
-    binding : Binding
-    state : MethodState
-    count : float
-        The divisor of the summed gradient.
-    loss : float
-        The mean loss.
-    nonfinite_loss : str
-        What is NaN or infinite in this rank's loss, if anything is.
-    interrupted : bool
-        Whether this rank was interrupted.
-
-    Returns
-    -------
-    bool
-        Whether loss and gradient were finite.
-
-    Raises
-    ------
-    RuntimeError
-        If the minimisation has ended.
+    `count` divides the summed gradient; `loss` is the mean. Returns True if loss and gradient were finite. Raises
+    RuntimeError if the minimisation has ended. Collective over the mesh.
     """
     on_rank = binding.on_rank
     strategy, inspection, minimizer = on_rank.strategy, on_rank.inspection, state.minimizer
@@ -111,19 +87,9 @@ def _different_losses(strategy: Strategy, loss: float) -> ValueError:
 
 
 def tell_value(optimizer: Configured, binding: Binding, state: MethodState, value: float, gradient: Array) -> None:
-    """Tell the minimisation value and gradient, and count the step.
+    """Pass value, the same on all ranks, and this rank's elements of the gradient, and count the step.
 
     Collective over the mesh.
-
-    Parameters
-    ----------
-    optimizer : Configured
-    binding : Binding
-    state : MethodState
-    value : float
-        The same on all ranks.
-    gradient : 1-D array
-        This rank's elements.
     """
     counters = binding.counters
     counters.steps += 1
@@ -134,18 +100,7 @@ def tell_value(optimizer: Configured, binding: Binding, state: MethodState, valu
 
 
 def tell_product(optimizer: Configured, binding: Binding, state: MethodState, product: Array) -> None:
-    """Tell the minimisation a Hessian product, and count the step.
-
-    Collective over the mesh.
-
-    Parameters
-    ----------
-    optimizer : Configured
-    binding : Binding
-    state : MethodState
-    product : 1-D array
-        This rank's elements.
-    """
+    """Pass this rank's elements of a Hessian product, and count the step. Collective over the mesh."""
     counters = binding.counters
     counters.steps += 1
     optimizer.config.mesh.ledger.step = counters.clock

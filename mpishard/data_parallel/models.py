@@ -145,7 +145,7 @@ class ShardedModel:
         return found
 
     def synchronize_gradients(self) -> None:
-        """Sum the gradients over the data axis; `step` of an optimizer does this by itself.  Collective.
+        """Sum the gradients over the data axis; `step` of an optimizer does this.  Collective.
 
         Gradients of copies within a data coordinate are summed first.  Afterwards every rank's gradients hold the sum
         (under ZeRO this rank's part of it), until the next step or ``parameters.reset_gradients()``.
@@ -202,12 +202,12 @@ def as_distributed(
         `sync_every` is above 1.  A model becomes a `ShardedModel`, or a `HybridShardedModel` on a mesh with tensor or
         pipeline ranks.
     mesh_or_config : Mesh or ShardingConfiguration
-        The mesh of the run, or with settings of its own.
+        The mesh of the run, or a configuration of it.
 
     Returns
     -------
     DDPOptimizer, LocalSGDOptimizer, ZeRO1Optimizer, ShardedModel or HybridShardedModel
-        What stands in the place of the rule or model from here on.
+        The object in the place of the rule or model from here on.
 
     Raises
     ------
@@ -299,51 +299,17 @@ def as_distributed_for_low_bandwidth(
 
 
 def configuration_of(mesh: Any) -> ShardingConfiguration:
-    """The configuration that a mesh stands for.  Not collective.
-
-    Parameters
-    ----------
-    mesh : Mesh or ShardingConfiguration
-        A configuration is returned as it is.
-
-    Returns
-    -------
-    ShardingConfiguration
-        For a fast network.
-
-    Raises
-    ------
-    TypeError
-        If it is neither.
-    """
+    """The configuration that a mesh stands for; a configuration is returned as it is. TypeError if it is neither."""
     if isinstance(mesh, Mesh):
         return ShardingConfiguration.create_for_high_bandwidth(mesh)
     return ShardingConfiguration.of(mesh)
 
 
 def optimizer_for(what: str, rule: Any, config: ShardingConfiguration, zero: int) -> ShardedOptimizer:
-    """The optimizer for these arguments of an `as_distributed`.  Not collective.
+    """The optimizer for these arguments of an `as_distributed`; an optimizer is returned as it is.
 
-    Parameters
-    ----------
-    what : str
-        The model, for messages.
-    rule : Rule or ShardedOptimizer
-        An optimizer is returned as it is.
-    config : ShardingConfiguration
-        Of a mesh whose ranks are all data-parallel.
-    zero : int
-        0, 1 or 2.
-
-    Returns
-    -------
-    ShardedOptimizer
-        Of the mesh.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is unfit, or they do not go together.
+    All ranks of the mesh are data-parallel; `zero` is 0, 1 or 2; `what` names the model in messages. Raises TypeError
+    or ValueError if an argument is unfit, or they do not fit together.
     """
     mesh = config.mesh
     if mesh.data.size < mesh.size:

@@ -32,7 +32,7 @@ from mpishard.parameters.flat import CarriedState, FlatParameters
 
 
 class FurtherState(Protocol):
-    """State that an optimizer has besides that of its rule, such as the averages of `LocalSGDOptimizer`.
+    """State that an optimizer has in addition to that of its rule, such as the averages of `LocalSGDOptimizer`.
 
     `Binding` and `OptimizerState` call these methods, within their own of the same names; collective where those are.
     """
@@ -54,26 +54,26 @@ class FurtherState(Protocol):
 
     @property
     def may_differ(self) -> bool:
-        """Whether copies that should be equal may differ, until `spread`."""
+        """True if copies that should be equal may differ, until `spread`."""
         ...
 
     @property
     def needs_consolidation(self) -> bool:
-        """Whether `consolidate` has something to do."""
+        """True if `consolidate` has something to do."""
         ...
 
     @property
     def synchronizes_next_step(self) -> bool:
-        """Whether the next update waits for the other data ranks."""
+        """True if the next update waits for the other data ranks."""
         ...
 
     @property
     def compares_next_step(self) -> bool:
-        """Whether all ranks, and not only those of one worker, compare their arguments of the next `step`."""
+        """True if all ranks, and not only those of one worker, compare their arguments of the next `step`."""
         ...
 
     def make(self, on_rank: RankState, counters: Counters) -> None:
-        """Create the state besides this state of the rule."""
+        """Create the state that accompanies this state of the rule."""
         ...
 
     def shards(self) -> tuple[Shard, ...]:
@@ -113,32 +113,16 @@ class FurtherState(Protocol):
 
 
 class Binding:
-    """What an optimizer holds for the parameters that it trains; no arrays before the first parameters are bound.
+    """The objects that an optimizer holds for its parameters; no arrays before the first parameters are bound.
 
-    Methods are collective over the mesh unless their docstrings say otherwise.
-
-    Parameters
-    ----------
-    optimizer : Configured
-        Has the rule, the configuration and the strategy.
-    further : sequence of FurtherState
-        State besides that of the rule.
-
-    Attributes
-    ----------
-    counters : Counters
-        Steps, the gradient's norm and the loss scale.
-    settings : Settings
-        The settings that all ranks compare.
-    bits : BitFacts
-        What decides bits besides the settings.
+    `bind`, `rebuild`, `spread` and `gather` are collective over the mesh.
     """
 
     def __init__(self, optimizer: Configured, further: Sequence[FurtherState]) -> None:
         self.further = tuple(further)
-        self.counters = Counters(optimizer.config.loss_scale)
-        self.settings = Settings(optimizer, self.further)
-        self.bits = BitFacts()
+        self.counters = Counters(optimizer.config.loss_scale)  # steps, the gradient's norm and the loss scale
+        self.settings = Settings(optimizer, self.further)  # those that all ranks compare
+        self.bits = BitFacts()  # what decides bits in addition to the settings
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
@@ -146,42 +130,42 @@ class Binding:
 
     @property
     def is_bound(self) -> bool:
-        """Whether there are parameters, and arrays for them.  Not collective."""
+        """True if parameters are bound, with arrays for them."""
         return self._on_rank is not None
 
     @property
     def on_rank(self) -> RankState:
-        """What this rank holds; ValueError before the first parameters are bound.  Not collective."""
+        """The state on this rank; ValueError before the first parameters are bound."""
         if self._on_rank is None:
             raise ValueError("there is no optimizer state before the first step")
         return self._on_rank
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of the bound parameters; ValueError before there are any.  Not collective."""
+        """The strategy of the bound parameters; ValueError before there are any."""
         return self.on_rank.strategy
 
     @property
     def parameters(self) -> FlatParameters | None:
-        """The bound parameters, if any.  Not collective."""
+        """The bound parameters, if any."""
         return None if self._on_rank is None else self._on_rank.parameters
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state arrays on this rank.  Not collective."""
+        """Bytes of the state arrays on this rank."""
         if self._on_rank is None:
             return 0
         return self._on_rank.nbytes + sum(each.nbytes for each in self.further)
 
     @property
     def comparing_ranks(self) -> Axis | ModelParallelGroup:
-        """The ranks that compare their arguments of the next `step` before taking it.  Not collective."""
+        """The ranks that compare their arguments of the next `step` before taking it."""
         if self._on_rank is None or all(each.compares_next_step for each in self.further):
             return self._optimizer.world
         return self._on_rank.strategy.team
 
     def check_model(self, parameters: FlatParameters) -> None:
-        """Raise ValueError unless the optimizer can train these parameters.  Not collective."""
+        """Raise ValueError unless the optimizer can train these parameters."""
         optimizer, was = self._optimizer, self._on_rank
         rule, config = optimizer.rule, optimizer.config
         objects = (was, parameters, parameters.sharded, rule, config)
@@ -270,7 +254,7 @@ class Binding:
         return full
 
     def fill(self, full: FullState) -> None:
-        """Continue from a full state; before the first parameters are bound, keep it until then.  Not collective."""
+        """Continue from a full state; before the first parameters are bound, keep it until then."""
         self.counters.steps, self.counters.skipped_steps = full.steps, full.skipped_steps
         self.counters.scaling.restore(full.loss_scale)
         if self._on_rank is None:
@@ -319,7 +303,7 @@ class OptimizerState:
         The minimisation of an optimizer with a method; None with a rule.
     """
 
-    # Many members, none with a state of its own: the binding has it, and these are what its three users ask.
+    # Many members, none with separate state: the binding has it, and these are what its three users ask.
     def __init__(self, optimizer: Configured, further: Sequence[FurtherState] = ()) -> None:
         self.binding = Binding(optimizer, further)
         self.method: MethodState | None = next((each for each in further if isinstance(each, MethodState)), None)
@@ -360,7 +344,7 @@ class OptimizerState:
 
     @property
     def needs_consolidation(self) -> bool:
-        """Whether `consolidate` has something to do.  The same on all ranks; not collective."""
+        """True if `consolidate` has something to do.  The same on all ranks; not collective."""
         return self._optimizer.config.compressor is not None or any(
             each.needs_consolidation for each in self.binding.further
         )
@@ -400,7 +384,7 @@ class OptimizerState:
         Returns
         -------
         RunState
-            Its arrays are those that the optimizer goes on to change.
+            Its arrays are those that the optimizer continues to change.
 
         Raises
         ------
@@ -433,7 +417,7 @@ class OptimizerState:
         Raises
         ------
         ValueError
-            If they are of another rule, a number is invalid, or a reproducible run would go on with other bits.
+            If they are of another rule, a number is invalid, or a reproducible run would continue with other bits.
         """
         check_rule(self._optimizer.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
         check_numbers(facts)
@@ -444,7 +428,7 @@ class OptimizerState:
             self._carried.check(facts)
 
     def batches_in(self, facts: Mapping[str, Any]) -> int:
-        """What `batches` is in a state.
+        """The value of `batches` in a state.
 
         Not collective.
 
@@ -514,12 +498,12 @@ class OptimizerState:
 
     @property
     def synchronizes_next_step(self) -> bool:
-        """Whether the next update waits for the other data ranks.  The same on all ranks; not collective."""
+        """True if the next update waits for the other data ranks.  The same on all ranks; not collective."""
         return all(self._optimizer.measure_norm or each.synchronizes_next_step for each in self.binding.further)
 
     @property
     def agrees_in_update(self) -> bool:
-        """Whether each update contains an agreement of all ranks.  The same on all ranks; not collective."""
+        """True if each update contains an agreement of all ranks.  The same on all ranks; not collective."""
         if self.method is not None:
             return True
         config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
@@ -528,7 +512,7 @@ class OptimizerState:
 
     @property
     def interrupted(self) -> bool:
-        """Whether any rank was interrupted, as of the last update; the same on all ranks if `agrees_in_update`."""
+        """True if any rank was interrupted, as of the last update; the same on all ranks if `agrees_in_update`."""
         return self.binding.on_rank.inspection.interrupted
 
     # -- for people -------------------------------------------------------------------------------------------------

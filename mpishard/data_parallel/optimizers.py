@@ -96,21 +96,9 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
 
 def optimizer_of(rule: Rule | Method, config: ShardingConfiguration) -> ShardedOptimizer:
-    """The default optimizer for a rule or method and a configuration.
+    """The default optimizer for a rule or method and a configuration, without state.
 
-    Not collective.
-
-    Parameters
-    ----------
-    rule : Rule or Method
-        A method divides its vectors, as ZeRO-1 does.
-    config : ShardingConfiguration
-        Its `sync_every` decides.
-
-    Returns
-    -------
-    DDPOptimizer, LocalSGDOptimizer or ZeRO1Optimizer
-        Without state.
+    A method divides its vectors, as ZeRO-1 does; for a rule the configuration's `sync_every` decides.
     """
     if isinstance(rule, Method):
         return ZeRO1Optimizer(rule, config)

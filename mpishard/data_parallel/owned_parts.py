@@ -1,4 +1,4 @@
-"""How the ranges that a rank owns are cut at tensors: into parts, for norms by tensor, and spans, for global ones."""
+"""Owned ranges, cut at tensors: into parts, for norms by tensor, and spans, for global ones."""
 
 from __future__ import annotations
 

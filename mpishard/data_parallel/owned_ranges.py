@@ -1,7 +1,7 @@
-"""Which elements of the flat parameters a rank updates, and which of them it contributes to sums.
+"""The elements of the flat parameters that a rank updates, and those that it contributes to sums.
 
 The strategy decides: `Strategy._shares` in ``strategy.py`` cuts each bucket into one share for each data rank, and
-`_make_ownership` there and in ``strategies.py`` says which of these ranges a rank owns.  This file has what follows.
+`_make_ownership` there and in ``strategies.py`` chooses the ranges that a rank owns. This file has what follows.
 """
 
 from __future__ import annotations
@@ -20,21 +20,10 @@ Range = tuple[int, int]
 class OwnedRanges:
     """The elements of one rank, as ranges of its flat parameters.
 
-    Parameters
-    ----------
-    parameters : FlatParameters
-    own : list of (start, stop)
-        The ranges that this rank updates, ascending.  A state array holds these ranges end to end.
-    counted : list of (start, stop)
-        For each range in `own` the part that this rank stands for in sums over ranks, such as norms.  It is the whole
-        range, unless several data ranks update the same elements, as in DDP: each then stands for another part, so that
-        every element counts once.
-    in_team : list of (start, stop), optional
-        As `counted`, in sums over the ranks that take a step together.  Default: `counted`.
-
-    Attributes
-    ----------
-    own, counted : list of (start, stop)
+    `own` are the ascending ranges that this rank updates; a state array holds them end to end. `counted` has for each
+    the part that this rank stands for in sums over ranks, such as norms: all of it, unless several data ranks update
+    the same elements, as in DDP: each then stands for another part, so that every element counts once. `in_team` is the
+    same for sums over the ranks that take a step together.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What one rank holds of an optimizer's state, for the parameters that the optimizer trains."""
+"""The part of an optimizer's state that one rank holds, for the parameters that the optimizer trains."""
 
 from __future__ import annotations
 
@@ -37,18 +37,6 @@ class RankState:
     """This rank's state arrays of one optimizer for one set of parameters, and the strategy that divides them.
 
     Creation is collective over the mesh and makes all copies of the parameters equal.
-
-    Attributes
-    ----------
-    strategy : Strategy
-    slots : dict of 1-D arrays
-        The state of the rule: each array holds the ranges in ``strategy.ownership.own`` end to end.
-    slot_rows : 2-D array
-        With a method in place of a rule: the slots, one below the other, the point last.
-    inspection : Inspection
-        Checks the gradients.
-    rule_ranges : RuleRanges
-        Which elements the rule of which parameter group updates.
     """
 
     def __init__(self, optimizer: Configured, parameters: FlatParameters) -> None:
@@ -57,9 +45,11 @@ class RankState:
         self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
         self._spread_carried()
         self.inspection = Inspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
+        # The elements that the rule of each parameter group updates.
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
         size, like = self.strategy.ownership.size, parameters.like
         if isinstance(rule, Method):
+            # With a method in place of a rule: the slots, one below the other, the point last.
             self.slot_rows: Array = make_rows(rule, size, parameters.dtype, like=like)
             self.slots: dict[str, Array] = dict(zip(slot_names(rule), self.slot_rows, strict=True))
             return
@@ -70,6 +60,7 @@ class RankState:
             if config.max_gradient_value is not None:
                 clip_by_value.expect(parameters.dtype)
             exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)
+        # The state of the rule: each array holds the ranges in ``strategy.ownership.own`` end to end.
         self.slots = make_slots(rule, size, parameters.dtype, like=like)
 
     @property
@@ -106,10 +97,7 @@ class RankState:
     def resume(self, counters: Counters, loss_scale: float) -> None:
         """Prepare the next step after other parameters and state have replaced those of a step under way.
 
-        Parameters
-        ----------
-        loss_scale : float
-            The loss scale that the compression errors of the new state contain.
+        `loss_scale` is that which the compression errors of the new state contain.
         """
         if self.strategy.compressed is not None:
             self.strategy.compressed.forget(self.strategy.error_scale(loss_scale))
@@ -127,6 +115,6 @@ class RankState:
         return whole_errors(world, self.strategy)
 
     def fill(self, full: FullState) -> None:
-        """Fill this rank's arrays from a full state.  Not collective."""
+        """Fill this rank's arrays from a full state."""
         fill_slots(self.strategy, self.slots, full.slots)
         fill_errors(self.strategy, full.others)

@@ -82,7 +82,7 @@ class OptimizationResult(Generic[P]):
         ``"steps"``, ``"tolerance"``, ``"seconds"``, ``"callback"`` or ``"patience"`` of `stop_early`; ``"signal"``
         after Ctrl-C, and in an elastic run also after other signals.  With a method also its own: ``"gradient"``,
         ``"decrease"`` and ``"step"`` where it has converged, ``"iterations"`` and ``"evaluations"`` at its limits,
-        ``"line search"``, ``"unbounded"``, ``"range"`` and ``"not finite"`` where it cannot go on.
+        ``"line search"``, ``"unbounded"``, ``"range"`` and ``"not finite"`` where it cannot continue.
     communication : dict
         Communication of this rank over all axes since the mesh was made: calls, bytes sent and seconds, by kind.
     validation_steps : ndarray, int64 (evaluations,)
@@ -128,31 +128,15 @@ class Problem(Protocol[P]):
 
 
 class Counters:
-    """The numbers of one optimizer, which a run needs to continue.
-
-    Parameters
-    ----------
-    loss_scale : float, "dynamic" or None
-        The setting of the `LossScale`.
-
-    Attributes
-    ----------
-    steps : int
-        Updates taken.
-    skipped_steps : int
-        Steps left out because of NaN or infinite gradients.
-    gradient_norm : float
-        Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.  Of a
-        method the largest element of the projected gradient.
-    scaling : LossScale
-        Chooses the loss scale.
-    """
+    """The numbers of one optimizer, which a run needs to continue; `loss_scale` is the setting of the `LossScale`."""
 
     def __init__(self, loss_scale: float | str | None) -> None:
-        self.steps: int = 0
-        self.skipped_steps: int = 0
+        self.steps: int = 0  # updates taken
+        self.skipped_steps: int = 0  # steps left out because of NaN or infinite gradients
+        # Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured; of a
+        # method the largest element of the projected gradient.
         self.gradient_norm: float = math.nan
-        self.scaling: LossScale = LossScale(loss_scale)
+        self.scaling: LossScale = LossScale(loss_scale)  # chooses the loss scale
 
     @property
     def clock(self) -> int:

@@ -1,4 +1,4 @@
-"""Which rule updates which elements: the ranges that a rank owns, cut where the parameter group changes."""
+"""The elements that each rule updates: the ranges that a rank owns, cut where the parameter group changes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,8 @@ class RuleRange(NamedTuple):
 class RuleRanges:
     """The owned ranges of a rank, with the rule of each.
 
-    Parameters
-    ----------
-    ownership : OwnedRanges
-    specs : sequence of ParameterSpec
-        All tensors of the model.
-
-    Attributes
-    ----------
-    counted : (Ranges, Ranges)
-        This rank's parts in sums over the model, cut at tensors, each with the number of its tensor; for the norms of
-        two sets of arrays.
-    owned : Ranges
-        All elements of this rank, likewise.
+    `counted` has this rank's parts in sums over the model, cut at tensors, each with the number of its tensor, for the
+    norms of two sets of arrays; `owned` has all elements of this rank, likewise.
     """
 
     def __init__(self, ownership: OwnedRanges, specs: Sequence[ParameterSpec]) -> None:
@@ -54,7 +43,7 @@ class RuleRanges:
         self._of_kernels: dict[Kernel, Ranges] = {}
 
     def by_tensor(self, rule: Rule) -> list[Rule]:
-        """The rule of each tensor, by its number.  Not collective."""
+        """The rule of each tensor, by its number."""
         if rule is not self._rule:
             self._by_tensor = rule.by_tensor(self._names)
             self._ranges = self._cut(rule)
@@ -65,7 +54,7 @@ class RuleRanges:
         return self._by_tensor
 
     def of(self, rule: Rule, factor: float) -> list[RuleRange]:
-        """The ranges in their order, each with its rule; `factor` multiplies all learning rates.  Not collective."""
+        """The ranges in their order, each with its rule; `factor` multiplies all learning rates."""
         self.by_tensor(rule)
         if factor == 1:
             return self._ranges
@@ -73,12 +62,12 @@ class RuleRanges:
         return [each._replace(rule=scaled[id(each.rule)]) for each in self._ranges]
 
     def at_once(self, rule: Rule, factor: float) -> tuple[list[Rule], Ranges]:
-        """The ranges for one launch, and the rules that they choose from; otherwise as `of`.  Not collective."""
+        """The ranges for one launch, and the rules that they choose from; otherwise as `of`."""
         self.by_tensor(rule)
         return [each.scaled(factor) for each in self._rules], self._at_once
 
     def of_all(self, kernel: Kernel) -> Ranges:
-        """All of each owned range, for a kernel that does the same with all of them.  Not collective."""
+        """All of each owned range, for a kernel that does the same with all of them."""
         if kernel not in self._of_kernels:
             own = enumerate(self._ownership.own)
             self._of_kernels[kernel] = Ranges([Range(row, 0, stop - start) for row, (start, stop) in own])

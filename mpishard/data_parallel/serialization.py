@@ -94,12 +94,8 @@ def _write(group: h5py.Group, flat: np.ndarray, specs: Sequence[ParameterSpec]) 
 def decode(data: bytes) -> FullState:
     """Decode a file image of `encode`.
 
-    Raises
-    ------
-    TypeError
-        If `data` is not bytes.
-    ValueError
-        If the bytes are not a state, or are truncated, altered or of another version.
+    Raises TypeError if `data` is not bytes, ValueError if they are not a state, or are truncated, altered or of another
+    version.
     """
     _IMAGE.check(data)
     try:

@@ -43,7 +43,7 @@ class Configured(Protocol):
 
 
 class HasSettings(Protocol):
-    """State with settings of its own, such as a `FurtherState`."""
+    """State with settings, such as a `FurtherState`."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
@@ -52,11 +52,7 @@ class HasSettings(Protocol):
 class Settings:
     """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
-    Parameters
-    ----------
-    optimizer : Configured
-    further : sequence of HasSettings
-        State besides that of the rule; who changes one of its settings calls `note_change`.
+    `further` is state in addition to that of the rule; whoever changes one of its settings calls `note_change`.
     """
 
     def __init__(self, optimizer: Configured, further: Sequence[HasSettings]) -> None:
@@ -68,7 +64,7 @@ class Settings:
 
     @property
     def changed(self) -> bool:
-        """Whether a setting was replaced, or other code has changed one, since the last comparison or fingerprint."""
+        """Return True if a setting was replaced or changed since the last comparison or fingerprint."""
         live = self.live
         return self._replaced or (live is not None and live.fingerprint != self._live_fingerprint)
 
@@ -80,11 +76,11 @@ class Settings:
 
     @property
     def way_out(self) -> str:
-        """What helps where settings differ between ranks."""
+        """The remedy where settings differ between ranks, for messages."""
         return WAY_OUT if self.live is None else self.live.way_out
 
     def note_change(self) -> None:
-        """Note that a setting has another value.  Not collective: ranks compare with their next step or decision."""
+        """Note that a setting has another value: ranks compare with their next step or decision."""
         self._rule = self._config = None
 
     @property
@@ -126,7 +122,7 @@ class Settings:
     ) -> None:
         """Raise on all ranks unless the optimizer's settings, and the `further` ones, are the same on all ranks.
 
-        Collective.  The other parameters are those of `agree_on_settings`.
+        Collective. The other parameters are those of `agree_on_settings`.
         """
         fixed, live = self._fixed(), self.live
         settings = {**fixed, **({} if live is None else live.by_name), **(further or {})}

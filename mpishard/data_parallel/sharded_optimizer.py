@@ -287,7 +287,7 @@ class ShardedOptimizer:
             Save the run there, as often as ``checkpoints.every`` says, and after the last step.
         resume : bool
             Continue from the newest complete checkpoint of `checkpoints`, with its parameters and state, at its step
-            and its position in the samples; start a new run if there is none.  The number of ranks and the layout may
+            and its position in the samples; start a new run without one.  The number of ranks and the layout may
             differ from those that wrote it.  Steps of the earlier run count as steps of this one, and its losses come
             first in `loss_history`, as NaN if the loop that wrote the checkpoint saved no losses.  A run that had
             reached its number of steps or its tolerance takes no more steps.  The learning rate and the other settings
@@ -355,7 +355,7 @@ class ShardedOptimizer:
         """Let the next call of `optimize` minimise another function, from the last iterate of a method on.
 
         Such as the next frequency band of a wave inversion.  Iterations and evaluations count from 0 again; checkpoints
-        of each stage need a folder of their own.
+        of each stage need a separate folder.
 
         Parameters
         ----------
@@ -375,7 +375,7 @@ class ShardedOptimizer:
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Create the state for these parameters, or attach them to existing state.
 
-        `step` does this by itself.  Collective at the first call, which makes all copies of the parameters equal.
+        `step` does this.  Collective at the first call, which makes all copies of the parameters equal.
 
         Parameters
         ----------

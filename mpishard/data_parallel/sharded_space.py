@@ -18,15 +18,7 @@ Array = Any
 class ShardedSpace(Space):
     """The elements that this rank updates, end to end; every element of the model counts on one rank.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        Divides the elements over the ranks that take a step together.
-
-    Raises
-    ------
-    ValueError
-        If there are more elements than a sum can have, on all ranks alike.
+    Raises ValueError on all ranks if there are more elements than a sum can have.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -54,7 +46,7 @@ class ShardedSpace(Space):
         return arrays.on_device_of(whole, self.like)
 
     def own(self, whole: Array) -> Array:
-        """This rank's elements of a whole vector of any memory, on the device of the vectors.  Not collective."""
+        """This rank's elements of a whole vector of any memory, on the device of the vectors."""
         host = np.asarray(arrays.to_host(whole), self.like.dtype)
         part = cut_whole(host, self._strategy.parameters, self._strategy.ownership.own)
         return arrays.on_device_of(part, self.like)

@@ -22,22 +22,10 @@ EMA = "ema"
 
 
 def slot_names(rule: Rule | Method) -> tuple[str, ...]:
-    """The names of the state arrays of a rule, or of a method.
+    """The names of the state arrays of a rule, or of a method, in their order.
 
     A rule has its slots, and the average of the parameters if it keeps one; a method its vectors, and the point that it
     wants evaluated.
-
-    Not collective.
-
-    Parameters
-    ----------
-    rule : Rule or Method
-        Of an optimizer.
-
-    Returns
-    -------
-    tuple of str
-        In the order of the arrays.
     """
     if isinstance(rule, Method):
         return (*rule.slots, POINT)
@@ -72,7 +60,7 @@ def _whole_slot(world: Axis, strategy: Strategy, slot: Array) -> np.ndarray:
 
 
 def fill_slots(strategy: Strategy, slots: Mapping[str, Array], whole: Mapping[str, np.ndarray]) -> None:
-    """Fill this rank's slots from those of the whole model.  Not collective."""
+    """Fill this rank's slots from those of the whole model."""
     for name, slot in slots.items():
         _fill(strategy, strategy.ownership.own, slot, whole[name])
 
@@ -86,7 +74,7 @@ def whole_errors(world: Axis, strategy: Strategy) -> dict[str, np.ndarray]:
 
 
 def fill_errors(strategy: Strategy, whole: Mapping[str, np.ndarray]) -> None:
-    """Set this rank's compression errors from those of the whole model, or to zero without them.  Not collective."""
+    """Set this rank's compression errors from those of the whole model, or to zero without them."""
     if strategy.compressed is None:
         return
     left = strategy.compressed.owned

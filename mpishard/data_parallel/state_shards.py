@@ -47,21 +47,9 @@ def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
 
 
 def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
-    """The state of a model without an optimizer.
+    """The state of a model without an optimizer: one shard, the live parameters.
 
-    Its parameters are divided evenly among the ranks of the data axis.  Not collective.
-
-    Parameters
-    ----------
-    parameters : FlatParameters
-        Of the model.
-    axis : Axis
-        The data axis.
-
-    Returns
-    -------
-    RunState
-        With one shard, the live parameters.
+    They are divided evenly among the ranks of the data axis.
     """
     if parameters.sharded is not None:
         own = parameters.sharded.own

@@ -20,7 +20,7 @@ def checked_arguments(
     gradients: Array | None,
     count: float | None,
 ) -> tuple[FlatParameters | None, Exception | None]:
-    """The parameters by name, or None and the error in this rank's arguments.  Not collective."""
+    """The parameters by name, or None and the error in this rank's arguments."""
     try:
         named = _named(binding, parameters, gradients)
         if named.carried is not None:

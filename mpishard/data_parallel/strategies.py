@@ -73,7 +73,7 @@ class DataParallel(Strategy):
         return self.axis.start_all_reduce(gradient, label="gradients")
 
     def _is_in_parts(self, gradient: Array) -> bool:
-        """Whether `start_plain` reduce-scatters a bucket, so that `finish` gathers it, in place of all-reducing it."""
+        """Return True if `start_plain` reduce-scatters a bucket and `finish` gathers it, in place of an all-reduce."""
         least = IN_PARTS_FROM.get(probe().library)
         return least is not None and gradient.nbytes >= least and not arrays.is_device(gradient) and self.axis.size > 1
 
@@ -107,7 +107,7 @@ class DataParallel(Strategy):
         self._gather([(bucket, memory.of_bucket(bucket)) for bucket in self.buckets if self._waits_for_uses(bucket)])
 
     def _waits_for_uses(self, bucket: Bucket) -> bool:
-        """Whether the uses of a tied tensor are added in this bucket, or from it, before it is gathered."""
+        """Return True if the uses of a tied tensor are added in this bucket, or from it, before it is gathered."""
         return self.uses is not None and (bucket.second_use or bucket.index in self.uses.incomplete)
 
     def _gather(self, sums: Sequence[tuple[Bucket, Array]]) -> None:
@@ -132,9 +132,9 @@ class DataParallel(Strategy):
 
 
 class ShardedState(Strategy):
-    """ZeRO-1: optimizer state is sharded.  Gradients are reduce-scattered, updated parameters all-gathered.
+    """ZeRO-1: optimizer state is sharded. Gradients are reduce-scattered, updated parameters all-gathered.
 
-    Each data rank owns one share of every bucket; the shares are even.  The reduced share arrives at the front of the
+    Each data rank owns one share of every bucket; the shares are even. The reduced share arrives at the front of the
     bucket's range in the gradient buffer.
     """
 
@@ -251,7 +251,7 @@ class ShardedGradients(ShardedState):
 class ShardedParameters(ShardedGradients):
     """ZeRO-3: parameters are sharded too, unit by unit, and each unit is a bucket of gradients.
 
-    A model gathers a unit before each use, in the forward and again in the backward pass, and frees it afterwards.  The
+    A model gathers a unit before each use, in the forward and again in the backward pass, and frees it afterwards. The
     update therefore sends no parameters.
     """
 
@@ -290,15 +290,10 @@ class ShardedParameters(ShardedGradients):
 
 
 class LocalUpdates(DataParallel):
-    """Every data coordinate is a worker, which updates its own copy of the model with its own gradient.
+    """Every data coordinate is one of `workers` workers, which updates its copy of the model with its gradient.
 
-    With sums by nodes, the data ranks of a node form one worker and sum their gradients every step.  Sums over all
+    With sums by nodes, the data ranks of a node form one worker and sum their gradients every step. Sums over all
     workers are those of averages, of differences from the anchor.
-
-    Attributes
-    ----------
-    workers : int
-        Number of workers.
     """
 
     errors_kind = AVERAGE_ERRORS

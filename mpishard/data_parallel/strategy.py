@@ -1,13 +1,12 @@
-"""What a strategy is: how gradients and optimizer state are spread over a mesh.
+"""A strategy: how gradients and optimizer state are spread over a mesh.
 
-A strategy chooses the ranges of the flat parameters that this rank updates (`own`), sums the gradients over ranks for
-its `GradientReducer` (`start` for each bucket, then `finish`), and sends the new parameters to ranks with a copy
-(`publish_parameters`).  It is the `BucketSums` of that reducer: the reducer decides when a bucket is summed, and
-the strategy how.  It only sums gradients; the optimizer divides.  The stages are those of Rajbhandari et al., "ZeRO"
+It chooses the ranges of the flat parameters that this rank updates (`own`), sums the gradients over ranks for its
+`GradientReducer`, whose `BucketSums` it is (`start` for each bucket, then `finish`), and sends the new parameters to
+ranks with a copy (`publish_parameters`). The optimizer divides. The stages are those of Rajbhandari et al., "ZeRO"
 (2020), section 5.
 
 Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
-coordinate (`TensorCopies`); then the data axis.  With `reproducible`, the copies on the tensor axis come first;
+coordinate (`TensorCopies`); then the data axis. With `reproducible`, the copies on the tensor axis come first;
 `OrderedSums` then sums over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`; the uses
 of a tied tensor come last (`TiedUses`).
 """
@@ -39,32 +38,10 @@ Range = tuple[int, int]
 
 
 class Strategy(ABC):
-    """How one optimizer communicates over one mesh.
+    """The communication of one optimizer over one mesh.
 
-    Methods are collective over the mesh, in the same order on all ranks.  The constructor makes all copies of the
-    parameters equal.
-
-    Parameters
-    ----------
-    config : ShardingConfiguration
-    parameters : FlatParameters
-        The parameters to train; they use the gradient buckets of this strategy.
-
-    Attributes
-    ----------
-    ordered : OrderedSums or None
-        Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
-    compressed : CompressedSums or None
-        Sums gradients over the data axis in compressed form; None without compression.
-    uses : TiedUses or None
-        Adds the uses of tied tensors; None unless `reproducible`.
-    compresses : bool
-        Whether the gradients of this step are compressed.
-    team : Axis or ModelParallelGroup
-        The ranks that take a step together.  Every element of the model is in the ``ownership.counted_parts`` of
-        exactly one of them.
-    ownership : OwnedRanges
-        The elements that this rank updates.
+    Methods are collective over the mesh, in the same order on all ranks. The constructor makes all copies of the
+    parameters equal; they use the gradient buckets of this strategy.
     """
 
     # More members than other classes: it is the one interface between the optimizer, the reducer of its gradients, the
@@ -80,7 +57,10 @@ class Strategy(ABC):
         self.mesh: Mesh
         self.mesh = mesh = config.mesh
         self.axis: Axis = mesh.data
+        # The ranks that take a step together: every element is in the ``ownership.counted_parts`` of exactly one of
+        # them.
         self.team: Axis | ModelParallelGroup = mesh.world
+        # Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
         TensorCopies(mesh, parameters).spread()
         self.attach(parameters)
@@ -92,7 +72,7 @@ class Strategy(ABC):
             parameters.pieces, config.minimum_parameter_group_size, runs, sizes
         )
         self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
-        self.uses: TiedUses | None = None
+        self.uses: TiedUses | None = None  # adds the uses of tied tensors; None unless `reproducible`
         if config.reproducible:
             self.uses = TiedUses(parameters, self.buckets, self._counts, self.axis.rank)
             self._counts += self.uses.counts
@@ -105,8 +85,10 @@ class Strategy(ABC):
             overlap=config.overlap_communication,
             reproducible=config.reproducible,
         )
+        # The elements that this rank updates.
         self.ownership: OwnedRanges = self._make_ownership(parameters, self._shares())
-        self.compresses = True
+        self.compresses = True  # the gradients of this step are compressed
+        # Sums gradients over the data axis in compressed form; None without compression.
         self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
 
     def _shares(self) -> list[Range]:
@@ -161,7 +143,7 @@ class Strategy(ABC):
 
     @property
     def blocks(self) -> bool:
-        """Whether sums are blocking calls: a lent array, such as a caller's, leaves nothing to overlap them with."""
+        """Return True if sums are blocking calls: a lent array leaves nothing to overlap them with."""
         return self.parameters.lent and len(self.buckets) == 1
 
     @abstractmethod
@@ -183,14 +165,14 @@ class Strategy(ABC):
         """This rank's part of the sum of a bucket, also of one of a second use."""
 
     def reset(self) -> None:
-        """Forget the sums of this step.  Not collective."""
+        """Forget the sums of this step; not collective."""
         if self.ordered is not None:
             self.ordered.reset()
         if self.compressed is not None:
             self.compressed.reset()
 
     def abandon(self) -> None:
-        """Drop the pending sums, whose communicators were revoked.  Not collective."""
+        """Drop the pending sums, whose communicators were revoked; not collective."""
         self.reducer.abandon()
 
     @abstractmethod
@@ -205,7 +187,7 @@ class Strategy(ABC):
     def publish_parameters(self) -> None:
         """After an update, bring the new parameters to all data ranks that keep a copy of them.
 
-        Sends in ZeRO-1 and 2 only.  In DDP every rank has updated all parameters.  In ZeRO-3 no rank keeps a copy, and
+        Sends in ZeRO-1 and 2 only. In DDP every rank has updated all parameters. In ZeRO-3 no rank keeps a copy, and
         gathered units, which have the values from before the update, are dropped.
         """
 
@@ -215,7 +197,7 @@ class Strategy(ABC):
 
     @property
     def sums_are_everywhere(self) -> bool:
-        """Whether every rank of the mesh has all sums of gradients of all tensors, with the same bits."""
+        """Return True if every rank of the mesh has all sums of gradients of all tensors, with the same bits."""
         return self.mesh.size == 1
 
     @property

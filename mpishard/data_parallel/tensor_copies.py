@@ -17,15 +17,10 @@ Array = Any
 
 
 class TensorCopies:
-    """Keeps the copies of tensors on several ranks equal: sums their gradients, and spreads their values.
+    """Keeps the copies of tensors on several ranks equal: sums their gradients, and broadcasts their values.
 
-    All methods and the constructor are collective over the mesh, unless a docstring says otherwise.
-
-    Parameters
-    ----------
-    mesh : Mesh
-    parameters : FlatParameters
-        Laid out for this rank's tensor and pipeline rank in the mesh.
+    All methods and the constructor are collective over the mesh, unless a docstring says otherwise. `parameters` are
+    laid out for this rank's tensor and pipeline rank.
     """
 
     def __init__(self, mesh: Mesh, parameters: FlatParameters) -> None:
@@ -44,12 +39,12 @@ class TensorCopies:
 
     @property
     def inside(self) -> bool:
-        """Whether there are copies within one data coordinate: on the tensor axis, or as ties."""
+        """Return True if there are copies within one data coordinate: on the tensor axis, or as ties."""
         return bool(self._ties) or self._mesh.tensor.size > 1
 
     @property
     def sums(self) -> bool:
-        """Whether `sum` changes any gradient.  Not collective, and the same on all ranks of the tensor axis."""
+        """Return True if `sum` changes any gradient; not collective, and the same on all ranks of the tensor axis."""
         partial = self._mesh.tensor.size > 1 and any(spec.partial for spec, _ in self._tensors)
         return bool(self._ties) or partial
 
@@ -99,7 +94,7 @@ class TensorCopies:
                 offset += stop - start
 
     def zero_duplicates(self, flat: Array) -> None:
-        """Turn a gradient that is already summed into terms of a sum: zero all copies but one.  Not collective."""
+        """Turn a gradient that is already summed into terms of a sum: zero all copies but one; not collective."""
         if self._mesh.data.rank:
             flat[...] = 0
         for spec, piece in self._tensors:

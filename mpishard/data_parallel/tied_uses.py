@@ -1,8 +1,8 @@
-"""The uses of tied tensors in reproducible runs: sums of their own, added once at the end of a step.
+"""The uses of tied tensors in reproducible runs: separate sums, added once at the end of a step.
 
-A table that embedding and output head share has two uses.  On one mesh one rank has both, on another two pipeline ranks
-have one each.  So that the sum has one order on all meshes, each use is summed over micro-batches and the data axis by
-itself, and then the sums of the uses are added.  Where one rank has both, the second one has a bucket of its own.
+A table that embedding and output head share has two uses. On one mesh one rank has both, on another two pipeline ranks
+have one each. So that the sum has one order on all meshes, each use is summed over micro-batches and the data axis
+separately, and then the sums of the uses are added. Where one rank has both, the second one has a separate bucket.
 """
 
 from __future__ import annotations
@@ -31,27 +31,13 @@ class _SecondUse:
 class TiedUses:
     """The buckets of second uses on this rank, and what is added to what.
 
-    Parameters
-    ----------
-    parameters : FlatParameters
-    buckets : sequence of Bucket
-        Those that cover the parameters.
-    counts : sequence of sequence of int
-        For each bucket, the elements of it that each data rank owns.
-    rank : int
-        On the data axis.
-
-    Attributes
-    ----------
-    buckets : tuple of Bucket
-        Those of second uses; their indices follow those of the other buckets.
-    counts : list of list of int
-        For each of them, the elements that each data rank owns: the same as of the first use.
+    `buckets` are those that cover the parameters; `counts` has for each the elements that each data rank owns.
     """
 
     def __init__(
         self, parameters: FlatParameters, buckets: Sequence[Bucket], counts: Sequence[Sequence[int]], rank: int
     ) -> None:
+        # For each of them, the elements that each data rank owns: the same as of the first use.
         self.counts: list[list[int]] = []
         self._second: list[_SecondUse] = []
         number = {piece.name: index for index, piece in enumerate(parameters.pieces)}
@@ -70,8 +56,9 @@ class TiedUses:
                     place = slice(begin - start, end - start) if begin < end else slice(0, 0)
                 start += count
             self._second.append(_SecondUse(bucket, first, place))
+        # Those of second uses; their indices follow those of the other buckets.
         self.buckets: tuple[Bucket, ...] = tuple(use.bucket for use in self._second)
-        # Tied tensors have buckets of their own, unless all of their stages are on this rank.
+        # Tied tensors have separate buckets, unless all of their stages are on this rank.
         self._tied = [
             (bucket, parameters.pieces[bucket.first].name)
             for bucket in buckets
@@ -86,14 +73,8 @@ class TiedUses:
     def add(self, owned: Callable[[Bucket], Array], copies: TensorCopies) -> None:
         """Add the uses of each tied tensor, in this rank's part of the gradient.
 
-        Collective over the pipeline ranks that share a tie.
-
-        Parameters
-        ----------
-        owned : callable
-            ``owned(bucket)`` is this rank's part of the sum of a bucket over the data axis.
-        copies : TensorCopies
-            Adds over pipeline ranks.
+        ``owned(bucket)`` is this rank's part of the sum of a bucket over the data axis; `copies` adds over pipeline
+        ranks. Collective over the pipeline ranks that share a tie.
         """
         for use in self._second:
             accumulate(owned(use.first)[use.part], owned(use.bucket))

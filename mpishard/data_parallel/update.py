@@ -29,9 +29,7 @@ from mpishard.optim.formulas import clip_by_value, moving_average
 Array = Any
 
 
-# LAMB's norms: of each whole tensor, which may be split over ranks; its trust ratios come from them.
-#
-# The global norm of the gradients, for clipping, is in `mpishard.data_parallel.gradient_norm`.
+# LAMB's norms, for its trust ratios.  The global norm, for clipping, is in `mpishard.data_parallel.gradient_norm`.
 
 
 def norms(
@@ -40,7 +38,7 @@ def norms(
     """The 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
 
     Every element must be in `parts` on exactly one rank of the axis, and chooses the number of its tensor; `arrays` has
-    one array for each owned range.  On a device the host waits twice, whatever the number of tensors.  Collective over
+    one array for each owned range. On a device the host waits twice, whatever the number of tensors. Collective over
     `axis`, the team of a strategy.
     """
     tops = np.zeros(len(specs))
@@ -62,7 +60,7 @@ _CLIP_EPSILON = 1e-6
 
 
 class NormBased(Protocol):
-    """What a rule with ``norm_based`` has besides: the halves of its step, before and after norms of whole tensors."""
+    """The additions of a rule with ``norm_based``: the halves of its step, before and after norms of whole tensors."""
 
     def direction(
         self,
@@ -171,7 +169,7 @@ def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: floa
 def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float, divisor: float, clip: float) -> None:
     """Apply the rule: take step `step` along the summed gradients; `divisor` and `clip` as for `Rule.update`.
 
-    Collective over the strategy's team if the rule needs norms of whole tensors; otherwise not collective.
+    Collective over the strategy's team if the rule needs norms of whole tensors.
     """
     strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()

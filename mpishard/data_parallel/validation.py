@@ -70,22 +70,7 @@ def check_replacement(was: Rule | Method, rule: Any, parameters: FlatParameters 
 
 
 def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
-    """Raise unless the parameters are laid out for this rank's tensor and pipeline rank in the mesh.
-
-    Not collective.
-
-    Parameters
-    ----------
-    parameters : FlatParameters
-        Of the model.
-    mesh : Mesh
-        That of the optimizer or model.
-
-    Raises
-    ------
-    ValueError
-        If they are laid out for another place.
-    """
+    """Raise ValueError unless the parameters are laid out for this rank's tensor and pipeline rank in the mesh."""
     was, wanted = parameters.place, mesh.place
     if was != wanted:
         raise ValueError(
@@ -133,7 +118,7 @@ def check_same_model(was: FlatParameters, parameters: FlatParameters, strategy: 
 
 
 def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
-    """Raise unless the gradients have the shape, dtype and device of the flat parameters, and memory of their own."""
+    """Raise unless the gradients have the shape, dtype and device of the flat parameters, and separate memory."""
     check_flat("gradients", gradients, written=True)
     if gradients.size != parameters.size:
         raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
@@ -193,18 +178,6 @@ def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
     """Warn on rank 0 if data ranks start from different parameters, which those of data rank 0 will replace.
 
     Collective over the data axis.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        That of the optimizer.
-    parameters : FlatParameters
-        Of this rank.
-
-    Warns
-    -----
-    RuntimeWarning
-        On rank 0, with the way out.
     """
     if parameters.sharded is not None or mesh.data.size == 1:
         return
@@ -232,19 +205,6 @@ def check_rule(rule: Rule | Method, saved: str, saved_slots: Collection[str]) ->
 
 
 def check_problem(problem: Any) -> None:
-    """Raise unless an object can be minimised.
-
-    Not collective.
-
-    Parameters
-    ----------
-    problem : object
-        What a user gave to `optimize`.
-
-    Raises
-    ------
-    TypeError
-        If it is no problem.
-    """
+    """Raise TypeError unless an object, which a user gave to `optimize`, can be minimised."""
     if not hasattr(problem, "minimize"):
         raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")
