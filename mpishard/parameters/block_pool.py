@@ -15,20 +15,10 @@ Array = Any
 
 
 def block_sizes(sizes: Iterable[int]) -> dict[int, int]:
-    """Elements of the block that something of each of these sizes uses in host memory: less than twice its own.
+    """Elements of the block that something of each of these sizes uses in host memory: less than twice its size.
 
     The largest size shares its blocks with all above half of it, the next size below that with all above half of that,
-    and so on.  Not collective.
-
-    Parameters
-    ----------
-    sizes : iterable of int
-        Of all that use the pool.
-
-    Returns
-    -------
-    dict
-        By size.
+    and so on.
     """
     found: dict[int, int] = {}
     shared = 0
@@ -42,15 +32,9 @@ def block_sizes(sizes: Iterable[int]) -> dict[int, int]:
 class BlockPool:
     """Gives out blocks for some sizes, and takes them back.
 
-    On the host blocks are kept and used again, since new memory comes from the kernel page by page.  On a device they
-    are freed: its allocator keeps memory, and gives it to whoever asks next on the same stream.
-
-    Parameters
-    ----------
-    sizes : iterable of int
-        Of all that use the pool, in elements.
-    like : array
-        An array of the dtype and device of the blocks.
+    On the host blocks are kept and used again, since new memory comes from the kernel page by page. On a device they
+    are freed: its allocator keeps memory, and gives it to whoever asks next on the same stream. `like` has the dtype
+    and device of the blocks.
     """
 
     def __init__(self, sizes: Iterable[int], like: Array) -> None:

@@ -1,6 +1,6 @@
 """A model's gradients in buckets: where they are cut, and their memory.
 
-Partial sums and gradients that come early, while those before are not complete, have memory of their own.
+Partial sums and gradients that come early, while those before are not complete, have separate memory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,8 @@ Array = Any
 class Run(NamedTuple):
     """Tensors `first` to `last` (exclusive) of a model, whose gradients are complete together.
 
-    `key` separates neighbouring runs of one virtual stage.  A `tied` tensor is a run by itself: it waits for the last
+    `key` separates neighbouring runs of one virtual stage. A `tied` tensor is a separate run: it waits for the last
     backward pass of the step, since another virtual stage adds to its gradient.
-
-    Parameters
-    ----------
-    first, last : int
-        Numbers of tensors.
-    virtual_stage : int
-        The one that has them.
-    key : object
-        What its tensors have in common.
-    tied : bool
-        Whether it is one tied tensor.
     """
 
     first: int
@@ -50,18 +39,6 @@ def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
     """Join neighbouring tensors with the same key into runs; a tied tensor stays alone.
 
     `tensors` are ``(virtual_stage, key, tied)`` in flat order.
-
-    Not collective.
-
-    Parameters
-    ----------
-    tensors : iterable of (int, object, bool)
-        As above.
-
-    Returns
-    -------
-    list of Run
-        They cover all tensors, in order.
     """
     runs: list[Run] = []
     for index, (virtual_stage, key, tied) in enumerate(tensors):
@@ -76,23 +53,8 @@ def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
 class Bucket:
     """Tensors `first` to `last` (exclusive) of a model: elements ``[start, stop)`` of its flat buffer.
 
-    `virtual_stage` and `tied` are those of its `Run`.  With `second_use` it is the second gradient of one tensor, which
+    `virtual_stage` and `tied` are those of its `Run`. With `second_use` it is the second gradient of one tensor, which
     has another place in memory than the range of the tensor.
-
-    Parameters
-    ----------
-    index : int
-        Its number.
-    first, last : int
-        Numbers of tensors.
-    start, stop : int
-        Elements of the flat buffer.
-    virtual_stage : int
-        The one that has its tensors.
-    tied : bool
-        Whether it is one tied tensor.
-    second_use : bool
-        Whether it has the gradient of the second use of its tensor, kept apart from that of the first.
     """
 
     index: int
@@ -111,41 +73,13 @@ class Bucket:
 
 
 def names_in(bucket: Bucket, pieces: Sequence[Piece]) -> list[str]:
-    """The names under which a reducer has the gradients of a bucket; that of a second use is no tensor's name.
-
-    Not collective.
-
-    Parameters
-    ----------
-    bucket : Bucket
-        One of a model.
-    pieces : sequence of Piece
-        All tensors of it in flat order.
-
-    Returns
-    -------
-    list of str
-        In the order of the tensors.
-    """
+    """The names under which a reducer has the gradients of a bucket; that of a second use is no tensor's name."""
     names = [piece.name for piece in pieces[bucket.first : bucket.last]]
     return [second_use(name) for name in names] if bucket.second_use else names
 
 
 def second_use(name: str) -> str:
-    """The name of the gradient of a tensor's second use.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        Of the tensor.
-
-    Returns
-    -------
-    str
-        One that no tensor can have.
-    """
+    """The name of the gradient of a tensor's second use, which no tensor can have."""
     return f"{name}\0second use"
 
 
@@ -154,30 +88,8 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Group consecutive tensors of a run until a bucket holds `minimum` elements; a short rest joins the last bucket.
 
-    `sizes` replace the sizes of the pieces in this, so that ranks with pieces of other sizes cut alike.
-
-    Not collective.
-
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        All tensors in flat order.
-    minimum : int
-        Elements of a bucket, at least 1.
-    runs : sequence of Run, optional
-        No bucket spans two of them.  Default: one run of all pieces.
-    sizes : sequence of int, optional
-        As above.
-
-    Returns
-    -------
-    tuple of Bucket
-        They cover the pieces, in flat order.
-
-    Raises
-    ------
-    ValueError
-        If `minimum` is below 1.
+    `sizes` replace the sizes of the pieces in this, so that ranks with pieces of other sizes cut identically. No bucket
+    spans two `runs`; default: one run of all pieces. Raises ValueError if `minimum` is below 1.
     """
     if minimum < 1:
         raise ValueError(f"minimum_parameter_group_size is {minimum}, but a bucket holds at least 1 element")
@@ -209,22 +121,12 @@ class EarlyGradients:
     """Keeps what input gradients write until the weight gradients of their micro-batch, for reproducible runs.
 
     A schedule such as ZB-H1 does the input gradient of a micro-batch before the weight gradients of earlier ones.
-    Layers write small gradients, those of biases and norms, in the first of the two.  Where micro-batches are kept
-    apart, these gradients wait here, in memory of their own, and are copied when the weight gradients begin.
-
-    Parameters
-    ----------
-    like : array
-        An array of the dtype and device of the gradients.
-
-    Attributes
-    ----------
-    writing : bool
-        Whether a micro-batch writes to this memory now.
+    Layers write small gradients, those of biases and norms, in the first of the two. Where micro-batches are kept
+    apart, these gradients wait here, in separate memory, and are copied when the weight gradients begin.
     """
 
     def __init__(self, like: Array) -> None:
-        self.writing: bool = False
+        self.writing: bool = False  # a micro-batch writes to this memory now
         self._like = like
         # By virtual stage: what each micro-batch has written here since its input gradient, oldest first.  None: it
         # wrote to the usual memory, since no other micro-batch was before it.
@@ -279,26 +181,13 @@ class EarlyGradients:
 class PartialSums:
     """A stack of gradients of some buckets, each the sum of some of this rank's micro-batches in the current step.
 
-    The order in which they are added is that of `mpishard.reduction.tree_sum`.
-
-    Parameters
-    ----------
-    start, stop : int
-        The range of the flat parameters that the buckets cover.
-    like : array
-        An array of the dtype and device of the gradients.
-
-    Attributes
-    ----------
-    block : 1-D array or None
-        The memory of the gradient under way; None: the buckets' own.
-    spare : list of 1-D arrays
-        Memory of earlier partial sums, to use again.
+    The buckets cover elements ``[start, stop)`` of the flat parameters. The gradients are added in the order of
+    `mpishard.reduction.tree_sum`.
     """
 
     def __init__(self, start: int, stop: int, like: Array) -> None:
-        self.block: Array | None = None
-        self.spare: list[Array] = []
+        self.block: Array | None = None  # the memory of the gradient under way; None: the buckets' own
+        self.spare: list[Array] = []  # memory of earlier partial sums, to use again
         self._start, self._stop = start, stop
         self._like = like
         self._sums: list[Array] = []
@@ -359,9 +248,6 @@ class PartialSums:
 
 
 # The memory of a model's gradients, by bucket: one flat buffer, blocks on demand, or an array of the caller.
-#
-# With partial sums a bucket's gradient under way may be in another block than the flat buffer, and the gradient of a
-# second use always is.
 
 
 class _Place(NamedTuple):
@@ -376,28 +262,8 @@ class _Place(NamedTuple):
 class BucketMemory:
     """The gradient memory of one model on one rank, and which tensors have a gradient in it.
 
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        Tensors in flat order.
-    buckets : sequence of Bucket
-        They cover the pieces.
-    like : array
-        An array of the dtype and device of the gradients.
-    on_demand : bool
-        False: one flat buffer for all buckets is kept.  True: a bucket has memory from its first gradient until its
-        `release`.
-    partials : sequence of PartialSums
-        By bucket: the partial sums that it is in, for reproducible runs; else empty.
-
-    Attributes
-    ----------
-    peak_bytes : int
-        Most bytes of gradient memory held so far.
-    written : set of str
-        The tensors to which a gradient was written; the memory of others has no meaning.
-    early : EarlyGradients
-        Gradients that are not in the memory of buckets yet.
+    With `on_demand` a bucket has memory from its first gradient until its `release`, else one flat buffer for all is
+    kept. `partials` has by bucket the partial sums that it is in, for reproducible runs; else it is empty.
     """
 
     def __init__(
@@ -409,13 +275,13 @@ class BucketMemory:
         partials: Sequence[PartialSums] = (),
     ) -> None:
         self.on_demand = on_demand
-        self.peak_bytes: int = 0
-        self.written: set[str] = set()
+        self.peak_bytes: int = 0  # most bytes of gradient memory held so far
+        self.written: set[str] = set()  # tensors to which a gradient was written; the memory of others has no meaning
         self._like = like
         self._size = sum(piece.size for piece in pieces)
         self._buckets = tuple(buckets)
         self._partials = tuple(partials)
-        self.early: EarlyGradients = EarlyGradients(like)
+        self.early: EarlyGradients = EarlyGradients(like)  # gradients that are not in the memory of buckets yet
         self._names = [names_in(bucket, pieces) for bucket in buckets]
         self._places: dict[str, _Place] = {}
         for bucket, names in zip(buckets, self._names, strict=True):
@@ -488,7 +354,7 @@ class BucketMemory:
     def use_external(self, flat: Array) -> None:
         """Use `flat`, this rank's whole gradient, as the memory of this step; afterwards it is the caller's again.
 
-        It holds the gradients of all uses of a tensor, so second uses have none of their own.
+        It holds the gradients of all uses of a tensor, so second uses have no separate ones.
         """
         for bucket, names in zip(self._buckets, self._names, strict=True):
             if not bucket.second_use:

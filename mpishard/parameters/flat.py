@@ -26,19 +26,19 @@ Array = Any
 
 
 class CarriedState(Protocol):
-    """State of a model besides its parameters, which no optimizer changes and which a run needs to go on.
+    """State of a model besides its parameters, which no optimizer changes and which a run needs to continue.
 
     It is small: its values are facts of a `RunState`, the same on all ranks after `synchronize`.
     """
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Copies of its values, as facts of a `RunState`.  Not collective."""
+        """Copies of its values, as facts of a `RunState`."""
         ...
 
     @property
     def arithmetic(self) -> Mapping[str, str]:
-        """What its library adds to the facts on which bits depend, see `mpishard.backend.process`.  Not collective.
+        """The additions of its library to the facts on which bits depend, see `mpishard.backend.process`.
 
         Empty where NumPy and BLAS say all.
         """
@@ -47,60 +47,31 @@ class CarriedState(Protocol):
     def check_intact(self) -> None:
         """Raise ValueError if the model was changed so that its parameters are not the optimizer's any more.
 
-        Not collective: `step` compares the ranks.
+        `step` compares the ranks.
         """
         ...
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `restore` can read these facts.  Not collective.
-
-        Parameters
-        ----------
-        facts : mapping
-            Of a saved state.
-        """
+        """Raise ValueError unless `restore` can read these facts of a saved state."""
         ...
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Take the values from facts.  Not collective.
-
-        Parameters
-        ----------
-        facts : mapping
-            Of a saved state.
-        """
+        """Take the values from facts of a saved state."""
         ...
 
     def spread(self, axis: Axis) -> None:
-        """Copy the values, and what else the model has besides its parameters, from rank 0 to the other ranks.
+        """Copy the values, and what else the model has besides its parameters, from rank 0 of the data axis.
 
-        Collective over the axis.
-
-        Parameters
-        ----------
-        axis : Axis
-            The data axis.
+        Collective.
         """
         ...
 
     def synchronize(self, axis: Axis) -> None:
-        """Make the values equal on all ranks, after each update that all take together.  Collective over the axis.
-
-        Parameters
-        ----------
-        axis : Axis
-            The data axis.
-        """
+        """Make the values equal on all ranks, after each update that all take together. Collective over the axis."""
         ...
 
     def consolidate(self, axis: Axis) -> None:
-        """Make the values equal on all ranks before a save, and change none that are.  Collective over the axis.
-
-        Parameters
-        ----------
-        axis : Axis
-            The data axis.
-        """
+        """Make the values equal on all ranks before a save, and change none that are. Collective over the axis."""
         ...
 
 
@@ -110,24 +81,8 @@ class CarriedState(Protocol):
 def check_flat(what: str, array: Array, *, written: bool = False) -> None:
     """Raise unless `array` is a contiguous 1-D float32 or float64 array, and writeable where `written`.
 
-    Not collective.
-
-    Parameters
-    ----------
-    what : str
-        Names it in messages.
-    array : object
-        What a caller gave.
-    written : bool
-        Whether it is written to.
-
-    Raises
-    ------
-    TypeError
-        If it is no array, or not of float32 or float64.
-    ValueError
-        If it is not flat, contiguous and aligned, or read-only although it is written to; or on another GPU than the
-        current one.
+    `what` names it in messages. Raises TypeError if it is no array or has another dtype, ValueError if it is not flat,
+    contiguous and aligned, is read-only, or is on another GPU than the current one.
     """
     if type(array) is np.ndarray and array.ndim == 1 and array.dtype in FLOATS and array.flags.carray:
         return  # contiguous, aligned and writeable: asked at every step
@@ -180,29 +135,8 @@ def _from_dlpack(name: str, tensor: Any, module: Any) -> Array:
 class TensorLayout:
     """The tensors that one rank holds of a model, in flat order.
 
-    Parameters
-    ----------
-    specs : sequence of ParameterSpec
-        The tensors of the whole model; one that several stages list is tied.
-    place : ModelParallelRank
-        Decides which tensors, and which slices of them, this rank holds; default: all.
-    units : sequence of sequences of str
-        Names of consecutive tensors that are used together.  Default: all tensors are one unit.
-
-    Attributes
-    ----------
-    specs : tuple of ParameterSpec
-        Of the whole model.
-    local : tuple of ParameterSpec
-        Of the tensors held here.
-    pieces : tuple of Piece
-        The slice of each tensor in `local` that is held here, and its start in the flat buffer.
-    units : list of (first, last)
-        The units as runs of `pieces`; they end between stages and at ties too.
-    piece_of, unit_of : dict
-        The piece of each tensor held here, and the index of its unit, by name.
-    size : int
-        Number of elements held here.
+    A tensor of `specs` that several stages list is tied; `place` decides which tensors, and which slices of them, this
+    rank holds; `units` are names of consecutive tensors that are used together, by default all.
     """
 
     def __init__(
@@ -214,16 +148,21 @@ class TensorLayout:
         specs = entries("specs", specs, "ParameterSpec(name, shape)")
         if wrong := [spec for spec in specs if not isinstance(spec, ParameterSpec)]:
             raise TypeError(f"specs must be ParameterSpec(name, shape), got {shown(wrong[0])}")
-        self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))
+        self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))  # of the whole model
         self.place = place
+        # Of the tensors held here.
         self.local: tuple[ParameterSpec, ...] = tuple(spec for spec in self.specs if place.holds(spec))
+        # The slice of each tensor in `local` that is held here, and its start in the flat buffer.
         self.pieces: LocalLayout = place.holding(self.specs)
+        # The units as runs of `pieces`; they end between stages and at ties too.
         self.units: list[tuple[int, int]] = _runs_of_units(self.local, units)
+        # By the name of a tensor held here.
         self.piece_of: dict[str, Piece] = {piece.name: piece for piece in self.pieces}
+        # The index of a tensor's unit, by name.
         self.unit_of: dict[str, int] = {
             piece.name: index for index, (first, last) in enumerate(self.units) for piece in self.pieces[first:last]
         }
-        self.size: int = sum(piece.size for piece in self.pieces)
+        self.size: int = sum(piece.size for piece in self.pieces)  # elements held here
 
     def units_of(self, names: Sequence[str]) -> list[int]:
         """The units that have any of these tensors, ascending."""
@@ -240,24 +179,10 @@ class TensorLayout:
     ) -> list[Run]:
         """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
 
-        The tensors of one stage are a run, or with `by_unit` those of one unit.  A tied tensor is a run of its own,
-        which waits for the end of the step.  With `copies_apart` no run has both tensors that every tensor rank
-        holds whole and tensors that are split.
-
-        Parameters
-        ----------
-        by_unit : bool
-            Whether runs end at units, and not only at stages.
-        copies_apart : bool
-            Whether runs end between split and replicated tensors.
-        ties_apart : bool
-            Whether the gradient of a tied tensor is that of its use on this rank, to which the other uses are added at
-            the end of the step.  It then belongs to the virtual stage that uses it here, and waits for no other.
-
-        Returns
-        -------
-        list of Run
-            In the order of the tensors held here.
+        The tensors of one stage are a run, or with `by_unit` those of one unit. A tied tensor is a separate run, which
+        waits for the end of the step; with `ties_apart` its gradient is that of its use on this rank, which waits for
+        no other. With `copies_apart` no run has both tensors that every tensor rank holds whole and tensors that are
+        split.
         """
 
         def key(spec: ParameterSpec) -> object:
@@ -346,8 +271,8 @@ class FlatParameters:
         Whether MPI takes the sums of the model over its tensor ranks, so that their number decides bits.  The model
         sets it; a reproducible run then keeps this number.
     model_settings : mapping of str to str
-        By name what the model computes beside its tensors, such as its rate of dropout, and how.  The model sets it;
-        ranks compare it when training begins and with each step.
+        By name what the model computes in addition to its tensors, such as its rate of dropout, and how.  The model
+        sets it; ranks compare it when training begins and with each step.
     carried : CarriedState or None
         State of the model besides the parameters, such as the buffers of a PyTorch module.  The model sets it.
 
@@ -401,7 +326,7 @@ class FlatParameters:
         Raises
         ------
         TypeError, ValueError
-            If the array is not as above, or the specs do not have its size.
+            If the array is not as described, or the specs do not have its size.
         """
         check_flat("parameters", flat)
         layout = TensorLayout([ParameterSpec("parameters", (flat.size,))] if specs is None else specs)

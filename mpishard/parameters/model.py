@@ -1,4 +1,4 @@
-"""What every model has, for those who train it."""
+"""The interface of every model for those who train it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from mpishard.parameters.flat import FlatParameters
 class Model(Protocol):
     """A model: its parameters, and a function of a batch that writes their gradients.
 
-    ``loss_and_gradient(*batch)`` returns the loss summed over the batch.  It writes the gradients to the views that
+    ``loss_and_gradient(*batch)`` returns the loss summed over the batch. It writes the gradients to the views that
     ``parameters.gradient(name)`` returns, or adds to them.
-
-    No method is collective, except as a model says of its own.
     """
 
     @property
     def parameters(self) -> FlatParameters:
-        """What an optimizer trains."""
+        """The parameters that an optimizer trains."""
         ...
 
     @property
@@ -31,26 +29,14 @@ class Model(Protocol):
 class PipelinedModel(Protocol):
     """A model that takes several micro-batches in one call, and keeps them apart, as a pipeline does.
 
-    With ``reproducible=True`` a training loop then passes all micro-batches of a rank through the pipeline together.  A
+    With ``reproducible=True`` a training loop then passes all micro-batches of a rank through the pipeline together. A
     model without this method is called once a micro-batch.
-
-    No method is collective, except as a model says of its own.
     """
 
     def losses_and_gradient(self, batches: Sequence[tuple[Any, ...]]) -> Sequence[float]:
-        """The losses of several batches; each batch is one micro-batch of each virtual stage.
+        """The losses of several batches, each summed over its samples: a micro-batch of each virtual stage.
 
         In the backward pass each virtual stage calls ``parameters.gradients.begin_virtual_stage`` and
         `end_virtual_stage` for each of them, in their order, as `mpishard.pipeline.runtime.Pipeline.train_each` does.
-
-        Parameters
-        ----------
-        batches : sequence of tuples
-            The arguments of ``loss_and_gradient`` for each.
-
-        Returns
-        -------
-        sequence of float
-            The loss of each, summed over its samples.
         """
         ...

@@ -1,21 +1,14 @@
 """A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
 
-A reducer gets each bucket as soon as the last backward pass has completed it.  Buckets are reduced in one fixed order,
-the last bucket first.  So a rank that marks nothing ready, as one without samples may, issues the same collectives in
-the same order as the others.  Where a rank runs several pipeline stages, each stage has its own order; the schedule,
-the same on all ranks of the data axis, decides how the orders interleave.
+A reducer gets each bucket as soon as the last backward pass has completed it. Buckets are reduced in one fixed order,
+the last first, so that a rank that marks nothing ready issues the same collectives. Each pipeline stage of a rank has a
+separate order; the schedule, the same on all ranks of the data axis, interleaves them.
 
-Three facts say when a complete bucket is summed over ranks.  `on_demand`, fixed by the strategy: gradients have no
-memory from one micro-batch to the next (ZeRO-2 and 3), so each micro-batch is summed, whatever the other two say.
-`is_last_pass`, set by the caller: no other backward pass follows in this step.  `BucketOrder.more`, set by the
-pipeline: more micro-batches of the virtual stage follow in this backward pass.  Without `on_demand` a bucket is summed
-once in a step: in the last pass, after the last micro-batch of its virtual stage.  A tied tensor is always summed at
-the end of the last pass.
-
-In a reproducible run each rank's micro-batches are terms of a sum in a fixed order.  `keep_apart` says how many there
-are: backward passes, or micro-batches of each virtual stage in one pass.  A term that is complete becomes a partial
-sum of its order, and the last one is reduced with them.  With `on_demand` each term is reduced by itself.  The uses of
-a tied tensor are sums of their own, added once at the end; so no order waits for another.
+With `on_demand` (ZeRO-2 and 3) gradients have no memory from one micro-batch to the next, and each is summed. Else a
+bucket is summed once a step: with `is_last_pass`, set by the caller, and after the last micro-batch of its virtual
+stage (`BucketOrder.more`, set by the pipeline). A tied tensor is always summed at the end of the last pass. In a
+reproducible run `keep_apart` says how many terms there are, of a sum in a fixed order; a complete term becomes a
+partial sum of its order, and the last one is reduced with them.
 """
 
 from __future__ import annotations
@@ -42,20 +35,15 @@ Array = Any
 
 
 class Accumulation:
-    """This rank's calls of `step` since the last update, and the sum of the arrays that they were given.
-
-    Attributes
-    ----------
-    total : 1-D array or None
-        The sum; None if no call had an array, since gradients of models add up in their buckets.
-    """
+    """This rank's calls of `step` since the last update, and the sum of the arrays that they were given."""
 
     def __init__(self) -> None:
+        # None if no call had an array, since gradients of models add up in their buckets.
         self.total: Array | None = None
         self._calls = 0
 
     def add(self, gradients: Array | None) -> None:
-        """Count a call of `step`, and add the array that it was given.  Not collective."""
+        """Count a call of `step`, and add the array that it was given."""
         self._calls += 1
         if gradients is not None:
             if self.total is None:
@@ -63,17 +51,14 @@ class Accumulation:
             accumulate(self.total, gradients)
 
     def forget(self) -> None:
-        """Start anew: the gradients were used, or discarded.  Not collective."""
+        """Start again: the gradients were used, or discarded."""
         self._calls = 0
         self.total = None
 
     def calls(self, mesh: Mesh) -> int:
-        """Number of calls since the last update, over all data ranks.  Collective over the mesh.
+        """Number of calls since the last update, over all data ranks. Collective over the mesh.
 
-        Raises
-        ------
-        ValueError
-            On every rank, if tensor or pipeline ranks of one data rank differ in their number of calls.
+        Raises ValueError on every rank if tensor or pipeline ranks of one data rank differ in their number of calls.
         """
         calls = int(mesh.data.all_reduce(np.array([self._calls]), label="control")[0])
         if mesh.data.size < mesh.world.size:
@@ -89,7 +74,7 @@ Transfer = Request | ChainedRequest
 
 
 class BucketSums(Protocol):
-    """What sums buckets over ranks for a `GradientReducer`, which decides when.  Collective, except `reset`.
+    """Sums buckets over ranks for a `GradientReducer`, which decides when. Collective, except `reset`.
 
     In this package it is always a `mpishard.data_parallel.strategy.Strategy`.
     """
@@ -98,11 +83,10 @@ class BucketSums(Protocol):
         """Add the terms of the other ranks of this model replica to a gradient; in a reproducible run without ties."""
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
-        """Start the sum of a bucket over the data axis; None if there is nothing to wait for.
+        """Start the sum of a bucket over the data axis; None if nothing is to be waited for.
 
-        With None the result is stored already, and the memory of the gradient is free.
-
-        `earlier` are the partial sums that belong to other terms of the sum than the gradient, oldest first.
+        With None the result is stored already, and the memory of the gradient is free. `earlier` are the partial sums
+        that belong to other terms of the sum than the gradient, oldest first.
         """
 
     def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
@@ -116,7 +100,7 @@ class BucketSums(Protocol):
 
 
 class Inspector(Protocol):
-    """What looks at a rank's own gradients before they are summed."""
+    """An object that looks at a rank's gradients before they are summed."""
 
     def look(self, bucket: Bucket, gradient: Array) -> None:
         """Look at the complete local gradient of a bucket."""
@@ -129,7 +113,7 @@ class Inspector(Protocol):
 
 
 class GradientPhase(Enum):
-    """How far a step's gradients are."""
+    """The progress of a step's gradients."""
 
     ACCUMULATING = "backward passes add to the gradients, and another may follow"
     REDUCING = "the last pass has completed buckets, and their sums over ranks are under way"
@@ -150,42 +134,26 @@ TRANSITIONS: tuple[tuple[GradientPhase, GradientPhase], ...] = (
 
 @dataclass
 class BucketOrder:
-    """Buckets `first` to `last` of one virtual stage, reduced in turn, the last one first; `next` is the next one.
-
-    `apart`: a tied tensor and a second use are an order by themselves.  `more`: more micro-batches of the stage follow
-    in this backward pass; how it differs from the reducer's `is_last_pass` is said in
-    `mpishard.parameters.reducer`.  `pushed`: micro-batches of this step that are partial sums.
-    """
+    """Buckets `first` to `last` of one virtual stage, reduced in turn, the last one first; `next` is the next one."""
 
     virtual_stage: int
     tied: bool
     first: int
     last: int
     next: int
+    # More micro-batches of the stage follow in this backward pass; see the module for the reducer's `is_last_pass`.
     more: bool = False
-    pushed: int = 0
-    apart: bool = False
+    pushed: int = 0  # micro-batches of this step that are partial sums
+    apart: bool = False  # a tied tensor and a second use are separate orders
 
 
 class ReadyTracker:
-    """The buckets of a model in the orders in which they are reduced, and the tensors that are ready in this pass.
-
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        Tensors in flat order.
-    buckets : sequence of Bucket
-
-    Attributes
-    ----------
-    orders : list of BucketOrder
-        In flat order, a second use before its virtual stage; end a pass in the reverse order.
-    places : dict
-        By the name of a tensor or second use: the index of its bucket, and the order of that.
-    """
+    """The buckets of a model in the orders in which they are reduced, and the tensors that are ready in this pass."""
 
     def __init__(self, pieces: Sequence[Piece], buckets: Sequence[Bucket]) -> None:
+        # In flat order, a second use before its virtual stage; end a pass in the reverse order.
         self.orders: list[BucketOrder] = []
+        # By the name of a tensor or second use: the index of its bucket, and the order of that.
         self.places: dict[str, tuple[int, BucketOrder]] = {}
         self._tensors = [bucket.last - bucket.first for bucket in buckets]
         self._ready: list[set[str]] = [set() for _ in buckets]
@@ -203,7 +171,7 @@ class ReadyTracker:
 
     @property
     def begun(self) -> bool:
-        """Whether any bucket was handed over in this pass."""
+        """Return True if any bucket was handed over in this pass."""
         return any(order.next < order.last for order in self.orders)
 
     def mark(self, name: str) -> BucketOrder:
@@ -213,7 +181,7 @@ class ReadyTracker:
         return order
 
     def is_complete(self, order: BucketOrder) -> bool:
-        """Whether all gradients of the next bucket are complete; False after the order's last bucket."""
+        """Return True if all gradients of the next bucket are complete; False after the order's last bucket."""
         return order.next >= order.first and len(self._ready[order.next]) == self._tensors[order.next]
 
     def end(self, order: BucketOrder) -> None:
@@ -231,30 +199,14 @@ class ReadyTracker:
 
 
 class KeptApart:
-    """How many micro-batches there are, which of them are partial sums already, and these sums.
-
-    Parameters
-    ----------
-    orders : sequence of BucketOrder
-        Each has partial sums of its own.
-    buckets : sequence of Bucket
-        All of them.
-    like : array
-        An array of the dtype and device of the gradients.
-
-    Attributes
-    ----------
-    partials : list of PartialSums
-        By bucket: that of its order.
-    in_pass : bool
-        Whether one backward pass has all micro-batches, one by one in each virtual stage; else each pass is one.
-    """
+    """The micro-batches of a step, which of them are partial sums already, and these sums, separate for each order."""
 
     def __init__(self, orders: Sequence[BucketOrder], buckets: Sequence[Bucket], like: Array) -> None:
-        self.partials: list[PartialSums] = []
+        self.partials: list[PartialSums] = []  # by bucket: that of its order
         for order in sorted(orders, key=lambda order: order.first):
             covered = buckets[order.first : order.last + 1]
             self.partials += [PartialSums(covered[0].start, covered[-1].stop, like)] * len(covered)
+        # One backward pass has all micro-batches, one by one in each virtual stage; else each pass is one.
         self.in_pass: bool = False
         self._merges: tuple[int, ...] = ()
 
@@ -267,7 +219,7 @@ class KeptApart:
         self.begin((), False)
 
     def __bool__(self) -> bool:
-        """Whether there are micro-batches to keep."""
+        """Return True if there are micro-batches to keep."""
         return bool(self._merges)
 
     def push(self, order: BucketOrder) -> int:
@@ -299,14 +251,8 @@ class KeptApart:
 class NoSync:
     """The context of `GradientReducer.no_sync`; it may be entered again, also inside itself.
 
-    Collective where that says so.
-
-    Parameters
-    ----------
-    begin : callable
-        Begins such a pass, and returns whether the pass under way was the last one.
-    end : callable
-        ``end(complete, was_last)`` ends it; not `complete` after an exception.
+    Collective where that says so. `begin` returns True if the pass under way was the last one; ``end(complete,
+    was_last)`` ends the pass, not `complete` after an exception.
     """
 
     def __init__(self, begin: Callable[[], bool], end: Callable[[bool, bool], None]) -> None:
@@ -327,42 +273,15 @@ class NoSync:
 class GradientReducer:
     """Owns the gradients of one model on one rank for the duration of a step.
 
-    A backward pass asks for memory by `gradient`, writes to it, and calls `mark_ready`.  What is ready is reduced at
-    once in the last pass of a step.  Passes before it run within `no_sync`, or between calls of `end_pass` while
-    `is_last_pass` is False.  `finalize` ends the last pass and waits for the sums; `reset` begins the next step.
+    A backward pass asks for memory by `gradient`, writes to it, and calls `mark_ready`. What is ready is reduced at
+    once in the last pass of a step. Passes before it run within `no_sync`, or between calls of `end_pass` while
+    `is_last_pass` is False. `finalize` ends the last pass and waits for the sums; `reset` begins the next step.
 
-    The class is long by its docstrings: it has all calls that begin, end or forget anything of a step.
-
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        Tensors in flat order.
-    buckets : sequence of Bucket
-        They cover the pieces; those of second uses follow.
-    like : array
-        An array of the dtype and device that the gradients shall have.
-    sums : BucketSums, optional
-        Sums complete buckets over ranks.  Without it the gradients stay local.
-    on_demand : bool
-        False: micro-batches add up in memory, and are reduced after the last of them.  True: a bucket has memory from
-        its first gradient until its reduction, after every micro-batch, and one reduction is under way at a time
-        (ZeRO-2).  Buckets of tied tensors are kept until the last micro-batch in both cases.
-    overlap : bool
-        False: wait for each sum as soon as it has started.
-    reproducible : bool
-        Whether micro-batches may be kept apart as partial sums.  A gradient is then reduced over tensor ranks before it
-        is added to another.
-
-    Attributes
-    ----------
-    phase : GradientPhase
-    memory : BucketMemory
-    is_last_pass : bool
-        Whether no other backward pass follows in this step.  False within `no_sync`; else as
-        `auto_sync_gradients` says, and True in the steps of a training loop.
-    inspector : Inspector or None
-    accumulation : Accumulation
-        Gradients of the caller that wait for an update.
+    `sums` adds up complete buckets over ranks; without it the gradients stay local. With `on_demand` a bucket has
+    memory from its first gradient until its reduction, after every micro-batch, and one reduction is under way at a
+    time (ZeRO-2); buckets of tied tensors are kept until the last micro-batch in both cases. Without `overlap` each sum
+    is waited for as soon as it has started. `reproducible`: micro-batches may be kept apart as partial sums; a gradient
+    is then reduced over tensor ranks before it is added to another.
     """
 
     def __init__(
@@ -380,8 +299,10 @@ class GradientReducer:
         self.on_demand = on_demand
         self.phase: GradientPhase = GradientPhase.ACCUMULATING
         self.inspector: Inspector | None = None
+        # No other backward pass follows in this step: False within `no_sync`; else as `auto_sync_gradients` says, and
+        # True in the steps of a training loop.
         self.is_last_pass: bool = sums is not None
-        self.accumulation = Accumulation()
+        self.accumulation = Accumulation()  # gradients of the caller that wait for an update
         self._sums = sums
         self._overlap = overlap
         self._tracker = ReadyTracker(pieces, buckets)
@@ -405,45 +326,32 @@ class GradientReducer:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether a gradient stays where it is, in the flat buffer, for all backward passes of all steps."""
+        """Return True if a gradient stays where it is, in the flat buffer, for all backward passes of all steps."""
         return not self.on_demand and not self._reproducible
 
     @property
     def reduces(self) -> bool:
-        """Whether the gradients are reduced, since an optimizer has bound them."""
+        """Return True if the gradients are reduced, since an optimizer has bound them."""
         return self._sums is not None
 
     @property
     def reduced(self) -> bool:
-        """Whether this step's gradients are complete and reduced; nothing can be added then."""
+        """Return True if this step's gradients are complete and reduced; nothing can be added then."""
         return self.phase is GradientPhase.REDUCED
 
     @property
     def has_content(self) -> bool:
-        """Whether gradients were written or reduced since the last `reset`."""
+        """Return True if gradients were written or reduced since the last `reset`."""
         return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._tracker.begun
 
     # -- backward passes --------------------------------------------------------------------------------------------
 
     def gradient(self, name: str, second: bool = False) -> tuple[Array, bool]:
-        """The memory for the gradient of tensor `name`, and whether to add to it (else: overwrite its content).
+        """The memory for the gradient of tensor `name`, and True to add to it, False to overwrite its content.
 
-        Parameters
-        ----------
-        name : str
-            Of the tensor.
-        second : bool
-            Whether to ask for that of its second use on this rank, where that is kept apart.
-
-        Returns
-        -------
-        array of the tensor's shape, and bool
-            A view, valid until the tensor is marked ready.
-
-        Raises
-        ------
-        RuntimeError
-            If its gradient is reduced already.
+        The memory is a view of the tensor's shape, valid until the tensor is marked ready; with `second` it is for the
+        gradient of the tensor's second use on this rank, where that is kept apart. Raises RuntimeError if the gradient
+        is reduced already.
         """
         key = self._second.get(name, name) if second else name
         if self.memory.early.writing:
@@ -480,61 +388,32 @@ class GradientReducer:
         )
 
     def mark_ready(self, name: str) -> None:
-        """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced.
-
-        Parameters
-        ----------
-        name : str
-            Of the tensor.
-        """
+        """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced."""
         order = self._tracker.mark(name)
         if not order.tied and (self.on_demand or (self.is_last_pass and not order.more)):
             while self._tracker.is_complete(order):
                 self._reduce(order)
 
     def no_sync(self) -> NoSync:
-        """A context for a backward pass that is not the last one of the step.
+        """A context, for one ``with`` statement, for a backward pass that is not the last one of the step.
 
-        Its gradients stay local where memory is kept.  Where memory is on demand (ZeRO-2 and 3) they are summed across
+        Its gradients stay local where memory is kept. Where memory is on demand (ZeRO-2 and 3) they are summed across
         ranks nevertheless, collectively over the data axis, at the latest at the exit: the next pass writes to the same
-        memory, and this rank keeps only its part of the sums.
-
-        Returns
-        -------
-        context manager
-            For one ``with`` statement.
-
-        Raises
-        ------
-        RuntimeError
-            At the entry, if the last pass has begun to reduce.
+        memory, and this rank keeps only its part of the sums. Entering raises RuntimeError if the last pass has begun
+        to reduce.
         """
         # A new one: kept here, it would keep the memory of the gradients until a collection.
         return NoSync(self._begin_without_sync, self._end_without_sync)
 
     def begin_virtual_stage(self, virtual_stage: int, last: bool) -> None:
-        """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass.
-
-        Parameters
-        ----------
-        virtual_stage : int
-            Its number.
-        last : bool
-            As above.
-        """
+        """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass."""
         self.memory.take_early(virtual_stage)
         for order in self._tracker.orders:
             if order.virtual_stage == virtual_stage:
                 order.more = not last
 
     def end_virtual_stage(self, virtual_stage: int) -> None:
-        """End a micro-batch's pass of a virtual stage; reduce its other buckets.  Collective over the data axis.
-
-        Parameters
-        ----------
-        virtual_stage : int
-            Its number.
-        """
+        """End a micro-batch's pass of a virtual stage; reduce its other buckets. Collective over the data axis."""
         for order in reversed(self._tracker.orders):
             if order.virtual_stage != virtual_stage or order.tied:
                 continue
@@ -563,7 +442,7 @@ class GradientReducer:
             self._enter(GradientPhase.REDUCED)
 
     def abandon(self) -> None:
-        """Drop the sums under way, whose communicators were revoked.  Not collective."""
+        """Drop the sums under way, whose communicators were revoked."""
         for _, _, transfer in self._pending:
             transfer.abandon()
         self._pending.clear()
@@ -588,44 +467,24 @@ class GradientReducer:
     def keep_apart(self, tree_merges: Sequence[int], *, in_pass: bool = False) -> None:
         """Keep the gradients of this step's micro-batches apart, as terms of a sum in a fixed order.
 
-        Only for reproducible runs, before the first backward pass of a step.
-
-        Parameters
-        ----------
-        tree_merges : sequence of int
-            For each micro-batch of this rank, how many of the partial sums before it are added to it, the newest first;
-            ``[0]`` if it has none.  Empty where each micro-batch is reduced by itself, on demand.
-        in_pass : bool
-            False: each backward pass is a micro-batch.  True: one pass has all of them, one by one in each virtual
-            stage.
+        Only for reproducible runs, before the first backward pass of a step. `tree_merges` has for each micro-batch of
+        this rank how many of the partial sums before it are added to it, the newest first; ``[0]`` if it has none,
+        empty where each micro-batch is reduced separately, on demand. `in_pass`: one pass has all of them, one by one
+        in each virtual stage; else each backward pass is a micro-batch.
         """
         assert self._reproducible
         self._apart.begin(tree_merges, in_pass)
 
     def push_external(self, flat: Array) -> Array:
-        """Keep a micro-batch apart whose gradient is the caller's array; not collective.
+        """Keep a micro-batch apart whose gradient is the caller's array, which is the reducer's from now on.
 
-        Parameters
-        ----------
-        flat : 1-D array
-            This rank's whole gradient of the micro-batch; it is the reducer's from now on.
-
-        Returns
-        -------
-        1-D array
-            Uninitialised memory for the next one.
+        Returns uninitialised memory for the next one.
         """
         (order,) = self._tracker.orders
         return self.memory.push_external(flat, self._apart.push(order))
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
-        """Begin a micro-batch's input gradient, whose weight gradient comes later; not collective.
-
-        Parameters
-        ----------
-        virtual_stage : int
-            Its number.
-        """
+        """Begin a micro-batch's input gradient, whose weight gradient comes later."""
         if self._apart.in_pass:
             self.memory.early.begin(virtual_stage)
 
@@ -673,7 +532,7 @@ class GradientReducer:
                 self._tracker.end(order)
 
     def _keep(self, order: BucketOrder) -> None:
-        """Make a complete micro-batch a partial sum of its own; the next one starts a gradient of its own."""
+        """Make a complete micro-batch a separate partial sum; the next one starts a separate gradient."""
         tree_merges = self._apart.push(order)
         buckets = self.buckets[order.first : order.last + 1]
         for bucket in reversed(buckets):

@@ -22,30 +22,14 @@ Array = Any
 class ShardedUnits:
     """This rank's shares of all units of consecutive tensors, and the units that are gathered now.
 
-    Methods that take units are collective over `axis`: all of its ranks must call them in the same order.
-
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        Tensors in flat order.
-    units : sequence of (first, last)
-        Runs of `pieces` that cover all of them.
-    axis : Axis
-        The ranks that share every unit evenly.
-    like : array
-        An array of the dtype and device of the parameters.
-
-    Attributes
-    ----------
-    shard : 1-D array
-        This rank's shares, end to end.
-    views : dict
-        The tensors gathered now, by name.
+    Methods that gather units (`prefetch`, `use`, `gather`, `rewrite`) are collective over `axis`, whose ranks share
+    every unit evenly: all of them must call them in the same order. `units` are runs of `pieces` that cover all of
+    them.
     """
 
     def __init__(self, pieces: Sequence[Piece], units: Sequence[tuple[int, int]], axis: Axis, like: Array) -> None:
         self.axis = axis
-        self.views: dict[str, Array] = {}
+        self.views: dict[str, Array] = {}  # the tensors gathered now, by name
         self._pieces = pieces
         self._units = units
         self._like = like
@@ -58,7 +42,7 @@ class ShardedUnits:
         self._starts = [0]
         for cuts in self._cuts:
             self._starts.append(self._starts[-1] + cuts[axis.rank + 1] - cuts[axis.rank])
-        self.shard: Array = arrays.zeros(self._starts[-1], like.dtype, like=like)
+        self.shard: Array = arrays.zeros(self._starts[-1], like.dtype, like=like)  # this rank's shares, end to end
         self._pool = BlockPool((stop - start for start, stop in self._extents), like)
         self._blocks: dict[int, Array] = {}
         self._pending: dict[int, Request] = {}
@@ -84,43 +68,16 @@ class ShardedUnits:
         return int(self.shard.nbytes + self._pool.nbytes + sum(block.nbytes for block in self._blocks.values()))
 
     def share(self, unit: int) -> Array:
-        """This rank's share of a unit, a view of `shard`.
-
-        Parameters
-        ----------
-        unit : int
-            Its number.
-
-        Returns
-        -------
-        1-D array
-            Of as many elements as this rank keeps of it.
-        """
+        """This rank's share of a unit, a view of `shard`."""
         return self.shard[self._starts[unit] : self._starts[unit + 1]]
 
     def take(self, flat: Array) -> None:
-        """Fill the shares from a flat array of all parameters.  Not collective.
-
-        Parameters
-        ----------
-        flat : 1-D array
-            The same on all ranks of the axis.
-        """
+        """Fill the shares from a flat array of all parameters, the same on all ranks."""
         for unit, (start, stop) in enumerate(self.own):
             self.share(unit)[...] = flat[start:stop]
 
     def assign(self, piece: Piece, unit: int, values: Array) -> None:
-        """Set a tensor to `values`, of which this rank keeps its share.  Not collective.
-
-        Parameters
-        ----------
-        piece : Piece
-            The tensor.
-        unit : int
-            The one that it is in.
-        values : array
-            Of the shape of the piece.
-        """
+        """Set a tensor to `values`, of which this rank keeps its share."""
         if piece.name in self.views:
             self.views[piece.name][...] = values
         start, stop = self.own[unit]
@@ -130,13 +87,7 @@ class ShardedUnits:
             self.share(unit)[first - start : last - start] = flat[first - piece.start : last - piece.start]
 
     def prefetch(self, units: Iterable[int]) -> None:
-        """Start to gather the units that are not gathered yet.
-
-        Parameters
-        ----------
-        units : iterable of int
-            Their numbers.
-        """
+        """Start to gather the units that are not gathered yet."""
         for unit in units:
             if unit in self._blocks:
                 continue
@@ -147,13 +98,7 @@ class ShardedUnits:
             )
 
     def use(self, units: Sequence[int]) -> None:
-        """Gather units, unless that has begun, and wait for them.
-
-        Parameters
-        ----------
-        units : sequence of int
-            Their numbers; `release` them afterwards.
-        """
+        """Gather units, unless that has begun, and wait for them; `release` them afterwards."""
         self.prefetch(units)
         for unit in units:
             self._users[unit] += 1
@@ -168,15 +113,7 @@ class ShardedUnits:
     def release(self, units: Iterable[int]) -> None:
         """End one use of each unit; its memory is freed after the last use.
 
-        Parameters
-        ----------
-        units : iterable of int
-            Their numbers.
-
-        Raises
-        ------
-        RuntimeError
-            If one is not in use.
+        Raises RuntimeError if one is not in use.
         """
         for unit in units:
             if not self._users[unit]:
@@ -196,29 +133,20 @@ class ShardedUnits:
         self._users.clear()
 
     def abandon(self) -> None:
-        """Abandon the gathers under way, after their communicators were revoked.  Not collective."""
+        """Abandon the gathers under way, after their communicators were revoked."""
         for pending in self._pending.values():
             pending.abandon()
         self._pending.clear()
 
     def gather(self, flat: Array) -> None:
-        """Fill a flat array of all parameters, unit by unit.
-
-        Parameters
-        ----------
-        flat : 1-D array
-            Overwritten.
-        """
+        """Fill a flat array of all parameters, unit by unit."""
         for unit, (start, stop) in enumerate(self._extents):
             self.axis.all_gather(flat[start:stop], self.share(unit), counts(self._cuts[unit]), label="parameters")
 
     def rewrite(self, change: Callable[[Array, int, int], None]) -> None:
         """Gather each unit into `block`, change its tensors by ``change(block, first, last)``, and keep the share.
 
-        Parameters
-        ----------
-        change : callable
-            Gets the memory of a unit, and the first and last (exclusive) of its tensors.
+        `first` and `last` (exclusive) are its tensors.
         """
         self.drop()
         for unit, ((first, last), (start, stop)) in enumerate(zip(self._units, self._extents, strict=True)):
