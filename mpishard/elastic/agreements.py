@@ -16,13 +16,7 @@ class Agreements:
     """Agreements of the workers, and of all processes of the run.
 
     The agreement of ULFM is uniform: if it returns on one survivor, it returns on all.  A process that fails elsewhere
-    must therefore still take part in each agreement in which others may be waiting, with a no: see `refuse_all`.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        Of the workers.
-    membership : Membership
+    must therefore still take part, with a no, in each agreement in which others may be waiting: see `refuse_all`.
     """
 
     def __init__(self, mesh: Mesh, membership: Membership) -> None:
@@ -32,23 +26,23 @@ class Agreements:
 
     @property
     def workers_may_wait(self) -> bool:
-        """Whether other workers may be waiting in an agreement of theirs: this process is in a step."""
+        """True while this process is in a step, when other workers may be waiting in an agreement of the workers."""
         return _WORKERS in self._pending
 
     def agree_as_workers(self) -> None:
-        """Return when all workers have come here."""
+        """Return when all workers have come here.  Collective over the workers."""
         self._pending.remove(_WORKERS)
         agree(self._mesh.world.comm, sound=True)
         self._pending.add(_WORKERS)
 
     def agree_as_crew(self) -> None:
-        """Return when all processes have come here."""
+        """Return when all processes have come here.  Collective over all processes of the run."""
         self._pending.remove(_MEMBERSHIP)
         self._membership.agree()
         self._pending.add(_MEMBERSHIP)
 
     def refuse_all(self) -> None:
-        """Take part in all agreements that others may be waiting in with a no, so that they fail there."""
+        """Take part with a no in all agreements in which others may be waiting, so that they fail there."""
         for scope, comm in ((_WORKERS, self._mesh.world.comm), (_MEMBERSHIP, self._membership.axis.comm)):
             if scope in self._pending:
                 with contextlib.suppress(MPI.Exception):
@@ -56,9 +50,9 @@ class Agreements:
         self.end_steps()
 
     def end_steps(self) -> None:
-        """From now on no worker waits in an agreement of the workers."""
+        """Note that no worker waits in an agreement of the workers any more."""
         self._pending = {_MEMBERSHIP}
 
     def begin_steps(self) -> None:
-        """From now on workers may wait in an agreement of theirs."""
+        """Note that workers may wait in an agreement of the workers from now on."""
         self._pending.add(_WORKERS)

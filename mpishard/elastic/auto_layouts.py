@@ -21,7 +21,7 @@ from mpishard.nn.described import MODEL, architecture_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import Objective
 
-# So many fewer ranks than there are may be faster, such as 8 of 11.  Some number of so many in a row has small factors.
+# This many fewer ranks than there are may be faster, such as 8 of 11: one of 8 numbers in a row has small factors.
 _FEWER = 7
 
 

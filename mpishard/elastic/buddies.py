@@ -1,4 +1,4 @@
-"""Chooses the rank that keeps a copy of each rank's state, on another node if possible, and says what needs one.
+"""Chooses the rank that keeps a copy of each rank's state, on another node if possible, and the arrays that need one.
 
 Then the loss of a node loses no state.
 """
@@ -10,16 +10,11 @@ from collections.abc import Hashable, Sequence
 
 
 def buddies(nodes: Sequence[str]) -> list[int]:
-    """For each rank, the rank that keeps the copy of its state: a permutation.
+    """For each rank, the rank that keeps the copy of its state: a permutation.  `nodes` has the node of each rank.
 
     The ranks are sorted by node, the node with the most ranks first.  A rank's buddy is as many positions further in
     this row as that first node has ranks, counted round the end.  So no buddy is on the rank's own node, unless more
     than half of all ranks are there.
-
-    Parameters
-    ----------
-    nodes : sequence of str
-        The node of each rank.
     """
     numbers = Counter(nodes)
     row = sorted(range(len(nodes)), key=lambda rank: (-numbers[nodes[rank]], nodes.index(nodes[rank])))
@@ -31,16 +26,9 @@ def buddies(nodes: Sequence[str]) -> list[int]:
 
 
 def needs_copy(holdings: Sequence[Hashable], nodes: Sequence[str], rank: int) -> bool:
-    """Whether an array of a rank would be lost with the rank, or with its node while there are others.
+    """Return True if an array of this rank would be lost with the rank, or with its node if there are other nodes.
 
-    Parameters
-    ----------
-    holdings : sequence
-        What each rank holds of the array's elements; empty if it holds none.
-    nodes : sequence of str
-        The node of each rank.
-    rank : int
-        The rank that holds the array.
+    `holdings` says, by rank, which elements of the array a rank holds (empty: none); `nodes` has the node of each rank.
     """
     if not holdings[rank]:
         return False

@@ -30,27 +30,14 @@ Array = Any
 class Committed:
     """The last committed state of this rank and of its neighbour, the rank whose buddy it is.
 
-    Creation is collective over the axis.
+    Creation is collective over `axis`, the ranks that keep each other's copies: the data axis, or the world.
+    `identities` and `nodes` are by rank of this axis.  `state` has the live arrays; an array whose elements another
+    rank holds too, on another node if there is one, needs no second copy.  `versions()` gives, by kind of shard, a
+    number that is raised when the array is written and is the same on all ranks; an array without one counts as written
+    in every step.
 
-    Parameters
-    ----------
-    axis : Axis
-        The ranks that keep each other's copies: the data axis, or the world.
-    identities : list of int
-        Identities of the processes on the axis, by rank.
-    nodes : list of str
-        Their nodes, by rank.
-    state : RunState
-        The live arrays.  An array whose elements another rank, on another node if there is one, holds too needs no
-        second copy.
-    versions : callable
-        Gives by kind of shard a number that is raised when the array is written, the same on all ranks; arrays without
-        one are written in every step.
-
-    Attributes
-    ----------
-    facts : mapping or None
-        The metadata of this state, once it was asked for: a move may be tried several times, if others die meanwhile.
+    `facts` is the metadata of this state once it was asked for: a move may be tried several times, if others die
+    meanwhile.
     """
 
     def __init__(
@@ -92,7 +79,7 @@ class Committed:
         self.commit()
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Copy the arrays before a step, those that were written since their last copy.  Not collective."""
+        """Copy the arrays that were written since their last copy, before a step."""
         versions = self._versions()
         for kind in self._written(self._kept, versions):
             self._before[kind][...] = self.state.shards[kind].array
@@ -126,7 +113,7 @@ class Committed:
             raise
 
     def commit(self) -> None:
-        """Make the present state the committed one.  Not collective."""
+        """Make the present state the committed one."""
         self._spare += [self._copies[kind] for kind in self._fresh if kind in self._copies]
         self._copies |= self._fresh
         self._fresh = {}
@@ -164,7 +151,7 @@ class Committed:
         return [kind for kind, name in kinds if name not in versions or versions[name] != since.get(name)]
 
     def _room(self, size: int, dtype: np.dtype) -> Array:
-        """Memory for an array."""
+        """Memory for an array: of an earlier copy if one has this size and dtype."""
         fitting = (number for number, array in enumerate(self._spare) if (array.size, array.dtype) == (size, dtype))
         number = next(fitting, None)
         return np.empty(size, dtype) if number is None else self._spare.pop(number)

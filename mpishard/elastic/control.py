@@ -27,38 +27,32 @@ _POLL_S = 0.2
 _WAIT_POLL_S = 0.05
 FIXED = "the run keeps the tensor and pipeline sizes of its mesh; ElasticOptimizer(..., layouts=...) may change them"
 T = TypeVar("T")
-# What a request asks for: so many workers, or a mesh.
+# A request asks for a number of workers or for a mesh.
 Wanted = int | MeshSizes
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the request `id`: the workers before and after, or why the request was refused.
-
-    `mesh`: the mesh after it, of a run that may change it.
-    """
+    """The answer to the request `id`: the workers before and after, or why the request was refused."""
 
     id: str
     before: int
     after: int
     step: int
     refused: str = ""
-    mesh: str = ""
+    mesh: str = ""  # mesh after the request, of a run that may change it
 
 
 @dataclass(frozen=True)
 class Standing:
-    """State of a run as its file shows it.
-
-    `taken`: id of the accepted request that still waits for workers to join; `mesh`: of a run that may change it.
-    """
+    """State of a run as its file shows it."""
 
     min_workers: int
     max_workers: int
     workers: int
     answer: Answer | None = None
-    taken: str = ""
-    mesh: str = ""
+    taken: str = ""  # id of the accepted request that still waits for workers to join
+    mesh: str = ""  # of a run that may change its mesh
 
 
 class ControlFolder:
@@ -70,12 +64,8 @@ class ControlFolder:
     def make(self) -> None:
         """Make the folder and the run's folder, or clear the folder that an earlier run left.
 
-        Raises
-        ------
-        ValueError
-            If the folder is not the user's own, or others may open it.
-        OSError
-            If the folder cannot be made; the message names a way out.
+        Raises ValueError if the folder belongs to another user or others may open it, and OSError, with a way out, if
+        it cannot be made.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +80,7 @@ class ControlFolder:
         warn_of_writers(self.path.parent)
 
     def check(self) -> None:
-        """Raise ValueError if another user could write into the folder, FileNotFoundError if there is none."""
+        """Raise ValueError if another user could write into the folder, FileNotFoundError if it does not exist."""
         with opened(self.path, private=True):
             pass
 
@@ -108,7 +98,10 @@ class ControlFolder:
 
     @property
     def request(self) -> tuple[str, Wanted | None] | None:
-        """Id of the present request and what it wants, None without one; an unreadable request wants nothing."""
+        """Id of the present request and the number of workers or mesh that it wants; None without one.
+
+        An unreadable request wants nothing.
+        """
         try:
             found = self._read("request")
         except NotPrivateError:
@@ -134,7 +127,7 @@ class ControlFolder:
 
     @property
     def standing(self) -> Standing | None:
-        """The state of the run; None if there is no run, ValueError if its file is damaged."""
+        """The state of the run; None if no run has written one.  Raises ValueError if its file is damaged."""
         found = self._read("run")
         if found is None:
             return None
@@ -150,7 +143,7 @@ class ControlFolder:
 
 
 def _of_fields(kind: type[T], found: Any) -> T | None:
-    """A value of the fields that a file has; None unless it has them all, and no others."""
+    """A value of the fields that a file has; None unless it has exactly these."""
     types = get_type_hints(kind)
     if not isinstance(found, dict) or found.keys() != types.keys():
         return None
@@ -161,13 +154,7 @@ def _of_fields(kind: type[T], found: Any) -> T | None:
 class Control:
     """The run's side of a control folder; only the first worker calls `poll`, between two steps.
 
-    Parameters
-    ----------
-    folder : ControlFolder
-    min_workers, max_workers : int
-        Limits of a request.
-    refuse : callable
-        Why the run cannot have a mesh; empty if it can.
+    `refuse` gives the reason why the run cannot have a mesh, empty if it can.
     """
 
     def __init__(
@@ -187,7 +174,7 @@ class Control:
         self._exchanged = False  # whether a warning about a replaced folder was given
 
     def poll(self, workers: int, step: int, waits: bool = False, mesh: str = "") -> Wanted | None:
-        """Write how many workers there are after this step, and return what a new request wants, else None.
+        """Write the number of workers after this step, and return what a new request wants, else None.
 
         A poll that returns a request does not answer it.  A later poll does, when the run has had its chance to change
         and waits for no more workers (`waits`).  If another request comes while it waits, that one replaces the first.
@@ -235,7 +222,7 @@ class Control:
         return wanted
 
     def _why_not(self, wanted: Wanted | None) -> str:
-        """Why the run refuses a request; empty if it does not."""
+        """The reason why the run refuses a request; empty if it accepts it."""
         workers = wanted.ranks if isinstance(wanted, MeshSizes) else wanted
         if workers is None or not self._limits[0] <= workers <= self._limits[1]:
             return f"{workers} workers are outside of min_workers={self._limits[0]} to max_workers={self._limits[1]}"
@@ -247,33 +234,12 @@ class Control:
 
 
 def request_resize(run: Path, wanted: Wanted, wait: float) -> Answer:
-    """Request another number of workers, or a mesh, from the run in a folder.
+    """Request another number of workers, or a mesh, from the run in a folder, from a process outside of the run.
 
-    Not collective: one process outside of the run calls it.
-
-    Parameters
-    ----------
-    run : path
-        The folder of the run.
-    wanted : int or MeshSizes
-        The number of workers, or the mesh.
-    wait : float
-        Longest time in seconds until the run answers; it does so between two steps.
-
-    Returns
-    -------
-    Answer
-        What the run has answered.
-
-    Raises
-    ------
-    FileNotFoundError
-        If no run is there.
-    ValueError
-        If the folder is another user's, or the run cannot have so many workers, or this mesh.
-    TimeoutError
-        If the run has not accepted the request in time, which is then taken back.  Or if it has, and the workers that
-        it needs have not joined yet.
+    Waits at most `wait` seconds for the answer, which a run gives between two steps.  Raises FileNotFoundError if no
+    run uses the folder, ValueError if the folder is another user's or the run refuses the request, and TimeoutError if
+    the run has not accepted the request in time, which is then taken back, or has accepted it and the workers that it
+    needs have not joined yet.
     """
     folder = ControlFolder(run)
     try:

@@ -19,11 +19,8 @@ _LIMIT_S = 30.0
 class Discovery:
     """Asks in a thread, so that the run does not wait for the answer.
 
-    Parameters
-    ----------
-    source : callable or path
-        A function without arguments that returns the number; a file with the number, or with hosts whose slots add up
-        to it, see `count_slots`; or an executable file that prints one of these.
+    `source` is a function without arguments that returns the number; a file with the number, or with hosts whose slots
+    add up to it, see `count_slots`; or an executable file that prints one of these.
     """
 
     def __init__(self, source: Callable[[], int] | str | os.PathLike[str]) -> None:
@@ -39,7 +36,7 @@ class Discovery:
         self._thread: threading.Thread | None = None
 
     def news(self) -> int | None:
-        """The number, once after each change; else None.  The first call starts the thread.  Not collective."""
+        """The number, once after each change; else None.  The first call starts the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mpishard-discovery", daemon=True)
             self._thread.start()
@@ -58,7 +55,7 @@ class Discovery:
         while not self._end.is_set():
             try:
                 found = int(self._ask())
-            except Exception as error:  # any failure: the run can go on without the answer
+            except Exception as error:  # any failure: the run can continue without the answer
                 if str(error) != problem:
                     problem = str(error)
                     warn(f"discover failed, the workers stay as they are: {error}")
@@ -72,15 +69,10 @@ class Discovery:
 
 
 def count_slots(text: str) -> int:
-    """The number of workers that a host file asks for.
+    """The number of workers that a host file asks for; ValueError if a line has another form than these.
 
     The file has one number; or one host per line, as ``NAME``, ``NAME:SLOTS`` or ``NAME slots=SLOTS``, and the number
     is the sum of the slots.  Empty lines and text after a ``#`` are ignored.
-
-    Raises
-    ------
-    ValueError
-        If a line has another form.
     """
     lines = [line.partition("#")[0].strip().replace(" slots=", ":") for line in text.splitlines()]
     lines = [line for line in lines if line]

@@ -17,24 +17,11 @@ from mpishard.launch.signals import Signals
 
 
 class Outside:
-    """Receives requests while it is entered as a context manager.  Creation is collective over the axis.
+    """Receives requests while it is entered as a context manager.
 
-    Parameters
-    ----------
-    axis : Axis
-        All processes of the run.
-    min_workers, max_workers : int
-    folder : Path or None
-        Folder of the run, for requests from other shells.
-    discover : callable or path or None
-        See `Discovery`.
-    choice : MeshChoice, optional
-        Of a run that may change its mesh.
-
-    Raises
-    ------
-    ValueError, OSError
-        On every rank, if the control folder cannot be made or is not the user's own.
+    Creation is collective over `axis`, all processes of the run.  Raises ValueError or OSError on every rank if the
+    control folder (`folder`: of the run) cannot be made or belongs to another user.  `discover` is the source of a
+    `Discovery`; `choice` is given for a run that may change its mesh.
     """
 
     def __init__(
@@ -74,7 +61,7 @@ class Outside:
             self._discovery.close()
         if self._control is None or self._axis.rank or is_joining():
             return
-        if kind is None or not heals_in_place():  # after an error here the other processes go on and need the folder
+        if kind is None or not heals_in_place():  # after an error here the other processes continue and need the folder
             self._control.close()
 
     @property
@@ -88,9 +75,9 @@ class Outside:
             self._discovery.known = number
 
     def wanted(self, workers: int, step: int, waits: bool, mesh: str = "") -> Wanted | None:
-        """What a new request wants, None without one.  The first worker calls this after each step.
+        """The number of workers or the mesh of a new request, or None.  The first worker calls this after each step.
 
-        `waits`: whether the run waits for workers to join; `mesh`: the present one, of a run that may change it.
+        `waits` is true while the run waits for workers to join; `mesh` is the present one, of a run that may change it.
         """
         found = None if self._discovery is None else self._discovery.news()
         if found is not None:

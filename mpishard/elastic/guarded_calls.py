@@ -1,4 +1,4 @@
-"""Runs operations of MPI that may wait for ever after a death in a thread, with a time limit."""
+"""Runs MPI operations that may wait forever after a death in a thread, with a time limit."""
 
 from __future__ import annotations
 

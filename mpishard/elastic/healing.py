@@ -1,4 +1,4 @@
-"""What survivors do after a death: they shrink to those who live, and agree on the last committed step."""
+"""The work of survivors after a death: they shrink to those who live, and agree on the last committed step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from mpishard.launch.job_notes import JobNotes, RunLost
 
 
 class Healing:
-    """Removes dead processes from the run; has no state of its own.
-
-    Parameters
-    ----------
-    parts : Parts
-    """
+    """Removes dead processes from the run; it has no state, `parts` own all of it."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -25,14 +20,8 @@ class Healing:
     def heal(self) -> Order:
         """Remove the dead processes and return to the last committed step; returns the order for the next workers.
 
-        Collective over the survivors, which come here from anywhere; if another one dies meanwhile, it is called again.
-
-        Raises
-        ------
-        RunLost
-            If the survivors have no part of the state, or are too few.
-        MPI.Exception
-            If another process dies.
+        Collective over the survivors, which come here from anywhere; if another one dies meanwhile, MPI.Exception is
+        raised, and `heal` is called again.  Raises RunLost if the survivors lack a part of the state, or are too few.
         """
         parts = self._parts
         membership, transactions, target = parts.membership, parts.transactions, parts.elasticity.target
@@ -64,14 +53,14 @@ class Healing:
         return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
 
     def _exchange(self) -> list[Survivor]:
-        """What each survivor knows.  Collective over them."""
+        """The facts of each survivor.  Collective over them."""
         transactions, request = self._parts.transactions, self._parts.elasticity.target.agreed
         disruption = self._parts.recruiter.last_disruption
         own = Survivor(transactions.status, transactions.has_state, request, disruption)
         return self._parts.membership.axis.allgather_object(own)
 
     def _note_healed(self, step: int) -> None:
-        """Inform the supervisor that the run has survived a death and goes on after this step."""
+        """Inform the supervisor that the run has survived a death and continues after this step."""
         folder = JobNotes.from_environment()
         if folder is not None:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """A spawned process until it has joined the run: it runs the script, and ends when the run no longer needs it.
 
 A thread listens to the leader of the run.  If the leader dies or dismisses this process, the process ends at once,
-whatever the script is doing.  If the script ends before the process has joined, the run goes on.
+whatever the script is doing.  If the script ends before the process has joined, the run continues.
 `mpishard.elastic.spawning` is the other side.
 """
 
@@ -63,13 +63,7 @@ def _run(arguments: list[str]) -> None:
 
 
 class JoiningProcess:
-    """This process, until it has joined the run that has spawned it.
-
-    Attributes
-    ----------
-    waits : bool
-        Whether it has not joined yet.
-    """
+    """This process, until it has joined the run that has spawned it; `waits` is true until then."""
 
     this: ClassVar[JoiningProcess]
 
@@ -109,7 +103,7 @@ class JoiningProcess:
         return merged
 
     def fail(self, why: str) -> NoReturn:
-        """Report why this process cannot join, and end when the leader orders it, as all that were spawned with it."""
+        """Report why this process cannot join, and end on the leader's order, with all that were spawned with it."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._tell(FAILED, why.splitlines()[0][:_WORDS])
@@ -146,7 +140,7 @@ class JoiningProcess:
     def _send_away(self) -> NoReturn:
         """End in order, whatever the script is doing.
 
-        If possible this is done in the script's thread: a call of MPI there after Finalize would end the run.
+        If possible in the script's thread: a call of MPI there after Finalize would end the run.
         """
         signal.pthread_kill(threading.main_thread().ident or 0, _LEAVE)
         time.sleep(_HEARS_S)

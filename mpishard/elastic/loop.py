@@ -1,7 +1,6 @@
 """The training loop of an elastic run: steps that are transactions, and changes of the workers between two steps.
 
-The phases of a process, and what leads from one to the next, are in `mpishard.elastic.phases`; here is what happens in
-each of them.
+`mpishard.elastic.phases` has the phases of a process and their transitions; this file has the work of each phase.
 """
 
 from __future__ import annotations
@@ -42,27 +41,16 @@ from mpishard.training.run import TrainingRun
 
 # Error classes of MPI after a death, or when a peer that has detected one has revoked the communicator.
 _DEATH = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
-# While spawned processes start on cores that workers share, workers sleep after a step for so many times its duration,
-# and for at most so many seconds.
+# While spawned processes start on cores that workers share, workers sleep after a step for this multiple of its
+# duration, and for at most this number of seconds.
 _GIVE_WAY, _GIVE_WAY_MOST_S = 3, 0.1
 
 
 class ElasticLoop:
     """One run of the training loop in which workers may join, leave and die.
 
-    Creation is collective over the optimizer's mesh; a process that joins the run comes out when it has joined it.
-
-    Parameters
-    ----------
-    elasticity : Elasticity
-    problem : Objective
-    optimizer : ShardedOptimizer
-    options : RunOptions
-
-    Attributes
-    ----------
-    phase : Phase
-        The phase of this process, the only thing that decides what it does next.
+    Creation is collective over the optimizer's mesh; in a process that joins the run, it returns when the process has
+    joined.  `phase` alone decides what the process does next.
     """
 
     runs: ClassVar[int] = 0  # number of runs that this process has begun
@@ -116,10 +104,7 @@ class ElasticLoop:
     def run(self) -> OptimizationResult[Any]:
         """Take part in the run until it ends; returns its result.  Collective over all processes.
 
-        Raises
-        ------
-        SystemExit
-            In a process that is in no whole replica of the model at the end.
+        Raises SystemExit in a process that is in no whole replica of the model at the end.
         """
         membership, training = self._parts.membership, self._parts.training
         training.begin()
@@ -149,7 +134,7 @@ class ElasticLoop:
     # -- phases -----------------------------------------------------------------------------------------------------
 
     def _take_turn(self) -> Event:
-        """Do what the phase asks for; returns how that has ended."""
+        """Do the work of the present phase; returns how it has ended."""
         try:
             return self._TURNS[self.phase](self)
         except MPI.Exception as error:
@@ -160,7 +145,7 @@ class ElasticLoop:
             return Event.DIED
 
     def _start(self) -> Event:
-        """Have all processes begin with the wanted number of workers; they know it without an order."""
+        """Have all processes begin with the wanted number of workers, which they know without an order."""
         if self._order is None:
             self._order = self._parts.decisions.next_order()
         return self._next() if self._order is None else Event.ORDERED
@@ -184,20 +169,18 @@ class ElasticLoop:
         return Event.STOPPED if transactions.status.stop_reason else self._pass_on(Event.WORKS)
 
     def _wait(self) -> Event:
-        """Wait for an order."""
         self._order = self._parts.membership.wait_for_order()
         if not self._order.workers:
             self._parts.training.held.raise_over(self._parts.membership.axis)
         return Event.ORDERED
 
     def _resize(self) -> Event:
-        """Change the workers."""
         assert self._order is not None
         Resizing(self._parts).resize(self._order)
         return self._next()
 
     def _heal(self) -> Event:
-        """Return to the last committed step with those who live."""
+        """Return to the last committed step with the survivors."""
         self._order = Healing(self._parts).heal()
         return Event.ORDERED
 
@@ -210,7 +193,7 @@ class ElasticLoop:
         return self._pass_on(Event.FINISHED)
 
     def _close(self) -> Event:
-        """Wait until all processes have come here: then none needs another any more."""
+        """Wait until all processes have come here: then no process needs another any more."""
         self._parts.agreements.agree_as_crew()
         return Event.CLOSED
 
@@ -229,7 +212,7 @@ class ElasticLoop:
     # -- parts of phases --------------------------------------------------------------------------------------------
 
     def _next(self) -> Event:
-        """What this process is when the workers are those that are wanted."""
+        """The event when the workers are those that are wanted: FINISHED, SPARE, STOPPED or WORKS."""
         status, membership = self._parts.transactions.status, self._parts.membership
         if status.stop_reason and status.saved and self._parts.decisions.suits(membership.roles.most):
             return Event.FINISHED
@@ -238,13 +221,13 @@ class ElasticLoop:
         return Event.STOPPED if status.stop_reason else Event.WORKS
 
     def _pass_on(self, otherwise: Event) -> Event:
-        """Send all processes the next order; returns `otherwise` if there is none.  Collective over the workers."""
+        """Send all processes the next order; returns `otherwise` without an order.  Collective over the workers."""
         parts = self._parts
         order = parts.decisions.next_order()
         if order is None:
             return otherwise
         parts.transactions.prepare_move()
-        parts.agreements.agree_as_workers()  # either all workers go on to the resizing, or none
+        parts.agreements.agree_as_workers()  # either all workers continue with the resizing, or none
         parts.agreements.end_steps()
         if parts.membership.rank == 0:
             parts.membership.order(order)
@@ -269,7 +252,7 @@ def _leave(membership: Membership) -> None:
 def _first_offer(
     mesh: Mesh, wanted: MeshSizes | None, choice: MeshChoice, batch_size: int
 ) -> tuple[int, MeshSizes | None]:
-    """For how many processes the mesh is the right one at the beginning: for none if it has to change.
+    """The number of processes for which the first mesh is right (0: it has to change), and the mesh that is wanted.
 
     Collective over the mesh.
     """

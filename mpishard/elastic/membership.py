@@ -33,14 +33,14 @@ _END_NAP_S = 0.02
 
 
 def is_joining() -> bool:
-    """Whether this process was spawned by a run that wanted more workers, and has not joined it yet."""
+    """Return True if this process was spawned by a run that wanted more workers, and has not joined it yet."""
     return spawned_cell() is not None and JoiningProcess.this.waits
 
 
 def agree(comm: MPI.Intracomm, sound: bool) -> None:
     """Return on all ranks if all are sound, and raise MPI.Exception on all otherwise, or if one has died.
 
-    Collective, over a revoked communicator too.  A rank that waits here goes on only when all others come here.  So a
+    Collective, over a revoked communicator too.  A rank that waits here continues only when all others come here.  So a
     rank that fails on the way to an agreement must still take part in it.
     """
     if heals_in_place() and not comm.Agree(int(sound)):
@@ -50,7 +50,8 @@ def agree(comm: MPI.Intracomm, sound: bool) -> None:
 def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Duplicate a new communicator; MPI.Exception on all its ranks if one dies.  Collective.
 
-    Without the agreements one rank could go on with the duplicate, or wait in it for ever, while another one gives up.
+    Without the agreements one rank could continue with the duplicate, or wait in it forever, while another one gives
+    up.
     """
     agree(comm, True)  # a communicator must not be revoked where it is still being made
     try:
@@ -69,7 +70,7 @@ def _shared_axis(comm: MPI.Intracomm) -> Axis:
 
 
 class Order(NamedTuple):
-    """The next number of workers, and how many spawned workers wait to be called in for it.
+    """The next number of workers, and the number of spawned workers that wait to be called in for it.
 
     No workers: the run fails by an error that all processes raise.
     """
@@ -85,21 +86,9 @@ class Membership:
     model-parallel rank for its whole life, since its arrays are cut for that rank.  Any process of the same
     model-parallel rank can take over from it.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All processes of the run; the axis gets a duplicate.  In a joining process: those that were spawned with it.
-    place : ModelParallelRank
-        Of this process.
-    workers : int
-        How many workers train: the first ones.
-
-    Attributes
-    ----------
-    axis : Axis
-        All processes; collectives over it need the spares too.
-    roles : Roles
-        Who of them is in which worker.
+    `axis` is over a duplicate of `comm` and has all processes: collectives over it need the spares too.  In a joining
+    process `comm` has those that were spawned with it.  The first `workers` workers train; `roles` says which process
+    is in which worker.
     """
 
     lost: ClassVar[bool] = False
@@ -125,8 +114,8 @@ class Membership:
     def assign_roles(self, workers: int, ends: bool = False, leaves: bool = False) -> None:
         """Choose the processes of `workers` workers, see `Roles.assign`.  Collective.
 
-        All processes first exchange their facts.  `ends`: whether the run ends; one process that knows it is enough.
-        `leaves`: whether this process leaves, for a spare that got a signal.
+        All processes first exchange their facts.  `ends`: the run ends; one process that knows it is enough.  `leaves`:
+        this process, a spare that got a signal, leaves.
         """
         self._leaves |= leaves
         place = self._place
@@ -139,7 +128,7 @@ class Membership:
         self._free = max(*(member.free for member in members), max(self.roles.identities) + 1)
 
     def let_go(self, leaves: list[bool]) -> None:
-        """Mark processes that leave with the next `split`.  Called by all workers; not collective."""
+        """Mark processes that leave with the next `split`.  Called by all workers."""
         self.roles = self.roles.with_leaving(leaves)
         self._leaves |= leaves[self.rank]
 
@@ -155,17 +144,17 @@ class Membership:
 
     @property
     def works(self) -> bool:
-        """Whether this process is part of a worker."""
+        """True if this process is part of a worker."""
         return self.rank < self.roles.working
 
     def order(self, order: Order) -> None:
-        """Send the spares an order.  Called by rank 0; not collective."""
+        """Send the spares an order.  Called by rank 0 alone."""
         numbers = np.array(order, np.int64)
         for spare in range(self.roles.working, self.roles.size):
             self.axis.send(numbers, self.roles.ranks[spare], _ORDER, label="control")
 
     def fail(self) -> Axis:
-        """Order the spares to raise an error with the workers; returns the axis of all.  Not collective."""
+        """Order the spares to raise an error with the workers; returns the axis of all."""
         if self.rank == 0:
             self.order(Order(0))
         return self.axis
@@ -182,7 +171,7 @@ class Membership:
     def call_in(self, recruitment: SpawnRequest | None) -> tuple[str, str]:
         """Call in the processes that rank 0 has spawned.  Collective.
 
-        Returns the port where they wait, empty if they do not join, and the reason for that.  `recruitment`: the
+        Returns the port where they wait, empty if they do not join, and the reason for that.  `recruitment` is the
         request of rank 0, None on the others.
         """
         port = "" if recruitment is None else recruitment.call()
@@ -210,8 +199,8 @@ class Membership:
     def split(self, workers: int, leaves: bool, ends: bool) -> MPI.Intracomm | None:
         """Make a communicator of the processes of `workers` workers; None on the other processes.  Collective.
 
-        Processes that leave are not in it unless the run ends: `ends` is true on any process.  `leaves`: whether this
-        process leaves, for a spare that got a signal.
+        Processes that leave are not in it unless the run ends: `ends` is true on any process.  `leaves`: this process,
+        a spare that got a signal, leaves.
         """
         self.assign_roles(workers, ends, leaves)
         part = self.axis.comm.Split(0 if self.works else MPI.UNDEFINED, self.rank)
@@ -225,7 +214,7 @@ class Membership:
         agree(self.axis.comm, sound)
 
     def revoke(self) -> None:
-        """Wake all processes that wait in an operation over the axis.  Not collective."""
+        """Wake all processes that wait in an operation over the axis."""
         self.axis.revoke()
 
     def shrink(self) -> None:
@@ -240,7 +229,7 @@ class Membership:
         self.assign_roles(self.roles.workers)
 
     def end(self) -> None:
-        """End the run: processes that are in no worker end their scripts now, the others go on.  Collective."""
+        """End the run: processes that are in no worker end their scripts now, the others continue.  Collective."""
         if self.roles.working < self.roles.size:
             atexit.register(self._await_others)
         else:

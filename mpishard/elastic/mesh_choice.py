@@ -1,4 +1,4 @@
-"""Which mesh an elastic run takes for a number of processes, where it may change its tensor and pipeline sizes too."""
+"""The mesh that an elastic run takes for a number of processes, if it may change its tensor and pipeline sizes too."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ _AXES = ("data", "tensor", "pipeline")
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the axes of a mesh.
-
-    Parameters
-    ----------
-    data, tensor, pipeline : int
-        At least 1.
-    """
+    """Sizes of the axes of a mesh, each at least 1."""
 
     data: int
     tensor: int = 1
@@ -28,7 +22,6 @@ class MeshSizes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.data * self.tensor * self.pipeline
 
     def __str__(self) -> str:
@@ -36,49 +29,17 @@ class MeshSizes(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> MeshSizes:
-        """The sizes that a user gives by axis.
+        """The sizes that a user gives by axis; an axis that is left out, and ``data=-1``, count as 1.
 
-        Not collective.
-
-        Parameters
-        ----------
-        sizes : mapping of str to int
-            An axis that is left out has size 1.
-
-        Returns
-        -------
-        MeshSizes
-            Of all axes.
-
-        Raises
-        ------
-        TypeError
-            If an axis has another name, or a size is no integer.
-        ValueError
-            If a size is below 1; ``data=-1`` counts as left out.
+        Raises TypeError if an axis has another name or a size is no integer, ValueError if a size is below 1.
         """
         return cls(**{"data": 1, **_checked(sizes)})
 
     @classmethod
     def parse(cls, text: str) -> MeshSizes:
-        """The sizes in a text.
+        """The sizes in a text such as ``data=2,tensor=2``; an axis that is left out has size 1.
 
-        Not collective.
-
-        Parameters
-        ----------
-        text : str
-            Such as ``data=2,tensor=2``; an axis that is left out has size 1.
-
-        Returns
-        -------
-        MeshSizes
-            Of all axes.
-
-        Raises
-        ------
-        ValueError
-            If the text has another form, names an axis twice, or has a size below 1.
+        Raises ValueError if the text has another form, names an axis twice, or has a size below 1.
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):
@@ -90,26 +51,14 @@ class MeshSizes(NamedTuple):
 
 
 class MeshChoice:
-    """Chooses the mesh for a number of processes.  Not collective: one process chooses, and the others are told.
+    """Chooses the mesh for a number of processes, on one process, which informs the others.
 
-    Parameters
-    ----------
-    layouts : sequence of mappings, callable, "auto" or AutoLayouts
-        As the argument of `ElasticOptimizer`.
-    min_ranks : int
-        No mesh has fewer.
+    `layouts` is the argument of `ElasticOptimizer`: a sequence of mappings, a callable, "auto" or an AutoLayouts;
+    TypeError or ValueError if it is none of these, or an entry has no valid sizes.  No mesh has fewer than `min_ranks`
+    ranks.
 
-    Attributes
-    ----------
-    why_not : callable
-        Why the model and the optimizer cannot have a mesh; empty if they can.
-    auto : object
-        What makes the function once the problem is known, see `use`: "auto" or AutoLayouts; None without.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `layouts` is neither, or an entry has no valid sizes.
+    `why_not` gives the reason why the model and the optimizer cannot have a mesh, empty if they can.  `auto` is "auto"
+    or the AutoLayouts that makes the function once the problem is known, see `use`; None without.
     """
 
     def __init__(self, layouts: Layouts, min_ranks: int) -> None:
@@ -132,25 +81,12 @@ class MeshChoice:
             )
 
     def best(self, ranks: int, batch_size: int) -> MeshSizes | None:
-        """The mesh for at most so many ranks and samples in a step; None if none fits.
+        """The mesh for at most this number of ranks and of samples in a step; None if none fits.
 
-        Parameters
-        ----------
-        ranks : int
-            Processes that there are.
-        batch_size : int
-            No mesh has more data ranks, which would have no samples.
-
-        Returns
-        -------
-        MeshSizes or None
-            Of a list the entry with the most ranks, of several such the first.  What the function returns for `ranks`,
-            or for the next smaller number for which it does not return None.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the function returns no valid sizes, a mesh of more ranks, or one that the model cannot have.
+        Of a list the entry with the most ranks, of several such the first; of a function what it returns for `ranks`,
+        or for the next smaller number for which it does not return None.  More data ranks than samples would have
+        nothing to do.  Raises TypeError or ValueError if the function returns no valid sizes, a mesh of more ranks, or
+        one that the model cannot have.
         """
         found = (sizes for sizes in self._candidates(ranks, batch_size) if sizes.ranks >= self.min_ranks)
         if self._function is not None:
@@ -182,7 +118,7 @@ class MeshChoice:
         self._function = function
 
     def refuse(self, sizes: MeshSizes) -> str:
-        """Why the run does not take a mesh that was asked for by its sizes; empty if it does."""
+        """The reason why the run does not take a mesh that was asked for by its sizes; empty if it does."""
         if not self._listed or any(_has(entry, sizes) for entry in self._listed):
             return self.why_not(sizes)
         listed = "; ".join(",".join(f"{name}={size}" for name, size in entry.items()) or "{}" for entry in self._listed)
@@ -197,7 +133,7 @@ class MeshChoice:
 
 
 def _checked(entry: Any) -> dict[str, int]:
-    """The sizes of an entry that are given; data=-1 counts as not given."""
+    """The sizes that an entry gives; data=-1 counts as not given."""
     if not isinstance(entry, Mapping) or not set(entry) <= set(_AXES):
         raise TypeError(f"the layout {shown(entry)} must be sizes by axis, such as {{'data': 2, 'tensor': 2}}")
     given = {name: integer(f"the layout's {name}", size) for name, size in entry.items()}
@@ -209,7 +145,7 @@ def _checked(entry: Any) -> dict[str, int]:
 
 
 def _fitted(entry: Mapping[str, int], ranks: int, batch_size: int) -> MeshSizes | None:
-    """The entry on at most so many ranks, with as many data ranks as fit if they are not given."""
+    """The entry on at most `ranks` ranks, with as many data ranks as fit if it gives no data size."""
     tensor, pipeline = entry.get("tensor", 1), entry.get("pipeline", 1)
     data = entry.get("data", min(ranks // (tensor * pipeline), batch_size))
     sizes = MeshSizes(data, tensor, pipeline)

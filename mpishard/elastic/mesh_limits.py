@@ -1,4 +1,4 @@
-"""Which meshes the model and the optimizer of an elastic run can have."""
+"""The meshes that the model and the optimizer of an elastic run can have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from mpishard.training.objective import Objective
 
 
 class MeshLimits:
-    """Says why a mesh cannot be had; called as `MeshChoice.why_not`.  Not collective.
-
-    Parameters
-    ----------
-    optimizer : ShardedOptimizer
-    problem : Objective
-        For the mesh that the optimizer has now.
-    """
+    """Says why a mesh is impossible; called as `MeshChoice.why_not`.  `problem` is for the optimizer's present mesh."""
 
     def __init__(self, optimizer: ShardedOptimizer, problem: Objective[Any]) -> None:
         start, config = problem.start, optimizer.config
@@ -32,7 +25,7 @@ class MeshLimits:
         self._architecture = None if architecture is None else architecture_of(architecture)
 
     def __call__(self, sizes: MeshSizes) -> str:
-        """The reason, in words; empty if the mesh can be had."""
+        """The reason, in words; empty if the mesh is possible."""
         if sizes.data > self._batch_size:
             return f"batch_size={self._batch_size} gives some of {sizes.data} data ranks no sample"
         if not self._is_model and sizes.ranks > sizes.data:

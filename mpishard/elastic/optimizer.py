@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ElasticOptimizer:
-    """Wraps a rule or an optimizer so that a run goes on when workers leave, join or die.
+    """Wraps a rule or an optimizer so that a run continues when workers leave, join or die.
 
     Creation is collective over the mesh, and so is `optimize`; `resize` is not.
 
@@ -65,8 +65,9 @@ class ElasticOptimizer:
         Seconds after which a process that is stopped (SIGSTOP) counts as failed and is killed by a process on its host;
         only where the run survives deaths in place.
     respawn : bool
-        Whether a process is spawned after a death if no spare is left, while the others go on; not if the run has taken
-        no step since the last death or arrival.  If False, a death also cancels processes that are still starting.
+        Whether a process is spawned after a death if no spare is left, while the others continue; not if the run has
+        taken no step since the last death or arrival.  If False, a death also cancels processes that are still
+        starting.
     scaling : {"constant", "linear", "square_root"}
         How batch and learning rate follow the number of workers.  "constant": the global batch and the learning rate
         stay the same.  Else the batch is proportional to the workers: with c workers in a run that began with n,
@@ -79,7 +80,7 @@ class ElasticOptimizer:
         Lets the run change its tensor and pipeline sizes too: which mesh a number of ranks takes.  A list of sizes such
         as ``[{"tensor": 2, "pipeline": 2}, {"tensor": 2}, {}]``, where data is as many as fit if it is left out: the
         run takes the entry with the most ranks, of several such the first.  Or a function ``layouts(ranks)`` that
-        returns the sizes of a mesh of at most so many ranks, or None if it has none.  Or "auto", or an `AutoLayouts`:
+        returns the sizes of a mesh of at most that many ranks, or None if it has none.  Or "auto", or an `AutoLayouts`:
         the fastest that fits into memory, by `mpishard.estimate`.  `optimize` then takes a function
         that makes the problem for a mesh, and a worker is one process, so `min_workers`, `max_workers`, `resize` and
         `current_workers` count ranks.  If `optimizer` was made with a mesh of tensor or pipeline ranks, that is the
@@ -220,12 +221,12 @@ class ElasticOptimizer:
 
     @property
     def can_scale_up(self) -> bool:
-        """Whether more may train than do now."""
+        """True if more workers may train than do now."""
         return self.current_workers < self._target.most
 
     @property
     def can_scale_down(self) -> bool:
-        """Whether fewer may train than do now."""
+        """True if fewer workers may train than do now."""
         return self.current_workers > self.min_workers
 
     def resize(self, workers: int | None = None, *, mesh: Mapping[str, int] | None = None) -> None:
@@ -233,8 +234,8 @@ class ElasticOptimizer:
 
         Not collective.  The change comes at the next step, as far as there are processes.  Missing processes are
         spawned, which takes seconds; they join between two steps once all of them are ready.  If they cannot, the run
-        reports why and goes on with the workers that it has.  They run the script from its beginning, and can only join
-        its first call of `optimize`.
+        reports why and continues with the workers that it has.  They run the script from its beginning, and can only
+        join its first call of `optimize`.
 
         Parameters
         ----------
@@ -303,7 +304,7 @@ class ElasticOptimizer:
         checkpoints : Checkpoints, optional
             Save the run there, as `ShardedOptimizer.optimize` does.
         resume : bool
-            Continue from the newest complete checkpoint of `checkpoints`; start a new run if there is none.
+            Continue from the newest complete checkpoint of `checkpoints`; start a new run if it has none.
         record : RunRecord, optional
             Write the course of the run there.
         evaluate : Evaluation, optional
@@ -360,7 +361,7 @@ class ElasticOptimizer:
     def _built(
         self, problem: OptimizationProblem[P] | Callable[[Mesh], OptimizationProblem[P]]
     ) -> tuple[Callable[[Mesh], OptimizationProblem[P]] | None, OptimizationProblem[P]]:
-        """The function that makes the problem, if there is one, and the problem for the mesh as it is.  Collective."""
+        """The function that makes the problem, None without one, and the problem for the mesh as it is.  Collective."""
         if isinstance(problem, OptimizationProblem) or not callable(problem):
             if self._choice is not None:
                 raise TypeError(

@@ -23,57 +23,20 @@ from mpishard.training.run import TrainingRun
 
 @dataclass(frozen=True)
 class Elasticity:
-    """Options of an elastic run beside the problem and the optimizer.
-
-    Parameters
-    ----------
-    target : WorkerTarget
-        The wanted number of workers.
-    outside : Outside
-        Requests by signals, from other shells and by `discover`.
-    watch : Watch
-        Ends processes of this host that are stopped.
-    respawn : bool
-        Whether processes are spawned to replace the dead.
-    scaling : str
-        The policy of `Scaling`.
-    choice : MeshChoice, optional
-        Chooses the mesh; without it the tensor and pipeline sizes stay.
-    build : callable, optional
-        ``build(mesh)`` makes the problem for a mesh; given with `choice`.
-    """
+    """Options of an elastic run in addition to the problem and the optimizer."""
 
     target: WorkerTarget
     outside: Outside
-    watch: Watch
-    respawn: bool
-    scaling: str
-    choice: MeshChoice | None = None
-    build: Callable[[Mesh], Objective[Any]] | None = None
+    watch: Watch  # kills processes of this host that are stopped
+    respawn: bool  # processes are spawned to replace the dead
+    scaling: str  # the policy of `Scaling`
+    choice: MeshChoice | None = None  # None: the tensor and pipeline sizes stay
+    build: Callable[[Mesh], Objective[Any]] | None = None  # makes the problem for a mesh; given with `choice`
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an elastic run; each owns one state, and the phases of the loop work on all of them.
-
-    Parameters
-    ----------
-    elasticity : Elasticity
-    training : TrainingRun
-        Steps, batches, losses, checkpoints and reports, as of every run.
-    membership : Membership
-        All processes.
-    workers : WorkerMesh
-        The communicators of those that train.
-    agreements : Agreements
-        In which of them others may be waiting.
-    transactions : Transactions
-        The committed state.
-    decisions : Decisions
-        What the workers have decided about the next ones.
-    recruiter : Recruiter
-        The processes that are being spawned.
-    """
+    """The parts of an elastic run; each owns one state, and the phases of the loop work on all of them."""
 
     elasticity: Elasticity
     training: TrainingRun

@@ -1,4 +1,4 @@
-"""The phases of a process in an elastic run, and what leads from one to the next.
+"""The phases of a process in an elastic run, and the transitions between them.
 
 `TRANSITIONS` is all of it: the loop takes the turn of its phase, which ends in an event, and looks the next phase up.
 """
@@ -11,69 +11,35 @@ from types import MappingProxyType
 
 
 class Phase(Enum):
-    """What a process of an elastic run does.
+    """The phase of a process of an elastic run."""
 
-    Attributes
-    ----------
-    STARTING
-        It has come to the run: at its start, or spawned later.
-    TRAINING
-        A worker takes steps, each of which ends in an agreement of the workers.  If there are fewer processes than the
-        wanted number of workers needs, the first one spawns some meanwhile.
-    WAITING
-        A spare sleeps until the first worker sends an order.
-    RESIZING
-        All processes know the next number of workers: spawned processes that are ready join, the mesh is split again,
-        and the committed state moves to the ranks that need it.
-    HEALING
-        A process has died: survivors wake those that wait, shrink the membership, and agree on the last committed step.
-        In the resizing that follows spares replace the dead, and others are spawned for them in the steps after it.
-    STOPPING
-        The workers know why the run stops; they save its last checkpoint, and make workers of all spares.
-    ENDING
-        All processes know that the run has stopped, and all that can be workers have its result.
-    ENDED
-        All processes know that all have come to ENDING: none needs another one any more, and each may leave.
-    """
-
-    STARTING = auto()
+    STARTING = auto()  # it has come to the run: at its start, or spawned later
+    # A worker takes steps, each of which ends in an agreement of the workers. If there are fewer processes than the
+    # wanted number of workers needs, the first one spawns some meanwhile.
     TRAINING = auto()
-    WAITING = auto()
+    WAITING = auto()  # a spare sleeps until the first worker sends an order
+    # All processes know the next number of workers: spawned processes that are ready join, the mesh is split again, and
+    # the committed state moves to the ranks that need it.
     RESIZING = auto()
+    # A process has died: survivors wake those that wait, shrink the membership, and agree on the last committed step.
+    # In the resizing that follows spares replace the dead, and others are spawned for them in the steps after it.
     HEALING = auto()
+    # The workers know why the run stops; they save its last checkpoint, and make workers of all spares.
     STOPPING = auto()
-    ENDING = auto()
-    ENDED = auto()
+    ENDING = auto()  # all processes know that the run has stopped, and all that can be workers have its result
+    ENDED = auto()  # all processes know that all have come to ENDING: none needs another any more, and each may leave
 
 
 class Event(Enum):
-    """How the turn of a phase has ended.
+    """How the turn of a phase has ended."""
 
-    Attributes
-    ----------
-    WORKS
-        This process is a worker, and the run goes on.
-    SPARE
-        This process is a spare.
-    ORDERED
-        This process has the order for the next number of workers.
-    STOPPED
-        This process is a worker and knows why the run stops.
-    FINISHED
-        The state of the run is saved, and there is no other process to give it to.
-    CLOSED
-        All processes have agreed that it is finished.
-    DIED
-        MPI reports that a process has died.
-    """
-
-    WORKS = auto()
-    SPARE = auto()
-    ORDERED = auto()
-    STOPPED = auto()
-    FINISHED = auto()
-    CLOSED = auto()
-    DIED = auto()
+    WORKS = auto()  # this process is a worker, and the run continues
+    SPARE = auto()  # this process is a spare
+    ORDERED = auto()  # this process has the order for the next number of workers
+    STOPPED = auto()  # this process is a worker and knows why the run stops
+    FINISHED = auto()  # the state of the run is saved, and no other process needs it
+    CLOSED = auto()  # all processes have agreed that it is finished
+    DIED = auto()  # MPI reports that a process has died
 
 
 TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = MappingProxyType(

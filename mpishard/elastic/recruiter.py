@@ -12,23 +12,9 @@ from mpishard.layout.tensors import ModelParallelRank
 class Recruiter:
     """Owns the request for processes that are being spawned; only the first worker has one.
 
-    None of its methods is collective.
-
-    Parameters
-    ----------
-    membership : Membership
-    target : WorkerTarget
-    place : ModelParallelRank
-        The spawned processes get its tensor and pipeline size.
-    first_run : bool
-        Whether this is the first run of the process; spawned processes can join no other one.
-    respawn : bool
-        Whether processes are spawned to replace the dead.
-
-    Attributes
-    ----------
-    last_disruption : int
-        The last step before a process died or joined, -1 without one; known to all processes.
+    The spawned processes get the tensor and pipeline size of `place`; they can join only the first run of this process
+    (`first_run`).  With `respawn`, processes are spawned to replace the dead.  `last_disruption` is the last step
+    before a process died or joined, -1 without one; all processes know it.
     """
 
     def __init__(
@@ -44,11 +30,11 @@ class Recruiter:
 
     @property
     def is_starting(self) -> bool:
-        """Whether spawned processes may still be starting, which takes the cores."""
+        """True while spawned processes may still be starting, which takes the cores."""
         return self._request is not None and self._request.is_new
 
     def recruit(self) -> int:
-        """Request processes if workers are missing, and return how many spawned workers are ready to join."""
+        """Request processes if workers are missing, and return the number of spawned workers that are ready to join."""
         membership, request = self._membership, self._request
         missing = self._target.agreed_size - membership.roles.able
         if missing <= 0:
@@ -71,7 +57,6 @@ class Recruiter:
         return request
 
     def dismiss(self) -> None:
-        """Cancel the request, if there is one."""
         if self._request is not None:
             self._request.give_up()
             self._request = None
@@ -79,8 +64,8 @@ class Recruiter:
     def note_death(self, step: int, last_disruption: int) -> None:
         """Note that processes have died after a step, and want no others in their place if that would not help.
 
-        A fault that recurs at one step, or kills every new worker, would otherwise spawn new ones for ever.
-        `last_disruption`: the newest of all survivors.
+        A fault that recurs at one step, or kills every new worker, would otherwise spawn new ones forever.
+        `last_disruption` is the newest of all survivors.
         """
         if not self._respawn or step <= last_disruption:
             self._target.cap_workers(self._membership.roles.able)

@@ -21,12 +21,7 @@ from mpishard.layout.run_state import RunState
 
 
 class Resizing:
-    """Gives the run other workers; has no state of its own.
-
-    Parameters
-    ----------
-    parts : Parts
-    """
+    """Gives the run other workers; it has no state, `parts` own all of it."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -96,14 +91,10 @@ class Resizing:
                 recruiter.say_none_come(problem)
 
     def _choose(self, workers: int) -> MeshSizes | None:
-        """The mesh for so many processes at most; None if the tensor and pipeline sizes stay.
+        """The mesh for at most this number of workers; None if the tensor and pipeline sizes stay.
 
-        Collective over all processes.  The first one chooses, and the others are told.
-
-        Raises
-        ------
-        RunLost
-            On all processes, if no mesh fits, or the user's function fails.
+        Collective over all processes: the first one chooses, and sends the mesh to the others.  Raises RunLost on all
+        if no mesh fits, or the user's function fails.
         """
         parts = self._parts
         membership, choice = parts.membership, parts.elasticity.choice
@@ -130,12 +121,12 @@ class Resizing:
 
     @property
     def _ends(self) -> bool:
-        """Whether the run ends, so that processes that leave work once more."""
+        """True if the run ends, so that processes that leave work once more."""
         return bool(self._parts.transactions.status.stop_reason)
 
     @property
     def _leaves(self) -> bool:
-        """Whether this process is a spare that was asked to leave."""
+        """True if this process is a spare that was asked to leave."""
         return self._parts.elasticity.outside.signals.came and not self._parts.membership.works
 
     def _check_scripts(self) -> None:
@@ -165,7 +156,7 @@ class Resizing:
         bits.agree(training.optimizer.config, self._parts.membership.axis, places=not chooses)
 
     def _source(self) -> RunState | None:
-        """What this process can give to the next workers; None if it has no state."""
+        """The state that this process can give to the next workers; None if it has none."""
         parts = self._parts
         state = parts.transactions.source()
         if state is None:
@@ -183,7 +174,7 @@ class Resizing:
     def _split(self, workers: int, sizes: MeshSizes | None) -> tuple[bool, RunState | None]:
         """Make the communicators of the next workers, and their state, still empty.  Collective over all processes.
 
-        Returns whether this process is one of them, and its state.
+        Returns True if this process is one of them, and its state.
         """
         parts = self._parts
         membership, agreements, optimizer = parts.membership, parts.agreements, parts.training.optimizer
@@ -201,7 +192,7 @@ class Resizing:
             parts.training.runner.attach()
             target = optimizer.state.capture()
         if optimizer.config.hierarchical or sizes is not None:
-            agreements.agree_as_crew()  # the same: sums by nodes and ties have communicators of their own
+            agreements.agree_as_crew()  # the same: sums by nodes and ties have their own communicators
         return comm is not None, target
 
     def _fit_model(self) -> None:
@@ -216,7 +207,7 @@ class Resizing:
             training.rebuild(problem)
 
     def _reshard(self, source: RunState | None, target: RunState | None) -> ResizeMetadata:
-        """Move the committed state to the new workers; returns what goes with it.  Collective over all processes."""
+        """Move the committed state to the new workers; returns its metadata.  Collective over all processes."""
         try:
             sent = reshard_state(self._parts.membership.axis, source, target)
         except ValueError:

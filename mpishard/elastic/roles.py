@@ -1,4 +1,4 @@
-"""Who of the processes of a run is in which worker, and who is a spare: a pure function of facts that all have."""
+"""The workers and spares of a run: a pure function of facts that all processes have."""
 
 from __future__ import annotations
 
@@ -11,35 +11,15 @@ from mpishard.elastic.stopped_processes import Peer
 
 
 class Member(NamedTuple):
-    """Facts of a process that all others get.
+    """Facts of a process that all others get."""
 
-    Parameters
-    ----------
-    identity : int or None
-        Number of the process that stays the same for the whole run; None if it has none yet.
-    free : int
-        Identities below it may be taken.
-    post : int
-        Number of its model-parallel rank.
-    workers : int
-        The number of workers that it wants; 0 if it does not know.
-    leaves : bool
-        Whether it has been asked to leave.
-    ends : bool
-        Whether it knows that the run ends.
-    lost : bool
-        Whether it knows that a process has died.
-    peer : Peer
-        The operating system's facts of it.
-    """
-
-    identity: int | None
-    free: int
-    post: int
-    workers: int
-    leaves: bool
-    ends: bool
-    lost: bool
+    identity: int | None  # stays the same for the whole run; None: not assigned yet
+    free: int  # identities below it may be taken
+    post: int  # model-parallel rank
+    workers: int  # the number of workers that it wants; 0 if it does not know
+    leaves: bool  # it has been asked to leave
+    ends: bool  # it knows that the run ends
+    lost: bool  # it knows that a process has died
     peer: Peer
 
 
@@ -47,45 +27,25 @@ class Member(NamedTuple):
 class Roles:
     """The processes of a run in an order in which those of the workers come first, as `Mesh.rebind` expects them.
 
-    Parameters
-    ----------
-    workers : int
-        How many workers there are.
-    cell : int
-        Processes of a worker.
-    ranks : tuple of int
-        The axis rank of each process.
-    posts : tuple of int
-        Its model-parallel rank.
-    identities : tuple of int
-        Its identity: a process keeps that for the whole run, while its place in this order changes.
-    left : tuple of bool
-        Whether it has been asked to leave, and waits for the end of the run.
-    peers : tuple of Peer
-        The operating system's facts of it.
+    `workers` is the number of workers, `cell` the number of processes in each.  The other fields have one entry for
+    each process.
     """
 
     workers: int
     cell: int
-    ranks: tuple[int, ...]
-    posts: tuple[int, ...]
+    ranks: tuple[int, ...]  # axis ranks
+    posts: tuple[int, ...]  # model-parallel ranks
+    # A process keeps its identity for the whole run, while its place in this order changes.
     identities: tuple[int, ...]
-    left: tuple[bool, ...]
+    left: tuple[bool, ...]  # it has been asked to leave, and waits for the end of the run
     peers: tuple[Peer, ...]
 
     @classmethod
     def assign(cls, members: Sequence[Member], tensor_size: int, pipeline_size: int) -> Roles:
-        """Choose the processes of as many workers as the members want, or of fewer if there are not enough processes.
+        """Choose the processes of as many workers as the members (by axis rank) want, or of fewer if there are too few.
 
         A process without an identity gets a new one, and takes the number of workers from the others.  A process that
         leaves becomes part of a worker only if the run ends.
-
-        Parameters
-        ----------
-        members : sequence of Member
-            By axis rank.
-        tensor_size, pipeline_size : int
-            Of each worker.
         """
         cell = tensor_size * pipeline_size
         free = max(member.free for member in members)
@@ -123,31 +83,31 @@ class Roles:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return len(self.ranks)
 
     @property
     def working(self) -> int:
-        """How many processes are part of a worker."""
+        """Number of processes that are part of a worker."""
         return self.workers * self.cell
 
     @property
     def able(self) -> int:
-        """How many workers the processes that stay can make."""
+        """Number of workers that the processes that stay can make."""
         return _whole((post for post, leaves in zip(self.posts, self.left, strict=True) if not leaves), self.cell)
 
     @property
     def most(self) -> int:
-        """How many workers all processes can make."""
+        """Number of workers that all processes can make."""
         return _whole(self.posts, self.cell)
 
     @property
     def is_settled(self) -> bool:
-        """Whether no worker is about to leave."""
+        """True if no worker is about to leave."""
         return not any(self.left[: self.working])
 
 
 def _whole(posts: Iterable[int], cell: int) -> int:
-    """How many complete cells processes of these posts make."""
+    """Number of complete cells that processes of these posts make."""
     numbers = Counter(posts)
     return min(numbers[post] for post in range(cell))

@@ -1,4 +1,4 @@
-"""What the workers of an elastic run have committed and decided, as one value, and what a new worker must know."""
+"""The committed step and the decisions of an elastic run's workers as one value, and what a new worker must know."""
 
 from __future__ import annotations
 
@@ -10,28 +10,16 @@ from mpishard.training.progress import RunProgress
 
 
 class RunStatus(NamedTuple):
-    """What the workers have committed and decided.
-
-    Parameters
-    ----------
-    committed_step : int
-        The last committed step.
-    decided_step : int
-        The last step after which all workers have decided whether the run stops.
-    stop_reason : str
-        Why it stops, empty if it goes on.
-    saved : bool
-        Whether the last checkpoint of the run is written.
-    """
+    """The committed step and the decisions of the workers."""
 
     committed_step: int
-    decided_step: int
-    stop_reason: str
-    saved: bool
+    decided_step: int  # the last step after which all workers have decided whether to stop
+    stop_reason: str  # empty if the run continues
+    saved: bool  # the last checkpoint of the run is written
 
     @property
     def is_decided(self) -> bool:
-        """Whether the workers have decided on the last committed step; a death may come between the two."""
+        """True if the workers have decided on the last committed step; a death may come between the two."""
         return self.decided_step >= self.committed_step
 
     @staticmethod
@@ -44,49 +32,24 @@ class RunStatus(NamedTuple):
 
 
 class Survivor(NamedTuple):
-    """Facts of a process that all others get after a death.
-
-    Parameters
-    ----------
-    status : RunStatus
-    has_state : bool
-        Whether it has had a part of the run's state yet; else its status does not count.
-    request : int
-        The last request for workers that it knows all have agreed on.
-    last_disruption : int
-        See `Recruiter`.
-    """
+    """Facts of a process that all others get after a death."""
 
     status: RunStatus
-    has_state: bool
-    request: int
-    last_disruption: int
+    has_state: bool  # it has had a part of the run's state; else its status does not count
+    request: int  # the last request for workers that it knows all have agreed on
+    last_disruption: int  # see `Recruiter`
 
 
 @dataclass(frozen=True)
 class ResizeMetadata:
-    """The metadata that the processes of a run get with the arrays of its state when the workers change.
+    """The metadata that the processes of a run get with the arrays of its state when the workers change."""
 
-    Parameters
-    ----------
-    optimizer : mapping
-        The optimizer's part of the metadata of a `RunState`, for `OptimizerState.restore`.
-    progress : RunProgress
-    status : RunStatus
-    request : int
-        The last request for workers that all have agreed on.
-    discovered : int
-        The last number from `discover`.
-    checkpoints : list of str
-        Ids of the run's own checkpoints.
-    """
-
-    optimizer: Mapping[str, Any]
+    optimizer: Mapping[str, Any]  # part of the metadata of a `RunState`, for `OptimizerState.restore`
     progress: RunProgress
     status: RunStatus
-    request: int
-    discovered: int
-    checkpoints: list[str]
+    request: int  # the last request for workers that all have agreed on
+    discovered: int  # the last number from `discover`
+    checkpoints: list[str]  # ids of the run's own checkpoints
 
     def to_wire(self) -> dict[str, Any]:
         """As metadata of a `RunState`: plain values, and the losses as an array, which `reshard_state` sends as one."""

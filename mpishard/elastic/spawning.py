@@ -1,9 +1,9 @@
 """Spawns processes for a run while it trains; they run its script and join it between two steps.
 
-One process of the run, the leader, spawns them in a thread and receives a message from each.  The other processes go on
-training.  Under MPICH a spawn blocks all of them until the new processes have called MPI_Init, so a new process calls
-that first.  When all are ready, the run and the joining processes connect at a port.  `mpishard.elastic.joining` is the
-side of the joining processes.
+One process of the run, the leader, spawns them in a thread and receives a message from each.  The other processes
+continue to train.  Under MPICH a spawn blocks all of them until the new processes have called MPI_Init, so a new
+process calls that first.  When all are ready, the run and the joining processes connect at a port.
+`mpishard.elastic.joining` is the side of the joining processes.
 
 ==========  ==========================================================================================================
 on the way  MPI starts the processes, or they run the script up to `optimize`; each says hello as soon as it can
@@ -13,7 +13,7 @@ failed      they could not be started, or one has ended: the others are ordered 
 ==========  ==========================================================================================================
 
 MPI has several ways to make one communicator.  With this one Open MPI 5 informs all processes who shares memory with
-whom.  With `Create_intercomm` over the leader they would not agree on that, and its coll/han would wait for ever.  If a
+whom.  With `Create_intercomm` over the leader they would not agree on that, and its coll/han would wait forever.  If a
 process dies in `Connect`, `Accept` or `Merge`, nothing wakes the others there, not even Revoke of ULFM.  A meeting
 takes milliseconds; a process that is in it for much longer gives up, see `mpishard.elastic.guarded_calls`.
 """
@@ -70,17 +70,8 @@ def messages(inter: MPI.Intercomm, tag: int = MPI.ANY_TAG) -> Iterator[Message]:
 def command(argv: Sequence[str], cell: tuple[int, int]) -> list[str]:
     """Return the arguments with which Python runs the script of this process as a joining process.
 
-    Parameters
-    ----------
-    argv : sequence of str
-        As ``sys.orig_argv`` of a process of the run, which may have joined it itself.
-    cell : (int, int)
-        Tensor and pipeline size of the run.
-
-    Raises
-    ------
-    ValueError
-        If the script cannot be run again.
+    `argv` is ``sys.orig_argv`` of a process of the run, which may have joined it itself; `cell` has the tensor and
+    pipeline size of the run.  Raises ValueError if the script cannot be run again.
     """
     options, script = parted(argv[1:])
     script = script[2:] if script[:2] == ["-c", BOOT] else without_runner(script)
@@ -93,22 +84,11 @@ def command(argv: Sequence[str], cell: tuple[int, int]) -> list[str]:
 
 
 class SpawnRequest:
-    """A request for processes that are spawned and will join the run.  Creation is not collective and returns at once.
+    """A request for processes that are spawned and will join the run; creation returns at once.
 
-    Parameters
-    ----------
-    processes : int
-        How many; they share one MPI_COMM_WORLD.
-    cell : (int, int)
-        Tensor and pipeline size of the run; the `Mesh` of the joining processes has the same.
-
-    Attributes
-    ----------
-    processes : int
-    here : bool
-        Whether all processes are ready and wait to be called in.
-    problem : str
-        Why none will join, in a line; empty as long as they may.
+    The processes share one MPI_COMM_WORLD; their `Mesh` has the tensor and pipeline size of the run, `cell`.  `here` is
+    true once all are ready and wait to be called in.  `problem` says in a line why none will join; it is empty as long
+    as they may.
     """
 
     def __init__(self, processes: int, cell: tuple[int, int]) -> None:
@@ -132,13 +112,13 @@ class SpawnRequest:
 
     @property
     def is_new(self) -> bool:
-        """Whether the processes may still be starting, which takes the cores; later they are in the user's script."""
+        """True while the processes may still be starting, which takes the cores; later they run the user's script."""
         return time.monotonic() - self._began < _STARTING_S
 
     def call(self) -> str:
         """Call the joining processes in once they are `here`; returns the port where they now wait to be connected.
 
-        Not collective; takes milliseconds.  The port is empty if one of the processes has ended since: see `problem`.
+        Takes milliseconds.  The port is empty if one of the processes has ended since: see `problem`.
         """
         self._thread.join()
         inter, coming = self._inter, set[int]()
@@ -164,13 +144,13 @@ class SpawnRequest:
             raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
     def close(self) -> None:
-        """Free the connection to the leader, once the processes have joined.  Not collective over the run."""
+        """Free the connection to the leader, once the processes have joined."""
         assert self._inter is not None
         self._inter.Free()
         self._inter = None
 
     def give_up(self) -> None:
-        """Cancel the request: the processes that are on the way are ordered to end.  Not collective.
+        """Cancel the request: the processes that are on the way are ordered to end.
 
         If a spawn is under way, this waits until it has returned.
         """
@@ -219,7 +199,7 @@ class SpawnRequest:
         self.here = True
 
     def _say(self, inter: MPI.Intercomm, word: bytes) -> None:
-        """Send a word to all joining processes that live; Open MPI would wait for ever for one that has just died."""
+        """Send a word to all joining processes that live; Open MPI would wait forever for one that has just died."""
         dead, sends = _dead_ranks(inter), []
         for who in range(self.processes):
             if who not in dead:
@@ -233,7 +213,7 @@ class SpawnRequest:
             time.sleep(_CALL_NAP_S)
 
     def _have_failed(self, come: Iterable[Message]) -> bool:
-        """Whether a joining process reports a failure; then all of them are ordered to end."""
+        """Return True if a joining process reports a failure; then all of them are ordered to end."""
         for who, tag, text in come:
             if tag == FAILED:
                 self._fail(f"number {who} of {self.processes}: {text.decode(errors='replace')}")
@@ -259,14 +239,9 @@ class SpawnRequest:
 def meet(comm: MPI.Intracomm, port: str, root: int = 0, joins: bool = False) -> MPI.Intracomm:
     """Make one communicator of the run and the joining processes, which come last.  Collective over both.
 
-    It may wait for ever if a process dies meanwhile, so call it by way of `in_time`.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        All processes of the run; on joining processes their MPI_COMM_WORLD.
-    port : str
-        The one that `SpawnRequest.call` returned; on rank `root`.
+    It may wait forever if a process dies meanwhile, so call it by way of `in_time`.  `comm` has all processes of the
+    run; on joining processes it is their MPI_COMM_WORLD.  `port`, which `SpawnRequest.call` returned, counts on rank
+    `root`.
     """
     bridge = comm.Accept(port, root=root) if joins else comm.Connect(port, root=root)
     merged = bridge.Merge(high=joins)
@@ -288,6 +263,6 @@ def _dead(error: MPI.Exception) -> str:
 def _info() -> MPI.Info:
     """The MPI_Info with which joining processes are started."""
     if MPI.get_vendor()[0] == "Open MPI" and "OMPI_MCA_btl" not in os.environ:
-        # Where btl/ofi finds no network of its own, it sleeps for a second in MPI_Init (Open MPI 5).
+        # Where btl/ofi finds no network of its kind, it sleeps for a second in MPI_Init (Open MPI 5).
         return MPI.Info.Create({"PMIX_ENVAR": "OMPI_MCA_btl=^ofi"})
     return MPI.INFO_NULL

@@ -1,4 +1,4 @@
-"""What the workers of an elastic run decide together after each step: whether it stops, and how many they shall be.
+"""The decisions of the workers of an elastic run after each step: whether it stops, and the next number of workers.
 
 Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
 launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
@@ -21,28 +21,12 @@ from mpishard.training.run import TrainingRun
 
 
 class Decisions:
-    """Collects the requests of all workers, and decides on them.
+    """Collects the requests of all workers, and decides on them; `transactions` learn the decisions.
 
-    Parameters
-    ----------
-    training : TrainingRun
-    membership : Membership
-    target : WorkerTarget
-    outside : Outside
-    recruiter : Recruiter
-    transactions : Transactions
-        Learn what is decided.
-    workers : WorkerMesh, optional
-        Of a run that chooses its mesh: knows for how many processes it has chosen.
-
-    Attributes
-    ----------
-    request : StopRequest
-        This worker's request to stop after the last step that it has finished.
-    recruits : int
-        How many spawned workers are ready to join; the same on all workers.
-    awaits_recruits : bool
-        Whether some are still starting; the same on all workers.
+    `request` is this worker's request to stop after the last step that it has finished.  `recruits`, the number of
+    spawned workers that are ready to join, and `awaits_recruits`, true while some are still starting, are the same on
+    all workers.  `workers` is given for a run that chooses its mesh: it knows the number of processes for which it has
+    chosen.
     """
 
     def __init__(
@@ -108,7 +92,7 @@ class Decisions:
         return Order(workers, self.recruits)
 
     def suits(self, workers: int) -> bool:
-        """Whether the present workers are those for so many; the same on all processes."""
+        """Return True if the present workers are those for this number; the same on all processes."""
         if self._workers is None:
             return workers == self._membership.roles.workers
         return self._workers.offered == (workers, self._target.agreed_mesh)

@@ -39,13 +39,7 @@ def this_process() -> Peer:
 
 
 class Watch:
-    """Watches the processes of this host while it is entered as a context manager.
-
-    Parameters
-    ----------
-    limit : float
-        Seconds for which a process may be stopped.
-    """
+    """Watches the processes of this host, as a context manager, and kills one that is stopped for `limit` s."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit

@@ -16,21 +16,9 @@ from mpishard.training.run import StepOutcome, TrainingRun
 
 
 class Transactions:
-    """Takes steps and commits them; owns the committed state and what the workers have decided about it.
+    """Takes steps and commits them; owns the committed state and what the workers have decided about it (`status`).
 
-    Parameters
-    ----------
-    training : TrainingRun
-    membership : Membership
-    agreements : Agreements
-    status : RunStatus
-        At the beginning.
-    among_all : bool
-        Whether any two ranks may keep each other's copies, not only those of a data axis.
-
-    Attributes
-    ----------
-    status : RunStatus
+    With `among_all`, any two ranks may keep each other's copies, not only those of a data axis.
     """
 
     def __init__(
@@ -51,7 +39,7 @@ class Transactions:
 
     @property
     def has_state(self) -> bool:
-        """Whether this process has a part of the committed state."""
+        """True if this process has a part of the committed state."""
         return self._committed is not None
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -71,7 +59,7 @@ class Transactions:
         self._ready = outcome
 
     def commit(self) -> StepOutcome:
-        """Make the computed step the last committed one.  Not collective."""
+        """Make the computed step the last committed one."""
         outcome = self._ready
         assert outcome is not None
         with self._training.report.phase("commit"):
@@ -82,7 +70,7 @@ class Transactions:
         return outcome
 
     def roll_back(self) -> None:
-        """Return to parameters and state of the last committed step, if another one has begun.  Not collective.
+        """Return to parameters and state of the last committed step, if another one has begun.
 
         Its gradients are dropped when the optimizer's arrays are made again, for the ranks that are left.
         """
@@ -107,11 +95,10 @@ class Transactions:
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def decide(self, reason: str) -> None:
-        """Note what all workers have decided after the last committed step: why the run stops, empty if it goes on."""
+        """Note the decision of all workers after the last committed step: why the run stops, empty if it continues."""
         self.status = self.status._replace(decided_step=self.status.committed_step, stop_reason=reason)
 
     def note_saved(self) -> None:
-        """Note that the last checkpoint is written."""
         self.status = self.status._replace(saved=True)
 
     def adopt(self, newest: RunStatus) -> None:
@@ -125,7 +112,7 @@ class Transactions:
     # -- other workers ----------------------------------------------------------------------------------------------
 
     def source(self) -> RunState | None:
-        """What this process can give of the committed state, with the optimizer's facts; None if it has none."""
+        """The part of the committed state that this process can give, with the optimizer's facts, or None."""
         committed = self._committed
         if committed is None:
             return None
@@ -143,7 +130,6 @@ class Transactions:
         return Committed(axis, identities, nodes, state.capture(), lambda: state.versions)
 
     def restore(self, status: RunStatus) -> None:
-        """Continue with the status of the run.  Not collective."""
         self.status = status
 
     def install(self, committed: Committed | None) -> None:

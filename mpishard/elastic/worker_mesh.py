@@ -12,22 +12,15 @@ from mpishard.training.run_checkpoints import RunCheckpoints
 class WorkerMesh:
     """Frees the communicators, makes them again for other workers, and revokes them after a death.
 
-    Parameters
-    ----------
-    mesh : Mesh
-    checkpoints : RunCheckpoints
-
-    Attributes
-    ----------
-    offered : (int, MeshSizes or None)
-        Where a run chooses its mesh: the number of processes for which it has chosen, and the mesh that was asked for.
+    `offered`, where a run chooses its mesh: the number of processes for which it has chosen, and the mesh that was
+    asked for.
     """
 
     def __init__(self, mesh: Mesh, checkpoints: RunCheckpoints) -> None:
         self.mesh = mesh
         self.offered: tuple[int, MeshSizes | None] = (mesh.size, None)
         self._checkpoints = checkpoints
-        self._whole = True  # all of them are there, and this process can free them together with the others
+        self._whole = True  # all of them exist, and this process can free them together with the others
 
     def release(self) -> None:
         """Free the communicators, if they are whole.  Collective over the workers."""
@@ -38,7 +31,6 @@ class WorkerMesh:
 
     @property
     def sizes(self) -> MeshSizes:
-        """Those of the mesh."""
         return MeshSizes(**self.mesh.shape)
 
     def rebind(self, comm: MPI.Intracomm, sizes: MeshSizes | None) -> None:
@@ -57,7 +49,7 @@ class WorkerMesh:
         self._whole = True
 
     def revoke(self) -> None:
-        """Wake all processes that wait in an operation of the workers.  Not collective."""
+        """Wake all processes that wait in an operation of the workers."""
         self.mesh.revoke()
         self._checkpoints.revoke()
         self._whole = False

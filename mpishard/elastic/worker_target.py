@@ -14,21 +14,11 @@ _NUMBER = _WORKERS * _SIZE * _SIZE
 class WorkerTarget:
     """The wanted number of workers, within limits; the last request of any rank counts.
 
-    Parameters
-    ----------
-    workers : int
-        Number at the beginning; 0 in a joining process, which gets the number from the run.
-    min_workers, max_workers : int
-        Limits of `resize`.
-
-    Attributes
-    ----------
-    request, agreed : int
-        This rank's last request, and the last one that all ranks know.  A request is an integer: the number of the
-        request in the high bits; then the pipeline and tensor size, 0 if no mesh was asked for; and the number of
-        workers in the low ones.  So the largest of all requests is the last.
-    most : int
-        Limit of the workers: `max_workers`, or fewer if a batch has fewer samples.
+    `workers` is the number at the beginning; 0 in a joining process, which gets the number from the run.  `request` and
+    `agreed` are this rank's last request, and the last one that all ranks know.  A request is an integer: the number of
+    the request in the high bits; then the pipeline and tensor size, 0 if no mesh was asked for; and the number of
+    workers in the low ones.  So the largest of all requests is the last.  `most` limits the workers: `max_workers`, or
+    fewer if a batch has fewer samples.
     """
 
     def __init__(self, workers: int, min_workers: int, max_workers: int) -> None:
@@ -54,7 +44,7 @@ class WorkerTarget:
         return workers if mesh is None else mesh.ranks + _WORKERS * (mesh.tensor + _SIZE * mesh.pipeline)
 
     def resize(self, workers: int, mesh: MeshSizes | None = None) -> None:
-        """Request a number of workers, see `ElasticOptimizer.resize`, or as many as a mesh has; not collective."""
+        """Request a number of workers, see `ElasticOptimizer.resize`, or as many as a mesh has."""
         workers = integer("workers", workers)
         if mesh is not None and max(mesh.tensor, mesh.pipeline) >= _SIZE:
             raise ValueError(f"the mesh {mesh} has a tensor or pipeline size above {_SIZE - 1}")
@@ -81,9 +71,9 @@ class WorkerTarget:
             self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
 
     def look_outside(self, outside: Outside, workers: int, step: int, there: int = 0, mesh: str = "") -> None:
-        """Make a request from outside of the script this rank's.  The first worker calls this after each step.
+        """Take over a request from outside of the script as this rank's.  The first worker calls this after each step.
 
-        `there`, `mesh`: the workers that there could be, and the mesh, of a run that may change it.
+        `there` is the number of workers that there could be, `mesh` the present one, of a run that may change it.
         """
         wanted = outside.wanted(workers, step, self.agreed_size > max(workers, there), mesh)
         if isinstance(wanted, MeshSizes):
