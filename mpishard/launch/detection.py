@@ -68,7 +68,7 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
     in_step = number("SLURM_STEP_ID") is not None
     if rank is not None and ranks is not None and (not in_step or "MPI_LOCALNRANKS" in environment):
         found.append(Launch("mpirun of MPICH", MPICH, rank, ranks))
-    # SLURM_NTASKS belongs to the whole job, whose batch script is one process; a step has a variable of its own.
+    # SLURM_NTASKS belongs to the whole job, whose batch script is one process; a step has its own variable.
     rank, ranks = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if in_step and rank is not None and ranks is not None:
         found.append(Launch("srun", SLURM, rank, ranks))
@@ -76,7 +76,7 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
 
 
 def launch_of(found: Sequence[Launch], ranks: int) -> Launch | None:
-    """The launcher that made a world of so many ranks.
+    """The launcher that made a world of `ranks` ranks.
 
     Parameters
     ----------
@@ -94,20 +94,7 @@ def launch_of(found: Sequence[Launch], ranks: int) -> Launch | None:
 
 
 def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
-    """The launcher of this process if it is the mpirun of another MPI than the library; else None.
-
-    Parameters
-    ----------
-    found : sequence of Launch
-        From `launches`.
-    library : str
-        The MPI of mpi4py.
-
-    Returns
-    -------
-    Launch or None
-        The first of another MPI.
-    """
+    """The first of the launches that is the mpirun of another MPI than `library`, the MPI of mpi4py; else None."""
     families = {"Open MPI": OPEN_MPI, "MPICH": MPICH, "Intel MPI": MPICH}
     of_mpi = [launch for launch in found if launch.family != SLURM]
     own = families.get(library)
@@ -117,46 +104,20 @@ def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
 
 
 def explain(launch: Launch, library: str) -> str:
-    """A message: what a launcher of another MPI has done, and which launcher to use.
-
-    Parameters
-    ----------
-    launch : Launch
-        The foreign one.
-    library : str
-        The MPI of mpi4py.
-
-    Returns
-    -------
-    str
-        One line.
-    """
+    """One line that says what a launcher of another MPI has done, and which launcher to use."""
     right = _beside() or f"the mpirun of the {library} that it is bound to"
     ranks = "a rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
     return f"the {launch.launcher} started {ranks}, but mpi4py is bound to {library}; use {right}"
 
 
 def _beside() -> str:
-    """The path of the mpirun beside this Python if it belongs to its MPI; else empty."""
+    """The path of the mpirun next to this Python if it belongs to its MPI; else empty."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() and any((Path(sys.prefix) / "lib").glob("libmpi*.so*")) else ""
 
 
 def explain_alone(launch: Launch, library: str) -> str:
-    """A message: a rank is alone in its world although a launcher started several; and the remedies.
-
-    Parameters
-    ----------
-    launch : Launch
-        It started several ranks.
-    library : str
-        The MPI of mpi4py.
-
-    Returns
-    -------
-    str
-        One line.
-    """
+    """One line that says that a rank is alone in its world although its launcher started several, and the remedies."""
     way = f"use {_beside() or f'the mpirun of the {library} that mpi4py is bound to'}"
     if launch.family == SLURM:
         mpi = "pmix" if library == OPEN_MPI else "pmi2"
@@ -172,11 +133,6 @@ def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
     """End this process with a message of one line if MPI_Init would abort it: MPICH under a launcher with PMIx only.
 
     Other launchers of another MPI make worlds of one rank, which a mesh rejects.
-
-    Parameters
-    ----------
-    environment : mapping of str to str
-        That of this process.
     """
     if "PMIX_RANK" not in environment or "mpi4py.MPI" in sys.modules:
         return

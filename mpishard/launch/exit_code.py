@@ -30,14 +30,9 @@ INTERRUPTED = 128 + signal.SIGINT
 class Ending:
     """Knows the exit code of the running script, once it has ended: from the runner, or else from a hook.
 
-    The hook wraps `sys.exit` when this is created: in a process that `mpishard run` has not started by its runner.
-
-    Attributes
-    ----------
-    this : Ending or None
-        The instance of this process; None until one is created.
-    interrupted : bool
-        The user has stopped the last run of the script.
+    The hook wraps `sys.exit` when this is created, in a process that `mpishard run` has not started by its runner.
+    `this` is the instance of this process, None until one is created; `interrupted`: the user has stopped the last run
+    of the script.
     """
 
     this: ClassVar[Ending | None] = None
@@ -56,12 +51,9 @@ class Ending:
 
 
 def note_run(stopped: bool) -> None:
-    """Note that a run of the script is over.  Not collective.
+    """Note that a run of the script is over; `stopped`: the user has stopped it in order.
 
-    Parameters
-    ----------
-    stopped : bool
-        Whether the user has stopped it in order.  After the last run an exit code of 0 is then changed to 130.
+    If that was the script's last run, an exit code of 0 is changed to 130.
     """
     Ending.interrupted = stopped
     if stopped and Ending.this is None and not hasattr(sys, "ps1"):
@@ -81,7 +73,7 @@ def _end(ending: Ending, process: int) -> None:
 
 
 def _runner() -> Script | None:
-    """What runs this process's script, if it is `mpishard.launch.worker`, which may be on its way to be imported."""
+    """The runner of this process's script, maybe still on its way to be imported, or None."""
     worker = sys.modules.get("mpishard.launch.worker")
     return None if worker is None else worker.Script.this
 
@@ -119,7 +111,7 @@ def _exit_code(status: Any, to_its_end: bool) -> int | None:
 
 
 def _main_frame() -> FrameType | None:
-    """The frame of the running script; None if there is none."""
+    """The frame of the running script, or None."""
     frame: FrameType | None = sys._getframe()
     names = sys.modules["__main__"].__dict__
     found = None
@@ -131,7 +123,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _ran_to_its_end(frame: FrameType | None) -> bool:
-    """Whether the last instruction of a frame was its return; after an exception it is the instruction that raised."""
+    """Return True if the last instruction of a frame was its return; after an exception it is the one that raised."""
     if frame is None:
         return False
     return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

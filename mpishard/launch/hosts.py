@@ -34,22 +34,12 @@ class Host:
 
 @dataclass(frozen=True)
 class HostSettings:
-    """The hosts of a job, and how they are reached.
+    """The hosts of a job, and how they are reached."""
 
-    Parameters
-    ----------
-    names : str
-        ``NAME:SLOTS,...``; empty: this host.
-    shell : str, optional
-        The program that reaches a host, as ``SHELL HOST COMMAND``; default ssh.
-    probe_every, probe_limit : float
-        Seconds between two probes of the hosts, and for a host to answer.
-    """
-
-    names: str = ""
-    shell: str | None = None
-    probe_every: float = 5.0
-    probe_limit: float = 10.0
+    names: str = ""  # ``NAME:SLOTS,...``; empty: this host
+    shell: str | None = None  # reaches a host, as ``SHELL HOST COMMAND``; default ssh
+    probe_every: float = 5.0  # seconds between two probes of the hosts
+    probe_limit: float = 10.0  # seconds in which a host must answer
 
 
 @functools.cache
@@ -60,20 +50,7 @@ def _local_names() -> tuple[str, ...]:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Parse ``NAME[:SLOTS],...``; slots are numbers of ranks, 1 if not given.
 
-    Parameters
-    ----------
-    text : str
-        As on a command line.
-
-    Returns
-    -------
-    tuple of Host
-        In that order.
-
-    Raises
-    ------
-    ValueError
-        If it is of another form, or names a host twice.
+    Raises ValueError if the text has another form, or names a host twice.
     """
     found = []
     for part in text.split(","):
@@ -94,16 +71,10 @@ def check_shell(hosts: Sequence[Host], shell: str | None) -> None:
 
 
 class Probe:
-    """Runs commands on several hosts at once, each ``SHELL HOST COMMAND``, without waiting.
+    """Runs `command` on several hosts at once, each ``SHELL HOST COMMAND``, without waiting.
 
-    Parameters
-    ----------
-    hosts : sequence of Host
-    shell : str, optional
-        The program that reaches a host, such as ``ssh``; not used for this machine.
-    limit : float
-        Seconds after which a host counts as not answering.
-    command : str
+    `shell`, such as ``ssh``, is not used for this machine.  A host that has not ended after `limit` seconds counts as
+    not answering.
     """
 
     def __init__(self, hosts: Sequence[Host], shell: str | None, limit: float, command: str = "true") -> None:
@@ -140,13 +111,7 @@ class Probe:
 
 
 class HostMonitor:
-    """Probes hosts periodically, except this machine.  Further parameters are those of `Probe`.
-
-    Parameters
-    ----------
-    every : float
-        Seconds between two probes.
-    """
+    """Probes hosts every `every` seconds, except this machine.  Further parameters are those of `Probe`."""
 
     def __init__(self, hosts: Sequence[Host], shell: str | None, every: float, limit: float) -> None:
         self._hosts = [host for host in hosts if not host.is_local]

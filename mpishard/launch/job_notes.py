@@ -20,25 +20,12 @@ E = TypeVar("E", bound=BaseException)
 _FOLDER, _ATTEMPT, _FIRST = "MPISHARD_RUN", "MPISHARD_ATTEMPT", "MPISHARD_FIRST_ATTEMPT"
 # An attribute of errors that a process raises because another one has failed.
 ECHO = "mpishard_echo"
-# An attribute of errors that all ranks of a communicator raise alike, as they have told each other: how many they are.
+# An attribute of errors that all ranks of a communicator raise equally, after an exchange: the number of these ranks.
 ALIKE = "mpishard_alike"
 
 
 def raised_by_all(error: E, ranks: int) -> E:
-    """Mark an error as one that all ranks of a communicator raise alike.
-
-    Parameters
-    ----------
-    error : Exception
-        That of this rank.
-    ranks : int
-        How many ranks there are.
-
-    Returns
-    -------
-    Exception
-        `error`.
-    """
+    """Return the error, marked as one that all `ranks` ranks of a communicator raise equally."""
     setattr(error, ALIKE, ranks)
     return error
 
@@ -49,29 +36,14 @@ class RunLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An uncaught exception.
+    """An uncaught exception."""
 
-    Parameters
-    ----------
-    kind : str
-        The name of its type.
-    message : str
-        Its text.
-    where : str
-        ``file:line`` that raised it.
-    step : int
-        The step under way, or 0.
-    trained : bool
-        Whether the elastic run of the script had ended.
-    alike : bool
-        Whether a check of mpishard has refused what all ranks gave: they have told each other, and raise alike.
-    """
-
-    kind: str
+    kind: str  # name of the exception's type
     message: str
-    where: str
-    step: int
-    trained: bool = False
+    where: str  # ``file:line`` that raised it
+    step: int  # the step under way, or 0
+    trained: bool = False  # the elastic run of the script had ended
+    # A check of mpishard has refused what all ranks gave; they know it from each other, and raise the same error.
     alike: bool = False
 
     def __str__(self) -> str:
@@ -79,37 +51,20 @@ class Failure:
         return f"{self.kind} at {self.where}" + (" after its training" if self.trained else when)
 
     def same_as(self, other: Failure | None) -> bool:
-        """Whether both are the same failure; messages are not compared, since they may contain values that change.
-
-        Parameters
-        ----------
-        other : Failure or None
-            Of an earlier start.
-
-        Returns
-        -------
-        bool
-            False if there is no other.
-        """
+        """Return True if both are the same failure; messages may contain values that change, and are not compared."""
         return other is not None and (self.kind, self.where, self.step) == (other.kind, other.where, other.step)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The note that the script has ended.
-
-    Parameters
-    ----------
-    code : int or None
-        Its exit code; None if only the launcher knows it.
-    """
+    """The note that the script has ended, with its exit code; None if only the launcher knows it."""
 
     code: int | None
 
 
 @dataclass(frozen=True)
 class Heal:
-    """The note that processes have died and others go on: how many are left, their last committed step, and when.
+    """The note that processes have died and others continue: the number left, their last committed step, and the time.
 
     `time` is in seconds since 1970.
     """
@@ -121,58 +76,32 @@ class Heal:
 
 @dataclass(frozen=True)
 class Notes:
-    """What the processes of one start have noted, as it was read at one time.
+    """The notes of the processes of one start, as they were read at one time."""
 
-    Attributes
-    ----------
-    started : bool
-        A process runs the script.  As MPI initialises all processes together, all of them have imported mpishard.
-    training : bool or None
-        Whether an elastic run is under way; None if there was none yet.
-    step : int
-        The last noted step; 0 if there is none.
-    heal : Heal or None
-        The last death that others survived.
-    ended : Ended or None
-        The completion marker.
-    given_up : Ended or None
-        A process other than the first left its script with an exit code other than 0; launchers may then end the
-        others.
-    failure : Failure or None
-        An uncaught exception of a process.
-    aborted : bool
-        A process has tried to end the job.
-    """
-
+    # A process runs the script.  As MPI initialises all processes together, all of them have imported mpishard.
     started: bool = False
-    training: bool | None = None
-    step: int = 0
-    heal: Heal | None = None
-    ended: Ended | None = None
+    training: bool | None = None  # an elastic run is under way; None: no elastic run has begun
+    step: int = 0  # the last noted step, or 0
+    heal: Heal | None = None  # the last death that others survived
+    ended: Ended | None = None  # the completion marker
+    # A process other than the first left its script with an exit code other than 0; launchers may then end the others.
     given_up: Ended | None = None
-    failure: Failure | None = None
-    aborted: bool = False
+    failure: Failure | None = None  # an uncaught exception of a process
+    aborted: bool = False  # a process has tried to end the job
 
     @property
     def healed(self) -> int:
-        """The number of processes left after the last death that others survived; 0 if there was none."""
+        """Number of processes left after the last death that others survived, or 0."""
         return 0 if self.heal is None else self.heal.left
 
 
 @dataclass(frozen=True)
 class JobNotes:
-    """The files of one start of a run.
+    """The files of one start of a run, in a folder that several starts share.
 
-    Of its public members nine write a note, each a kind of note, so that one place has the form of all notes.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    attempt : int
-        Number of the start, unique in this folder; notes of other starts are ignored.
-    first : int
-        That of the first start of this run; an earlier run may have had the folder.
+    `attempt` is the number of the start, unique in this folder: notes of other starts are ignored.  `first` is the
+    number of this run's first start; an earlier run may have had the folder.  Nine methods write a note of one kind
+    each, so that one place has the form of all notes.
     """
 
     path: Path
@@ -183,21 +112,7 @@ class JobNotes:
     def create(cls, path: Path) -> JobNotes:
         """Make the folder for a first start, or use an existing one; the notes of an earlier run in it are removed.
 
-        Parameters
-        ----------
-        path : Path
-            The folder; the one above it must be there.
-
-        Returns
-        -------
-        JobNotes
-            Of the first start.
-
-        Raises
-        ------
-        ValueError
-            If others may read the folder or it is not the user's.
-        OSError
+        The folder above it must exist.  Raises ValueError if others may read the folder or it belongs to another user.
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -207,13 +122,7 @@ class JobNotes:
         return replace(begun, first=begun.attempt)
 
     def next(self) -> JobNotes:
-        """The same folder for the next start; this start is over from now on.
-
-        Returns
-        -------
-        JobNotes
-            In the same folder.
-        """
+        """The same folder for the next start; this start is over from now on."""
         before = read_note(self.path / "start", private=True)
         following = replace(self, attempt=self.attempt + 1 if before is None else before + 1)
         write_note(self.path / "start", following.attempt, private=True)
@@ -221,18 +130,7 @@ class JobNotes:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> JobNotes | None:
-        """The folder of this process's run, if it is supervised; else None.
-
-        Parameters
-        ----------
-        environment : mapping of str to str
-            That of this process.
-
-        Returns
-        -------
-        JobNotes or None
-            Those to which this process adds.
-        """
+        """The notes of this process's run, if it is supervised; else None."""
         path, attempt = environment.get(_FOLDER), environment.get(_ATTEMPT, "")
         first = environment.get(_FIRST, "")
         if not path or not attempt.isdigit():
@@ -240,13 +138,7 @@ class JobNotes:
         return cls(Path(path), int(attempt), int(first if first.isdigit() else attempt))
 
     def environment(self) -> dict[str, str]:
-        """The variables that `from_environment` reads.
-
-        Returns
-        -------
-        dict of str to str
-            For the environment of the job.
-        """
+        """The variables that `from_environment` reads."""
         return {_FOLDER: str(self.path), _ATTEMPT: str(self.attempt), _FIRST: str(self.first)}
 
     def note_started(self) -> None:
@@ -254,67 +146,32 @@ class JobNotes:
         self._write("started", "")
 
     def note_training(self, under_way: bool) -> None:
-        """Note that an elastic run of the script begins, or has ended.
-
-        Parameters
-        ----------
-        under_way : bool
-            Whether it begins.
-        """
+        """Note that an elastic run of the script begins (`under_way`), or has ended."""
         self._write("training", under_way)
 
     def note_step(self, step: int) -> None:
-        """Note the step of the run.
-
-        Parameters
-        ----------
-        step : int
-            Its number.
-        """
         self._write("step", step)
 
     def note_healed(self, left: int, step: int) -> None:
-        """Note that processes have died and others go on; these may end the run in order without the dead ones.
+        """Note that processes have died and `left` others continue after `step`, their last committed step.
 
-        Parameters
-        ----------
-        left : int
-            How many go on.
-        step : int
-            The last step that they have committed.
+        These may end the run in order without the dead ones.
         """
         self._write("healed", [left, step])
 
     def note_ended(self, ended: Ended) -> None:
-        """Note that the script has ended.
-
-        Parameters
-        ----------
-        ended : Ended
-            With its exit code.
-        """
+        """Note that the script has ended."""
         self._write("ended", asdict(ended))
 
     def note_given_up(self, ended: Ended) -> None:
-        """Note that a process other than the first left its script with an exit code other than 0.
-
-        Parameters
-        ----------
-        ended : Ended
-            With its exit code.
-        """
+        """Note that a process other than the first left its script with an exit code other than 0."""
         self._write("given-up", asdict(ended))
 
     def note_failure(self, failure: Failure, echo: bool = False) -> None:
         """Note the failure of a process; of several the last one is kept.
 
-        Parameters
-        ----------
-        failure : Failure
-            What is told of it.
-        echo : bool
-            Whether the process fails because another one does, whose own failure counts if it is noted: else the same
-            failure would have one name or the other, by which process was later.
+        `echo`: the process fails because another one does, whose own failure counts if it is noted.  Else the same
+        failure would have one name or the other, by which process was later.
         """
         self._write("echo" if echo else "failure", asdict(failure))
 
@@ -323,38 +180,34 @@ class JobNotes:
         self._write("ending", "")
 
     def note_aborted(self) -> None:
-        """Note that a process ends the job."""
         self._write("aborted", "")
 
     @property
     def is_restart(self) -> bool:
-        """Whether the run was started before."""
+        """True if the run was started before."""
         return self.attempt > self.first
 
     @property
     def is_over(self) -> bool:
-        """Whether the supervisor has ended this start, or has ended the whole run and removed its folder.
+        """True if the supervisor has ended this start, or has ended the whole run and removed its folder.
 
-        Raises
-        ------
-        OSError
-            If the folder cannot be read.
+        Raises OSError if the folder cannot be read.
         """
         return read_note(self.path / "start", private=True) != self.attempt
 
     @property
     def is_ending(self) -> bool:
-        """Whether the user asked the run to end."""
+        """True if the user asked the run to end."""
         return self._read("ending") is not None
 
     @property
     def has_healed(self) -> bool:
-        """Whether processes of this start have died and others go on."""
+        """True if processes of this start have died and others continue."""
         return self._read("healed") is not None
 
     @property
     def notes(self) -> Notes:
-        """All notes of the processes, of which each is a file that is read now."""
+        """All notes of the processes; their files are read now."""
         ended, given_up = (self._read(name) for name in ("ended", "given-up"))
         failure = self._read("failure") or self._read("echo")
         return Notes(

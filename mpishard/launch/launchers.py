@@ -25,18 +25,10 @@ _FORWARDED = re.compile(
 
 @dataclass(frozen=True)
 class Launcher:
-    """The launcher of one MPI library.
-
-    Parameters
-    ----------
-    path : str
-        The program.
-    family : str
-        ``"Open MPI"``, or ``"MPICH"`` for all launchers with the options of Hydra.
-    """
+    """The launcher of one MPI library."""
 
     path: str
-    family: str
+    family: str  # "Open MPI", or "MPICH" for all launchers with the options of Hydra
 
     @property
     def leave_signal(self) -> signal.Signals:
@@ -53,7 +45,7 @@ class Launcher:
 
     @property
     def prints_when_ended(self) -> bool:
-        """Whether the launcher prints a message when it is ended; then it is killed, which leaves only its ranks."""
+        """True if the launcher prints a message when it is ended; then it is killed, which leaves only its ranks."""
         return self.family != _OPEN_MPI
 
     def command(
@@ -66,27 +58,10 @@ class Launcher:
         shell: str | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> list[str]:
-        """The command line that starts a command on so many ranks.
+        """The command line that starts `command` on this number of ranks.
 
-        Parameters
-        ----------
-        command : sequence of str
-            What each rank runs.
-        ranks : int
-            How many.
-        hosts : sequence of Host
-            Empty: this host.
-        elastic : bool
-            Whether ranks may survive the death of others.
-        shell : str, optional
-            The program that reaches the hosts; default: that of the launcher.
-        environment : mapping
-            The environment with which this job is started.
-
-        Returns
-        -------
-        list of str
-            Its words.
+        No hosts: this host.  `elastic`: ranks may survive the death of others.  `shell` reaches the hosts, by default
+        that of the launcher; `environment` is the one with which this job is started.
         """
         words = [self.path, "-n", str(ranks)]
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
@@ -109,21 +84,8 @@ class Launcher:
     def environment(self, given: Mapping[str, str], ranks: int, slots: int, elastic: bool = False) -> dict[str, str]:
         """The environment of the launcher: the given one, and default settings that it does not override.
 
-        They are in the environment since spawned processes get settings of Open MPI only from there.
-
-        Parameters
-        ----------
-        given : mapping of str to str
-            It comes first.
-        ranks, slots : int
-            Ranks of the job, and those for which its hosts have cores.
-        elastic : bool
-            Whether ranks may survive the death of others.
-
-        Returns
-        -------
-        dict of str to str
-            The whole environment.
+        They are in the environment since spawned processes get settings of Open MPI only from there.  `slots` is the
+        number of ranks for which the job's hosts have cores; `elastic`: ranks may survive the death of others.
         """
         if self.family != _OPEN_MPI:
             return dict(given)
@@ -147,22 +109,9 @@ class Launcher:
 
 
 def find_launcher(path: str | None = None) -> Launcher:
-    """The launcher at `path`; default: that of the MPI beside this Python, or else the one on the PATH.
+    """The launcher at `path`, a program or its name on the PATH; default: next to this Python, or on the PATH.
 
-    Parameters
-    ----------
-    path : str, optional
-        A program, or its name on the PATH.
-
-    Returns
-    -------
-    Launcher
-        It was asked for its version.
-
-    Raises
-    ------
-    ValueError
-        If there is no launcher.
+    Raises ValueError if it does not exist, or does not end when it is asked for its version.
     """
     beside = [Path(sys.executable).with_name(name) for name in _NAMES]
     found = path or next((str(each) for each in beside if os.access(each, os.X_OK)), None)

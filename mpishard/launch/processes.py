@@ -38,13 +38,7 @@ def die_with_single_threaded_parent() -> None:
 
 
 def end_with_daemon() -> NoReturn:
-    """Kill this process and the launcher's daemon that started it; the daemon may otherwise wait for ever.
-
-    Raises
-    ------
-    AssertionError
-        Never, as this does not return.
-    """
+    """Kill this process and the launcher's daemon that started it; the daemon may otherwise wait forever."""
     parent = os.getppid()
     with contextlib.suppress(OSError):
         if Path(f"/proc/{parent}/comm").read_text().strip() in _DAEMONS:
@@ -96,18 +90,8 @@ def _rank(process: int) -> tuple[bytes, int]:
 class Offspring:
     """The processes that a child of this process, a launcher, has started.
 
-    Parameters
-    ----------
-    child : int
-    limit : float
-        Seconds without any of them after which `gone` is set.
-
-    Attributes
-    ----------
-    gone : bool
-        All of them have ended, as have all other descendants of this process, but the child still runs.
-    ranks_gone : int
-        The number of its first ranks that do not run any more, or not yet.
+    `gone` is set after `limit` seconds in which all of them have ended, as have all other descendants of this process,
+    but the child still runs.  `ranks_gone` is the number of its first ranks that do not run any more, or not yet.
     """
 
     def __init__(self, child: int, limit: float) -> None:
@@ -169,12 +153,6 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-# Removes what MPI libraries leave on this host after a job was killed: shared memory, and the launcher's folder.
-#
-# Only leftovers that certainly belong to the job are removed: segments with names of MPI libraries that a process of
-# the job had mapped and no process maps any more, and the folder with the launcher's own process number.  Linux only;
-# needs no MPI.
-
 # Seconds between two looks, at first and after a segment was found: some segments are made later than others.
 _SOON_S, _EVERY_S = 1.0, 5.0
 # Segments of MPICH, Open MPI and UCX; other files there may be the user's.
@@ -182,7 +160,11 @@ _SEGMENT = re.compile(r"/dev/shm/(mpich_sh\w+|(sm|vader)_segment\.\S+|ucx_shm_\w
 
 
 class Leftovers:
-    """Remembers the segments that the processes of one start of a job have mapped, and removes them afterwards."""
+    """Remembers the segments that the processes of one start of a job have mapped, and removes them afterwards.
+
+    Only what certainly belongs to the job is removed: segments with names of MPI libraries that a process of the job
+    had mapped and no process maps any more, and the folder with the launcher's own process number.
+    """
 
     def __init__(self) -> None:
         self._segments: set[Path] = set()

@@ -19,17 +19,9 @@ _KEPT = re.compile("-[bBdEIOPqRsSuv]*([XW].*)?|--check-hash-based-pycs")
 
 
 def parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split into options of the interpreter, and ``-c ...``, ``-m ...`` or a path with the arguments of the script.
+    """Split arguments of the interpreter into its options and the script's part: ``-c ...``, ``-m ...`` or a path.
 
-    Parameters
-    ----------
-    arguments : sequence of str
-        Those of the interpreter.
-
-    Returns
-    -------
-    (list of str, list of str)
-        Together the arguments again, with flags before ``-c`` or ``-m`` as a word of their own.
+    Together the two are the arguments again, with flags before ``-c`` or ``-m`` as a separate word.
     """
     arguments = list(arguments)
     at = 0
@@ -46,13 +38,8 @@ def parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def with_runner(command: Sequence[str], *, elsewhere: bool = False) -> list[str]:
     """The command with `mpishard.launch.worker` before its script, if it runs a file or a module by Python.
 
-    Any other command is left alone, and one with an option that the runner could not keep.
-
-    Parameters
-    ----------
-    command : sequence of str
-    elsewhere : bool
-        Whether other hosts run it too.  These have the runner's file if they have this Python; another is left alone.
+    Any other command is left alone, and one with an option that the runner could not keep.  `elsewhere`: other hosts
+    run it too.  These have the runner's file if they have this Python; a command with another Python is left alone.
     """
     python, *arguments = command
     options, script = parted(arguments)
@@ -63,18 +50,7 @@ def with_runner(command: Sequence[str], *, elsewhere: bool = False) -> list[str]
 
 
 def without_runner(script: Sequence[str]) -> list[str]:
-    """The script part of a command, as `parted` returns it, without the runner.
-
-    Parameters
-    ----------
-    script : sequence of str
-        Begins with a path, ``-m`` or ``-c``.
-
-    Returns
-    -------
-    list of str
-        The same if there is no runner.
-    """
+    """The script part of a command, as `parted` returns it, without the runner."""
     if list(script[:2]) == _RUNNER_MODULE:
         return list(script[2:])
     return list(script[1:] if script and os.path.realpath(script[0]) == RUNNER else script)
@@ -91,7 +67,7 @@ def _can_keep(options: Sequence[str]) -> bool:
 
 
 def _can_run(script: Sequence[str]) -> bool:
-    """Whether the runner can run the script part of a command: a module, or a file of Python source."""
+    """Return True if the runner can run the script part of a command: a module, or a file of Python source."""
     if not script or without_runner(script) != list(script):
         return False
     if script[0].startswith("-"):

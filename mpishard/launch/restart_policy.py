@@ -20,35 +20,18 @@ _SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signa
 
 @dataclass(frozen=True)
 class Policy:
-    """When a job is restarted, and with how many ranks at least.
+    """When a job is restarted, and with how many ranks at least; ValueError if a number is too small."""
 
-    Parameters
-    ----------
-    elastic : bool
-        Whether the job is restarted at all.
-    replace : bool
-        Whether a restart replaces the ranks that were lost.  True: it has as many ranks as were asked for, as far as
-        the hosts that answer have slots, since a dead process does not mean a dead core.  If ranks are lost again
-        before there is progress, each further restart has fewer ranks, down to `min_workers`.  False: a restart has
-        only the ranks that are left.
-    min_workers : int
-        Least number of ranks.
-    multiple_of : int
-        The number of ranks is a multiple of this: the product of the mesh's tensor and pipeline sizes.
-    max_restarts : int
-        Largest number of starts in succession without progress beyond an earlier start.
-
-    Raises
-    ------
-    ValueError
-        If a number is too small.
-    """
-
-    elastic: bool = False
+    elastic: bool = False  # the job is restarted at all
+    # A restart replaces the ranks that were lost.  True: it has as many ranks as were asked for, as far as the hosts
+    # that answer have slots, since a dead process does not mean a dead core.  If ranks are lost again before there is
+    # progress, each further restart has fewer ranks, down to `min_workers`.  False: a restart has only the ranks that
+    # are left.
     replace: bool = True
-    min_workers: int = 1
+    min_workers: int = 1  # least number of ranks
+    # The number of ranks is a multiple of this: the product of the mesh's tensor and pipeline sizes.
     multiple_of: int = 1
-    max_restarts: int = 3
+    max_restarts: int = 3  # largest number of starts in succession without progress beyond an earlier start
 
     def __post_init__(self) -> None:
         for name in ("min_workers", "multiple_of"):
@@ -60,27 +43,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes
-    ----------
-    code : int
-        Exit code of the launcher; if negative, the signal that killed it.
-    notes : Notes
-        What its processes had noted before it was ended.
-    half_started : bool
-        The job was ended since some ranks had not imported mpishard.
-    lost : bool
-        The job was ended since a host did not answer.
-    stopped : int
-        The signal with which the user ended the job, or 0.
-    """
-
-    code: int
-    notes: Notes
-    half_started: bool = False
-    lost: bool = False
-    stopped: int = 0
+    code: int  # exit code of the launcher; if negative, the signal that killed it
+    notes: Notes  # notes of its processes before it was ended
+    half_started: bool = False  # the job was ended since some ranks had not imported mpishard
+    lost: bool = False  # the job was ended since a host did not answer
+    stopped: int = 0  # the signal with which the user ended the job, or 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +77,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Start:
-    """The decision to restart the job with so many ranks on these hosts (empty: this host)."""
+    """The decision to restart the job with this number of ranks on these hosts (empty: this host)."""
 
     ranks: int
     hosts: tuple[Host, ...]
@@ -120,7 +89,7 @@ def reported(outcome: JobOutcome) -> int | None:
     """The exit code that the run itself has noted, whatever the launcher returns; None if it did not end in order."""
     ended = outcome.notes.ended
     if not outcome.notes.healed and (ended is None or ended.code == 0):
-        # A rank that left on purpose or failed; the others did not note that they go on without it.
+        # A rank that left on purpose or failed; the others did not note that they continue without it.
         if outcome.notes.given_up is not None:
             ended = outcome.notes.given_up
         elif outcome.notes.failure is not None:
@@ -144,7 +113,7 @@ def name_of(number: int) -> str:
 
 
 def _died_early(outcome: JobOutcome) -> bool:
-    """Whether ranks were lost before all had imported mpishard; not if the script ended there on all ranks."""
+    """Return True if ranks were lost before all had imported mpishard; not if the script ended there on all ranks."""
     by_signal = outcome.code < 0 or outcome.code > 128 or outcome.code in _SIGNALS
     return not outcome.notes.started and (outcome.half_started or by_signal)
 
@@ -152,14 +121,9 @@ def _died_early(outcome: JobOutcome) -> bool:
 def decide(
     policy: Policy, history: History, outcome: JobOutcome, hosts: Sequence[Host], answering: Sequence[Host]
 ) -> Stop | Start:
-    """Decide what follows an outcome.
+    """Decide what follows an outcome; `history` is from before it.
 
-    Parameters
-    ----------
-    history : History
-        The history before this outcome.
-    hosts, answering : sequence of Host
-        The hosts of the run, and those of them that answer now; both empty if it runs on this host.
+    `hosts` are those of the run, `answering` those of them that answer now; both empty if it runs on this host.
     """
     code = reported(outcome)
     if code is not None:
@@ -196,7 +160,7 @@ def decide(
     least = -(-max(1, policy.min_workers) // policy.multiple_of) * policy.multiple_of
     ranks = history.asked if policy.replace and progress else history.ranks
     if ranks_lost and not (policy.replace and (progress or not history.restarts)):
-        # Launchers do not report the number of dead ranks; the ranks that went on without them do.
+        # Launchers do not report the number of dead ranks; the ranks that continued without them do.
         fewer = min(ranks - 1, outcome.notes.healed or ranks)
         ranks = ranks if policy.replace and fewer < least else fewer
     slots = sum(host.slots for host in answering) if hosts else ranks
@@ -234,43 +198,22 @@ _ABORT_S = 3.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds after which a job is stuck.
+    """Seconds after which a job is stuck."""
 
-    Parameters
-    ----------
-    start : float
-        From the start of the job until all ranks have imported mpishard.
-    step : float
-        Without a new step during an elastic run; at least thrice the longest step so far.
-    heal : float
-        Without a new step after a death; at least thrice the longest step so far.  An MPI that has lost processes may
-        lose a message too, and then all ranks wait for ever.
-    end : float
-        From the end of the script to the end of its launcher.
-    """
-
-    start: float = 300.0
-    step: float = 1800.0
+    start: float = 300.0  # from the start of the job until all ranks have imported mpishard
+    step: float = 1800.0  # without a new step during an elastic run; at least thrice the longest step so far
+    # Without a new step after a death; at least thrice the longest step so far.  An MPI that has lost processes may
+    # lose a message too, and then all ranks wait forever.
     heal: float = 60.0
-    end: float = 30.0
+    end: float = 30.0  # from the end of the script to the end of its launcher
 
 
 class ProgressMonitor:
     """Watches the notes of one start.
 
-    Parameters
-    ----------
-    folder : JobNotes
-    limits : Limits
-
-    Attributes
-    ----------
-    step, furthest : int
-        The last noted step, and the largest: a script may train more than once.
-    started, has_ended : bool
-        Whether all ranks have imported mpishard; whether the script has ended.
-    half_started : bool
-        The job must be ended since some of its ranks have not imported mpishard.
+    `step` is the last noted step and `furthest` the largest: a script may train more than once.  `started`: all ranks
+    have imported mpishard.  `half_started`: the job must be ended since some of its ranks have not.  `has_ended`: the
+    script has ended.
     """
 
     def __init__(self, folder: JobNotes, limits: Limits) -> None:

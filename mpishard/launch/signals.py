@@ -1,4 +1,10 @@
-"""Signals that end a run in order: Ctrl-C, SIGTERM and SIGUSR1."""
+"""Signals that end a run in order: Ctrl-C, SIGTERM and SIGUSR1.
+
+After the first Ctrl-C the loop stops at the end of its step; the second ends the process.  Before a run Ctrl-C ends the
+process, but not in the middle of the start-up, where it could not be reported.  In an elastic run one process that gets
+a signal leaves, and the others continue; if all get one, the run stops.  All ranks agree to stop, and save, in
+`mpishard.training.loop`, those of an elastic run in `mpishard.elastic.step_decisions`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +17,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
-# Ctrl-C ends a run in order: after the first the loop stops at the end of its step, the second ends the process.
-#
-# Before a run Ctrl-C ends the process, but not in the middle of the start-up, where it could not be reported.
-
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Defer Ctrl-C to the end of the block, and raise it there.
 
-    Yields
-    ------
-    None
-        Without effect outside the main thread, or where the script has its own handler.
+    Without effect outside the main thread, or where the script has its own handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,20 +49,9 @@ def deferred() -> Iterator[None]:
 class Interrupts:
     """A context manager that handles the first SIGINT, unless another handler is set; it restores the old handler.
 
-    Outside the main thread Python allows no handler, so it does nothing there.
-
-    Parameters
-    ----------
-    speaks : bool
-        Whether this rank reports the signal on stderr.
-
-    Attributes
-    ----------
-    came : bool
-        This process has received a signal.
-    is_ending : callable or None
-        In a job of `mpishard run`: whether the supervisor was asked to end it.  It then sends SIGTERM or SIGUSR1 to all
-        ranks, which count as Ctrl-C.
+    Outside the main thread Python allows no handler, so it does nothing there.  `speaks`: this rank reports the signal
+    on stderr.  `came`: this process has received a signal.  `is_ending`, in a job of `mpishard run`, returns True if
+    the supervisor was asked to end it; it then sends SIGTERM or SIGUSR1 to all ranks, which count as Ctrl-C.
     """
 
     is_ending: ClassVar[Callable[[], bool] | None] = None
@@ -103,13 +91,8 @@ class Interrupts:
                 os.write(2, b"\nmpishard: Ctrl-C: the run ends after this step; once more, and it ends at once\n")
 
 
-# SIGTERM, SIGUSR1 and Ctrl-C as wishes to leave: `Signals` notes them, and the run saves and stops, elastic or not.
-#
-# In an elastic run one process that gets one leaves, and the others go on; if all get one, the run stops.  All ranks
-# agree to stop, and save, in `mpishard.training.loop`, those of an elastic run in `mpishard.elastic.step_decisions`.
-
 _HEARD = (signal.SIGTERM, signal.SIGUSR1)
-# A launcher passes a signal on to all ranks, which get it at different moments, at most so far apart.
+# A launcher passes a signal on to all ranks, which get it at moments that are at most this far apart.
 _SKEW_S = 1.0
 
 
@@ -157,18 +140,7 @@ class Signals:
         self._before.clear()
 
     def __call__(self, state: object = None) -> bool:
-        """Whether this process has got a signal; `state` is ignored.
-
-        Parameters
-        ----------
-        state : TrainingState, optional
-            Ignored; callbacks get one.
-
-        Returns
-        -------
-        bool
-            The same as `came`.
-        """
+        """The same as `came`; `state`, which callbacks get, is ignored."""
         return self.came
 
     def report(self) -> int:
@@ -191,7 +163,7 @@ class Signals:
 
     @property
     def by_user(self) -> bool:
-        """Whether this process got Ctrl-C, or a signal that `mpishard run` sent because the user ended it."""
+        """True if this process got Ctrl-C, or a signal that `mpishard run` sent because the user ended it."""
         ends = Interrupts.is_ending
         return self._interrupted or (self.came and ends is not None and ends())
 

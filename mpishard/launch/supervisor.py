@@ -48,46 +48,21 @@ _STOP, _PASS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1
 
 @dataclass(frozen=True)
 class Job:
-    """A job: the command, and how it is run.
+    """A job: the command, and how it is run."""
 
-    Parameters
-    ----------
-    command : sequence of str
-        What each rank runs.
-    ranks : int, optional
-        Default: the slots of the hosts, or the cores of this host.
-    hosts : HostSettings
-        Where it runs.
-    policy : Policy
-        When it starts again.
-    folder : str, optional
-        The run's folder, shared by all hosts; default: a temporary one, in the working directory if there are hosts.
-    launcher : str, optional
-        Default: the launcher of the MPI beside this Python.
-    grace : float
-        Seconds for ranks to stop after SIGTERM.
-    limits : Limits
-        How long it may be silent.
-    """
-
-    command: tuple[str, ...]
-    ranks: int | None = None
+    command: tuple[str, ...]  # runs on each rank
+    ranks: int | None = None  # default: the slots of the hosts, or the cores of this host
     hosts: HostSettings = HostSettings()
     policy: Policy = Policy()
+    # The run's folder, shared by all hosts; default: a temporary one, in the working directory if there are hosts.
     folder: str | None = None
-    launcher: str | None = None
-    grace: float = 30.0
+    launcher: str | None = None  # default: the launcher of the MPI next to this Python
+    grace: float = 30.0  # seconds for ranks to stop after SIGTERM
     limits: Limits = Limits()
 
 
 class Supervisor:
-    """Runs one job to its end.
-
-    Raises
-    ------
-    ValueError
-        If the job cannot be started in this way.
-    """
+    """Runs one job to its end; creation raises ValueError if the job cannot be started in this way."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -229,7 +204,7 @@ class Supervisor:
         self._signals.append(number)
 
     def _handle_signals(self, process: subprocess.Popen[bytes], folder: JobNotes) -> bool:
-        """Handle the received signals; returns whether the job must end now."""
+        """Handle the received signals; returns True if the job must end now."""
         while self._signals:
             number = self._signals.pop(0)
             if number == _PASS_ON:
@@ -255,7 +230,7 @@ class Supervisor:
         return False
 
     def _end(self, process: subprocess.Popen[bytes], limit: float) -> None:
-        """End a launcher: in order if it ends within so many seconds, else by SIGKILL."""
+        """End a launcher: in order if it ends within `limit` seconds, else by SIGKILL."""
         if self._at_once and not self.hosts and self.launcher.prints_when_ended:
             process.kill()
             process.wait()

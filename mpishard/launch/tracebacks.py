@@ -25,19 +25,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
     """The traceback of an exception without frames of mpishard; whole with ``MPISHARD_TRACEBACK=1``.
 
     If mpishard raised it on purpose, the raising frame stays.  If something went wrong inside mpishard, all frames
-    stay.
-
-    Parameters
-    ----------
-    error : BaseException
-        The exception.
-    trace : TracebackType or None
-        Its traceback.
-
-    Returns
-    -------
-    str
-        Lines with a newline at the end.
+    stay.  Lines end with a newline, the last one too.
     """
     report = traceback.TracebackException(type(error), error, trace)
     left_out = 0
@@ -49,18 +37,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def in_users_code(error: BaseException) -> str:
-    """Where in code of the user's an exception was raised, as lines of a traceback.
-
-    Parameters
-    ----------
-    error : BaseException
-        The exception, which may have been raised or not.
-
-    Returns
-    -------
-    str
-        At most ten frames; "" if no frame is the user's.
-    """
+    """Lines of a traceback: at most ten frames of the user's code where an exception was raised; "" without any."""
     trace = error.__traceback__
     report = traceback.TracebackException(type(error), error, trace)
     if trace is None or not any(_are_users(report.stack)):
@@ -71,35 +48,20 @@ def in_users_code(error: BaseException) -> str:
 
 @contextmanager
 def main_frame() -> Iterator[FrameType | None]:
-    """The innermost frame of the main thread, for another thread that reads its stack in this context.
+    """The innermost frame of the main thread, for another thread that reads its stack in this context; None at its end.
 
     CPython 3.11 makes the objects of frames when they are asked for, and making one may start a garbage collection.  In
     it the main thread may run on, and what the frame describes is freed: a segmentation fault (python/cpython#99110) or
     a deadlock (python/cpython#106883).  So there are no collections in this context.
-
-    Yields
-    ------
-    frame or None
-        None if the main thread has ended.
     """
     with no_garbage_collection():
         yield sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def innermost(frame: FrameType | None, most: int) -> list[traceback.FrameSummary]:
-    """The frames of a stack, at most so many, from the innermost outwards; without those of the runner of the script.
+    """At most `most` frames of a stack, from the innermost outwards; without those of the runner of the script.
 
-    Parameters
-    ----------
-    frame : FrameType or None
-        The innermost frame; None for a thread that is gone.
-    most : int
-        How many.
-
-    Returns
-    -------
-    list of FrameSummary
-        Empty for a thread that is gone.
+    Empty for a thread that has ended (`frame` is None).
     """
     if frame is None:
         return []
@@ -120,7 +82,7 @@ def _chain(
 
 
 def _shorten(report: traceback.TracebackException, of: tuple[BaseException, TracebackType]) -> int:
-    """Drop frames of mpishard; returns how many."""
+    """Drop frames of mpishard; returns their number."""
     error, trace = of
     ours = [frame.filename.startswith(_PACKAGE) for frame in report.stack]
     users = _are_users(report.stack)
@@ -137,12 +99,12 @@ def _shorten(report: traceback.TracebackException, of: tuple[BaseException, Trac
 
 
 def _are_users(stack: traceback.StackSummary) -> list[bool]:
-    """For each frame whether it is of the user's code: neither of mpishard nor of a library."""
+    """For each frame True if it is of the user's code: neither of mpishard nor of a library."""
     return [not frame.filename.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) for frame in stack]
 
 
 def _raises(error: BaseException, trace: TracebackType) -> bool:
-    """Whether the innermost frame of a traceback stands at a ``raise``."""
+    """Return True if the innermost frame of a traceback stands at a ``raise``."""
     while trace.tb_next is not None:
         trace = trace.tb_next
     operation = opcode.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]

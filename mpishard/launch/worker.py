@@ -1,6 +1,6 @@
 """The runner of scripts under `mpishard run`: runs one as Python itself would, and knows afterwards how it ended.
 
-It is no worker of an elastic run.  Its name stays, as command lines have it.
+It is no worker of an elastic run; the name stays, as command lines have it.
 
 ``python worker.py SCRIPT ARGUMENTS...`` or ``python worker.py -m MODULE ARGUMENTS...``.  `mpishard run` starts this
 file by its path.  It imports nothing of mpishard, since that starts MPI in a rank, and a script may set variables or
@@ -23,12 +23,8 @@ _NAME = "mpishard.launch.worker"
 class Script:
     """The script of this process, which this module runs.
 
-    Attributes
-    ----------
-    this : Script or None
-        None in a process that this module has not started.
-    code : int or None
-        Its exit code; None until it has ended, and after an exception other than SystemExit.
+    `this` is None in a process that this module has not started.  `code` is the script's exit code: None until it has
+    ended, and after an exception other than SystemExit.
     """
 
     this: ClassVar[Script | None] = None
@@ -37,10 +33,8 @@ class Script:
     def run(self, arguments: list[str]) -> None:
         """Run ``SCRIPT ARGUMENTS...`` or ``-m MODULE ARGUMENTS...`` as the module ``__main__``.
 
-        Raises
-        ------
-        BaseException
-            What the script raises.  What the interpreter then shows of it begins with the script's own frames.
+        Raises what the script raises; the traceback that the interpreter then shows begins with the script's own
+        frames.
         """
         main = ModuleType("__main__")
         main.__dict__.update(__builtins__=builtins, __annotations__={}, __file__=None, __cached__=None)
@@ -83,7 +77,7 @@ def _run_module(name: str, arguments: list[str]) -> None:
 
 
 def _begin_path(folder: str) -> None:
-    """Set the first entry of ``sys.path``, which is the folder of this file; there is none with -I or -P."""
+    """Set the first entry of ``sys.path``, which is the folder of this file; with -I or -P there is no such entry."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = folder
 
