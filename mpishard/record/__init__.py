@@ -1,4 +1,4 @@
-"""The record of a run, in a folder: its settings, its loss, and the time that every process spent on what."""
+"""The record of a run, in a folder: its settings, its loss, and how every process spent its time."""
 
 from mpishard.record.reading import Run
 from mpishard.record.run_record import RunRecord

@@ -16,17 +16,7 @@ _LEAST_S = 1.0  # shorter waits are normal
 
 @dataclass(frozen=True)
 class Finding:
-    """Ranks in the same state, and a description of that state.
-
-    Parameters
-    ----------
-    ranks : tuple of int
-        Ascending.
-    kind : str
-        As at `diagnose`.
-    text : str
-        The description, without the ranks.
-    """
+    """Ranks (ascending) in the same state, its `kind` as `diagnose` says, and a description without the ranks."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -36,18 +26,10 @@ class Finding:
 def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) -> list[Finding]:
     """Diagnose a run from the answers of its ranks.
 
-    Parameters
-    ----------
-    answers : sequence of dict
-        From `mpishard.record.stack_reporter.StackReporter.answer`, at most one per rank.
-    silent : dict
-        Ranks that do not answer, and the state of their process.
-
-    Returns
-    -------
-    list of Finding
-        Kinds: ``"waits"``, ``"missing"`` (runs code while others wait), ``"silent"``, ``"mismatch"`` (members of
-        one communicator wait in different calls), ``"cycle"``, or ``"runs"`` if no rank waits for long.
+    `answers` are from `mpishard.record.stack_reporter.StackReporter.answer`, at most one per rank; `silent` has the
+    ranks that do not answer, and the state of their process.  Kinds: ``"waits"``, ``"missing"`` (runs code while others
+    wait), ``"silent"``, ``"mismatch"`` (members of one communicator wait in different calls), ``"cycle"``, or
+    ``"runs"`` if no rank waits for long.
     """
     by_rank = {int(answer["rank"]): answer for answer in answers}
     waiting = {rank: a["call"] for rank, a in by_rank.items() if a["call"] and a["call"]["seconds"] >= _LEAST_S}

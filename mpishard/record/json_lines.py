@@ -1,4 +1,4 @@
-"""Files with one JSON object per line, appended while a run goes on, and readable up to the line that a crash has cut.
+"""Files with one JSON object per line, appended during a run, and readable up to the line that a crash has cut.
 
 Not HDF5 that is read while it is written: if a process is killed, such a file loses its last line, but an HDF5 file
 does not open again before ``h5clear``.  And any program can read a line.
@@ -41,13 +41,7 @@ class JsonLinesWriter:
         self._waiting.append(line)
 
     def flush(self) -> None:
-        """Write all lines that wait.
-
-        Raises
-        ------
-        OSError
-            With the path; the lines that waited are lost.
-        """
+        """Write all lines that wait.  Raises OSError with the path; the lines are lost then."""
         if not self._waiting:
             return
         data = ("\n".join(self._waiting) + "\n").encode()
@@ -79,12 +73,8 @@ class JsonLinesWriter:
 def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
     """Read a file from byte `start` on; returns its objects, and the byte at which to continue.
 
-    Lines that a crash has cut are left out.  A last line without its end may be incomplete; it is read later.
-
-    Raises
-    ------
-    OSError
-        With the path, if it is no file, or no file of lines.
+    Lines that a crash has cut are left out.  A last line without its end may be incomplete; it is read later.  Raises
+    OSError with the path if it is no file, or no file of lines.
     """
     found: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError), os.fdopen(open_to_read(path, start + _MOST), "rb") as file:

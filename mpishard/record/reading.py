@@ -1,4 +1,4 @@
-"""Reads the record of a run, also while it goes on and after a crash.  Needs no MPI."""
+"""Reads the record of a run, also while the run continues and after a crash.  Needs no MPI."""
 
 from __future__ import annotations
 
@@ -136,18 +136,7 @@ class Run:
 
 
 def check_record(folder: Path) -> None:
-    """Raise ValueError if the folder holds no record of a run; the message names a folder with one.  Not collective.
-
-    Parameters
-    ----------
-    folder : Path
-        What a user gave.
-
-    Raises
-    ------
-    ValueError
-        With the way out.
-    """
+    """Raise ValueError if the folder holds no record of a run; the message names a folder with one."""
     if _has_record(folder):
         return
     written = "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
@@ -188,18 +177,7 @@ def own_starts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that NumPy has, too.  Not collective.
-
-    Parameters
-    ----------
-    value : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        False for larger integers.
-    """
+    """Return True if a value of JSON is a number that NumPy has, too: not a larger integer."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
@@ -209,17 +187,9 @@ def series_of(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def began_after(start: dict[str, Any]) -> int | None:
-    """The step after which a start began, 0 without a checkpoint; None if not noted.  Not collective.
+    """The step after which a start (a line of `STARTS`) began, counted from the optimizer's first.
 
-    Parameters
-    ----------
-    start : dict
-        A line of `STARTS`.
-
-    Returns
-    -------
-    int or None
-        Counted from the optimizer's first step.
+    0 without a checkpoint, None if not noted.
     """
     resumed = start.get("resumed_steps")
     return resumed + int(start.get("steps_before", 0)) if isinstance(resumed, int) else None
@@ -270,8 +240,6 @@ def _series(lines: list[dict[str, Any]], taken: np.ndarray) -> dict[str, tuple[n
         for name, values in found.items()
     }
 
-
-# Stragglers: ranks that need longer than others for the same work, step after step.
 
 STEPS = 20  # number of last steps that count
 _LEAST = 8  # fewer steps prove nothing
@@ -340,8 +308,6 @@ def _slow(group: Sequence[Process]) -> list[Straggler]:
     return found
 
 
-# Follows the record of a run while it grows; each line is read once.
-
 GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT lets it go on)"
 _METRICS = 200  # lines kept
 # Texts for the values of `OptimizationResult.stop_reason`.
@@ -365,25 +331,10 @@ _REASONS = {
 
 
 class Follower:
-    """The latest state of a run.  Nothing here is collective: any process reads the files.
+    """The latest state of a run, read from the files in the record's folder by any process.
 
-    Parameters
-    ----------
-    folder : path
-        That of the record.
-
-    Attributes
-    ----------
-    start : dict
-        The last start; empty before there is one.
-    number : int
-        Number of that start, from 1.
-    metrics : deque of dict
-        The last lines of metrics, by step; also those of earlier starts, up to the step at which the last one began.
-    logged : dict
-        By name the last step and value given to `RunRecord.log`.
-    processes : list of Process
-        The processes that have written since the last start and still take part, by rank, with their last lines.
+    `start` is the last start's line, empty before there is one, and `number` its number, from 1.  `metrics` has the
+    last lines of metrics, by step; also those of earlier starts, up to the step at which the last one began.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -426,7 +377,7 @@ class Follower:
         return lines
 
     def _is_past(self, line: dict[str, Any]) -> bool:
-        """Whether a line of an earlier start is of a step that the last start repeats."""
+        """Return True if a line of an earlier start is of a step that the last start repeats."""
         began = began_after(self.start)
         return began is not None and line.get("start", self.number) < self.number and line["step"] > began
 
@@ -453,7 +404,7 @@ class Follower:
 
     @property
     def processes(self) -> list[Process]:
-        """The processes of the last start that are there now, by rank."""
+        """The processes that have written since the last start and still take part, by rank, with their last lines."""
         since = self.start.get("time", 0)
         found = [Process(name, list(lines)) for name, lines in self._lines.items() if lines]
         last = sorted((process for process in found if _written(process) >= since), key=_written)
@@ -468,23 +419,12 @@ class Follower:
         return stragglers(self.processes)
 
     def silent(self, process: Process) -> float:
-        """Seconds since the last line of a process, by the clock of this machine.
-
-        Parameters
-        ----------
-        process : Process
-            One of `processes`.
-
-        Returns
-        -------
-        float
-            At least 0.
-        """
+        """Seconds since the last line of a process, by the clock of this machine; at least 0."""
         return max(0.0, time.time() - _written(process))
 
     @property
     def ending(self) -> str:
-        """A text that says how the run has ended; empty while it goes on, and if this machine cannot tell."""
+        """A text that says how the run has ended; empty while it continues, and if this machine cannot tell."""
         last, steps = self.last_step, self.steps
         last_step = f"step {last}{f' of {steps}' if steps and last <= steps else ''}"
         if self.ended_in_order:
@@ -499,7 +439,7 @@ class Follower:
 
     @property
     def ended_in_order(self) -> bool:
-        """Whether the run itself has noted its end."""
+        """True if the run itself has noted its end."""
         return self._end.get("start") == self.number > 0 and self._end["step"] >= self.last_step
 
     def _reason(self, last_step: str) -> str:
@@ -530,21 +470,9 @@ def _written(process: Process) -> float:
 
 
 def state_here(name: str) -> str:
-    """The state of a process, given the name of its file: `GONE`, `DEAD` or `STOPPED`.
+    """The state of a process: `GONE`, `DEAD` or `STOPPED`; empty if it runs, and for processes of other hosts.
 
-    Empty if it runs, and for processes of other hosts.
-
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        Host and process number.
-
-    Returns
-    -------
-    str
-        One of these, or empty.
+    `name` is that of its file: host and process number.
     """
     host, _, number = name.rpartition("-")
     if host != os.uname().nodename:

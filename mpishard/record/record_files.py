@@ -1,4 +1,4 @@
-"""The files of a record that one process writes: lines, what a start was like, and events for TensorBoard."""
+"""The files of a record that one process writes: its lines, the facts of a start, and events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from mpishard.record.json_lines import JsonLinesWriter, read_lines
 from mpishard.record.reading import ENDS, LOGGED, METRICS, PROCESSES, STARTS, TRACE
 from mpishard.version import versions
 
-# Writes metrics for TensorBoard, with TensorBoard's own writer.
-
 
 def require_tensorboard() -> None:
     """Raise ModuleNotFoundError with the command that installs TensorBoard, if it is missing."""
@@ -42,7 +40,7 @@ def require_tensorboard() -> None:
 
 
 class Events:
-    """Scalars by step in a folder of event files.  The writer, with a thread of its own, is made at the first one.
+    """Scalars by step in a folder of event files.  The writer, with its own thread, is made at the first one.
 
     They are plain numbers, which `EventAccumulator.Scalars` and tools built on it see; TensorBoard's own writer of
     summaries writes tensors, which these do not see.
@@ -76,8 +74,6 @@ class Events:
             writer.close()
 
 
-# The environment of a start of a run, recorded so that the run can be understood a year later.
-
 # Variables that change the behaviour of MPI, BLAS, threads and devices, or identify the job.
 _RELEVANT = re.compile(
     r"(MPISHARD|OMP|OPENBLAS|MKL|BLIS|NUMBA|CUDA|UCX|FI|HDF5|OMPI_MCA|PRTE_MCA|PMIX_MCA|MPIR_CVAR|SLURM)_\w+"
@@ -92,7 +88,7 @@ _WITH_VALUE = re.compile(r"(-{0,2}[\w.-]+)=.+", re.DOTALL)
 
 
 def surroundings(mesh: Mesh) -> dict[str, Any]:
-    """Time, host, command, number of ranks and versions; secrets are masked.  Not collective."""
+    """Time, host, command, number of ranks and versions; secrets are masked."""
     mpi = probe()
     return {
         "time": round(datetime.now(UTC).timestamp(), 3),
@@ -145,8 +141,6 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-# The files of a record that one process writes: the folder is opened, lines are written, and the end is noted.
-
 # Largest number of files of processes: a hundred thousand in a folder would burden a file system.
 _MOST_PROCESSES = 1024
 _IMPORTED = time.time()  # a start noted before is of another process, even of one with the same number
@@ -155,25 +149,9 @@ _IMPORTED = time.time()  # a start noted before is of another process, even of o
 class RecordFiles:
     """The files of a record, as one process writes them.
 
-    If one cannot be written, a message says so once, and none is written any more.
-
-    Parameters
-    ----------
-    folder : Path
-    mesh : Mesh
-    tensorboard : bool
-        Whether there are event files for TensorBoard, too.
-
-    Attributes
-    ----------
-    name : str
-        Of this process, in names of files: its host and number.
-    metrics, logged, process, spans : JsonLinesWriter
-        The first two are the first rank's.
-    events : Events or None
-        For TensorBoard, the first rank's.
-    broken : bool
-        Whether nothing is written any more.
+    If one cannot be written, a message says so once, and none is written any more (`broken`).  `name`, of this process
+    in names of files, is its host and number.  The first rank alone has `metrics`, `logged` and `events`, which are for
+    TensorBoard.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, tensorboard: bool) -> None:
@@ -193,18 +171,14 @@ class RecordFiles:
 
     @property
     def has_process(self) -> bool:
-        """Whether this process has files of its own."""
+        """True if this process has files of its own."""
         return self._mesh.rank % -(-self._mesh.size // _MOST_PROCESSES) == 0
 
     def open(self, facts: Mapping[str, Any], every: float, *, stage: bool) -> int:
         """Make the folder, and note a start with its environment and `facts`.  Collective.
 
         Returns the steps of the stages before, which are those of earlier starts of this process, if it is a `stage`.
-
-        Raises
-        ------
-        OSError
-            On every rank, if the folder cannot be made or written; not for a full disk.
+        Raises OSError on every rank if the folder cannot be made or written; not for a full disk.
         """
         failed, before = None, 0
         try:
@@ -243,7 +217,7 @@ class RecordFiles:
         if not own or not ends or ends[-1].get("start") != len(starts):
             return 0  # another process, or one that failed, may have taken steps that this one repeats
         if facts.get("resumed_steps") and facts.get("checkpoints") == last.get("checkpoints"):
-            return int(last.get("steps_before", 0))  # the same stage goes on
+            return int(last.get("steps_before", 0))  # the same stage continues
         return int(ends[-1]["step"])
 
     def number_of_start(self) -> int:

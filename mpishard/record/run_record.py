@@ -1,4 +1,4 @@
-"""Writes the record of a run while it goes on."""
+"""Writes the record of a run during the run."""
 
 from __future__ import annotations
 
@@ -25,21 +25,15 @@ from mpishard.record.record_files import RecordFiles, require_tensorboard
 from mpishard.record.stack_reporter import StackReporter
 from mpishard.record.timing import StepTimes, StepTrace
 
-# The line of each step in a record: the first rank writes it, and the next first rank if that one dies.
-
 # After this time plus twice `every` the first rank has written a line, even if its disk is busy.
 _WRITTEN_S = 5.0
 
 
 class StepMetrics:
-    """The metrics of the steps.  Where a run heals, the other ranks keep those of the last steps.
+    """The metrics of the steps, which the first rank writes, each `every` seconds.
 
-    Parameters
-    ----------
-    files : RecordFiles
-    mesh : Mesh
-    every : float
-        Seconds after which the first rank writes its lines.
+    Where a run heals, the other ranks keep those of the last steps: one of them is the next first rank if that one
+    dies.
     """
 
     def __init__(self, files: RecordFiles, mesh: Mesh, every: float) -> None:
@@ -57,7 +51,7 @@ class StepMetrics:
         self._kept.clear()
 
     def add(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Write or keep the metrics of a step that has just ended and took so many seconds."""
+        """Write or keep the metrics of a step that has just ended and took `seconds` seconds."""
         leads = self._mesh.rank == 0
         if (leads or self._keeps) and not self._files.broken:
             own = {"seconds": round(seconds, 6), "workers": self._mesh.data.size, **metrics}
@@ -99,9 +93,6 @@ class StepMetrics:
                 self._write(step, clock, metrics)
 
 
-# Writes the record of a run while it goes on.
-
-
 class RunRecord:
     """Records a run in a folder that can be read during the run, after a crash, and a year later.
 
@@ -141,7 +132,7 @@ class RunRecord:
 
     Notes
     -----
-    If the record cannot be written (a full disk), a message says so once, and the run goes on without it.
+    If the record cannot be written (a full disk), a message says so once, and the run continues without it.
     """
 
     def __init__(
@@ -199,7 +190,7 @@ class RunRecord:
         Parameters
         ----------
         facts : mapping, optional
-            Settings to note beside it, by name.
+            Further settings to note, by name.
         stage : bool
             Count its steps after those of the starts of this process that have ended in this folder: it is the next
             stage of one run.  `minimize` says so.
@@ -274,8 +265,8 @@ class RunRecord:
         """Write values of further series, e.g. ``record.log(state.step, accuracy=0.9)`` in a callback.  Not collective.
 
         It may be called for any step, any number of times.  The first rank's values are written at once; of several
-        values of a series in one step the last counts.  ``mpishard plot`` draws the series, beside the loss if the name
-        ends in "loss", and ``mpishard top`` shows the newest values.
+        values of a series in one step the last counts.  ``mpishard plot`` draws the series, next to the loss if the
+        name ends in "loss", and ``mpishard top`` shows the newest values.
 
         Parameters
         ----------

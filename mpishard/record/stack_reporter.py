@@ -20,7 +20,7 @@ from mpishard.launch.tracebacks import innermost, main_frame
 
 REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"
 _POLL_S = 1.0
-# After a wait of so many seconds, and after each further one, this process asks all others where they are.
+# After a wait of this many seconds, and after each further one, this process asks all others where they are.
 LONG_S = 15.0
 _RECENT, _DEEP = 5, 20
 # Removed from the front of file names, which leaves mpishard/nn/linear.py and numpy/....
@@ -31,7 +31,7 @@ class StackReporter(threading.Thread):
     """A thread that writes ``processes/NAME.where.json`` on request, so that a blocked process answers too.
 
     A request is a new file ``why`` in the folder of the record, or SIGQUIT (the stack is then of that moment).  After a
-    long wait of its own it requests an answer of all processes, so that the late rank is known even after the job has
+    long wait in a call it requests an answer of all processes, so that the late rank is known even after the job has
     ended.  The thread also calls `flush` periodically, and `trace` with the first and last step from a new note
     ``trace-next`` in that folder.
     """
@@ -59,7 +59,6 @@ class StackReporter(threading.Thread):
         self._dumped = 0
 
     def watch(self) -> None:
-        """Start the thread."""
         with contextlib.suppress(OSError, AttributeError, ValueError):  # no disk, no SIGQUIT, not the main thread
             self._stack_path.unlink(missing_ok=True)
             self._stack = os.fdopen(create(self._stack_path), "wb")
@@ -67,7 +66,6 @@ class StackReporter(threading.Thread):
         self.start()
 
     def end(self) -> None:
-        """Stop the thread."""
         self._over.set()
         self.join()
         if self._stack is not None:
@@ -139,7 +137,7 @@ class StackReporter(threading.Thread):
 
 
 def _time_of(path: Path) -> float:
-    """The time at which a file was written; 0 if there is none."""
+    """The time at which a file was written; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -33,47 +33,18 @@ _WAIT = {"seconds": int | float}
 
 @dataclass(frozen=True)
 class Asked:
-    """The answers to a request.
-
-    Parameters
-    ----------
-    answers : list of dict
-        By rank; see `mpishard.record.stack_reporter.StackReporter.answer`.
-    silent : dict
-        Ranks without an answer, and the state of their process.
-    fresh : bool
-        False if no process answered; `answers` are then older ones.
-    ending : str
-        See `Follower.ending`.
-    """
+    """The answers to a request, by rank; see `mpishard.record.stack_reporter.StackReporter.answer`."""
 
     answers: list[dict[str, Any]]
-    silent: dict[int, str]
-    fresh: bool
-    ending: str
+    silent: dict[int, str]  # ranks without an answer, and the state of their process
+    fresh: bool  # False if no process answered; `answers` are then older ones
+    ending: str  # see `Follower.ending`
 
 
 def ask(folder: Path, limit: float) -> Asked:
     """Ask the processes of the last start, and wait up to `limit` seconds; with 0, read their last answers.
 
-    Not collective.
-
-    Parameters
-    ----------
-    folder : Path
-        That of the record.
-    limit : float
-        In seconds.
-
-    Returns
-    -------
-    Asked
-        The answers that came.
-
-    Raises
-    ------
-    OSError
-        If the folder cannot be written.
+    Raises OSError if the record's folder cannot be written.
     """
     run = Follower(folder)
     run.update()
@@ -105,28 +76,9 @@ def ask(folder: Path, limit: float) -> Asked:
 
 
 def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
-    """Ask the processes for a trace of the next `count` steps, and wait for it; returns the first and last step.
+    """Ask the processes for a trace of the next `count` steps, and wait for it; returns its first and last step.
 
-    Not collective.
-
-    Parameters
-    ----------
-    folder : Path
-        That of the record.
-    count : int
-        How many steps.
-
-    Returns
-    -------
-    (int, int)
-        Both are in the trace.
-
-    Raises
-    ------
-    ValueError
-        If the run has ended, or takes no steps.
-    OSError
-        If the folder cannot be written.
+    Raises ValueError if the run has ended or takes no steps, OSError if the record's folder cannot be written.
     """
     run = Follower(folder)
     run.update()
@@ -162,7 +114,7 @@ def _answers(folder: Path, processes: list[Process], since: float) -> dict[str, 
 
 
 def _is_answer(found: Any) -> bool:
-    """Whether the content of a file is what `StackReporter.answer` writes."""
+    """Return True if the content of a file is what `StackReporter.answer` writes."""
     if not _has(found, _ANSWER) or not all(isinstance(line, str) for line in found["stack"]):
         return False
     waits = [] if found["call"] is None else [found["call"]]

@@ -18,40 +18,19 @@ _MOST_STEPS = 2**27
 
 @dataclass(frozen=True)
 class Spent:
-    """Time and bytes of each step; each array is float64 (steps,), NaN where no process has noted the step.
+    """Time and bytes of each step; each array is float64 (steps,), NaN where no process has noted the step."""
 
-    Parameters
-    ----------
-    steps : ndarray, int64 (steps,)
-    phases : dict of arrays
-        Seconds by phase, computation first, then the time in collectives by axis (``"data axis"``): means over the
-        processes.
-    sent : dict of arrays
-        Bytes that all ranks sent, by axis.
-    """
-
-    steps: np.ndarray
+    steps: np.ndarray  # int64 (steps,)
+    # Seconds by phase, computation first, then the time in collectives by axis (``"data axis"``): means over the
+    # processes.
     phases: dict[str, np.ndarray]
-    sent: dict[str, np.ndarray]
+    sent: dict[str, np.ndarray]  # bytes that all ranks sent, by axis
 
 
 def spent(run: Run) -> Spent:
-    """Compute `Spent` for all steps from the first to the last that any process has noted.  Not collective.
+    """Compute `Spent` for all steps from the first to the last that any process has noted; empty if none has noted one.
 
-    Parameters
-    ----------
-    run : Run
-        The whole record.
-
-    Returns
-    -------
-    Spent
-        Empty if no process has noted a step.
-
-    Raises
-    ------
-    ValueError
-        If the steps are too many for the memory.
+    Raises ValueError if the steps are too many for the memory.
     """
     lines = [line for process in run.processes for line in process.lines if line["seconds"]]
     if not lines:
@@ -103,19 +82,9 @@ def spent(run: Run) -> Spent:
 
 
 def binned(values: np.ndarray, most: int) -> np.ndarray:
-    """Means over at most `most` runs of equal length; NaN are left out.  Not collective.
+    """Means, float64, over at most `most` runs of equal length of a 1-D array with one value per step.
 
-    Parameters
-    ----------
-    values : 1-D array
-        One for each step.
-    most : int
-        At least 1.
-
-    Returns
-    -------
-    1-D array of float64
-        NaN where all of a run are.
+    NaN are left out; a run of NaN alone gives NaN.
     """
     width = max(1, -(-len(values) // most))
     filled = np.full(-(-len(values) // width) * width, np.nan)
@@ -126,29 +95,14 @@ def binned(values: np.ndarray, most: int) -> np.ndarray:
     return np.divide(total, known.sum(axis=1), out=np.full(len(rows), np.nan), where=known.any(axis=1))
 
 
-# Splits the traced steps of each rank: time in matrix products, in communication, and the rest.
-
-
 @dataclass(frozen=True)
 class TimeSplit:
-    """Seconds of a step of one rank, as means over steps; `products`, `communication` and `rest` add up to `step`.
+    """Seconds of a step of one rank, as means over steps; `products`, `communication` and `rest` add up to `step`."""
 
-    Parameters
-    ----------
-    rank : int
-        Of the whole mesh.
-    step : float
-        The whole step.
-    products : float
-        In matrix products of the layers of `mpishard.nn`, on the host.
-    communication : float
-        In calls on axes, which is mostly waiting for other ranks.
-    """
-
-    rank: int
+    rank: int  # of the whole mesh
     step: float
-    products: float
-    communication: float
+    products: float  # in matrix products of the layers of `mpishard.nn`, on the host
+    communication: float  # in calls on axes, which is mostly waiting for other ranks
 
     @property
     def rest(self) -> float:
@@ -157,18 +111,7 @@ class TimeSplit:
 
 
 def split_times(spans: Sequence[Traced]) -> list[TimeSplit]:
-    """Split the steps of a trace.  Not collective.
-
-    Parameters
-    ----------
-    spans : sequence of Traced
-        Of whole steps, as `read_trace` gives them.
-
-    Returns
-    -------
-    list of TimeSplit
-        One a rank, by rank.
-    """
+    """Split the steps of a trace, one result a rank, by rank; `read_trace` gives the spans, of whole steps."""
     by_step: dict[tuple[int, int], list[Traced]] = defaultdict(list)
     for span in spans:
         by_step[span.rank, span.step].append(span)
@@ -179,20 +122,7 @@ def split_times(spans: Sequence[Traced]) -> list[TimeSplit]:
 
 
 def mean(splits: Sequence[TimeSplit], rank: int) -> TimeSplit:
-    """The mean of times, as the time of `rank`.  Not collective.
-
-    Parameters
-    ----------
-    splits : sequence of TimeSplit
-        At least one.
-    rank : int
-        That of the result.
-
-    Returns
-    -------
-    TimeSplit
-        Each of its times is the mean of theirs.
-    """
+    """The mean of times, at least one, as the time of `rank`."""
     count = len(splits)
     return TimeSplit(
         rank,

@@ -1,4 +1,4 @@
-"""Where the time of a process goes: seconds, phases and axes of each step, and traces of some steps."""
+"""How a process spends its time: seconds, phases and axes of each step, and traces of some steps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from mpishard.comm.ledger import Ledger, Span
 from mpishard.comm.mesh import Mesh
 from mpishard.record.record_files import RecordFiles
 
-# Where the time of a process goes: for each step its seconds, its phases, and what each axis sent and waited for.
-
 
 class StepTimes:
     """The times of the steps of this process since its last line in the record.
 
-    A step is split into its phases, the time in collectives, and computation, which is the rest.
-
-    Attributes
-    ----------
-    step_began : float
-        When the step under way began, in seconds of `time.perf_counter`.
+    A step is split into its phases, the time in collectives, and computation, which is the rest.  `step_began` is the
+    start of the step under way, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -117,23 +111,8 @@ class TimedPhase(ContextDecorator):
         self._phases[name] = self._phases.get(name, 0.0) + seconds
 
 
-# Traces some steps of a run: all intervals of a process in them, for ``mpishard trace``.
-
-
 class StepTrace:
-    """The steps of which the ledger notes spans.
-
-    Parameters
-    ----------
-    files : RecordFiles
-    mesh : Mesh
-    steps : pair of int, optional
-        The first and the last of them.
-
-    Attributes
-    ----------
-    steps : pair of int or None
-    """
+    """Has the ledger note spans in the steps from the first to the last of `steps`, for ``mpishard trace``."""
 
     def __init__(self, files: RecordFiles, mesh: Mesh, steps: tuple[int, int] | None) -> None:
         self.steps = steps

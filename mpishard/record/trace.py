@@ -17,48 +17,22 @@ OF_NO_AXIS = {"step", "phase", "function", PRODUCT, "F", "B", "I", "W"}
 
 @dataclass(frozen=True)
 class Traced:
-    """One span of one rank.
-
-    Parameters
-    ----------
-    rank, step : int
-        Where and when.
-    name : str
-        What happened.
-    kind : str
-        ``"step"``, ``"phase"`` of it, ``"function"`` of the problem, an action of a pipeline (``"F"``, ``"B"``,
-        ``"I"``, ``"W"``), ``"product"`` of matrices, or the axis of a call.
-    start, seconds : float
-        Start in seconds since 1970 by the clock of its host, and duration.
-    """
+    """One span of one rank, in one step."""
 
     rank: int
     step: int
     name: str
+    # ``"step"``, ``"phase"`` of it, ``"function"`` of the problem, an action of a pipeline (``"F"``, ``"B"``, ``"I"``,
+    # ``"W"``), ``"product"`` of matrices, or the axis of a call.
     kind: str
-    start: float
+    start: float  # seconds since 1970 by the clock of its host
     seconds: float
 
 
 def read_trace(folder: Path) -> list[Traced]:
     """All spans in the record of a run, by rank and time, outer ones first; of a repeated step the last.
 
-    Not collective.
-
-    Parameters
-    ----------
-    folder : Path
-        That of the record.
-
-    Returns
-    -------
-    list of Traced
-        At least one.
-
-    Raises
-    ------
-    ValueError
-        If nothing was traced.
+    Raises ValueError if nothing was traced.
     """
     lines: dict[tuple[int, int], dict[str, Any]] = {}
     for file in process_files(folder, TRACE):
@@ -76,7 +50,7 @@ def read_trace(folder: Path) -> list[Traced]:
 
 
 def _is_trace(line: dict[str, Any]) -> bool:
-    """Whether a line is one of spans: their names, kinds, starts and seconds."""
+    """Return True if a line is one of spans: their names, kinds, starts and seconds."""
     spans = line.get("spans")
     return (
         all(isinstance(line.get(name), int) for name in ("rank", "step"))
@@ -91,18 +65,6 @@ def chrome_events(spans: Sequence[Traced]) -> dict[str, Any]:
     """The spans in the JSON object format of trace events, for Perfetto and Chrome; each rank is a process there.
 
     Times are microseconds since the first span; a JSON number may be too coarse for times since 1970.
-
-    Not collective.
-
-    Parameters
-    ----------
-    spans : sequence of Traced
-        At least one.
-
-    Returns
-    -------
-    dict
-        To be written as JSON.
     """
     first = min(span.start for span in spans)
     events: list[dict[str, Any]] = []
