@@ -16,31 +16,12 @@ from mpishard.training.objective import Objective, Scaling
 class Batches:
     """The position of a run in its samples, and the size of the next batch.
 
-    Parameters
-    ----------
-    problem : Objective
-    axis : Axis
-        The data axis: its ranks are the workers.
-    scaling : Scaling
-        How the batch follows the number of workers.
-    method : Method or None
-        What takes the steps if no rule does: evaluations, which have the same samples until an iteration has ended.
+    The ranks of `axis`, the data axis, are the workers; `scaling` says how the batch follows their number.  `method`,
+    if one takes the steps in place of a rule, makes evaluations, which have the same samples until an iteration has
+    ended; ValueError if it minimises one function only, and the batch is not all samples.
 
-    Raises
-    ------
-    ValueError
-        If the method minimises one function only, and the batch is not all samples.
-
-    Attributes
-    ----------
-    problem : Objective
-        As given, or the same one for another mesh.
-    sampler : Sampler
-        The order of all samples.
-    position : int
-        Samples before the next step; in the middle of a step, before that step.
-    current : ndarray, int64
-        Sample indices of the last batch.
+    `problem` may be replaced by the same one for another mesh.  `position` is the number of samples before the next
+    step; in the middle of a step, before that step.  `current` has the sample indices of the last batch, int64.
     """
 
     def __init__(self, problem: Objective[Any], axis: Axis, scaling: Scaling, *, method: Method | None) -> None:
@@ -63,11 +44,11 @@ class Batches:
         self._scaling = scaling
 
     def begin_after(self, batches: int) -> None:
-        """Begin after so many batches, those of the optimizer's steps before the run."""
+        """Begin after `batches` batches, those of the optimizer's steps before the run."""
         self.position = self.sampler.consumed(batches)
 
     def check(self, workers: int) -> None:
-        """Raise ValueError if the batch of so many workers gives some of them no sample."""
+        """Raise ValueError if the batch of this number of workers gives some of them no sample."""
         given = self.problem.batch_size
         if self._scaling.batch_size(given, workers) < workers and not self.problem.may_idle:
             raise ValueError(
@@ -76,7 +57,7 @@ class Batches:
             )
 
     def restore(self, position: int, first_workers: int) -> None:
-        """Continue at a position, with the batch size and learning rate given for so many workers."""
+        """Continue at a position, with the batch size and learning rate given for `first_workers` workers."""
         self.position = position
         self._scaling = replace(self._scaling, first=first_workers)
 

@@ -1,4 +1,4 @@
-"""The values of an optimization problem: what is minimised, over which samples, with which options, and how far."""
+"""The values of an optimization problem: what is minimised, over which samples, with which options, and until when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ObjectiveOptions(TypedDict, total=False):
-    """Optional values of an `Objective` by name, for functions that pass them on.  Not collective."""
+    """Optional values of an `Objective` by name, for functions that pass them on."""
 
     micro_batch_size: int | None
     steps: int | None
@@ -34,57 +34,13 @@ class ObjectiveOptions(TypedDict, total=False):
 class Objective(Generic[P]):
     """The values of an `OptimizationProblem` that the training loop reads; its docstring explains each value.
 
-    Parameters
-    ----------
-    function : callable
-        What is minimised.
-    start : 1-D array or FlatParameters
-        Where it begins.
-    samples, batch_size : int
-        All samples, and those of a step.
-    micro_batch_size : int, optional
-        Samples of one call of the function.
-    steps : int, optional
-        The run stops after them.
-    tolerance : float, optional
-        It stops at a gradient norm of at most this.
-    seconds : float, optional
-        It stops after this time.
-    seed : int
-        Of the order of the samples.
-    tokens_per_sample : int
-        For the record.
-    facts : mapping
-        What checkpoints keep besides.
-    product : callable, optional
-        Hessian times a vector.
-    several : callable, optional
-        The function for several micro-batches in one call.
-    expect : callable, optional
-        Told which micro-batches follow.
-    model : model, optional
-        Whose loss it is.
-
-    Attributes
-    ----------
-    averages : bool
-        Whether the mean of all terms is minimised; if not, their sum.  Of the class, as the next one.
-    may_idle : bool
-        Whether ranks may have no sample, where there are fewer samples than ranks.
-    everywhere : bool
-        Whether these ranks call the function too, with none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If a value is invalid.
+    Creation raises TypeError or ValueError if a value is invalid.
     """
 
-    averages: ClassVar[bool] = True
-    may_idle: ClassVar[bool] = False
-    everywhere: ClassVar[bool] = False
+    averages: ClassVar[bool] = True  # the mean of all terms is minimised; if not, their sum
+    may_idle: ClassVar[bool] = False  # ranks may have no sample, where there are fewer samples than ranks
+    everywhere: ClassVar[bool] = False  # these ranks call the function too, with none
 
-    # More fields than other classes: this is the one value that groups them, by the names that users write.
     function: Callable[[Any, np.ndarray, Any], float]
     start: P
     samples: int
@@ -92,14 +48,17 @@ class Objective(Generic[P]):
     micro_batch_size: int | None = field(default=None, kw_only=True)
     steps: int | None = field(default=None, kw_only=True)
     tolerance: float | None = field(default=None, kw_only=True)
-    seconds: float | None = field(default=None, kw_only=True)
-    seed: int = field(default=0, kw_only=True)
-    tokens_per_sample: int = field(default=1, kw_only=True)
-    facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    seconds: float | None = field(default=None, kw_only=True)  # it stops after this time
+    seed: int = field(default=0, kw_only=True)  # of the order of the samples
+    tokens_per_sample: int = field(default=1, kw_only=True)  # for the record
+    facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # what checkpoints keep besides
+    # Hessian times a vector.
     product: Callable[[Any, Any, np.ndarray, Any], object] | None = field(default=None, kw_only=True)
+    # The function for several micro-batches in one call.
     several: Callable[[Any, Sequence[np.ndarray], Any], Sequence[float]] | None = field(default=None, kw_only=True)
+    # Called with the micro-batches that follow.
     expect: Callable[[Sequence[np.ndarray]], object] | None = field(default=None, kw_only=True)
-    model: Any = field(default=None, kw_only=True, repr=False)
+    model: Any = field(default=None, kw_only=True, repr=False)  # whose loss it is
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -128,7 +87,7 @@ class Objective(Generic[P]):
             )
 
     def terms(self, samples: int) -> int:
-        """By what the sums over so many samples are divided.
+        """The divisor of sums over this number of samples.
 
         Not collective.
 
@@ -150,8 +109,6 @@ class Objective(Generic[P]):
         names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
         return {name: getattr(self, name) for name in names}
 
-
-# How batch size and learning rate depend on the number of workers in a run that changes it.
 
 # The learning rate is proportional to this power of the batch size.
 _POWERS = {"constant": 0.0, "linear": 1.0, "square_root": 0.5}
@@ -219,36 +176,13 @@ class Scaling:
         return growth ** _POWERS[self.policy]
 
 
-# The options of `ShardedOptimizer.optimize`.
-
-
 @dataclass(frozen=True)
 class RunOptions:
-    """The checked options of a run; those without a text here are explained at `ShardedOptimizer.optimize`.
-
-    Parameters
-    ----------
-    callback : callable or None
-        As there.
-    progress : bool
-        As there.
-    watching : bool
-        Whether any rank has a callback or a time limit.
-    checkpoints : Checkpoints or None
-        As there.
-    resume : bool
-        As there.
-    record : RunRecord or None
-        As there.
-    evaluate : Evaluation or None
-        As there.
-    stop_early : EarlyStopping or None
-        As there.
-    """
+    """The checked options of a run, which `ShardedOptimizer.optimize` explains."""
 
     callback: Callable[[TrainingState[Any]], bool | None] | None
     progress: bool
-    watching: bool
+    watching: bool  # any rank has a callback or a time limit
     checkpoints: Checkpoints | None
     resume: bool
     record: RunRecord | None
@@ -256,11 +190,8 @@ class RunOptions:
     stop_early: EarlyStopping | None = None
 
 
-# When a run stops: at the end of its method, at a goal, at the request of a rank, or when nothing gets better.
-
-
 class StopRequest(IntEnum):
-    """Why a rank requests to stop; the largest of several requests counts.  Not collective."""
+    """The reason of a rank's request to stop; the largest of several requests counts."""
 
     NONE = 0
     SECONDS = 1
@@ -271,16 +202,10 @@ class StopRequest(IntEnum):
 
 @dataclass(frozen=True)
 class StopCondition:
-    """Why a run stops after a step, in the words of `OptimizationResult.stop_reason`; empty if the run continues.
+    """The reason why a run stops after a step, in the words of `OptimizationResult.stop_reason`; empty if it continues.
 
-    It follows from what all ranks know alike.
-
-    Parameters
-    ----------
-    problem : Objective
-        Its `steps` and `tolerance` are goals.
-    stop_early : EarlyStopping, optional
-        Stops when the validation loss no longer falls.
+    It follows from what all ranks know equally.  Goals are the `steps` and `tolerance` of the problem; `stop_early`
+    stops when the validation loss no longer falls.
     """
 
     problem: Objective[Any]
@@ -297,7 +222,7 @@ class StopCondition:
         return method_ended or requested or self.goal(steps, norm) or self._patience(validated)
 
     def goal(self, steps: int, norm: float) -> str:
-        """The goal that is reached; empty if none is."""
+        """The goal that is reached, or empty."""
         if self.problem.tolerance is not None and norm <= self.problem.tolerance:
             return "tolerance"
         return "steps" if self.problem.steps is not None and steps >= self.problem.steps else ""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TrainingLoop(Protocol):
-    """What `OptimizationProblem.minimize` needs of a loop."""
+    """The loop that `OptimizationProblem.minimize` calls."""
 
     def run(self) -> OptimizationResult[Any]: ...
 
@@ -187,7 +187,7 @@ class OptimizationProblem(Objective[P]):
         checkpoints : Checkpoints, optional
             Where the run is saved.
         resume : bool
-            Whether to go on from its newest checkpoint.
+            Whether to continue from its newest checkpoint.
         record : RunRecord, optional
             What reports the run.
         evaluate : Evaluation, optional

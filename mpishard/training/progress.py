@@ -1,4 +1,4 @@
-"""How far a run has come, as one value, and what is told of it: fields in the record and a progress line."""
+"""The progress of a run as one value, and its reports: fields in the record and a progress line."""
 
 from __future__ import annotations
 
@@ -18,57 +18,28 @@ from mpishard.layout.run_state import whole_fact
 from mpishard.record import RunRecord
 from mpishard.record.reading import VALIDATION
 
-# How far a run has come, as one value: what its checkpoints keep, and what the workers that join it get.
-
 # The facts of validation losses.
 _STEPS, _LOSS = "validation_steps", "validation_loss"
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run has come.
+    """The progress of a run as one value: what its checkpoints keep, and what the workers that join it get."""
 
-    Parameters
-    ----------
-    losses : ndarray, float64
-        The loss of each step since the run began, in whatever process that was.
-    samples_consumed : int
-        Samples before the next step, counted through all epochs.
-    first_workers : int
-        The number of workers for which batch size and learning rate are given.
-    steps_before : int
-        Steps of the optimizer before the run began.
-    skipped_before : int
-        Skipped steps of the optimizer before the run began or resumed.
-    resumed_steps : int
-        Steps of the run before the checkpoint from which it resumed.
-    samples_before : int
-        As `samples_consumed`, when the run began.
-    validated : tuple of (int, float)
-        Steps after which the validation set was evaluated, and its losses.
-    best_saved : int
-        The step of the best checkpoint so far, which need not be saved again; 0 before the first.
-    """
-
-    losses: np.ndarray
-    samples_consumed: int
-    first_workers: int
-    steps_before: int
-    skipped_before: int
-    resumed_steps: int
-    samples_before: int
-    validated: tuple[tuple[int, float], ...] = ()
-    best_saved: int = 0
+    losses: np.ndarray  # float64, one for each step since the run began, in whatever process that was
+    samples_consumed: int  # samples before the next step, counted through all epochs
+    first_workers: int  # the number of workers for which batch size and learning rate are given
+    steps_before: int  # steps of the optimizer before the run began
+    skipped_before: int  # skipped steps of the optimizer before the run began or resumed
+    resumed_steps: int  # steps of the run before the checkpoint from which it resumed
+    samples_before: int  # `samples_consumed` when the run began
+    validated: tuple[tuple[int, float], ...] = ()  # steps after which the validation set was evaluated, and its losses
+    best_saved: int = 0  # the step of the best checkpoint so far, which need not be saved again; 0 before the first
 
     def to_metadata(self) -> dict[str, Any]:
-        """What a checkpoint keeps.  The optimizer's numbers are there too, and the rest follows from them.
+        """The numbers, and the losses as an array, that a checkpoint keeps.
 
-        Not collective.
-
-        Returns
-        -------
-        dict
-            Numbers, and the losses as an array.
+        The optimizer's numbers are in the checkpoint too, and the rest follows from them.
         """
         validated = {}
         if self.validated:
@@ -84,23 +55,11 @@ class RunProgress:
 
     @classmethod
     def from_metadata(cls, facts: Mapping[str, Any], sampler: Sampler, first_workers: int, batches: int) -> RunProgress:
-        """The progress of a run that resumes from a checkpoint with these facts.  Not collective.
+        """The progress of a run that resumes from a checkpoint with these facts.
 
-        Parameters
-        ----------
-        facts : mapping
-            Of the checkpoint.  One that a training loop of the user's has saved knows neither samples nor losses.
-        sampler : Sampler
-            Says how many samples the optimizer's steps have consumed if the checkpoint does not.
-        first_workers : int
-            Used if the checkpoint has none.
-        batches : int
-            Of the optimizer's steps, used if the checkpoint does not say how many samples they have consumed.
-
-        Raises
-        ------
-        ValueError
-            If a number is invalid, or there are more losses than steps.
+        A checkpoint that a training loop of the user's has saved knows neither samples nor losses: then `sampler` says
+        how many samples the optimizer's `batches` steps have consumed, and `first_workers` counts.  Raises ValueError
+        if a number is invalid, or there are more losses than steps.
         """
         consumed = whole_fact(facts, "samples_consumed", 0)
         first = whole_fact(facts, "first_workers", 1, least=1)
@@ -131,14 +90,12 @@ def _validated(facts: Mapping[str, Any], clock: int) -> tuple[tuple[int, float],
     return tuple(zip(steps.tolist(), losses.tolist(), strict=True))
 
 
-# Progress of a run: a live bar on a terminal, or a line every few seconds in a log.
-
 # A log gets a line every 5 seconds; in a long run the pause is 5 % of the time so far, at most one minute.
 _EVERY_S, _SHARE, _MOST_S = 5.0, 0.05, 60.0
 
 
 class ProgressBar:
-    """Progress of a run on stderr; shows nothing if `shown` is False (ranks above 0).
+    """Progress of a run on stderr, as a live bar or as lines; shows nothing if `shown` is False (ranks above 0).
 
     Under mpirun stderr is a pipe, not a terminal, so that users see lines there.  `done` is the number of steps before
     a resumed run.
@@ -183,20 +140,8 @@ class ProgressBar:
         print(line, file=sys.stderr, flush=True)
 
 
-# What is told of each step while a run goes on: its fields in the record, and the progress line on stderr.
-
-
 class StepReport:
-    """Reports the steps of a run to its record and its progress bar.
-
-    Parameters
-    ----------
-    record : RunRecord or None
-    steps : int or None
-        The goal of the run, for the progress bar.
-    shows : bool
-        Whether the first rank shows the progress.
-    """
+    """Reports the steps of a run to its record and, if it `shows`, to the first rank's progress bar up to `steps`."""
 
     def __init__(self, record: RunRecord | None, steps: int | None, shows: bool) -> None:
         self.shows: bool = shows
@@ -252,7 +197,6 @@ class StepReport:
         return nullcontext() if self._record is None else self._record.phase(name)
 
     def flush(self) -> None:
-        """Write what the record has collected."""
         if self._record is not None:
             self._record.flush()
 
@@ -262,6 +206,5 @@ class StepReport:
             self._record.end(step, reason, way_on)
 
     def close(self) -> None:
-        """End the progress bar."""
         if self._bar is not None:
             self._bar.close()

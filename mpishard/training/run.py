@@ -1,4 +1,4 @@
-"""One run of training: its parts, and what happens in each of its steps, whatever loop takes them."""
+"""One run of training: its parts, and the work of each of its steps, whatever loop takes them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from mpishard.training.run_checkpoints import RunCheckpoints
 from mpishard.training.step_runner import StepRunner
 from mpishard.training.validation import Validated, Validation
 
-# The loss of each step of a run.
-
 
 class _Unreduced(NamedTuple):
     """A step without synchronization: its index in the history, this rank's sum, and the terms of all ranks."""
@@ -43,10 +41,7 @@ class _Unreduced(NamedTuple):
 class LossHistory:
     """Mean losses, one for each step; in steps without synchronization they are this rank's estimates until `reduce`.
 
-    Parameters
-    ----------
-    axis : Axis
-        The ranks over which losses are summed.
+    Losses are summed over the ranks of `axis`.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -62,7 +57,6 @@ class LossHistory:
         return np.array(self._means)
 
     def restore(self, losses: np.ndarray) -> None:
-        """Continue from these losses."""
         self._means = losses.tolist()
 
     def append(self, loss: float) -> None:
@@ -97,58 +91,26 @@ class LossHistory:
         self._unreduced.clear()
 
 
-# One run of training: its parts, and what happens in each of its steps, whatever loop takes them.
-
 _ANNOUNCED = 3  # steps whose samples are known to what reads ahead
 
 
 class StepOutcome(NamedTuple):
-    """A step whose update is done.
+    """A step whose update is done."""
 
-    Parameters
-    ----------
-    loss : float
-        The mean over its samples.
-    learning_rate : float
-        Of its update; the step length of a minimisation.
-    synchronized : bool
-        Whether its loss is that of all ranks, which have met in it.
-    """
-
-    loss: float
-    learning_rate: float
-    synchronized: bool
+    loss: float  # mean over its samples
+    learning_rate: float  # of its update; the step length of a minimisation
+    synchronized: bool  # its loss is that of all ranks, which have met in it
 
 
 class TrainingRun:
-    """One run of training, without the loop that decides how long it goes on and who takes part.
+    """One run of training, without the loop that decides how long it continues and who takes part.
 
-    Creation is collective over the optimizer's mesh.
+    Creation is collective over the optimizer's mesh.  `scaling` says how batch size and learning rate follow the number
+    of workers.  `begins` is False in a process that joins a running job, where `restore` gives it the progress of the
+    run.  With `transactional`, the loop ends each step with an agreement of all ranks: then all know the loss of every
+    step, and an error of one rank alone reaches the others.
 
-    Parameters
-    ----------
-    problem : Objective
-        What is minimised.
-    optimizer : ShardedOptimizer
-        What takes the steps.
-    options : RunOptions
-        Those of `optimize`.
-    scaling : Scaling
-        How batch size and learning rate follow the number of workers.
-    begins : bool
-        False in a process that joins a running job, where `restore` gives it the progress of the run.
-    transactional : bool
-        Whether the loop ends each step with an agreement of all ranks.  Then all know the loss of every step, and an
-        error of one rank alone reaches the others.
-
-    Attributes
-    ----------
-    batches, runner, losses, validation, checkpoints, report
-        The parts of the run.
-    stop_early : EarlyStopping or None
-        As in the options.
-    held : HeldError
-        An error of the user's function or callback on this rank, until all ranks raise it.
+    `held` is an error of the user's function or callback on this rank, until all ranks raise it.
     """
 
     def __init__(
@@ -208,15 +170,7 @@ class TrainingRun:
     def rebuild(self, problem: Objective[Any]) -> None:
         """Train the same model from now on, made for another mesh; its values come later.  Collective over the mesh.
 
-        Parameters
-        ----------
-        problem : Objective
-            With the same settings as the one before.
-
-        Raises
-        ------
-        ValueError
-            If its settings differ.
+        Raises ValueError if the settings of the problem differ from those of the one before.
         """
         if problem.settings != self.problem.settings:
             raise ValueError(f"{problem.settings} for this mesh, {self.problem.settings} before; make them the same")
@@ -228,7 +182,7 @@ class TrainingRun:
 
     @property
     def progress(self) -> RunProgress:
-        """How far the run has come after its last finished step."""
+        """Progress of the run after its last finished step."""
         return RunProgress(
             losses=self.losses.to_array(),
             samples_consumed=self.batches.position,
@@ -242,13 +196,7 @@ class TrainingRun:
         )
 
     def restore(self, progress: RunProgress) -> None:
-        """Continue from a progress.  Not collective; parameters and optimizer are restored apart.
-
-        Parameters
-        ----------
-        progress : RunProgress
-            From a checkpoint or another worker.
-        """
+        """Continue from the progress of a checkpoint or another worker; parameters and optimizer are restored apart."""
         self.losses.restore(progress.losses)
         self.batches.restore(progress.samples_consumed, progress.first_workers)
         self._steps_before, self._skipped_before = progress.steps_before, progress.skipped_before
@@ -257,7 +205,7 @@ class TrainingRun:
         self._best_saved = progress.best_saved
 
     def report_validation(self) -> None:
-        """Report the newest validation loss again: the first rank may have died before it has.  Not collective."""
+        """Report the newest validation loss again: the first rank may have died before it has."""
         if self.validation.history:
             self.report.validation(*self.validation.history[-1])
 
@@ -274,19 +222,9 @@ class TrainingRun:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def take_step(self, step: int, interrupts: Interrupts | None = None) -> StepOutcome:
-        """Compute a step's gradient and update, which tells all ranks of Ctrl-C on this one.  Collective.
+        """Compute a step's gradient and update, for `finish_step`.  Collective.
 
-        Parameters
-        ----------
-        step : int
-            Its number.
-        interrupts : Interrupts, optional
-            Whether this rank got Ctrl-C.
-
-        Returns
-        -------
-        StepOutcome
-            For `finish_step`.
+        The update also informs all ranks of a Ctrl-C on this one, which `interrupts` notes.
         """
         optimizer = self.optimizer
         optimizer.config.mesh.ledger.step = step
@@ -324,13 +262,7 @@ class TrainingRun:
         return StepOutcome(loss, rate, synchronized)
 
     def finish_step(self, outcome: StepOutcome) -> None:
-        """Count a step, and report it.  Not collective.
-
-        Parameters
-        ----------
-        outcome : StepOutcome
-            Of `take_step`.
-        """
+        """Count a step of `take_step`, and report it."""
         minimizer = self.optimizer.minimizer
         progress = None if minimizer is None else minimizer.progress
         if progress is None or progress.accepted:
@@ -347,10 +279,7 @@ class TrainingRun:
         )
 
     def evaluate(self) -> None:
-        """Compute the validation loss if it is due after the last finished step, and has not been computed.
-
-        Collective.
-        """
+        """Compute the validation loss if it is due after the last finished step, and not computed yet.  Collective."""
         step = self.next_step - 1
         if not self.validation.due(step):
             return
@@ -365,20 +294,7 @@ class TrainingRun:
         self.report.validation(step, loss)
 
     def stop_request(self, step: int, outcome: StepOutcome) -> StopRequest:
-        """Call the callback; returns this rank's request after a step.
-
-        Parameters
-        ----------
-        step : int
-            As the callback is told.
-        outcome : StepOutcome
-            Of `take_step`.
-
-        Returns
-        -------
-        StopRequest
-            That of this rank alone.
-        """
+        """Call the callback; returns the request of this rank alone after a step."""
         seconds = time.perf_counter() - self._began
         if self._callback is not None:
             norm, values = self.optimizer.gradient_norm, self.runner.values
@@ -401,19 +317,10 @@ class TrainingRun:
         return StopRequest.SECONDS if timed_out else StopRequest.NONE
 
     def why_stop(self, request: int) -> str:
-        """The reason to stop if `request` is the strongest of all ranks; empty if there is none.
+        """The reason to stop, as in `OptimizationResult.stop_reason`, if `request` is the strongest of all ranks.
 
-        Collective if that is FAILED: then all ranks raise the error.
-
-        Parameters
-        ----------
-        request : int
-            A value of `StopRequest`.
-
-        Returns
-        -------
-        str
-            As in `OptimizationResult.stop_reason`.
+        Empty without a reason.  `request` is a value of `StopRequest`; if it is FAILED, the call is collective, and all
+        ranks raise the error.
         """
         if request == StopRequest.FAILED:
             self._raise_held()
@@ -433,18 +340,13 @@ class TrainingRun:
 
     @property
     def _ended(self) -> str:
-        """Why the minimisation of a method has ended; empty while it goes on."""
+        """The reason why the minimisation of a method has ended; empty while it continues."""
         return "" if self.optimizer.minimizer is None else self.optimizer.minimizer.stop_reason
 
     def save(self, last: bool) -> None:
-        """Save if a save is due; after the last step, bring all ranks to one state even without checkpoints.
+        """Save if a save is due.  After the `last` step bring all ranks to one state, also without checkpoints.
 
         Collective.
-
-        Parameters
-        ----------
-        last : bool
-            Whether no step follows.
         """
         due, best = self.checkpoints.due, self._best_is_due
         with self.report.phase("saving"):
@@ -464,7 +366,7 @@ class TrainingRun:
 
     @property
     def _best_is_due(self) -> bool:
-        """Whether the parameters are the best so far, and not saved as such.  The same on all ranks."""
+        """True if the parameters are the best so far, and not saved as such.  The same on all ranks."""
         step = self.next_step - 1
         return self.checkpoints.keeps_best and self._best_saved < step and self.validation.best_at(step)
 
@@ -505,13 +407,7 @@ class TrainingRun:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
 
     def reached_goal(self) -> str:
-        """The goal that the run had already reached when it resumed, reported on rank 0; empty if there is none.
-
-        Returns
-        -------
-        str
-            As in `OptimizationResult.stop_reason`.
-        """
+        """The goal that the run had already reached when it resumed, reported on rank 0, or empty."""
         resumed, folder = self._resumed_steps, self.checkpoints.folder
         reason = self._reason(StopRequest.NONE, self.optimizer.gradient_norm if resumed else math.nan)
         if reason and resumed and folder is not None and self.optimizer.mesh.rank == 0:
@@ -528,19 +424,9 @@ class TrainingRun:
         self.report.close()
 
     def result(self, reason: str, stopped_by_user: bool = True) -> OptimizationResult[Any]:
-        """The result of the run, which has ended for this reason.
+        """The result of the run on this rank; `reason` is as in `OptimizationResult.stop_reason`.
 
-        Parameters
-        ----------
-        reason : str
-            As in `OptimizationResult.stop_reason`.
-        stopped_by_user : bool
-            Whether the signal that stopped it was Ctrl-C, or came from `mpishard run` because that was stopped.
-
-        Returns
-        -------
-        OptimizationResult
-            Of this rank.
+        `stopped_by_user`: the signal that stopped it was Ctrl-C, or came from `mpishard run` because that was stopped.
         """
         optimizer, stopped = self.optimizer, reason == "signal"
         if optimizer.state.method is not None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what it saves and when, and how it resumes."""
+"""The checkpoints of a run: their contents, when they are saved, and how the run resumes."""
 
 from __future__ import annotations
 
@@ -25,23 +25,10 @@ _EVALUATION = "evaluation.json"  # the fact that says of which set the validatio
 
 
 class RunCheckpoints:
-    """Saves a run and resumes it; does nothing without `Checkpoints` among the options.  Creation is not collective.
+    """Saves a run and resumes it; does nothing without `Checkpoints` among the options.
 
-    Parameters
-    ----------
-    problem : Objective
-        Its facts are saved too.
-    optimizer : ShardedOptimizer
-        Its state is saved.
-    options : RunOptions
-        They have the checkpoints, and say whether to resume.
-    batches : Batches
-        The position in the samples is saved.
-
-    Attributes
-    ----------
-    problem : Objective
-        As given, or the same one for another mesh.
+    A checkpoint has the facts of `problem`, the state of `optimizer`, and the position in the samples of `batches`.
+    `problem` may be replaced by the same one for another mesh.
     """
 
     def __init__(
@@ -69,7 +56,7 @@ class RunCheckpoints:
         return f"{how} from the checkpoint in {self._checkpoints.folder}"
 
     def tell_of_restart(self) -> None:
-        """Say on the first rank, once a job, that a job that was started again begins from step 0.  Not collective.
+        """Say on the first rank, once a job, that a job that was started again begins from step 0.
 
         Nothing is said of a run that resumes: it has no checkpoint yet.
         """
@@ -78,21 +65,10 @@ class RunCheckpoints:
             log.warn(f"this job was started again, and training begins from step 0 again; {self.way_on}")
 
     def check(self, progress: RunProgress, rehearses: bool) -> None:
-        """Raise now the errors that would occur at the first save.  Collective.
+        """Raise now the errors that would occur at the first save of this progress.  Collective.
 
-        Parameters
-        ----------
-        progress : RunProgress
-            As it would be saved.
-        rehearses : bool
-            Whether to write to the folder, too.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if the checkpoints are of other ranks, or cannot hold the facts.
-        OSError
-            On all ranks, if the folder cannot be written.
+        With `rehearses` the folder is written to, too.  On all ranks, raises ValueError if the checkpoints are of other
+        ranks or cannot hold the facts, OSError if the folder cannot be written.
         """
         checkpoints = self._checkpoints
         if checkpoints is None:
@@ -113,17 +89,8 @@ class RunCheckpoints:
     def resume(self) -> RunProgress | None:
         """Restore parameters and optimizer from the newest checkpoint, if the options say so.  Collective.
 
-        Returns
-        -------
-        RunProgress or None
-            The progress of the run; None if nothing is restored.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if the checkpoint is of another model, rule or order of samples, or all are damaged.
-        OSError
-            On all ranks, if the folder cannot be read.
+        Returns the progress of the run; None if nothing is restored.  On all ranks, raises ValueError if the checkpoint
+        is of another model, rule or order of samples, or all are damaged, and OSError if the folder cannot be read.
         """
         if self._checkpoints is None or not self._resumes:
             return None
@@ -155,7 +122,7 @@ class RunCheckpoints:
         return replace(progress, best_saved=best if best <= optimizer.clock else 0)
 
     def _report_other_model(self, facts: Mapping[str, Any]) -> None:
-        """Say on rank 0 in what the saved model differs, if it has the same tensors: in its heads, or its dropout."""
+        """Say on rank 0 how the saved model differs, if it has the same tensors: in its heads, or its dropout."""
         now, then = self.problem.facts.get(MODEL), facts.get(MODEL)
         if self._optimizer.world.rank > 0 or not isinstance(now, Mapping) or not isinstance(then, Mapping):
             return
@@ -177,25 +144,19 @@ class RunCheckpoints:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the lowest validation loss is kept.  The same on all ranks."""
+        """True if the checkpoint of the lowest validation loss is kept.  The same on all ranks."""
         return self._checkpoints is not None and self._checkpoints.best is not None
 
     @property
     def due(self) -> bool:
-        """Whether a save is due after the last step.  The same on all ranks."""
+        """True if a save is due after the last step.  The same on all ranks."""
         return self._checkpoints is not None and self._checkpoints.due(self._optimizer.clock)
 
     def save(self, progress: RunProgress, best: bool = False, exact: bool = False) -> None:
-        """Save the run.  Collective.
+        """Save the run at this progress.  Collective.
 
-        Parameters
-        ----------
-        progress : RunProgress
-            How far the run has come.
-        best : bool
-            Whether it has the lowest validation loss so far.
-        exact : bool
-            Whether to be done before training goes on: a death would end a save beside it.
+        `best`: it has the lowest validation loss so far.  `exact`: the save is done before training continues, since a
+        death would end one that runs during training.
         """
         if self._checkpoints is not None:
             if self._record is not None:
@@ -212,7 +173,6 @@ class RunCheckpoints:
         return RunProgress.from_metadata(facts, self._batches.sampler, self._batches.first_workers, batches)
 
     def _state(self, progress: RunProgress) -> RunState:
-        """The state that a checkpoint saves now."""
         state = self._optimizer.state.capture().with_facts({**self._batches.order, **progress.to_metadata()})
         if self._evaluation is not None:
             state = state.with_facts({_EVALUATION: self._evaluation.identity})
@@ -241,6 +201,6 @@ class RunCheckpoints:
             self._checkpoints.rebind()
 
     def revoke(self) -> None:
-        """Make a save under way fail on all ranks, after the death of a rank.  Not collective."""
+        """Make a save under way fail on all ranks, after the death of a rank."""
         if self._checkpoints is not None:
             self._checkpoints.revoke()

@@ -1,4 +1,4 @@
-"""Functions that save or load one checkpoint, for training loops of your own; `Checkpoints` manages those of a run."""
+"""Functions that save or load one checkpoint, for users' own training loops; `Checkpoints` manages those of a run."""
 
 from __future__ import annotations
 

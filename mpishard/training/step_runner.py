@@ -31,21 +31,12 @@ from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.tree_sum import TermAssignment
 from mpishard.training.objective import Objective
 
-# Checks that a function only reads its parameters and sample indices.
-#
-# Without the check, such a change would silently give wrong results.  Read-only views are no alternative: Cython,
-# Numba, PyTorch and JAX accept them with a warning or not at all, even in a correct function that only reads.
-
 
 class Untouched:
-    """Checks one call of a function: create it before the call, and read `problem` after it.
+    """Checks one call of a function: create it before the call with the function's inputs, and read `problem` after it.
 
-    Parameters
-    ----------
-    parameters : FlatParameters
-        The parameters that the function gets.
-    samples : ndarray
-        The sample indices that the function gets.
+    Without the check a change of the inputs would silently give wrong results.  Read-only views are no alternative:
+    Cython, Numba, PyTorch and JAX accept them with a warning or not at all, even in a correct function that only reads.
     """
 
     def __init__(self, parameters: FlatParameters, samples: np.ndarray) -> None:
@@ -68,21 +59,8 @@ class Untouched:
 def check_data(model: Any, batch: Any, samples: int) -> None:
     """Raise ValueError if data of this package has fewer samples, or does not fit a model of this package.
 
-    Not collective.
-
-    Parameters
-    ----------
-    model : model
-        Of a problem; it may be a distributed one.
-    batch : callable
-        What reads its samples, maybe by a `ReadAhead`.
-    samples : int
-        Number of samples that the problem, or the evaluation, has.
-
-    Raises
-    ------
-    ValueError
-        With both sides.
+    `model` may be a distributed one; `batch` may read its samples by a `ReadAhead`; `samples` is the number of the
+    problem, or of the evaluation.
     """
     model = getattr(model, "model", model)
     data = getattr(batch.batch if isinstance(batch, ReadAhead) else batch, "__self__", None)
@@ -93,22 +71,7 @@ def check_data(model: Any, batch: Any, samples: int) -> None:
 
 
 def arguments_of_loss(batch: Any, samples: np.ndarray) -> tuple[Any, ...]:
-    """What a user's ``batch(samples)`` returns; TypeError if that is no tuple of arguments.
-
-    Not collective.
-
-    Parameters
-    ----------
-    batch : callable
-        Of a problem or an evaluation.
-    samples : ndarray
-        Indices of samples.
-
-    Returns
-    -------
-    tuple
-        The arguments of a model's loss.
-    """
+    """The arguments of a loss that a user's ``batch(samples)`` returns, as a tuple; TypeError if it is not iterable."""
     found = batch(samples)
     if not isinstance(found, Iterable):
         raise TypeError(
@@ -117,43 +80,22 @@ def arguments_of_loss(batch: Any, samples: np.ndarray) -> tuple[Any, ...]:
     return tuple(found)
 
 
-# Forward and backward passes of a batch: a rank's micro-batches one by one, with their gradients into the buckets.
-
 _NAMED = 5  # samples that a message lists
 
 
 class StepRunner:
     """Calls the function of a problem for this rank's part of each batch, after a first `attach`.
 
-    Parameters
-    ----------
-    problem : Objective
-        Its FlatParameters are trained in place, an array is copied.
-    optimizer : ShardedOptimizer
-    looks : bool
-        Whether to check the first call of the function for changes of inputs that it must only read; with ``debug`` of
-        the mesh all calls are checked.
-    held : HeldError
-        Holds an error of the function, unless other ranks wait for this one inside the function.
+    FlatParameters of the problem are trained in place, an array is copied.  `looks`: the first call of the function is
+    checked for changes of inputs that it must only read; with ``debug`` of the mesh all calls are.  `held` takes an
+    error of the function, unless other ranks wait for this one inside the function.  ValueError if the optimizer has a
+    loss scale, but the problem has no model that multiplies its gradients by it; or if its method needs Hessian
+    products, and the problem has none.
 
-    Attributes
-    ----------
-    parameters : FlatParameters
-        The parameters; the function gets them as `values`.
-    misuse : Exception or None
-        The error for inputs that a call of the function has changed.
-    nonfinite_loss : str
-        Description of this rank's first loss in the last batch that is not finite; empty if all are finite.
-    together : bool
-        Whether ranks wait for each other inside the function, so that all must call it equally often.
-    costs : TermCosts or None
-        What the micro-batches cost, where a method repeats the same ones in each step.
-
-    Raises
-    ------
-    ValueError
-        If the optimizer has a loss scale, but the problem has no model that multiplies its gradients by it; or its
-        method needs Hessian products, and the problem has none.
+    `misuse` is the error for inputs that a call of the function has changed.  `nonfinite_loss` describes this rank's
+    first loss in the last batch that is not finite; empty if all are finite.  `together`: ranks wait for each other
+    inside the function, so that all must call it equally often.  `costs`: of the micro-batches, where a method repeats
+    the same ones in each step.
     """
 
     reducer: GradientReducer
@@ -246,7 +188,7 @@ class StepRunner:
         return losses, self.problem.terms(len(batch))
 
     def announce(self, batches: Sequence[np.ndarray]) -> None:
-        """Tell what reads ahead which samples this rank will compute next, by the batches of the next steps."""
+        """Inform what reads ahead of the samples that this rank will compute next, by the batches of the next steps."""
         assert self.problem.expect is not None
         coming: list[np.ndarray] = []
         for batch in batches:
@@ -320,7 +262,7 @@ class StepRunner:
         return losses
 
     def _assignment(self, terms: int) -> TermAssignment:
-        """Which rank computes which of so many terms in the next step."""
+        """The assignment of the next step's `terms` terms to ranks."""
         in_turns = self.of_model and self.reducer.on_demand
         cuts = None if self.costs is None else self.costs.cuts(self.axis.size)
         return TermAssignment(terms, self.axis.size, in_turns, cuts)
@@ -334,7 +276,7 @@ class StepRunner:
 
     @property
     def _takes_several(self) -> bool:
-        """Whether the model takes several micro-batches in one call and cuts none of them."""
+        """True if the model takes several micro-batches in one call and cuts none of them."""
         return self.of_model and self.problem.several is not None and self._direction is None
 
     def _forward_backward(self, samples: np.ndarray) -> float:
@@ -344,7 +286,7 @@ class StepRunner:
         return self._call([samples])[0]
 
     def _call(self, micro_batches: list[np.ndarray]) -> list[float]:
-        """The summed losses of micro-batches; 0 once the function has failed on this rank, which is told later."""
+        """The summed losses of micro-batches; 0 once the function has failed on this rank, which is reported later."""
         if self._held.error is None:
             with self._held.holding(alone=not self.together):
                 return self._called(micro_batches)
@@ -389,8 +331,6 @@ def _listed(samples: np.ndarray) -> str:
     more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
     return f"samples {named}{more}" if named else "no samples"
 
-
-# Debug mode: checks with one micro-batch and its two halves that a function returns sums over its samples.
 
 # A mean in place of a sum differs by a factor of two, rounding in half precision by a thousandth.
 _TOLERANCE = 0.02
@@ -449,6 +389,6 @@ def _difference(runner: StepRunner, first: np.ndarray, second: np.ndarray) -> Va
 
 
 def _alike(one: np.ndarray | float, other: np.ndarray | float, tolerance: float = _TOLERANCE) -> bool:
-    """Whether the difference is at most `tolerance` times the largest element."""
+    """Return True if the difference is at most `tolerance` times the largest element."""
     most = max(np.abs(one).max(initial=0), np.abs(other).max(initial=0))
     return bool(np.abs(np.subtract(one, other)).max(initial=0) <= tolerance * most)

@@ -29,15 +29,8 @@ class Validated(NamedTuple):
 class Validation:
     """The validation losses of one run.
 
-    Parameters
-    ----------
-    evaluation : Evaluation or None
-        Without one nothing is evaluated; losses of a checkpoint are kept all the same.
-
-    Attributes
-    ----------
-    history : list of Validated
-        All losses so far, the same on all ranks.
+    Without an evaluation nothing is evaluated; losses of a checkpoint are kept all the same.  `history` has all losses
+    so far, the same on all ranks.
     """
 
     def __init__(self, evaluation: Evaluation | None) -> None:
@@ -46,13 +39,13 @@ class Validation:
         self._looks = True
 
     def due(self, step: int) -> bool:
-        """Whether the set is to be evaluated after a step.  The same on all ranks; not collective."""
+        """Return True if the set is to be evaluated after a step.  The same on all ranks."""
         if self.evaluation is None or step % self.evaluation.every:
             return False
         return not self.history or self.history[-1].step < step
 
     def best_at(self, step: int) -> bool:
-        """Whether the loss after this step is known and below all earlier ones.  Not collective."""
+        """Return True if the loss after this step is known and below all earlier ones."""
         if not self.history or self.history[-1].step != step:
             return False
         return all(self.history[-1].loss < each.loss for each in self.history[:-1])
@@ -63,18 +56,10 @@ class Validation:
         return self.history[-1].loss if self.history else math.nan
 
     def evaluate(self, step: int, runner: StepRunner, held: HeldError) -> float:
-        """Compute the loss after a step, and keep it.
+        """Compute the loss after a step, and keep it.  Collective over the mesh.
 
-        Collective over the mesh.
-
-        Raises
-        ------
-        Exception
-            On all ranks, if the function fails on any.
-        FloatingPointError
-            On all ranks, if the loss of any micro-batch is NaN or infinite.
-        ValueError
-            On all ranks, if the function changes what it must only read.
+        On all ranks, raises the function's error if it fails on any, FloatingPointError if the loss of any micro-batch
+        is NaN or infinite, and ValueError if the function changes what it must only read.
         """
         assert self.evaluation is not None
         evaluation, trained, mesh = self.evaluation, runner.problem, runner.optimizer.mesh
@@ -141,23 +126,9 @@ def _number(loss: Any) -> float:
 def check_evaluation(evaluation: Any, stop_early: Any, best: bool, problem: Any) -> None:
     """Raise unless it is an evaluation that fits the problem, and there is one where its losses are needed.
 
-    Not collective.
-
-    Parameters
-    ----------
-    evaluation, stop_early : object
-        What a user gave to `optimize`.
-    best : bool
-        Whether the checkpoints keep the best one.
-    problem : Objective
-        What is minimised.
-
-    Raises
-    ------
-    TypeError
-        If they are of another type, or the evaluation is for a model, and the problem has none with a loss.
-    ValueError
-        If there is no evaluation, but its losses are needed.
+    `evaluation` and `stop_early` are what a user gave to `optimize`; `best`: the checkpoints keep the best one.
+    TypeError if they are of another type, or the evaluation is for a model and the problem has none with a loss;
+    ValueError if losses are needed without an evaluation.
     """
     if not (stop_early is None or isinstance(stop_early, EarlyStopping)):
         raise TypeError(f"stop_early must be EarlyStopping(patience=5), got {type(stop_early).__name__}")
