@@ -101,7 +101,7 @@ def _exponentials(world: Axis) -> float:
 
 
 def _efficiency(world: Axis, profile: MachineProfile) -> float:
-    """Ratio of predicted to measured time of a small transformer; each rank runs one of its own."""
+    """Ratio of predicted to measured time of a small transformer, one on each rank."""
     model = GPT(vocabulary_size=256, context_length=128, width=192, layers=2, heads=6)
     tokens = np.random.default_rng(0).integers(0, 256, (_ROWS // 128, 128))
     predicted = estimate(model.architecture, batch=len(tokens), profile=profile).compute

@@ -23,31 +23,15 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one collective at one size.
-
-    Parameters
-    ----------
-    axis : str
-        Its name.
-    ranks : int
-        Size of the axis.
-    operation : str
-        Name of the method of `Axis`.
-    nbytes : int
-        Bytes of the whole buffer on one rank.
-    seconds, bare : float
-        Times of one call by mpishard and by mpi4py alone: medians of the slowest rank's times.
-    sent : int
-        Bytes that a rank sends in a ring.
-    """
+    """Time of one collective, a method of `Axis`, at one size."""
 
     axis: str
-    ranks: int
+    ranks: int  # size of the axis
     operation: str
-    nbytes: int
-    seconds: float
-    bare: float
-    sent: int
+    nbytes: int  # bytes of the whole buffer on one rank
+    seconds: float  # of one call by mpishard: median of the slowest rank's times
+    bare: float  # as `seconds`, by mpi4py alone
+    sent: int  # bytes that a rank sends in a ring
 
     @property
     def bandwidth(self) -> float:
@@ -56,21 +40,10 @@ class Timing:
 
 
 def measure_collectives(mesh: Mesh, sizes: Sequence[int] = SIZES) -> list[Timing]:
-    """Time all operations over all axes with several ranks.
+    """Time all operations over all axes with several ranks, with buffers of these sizes in bytes.
 
-    Collective over the mesh.  All communicators of an axis are in use at once, as in training.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        Of several ranks.
-    sizes : sequence of int
-        Bytes of the whole buffer.
-
-    Returns
-    -------
-    list of Timing
-        The same on every rank; empty for one rank.
+    Collective over the mesh; all communicators of an axis are in use at once, as in training.  The result is the same
+    on every rank; empty for one rank.
     """
     return [
         _timing(mesh.world, axis, operation, nbytes)

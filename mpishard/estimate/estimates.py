@@ -152,7 +152,7 @@ def estimate(
     ValueError
         If the model does not allow this layout, or a number is too small.
     TypeError
-        If an option is a field of neither, or is given beside the whole.
+        If an option is a field of neither, or is given in addition to the whole.
     """
     layout = whole_or_fields("estimate()", "layout", Layout, layout, options)
     workload = whole_or_fields("estimate()", "workload", Workload, workload, options)

@@ -1,4 +1,4 @@
-"""What start, step, checkpoint and healing take on very many ranks, by formulas.
+"""Time of start, step, checkpoint and healing on very many ranks, by formulas.
 
 Measured parts of one rank (`StartParts`) and of the links (`MachineProfile`) meet assumptions about the cluster
 (`Cluster`).  With more ranks nothing becomes faster but the copy of a rank's state, which becomes smaller.
@@ -20,8 +20,6 @@ from typing import Any
 from mpishard.arguments import integer, number
 from mpishard.estimate.profile import MachineProfile
 from mpishard.launch.detection import launches
-
-# What the start of one rank takes, measured in processes of its own: processor time, and what it asks of files.
 
 _REPEATS = 3
 _TIME_LIMIT_S = 120.0
@@ -60,7 +58,7 @@ print([len(opens) + len(mapped), len(questions), sum(os.path.getsize(path) for p
 
 @dataclass(frozen=True)
 class StartParts:
-    """What one rank takes from its first instruction to the end of its first step.
+    """The costs of one rank from its first instruction to the end of its first step.
 
     Not collective.
 
@@ -122,7 +120,7 @@ def measure_start() -> StartParts:
 
 
 def _run(script: str) -> Any:
-    """What a script with a start in it prints, in a process of its own."""
+    """The values, as JSON, that a script with a start in it prints, in a separate process."""
     command = [sys.executable, "-c", script.format(start=_START)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)
@@ -141,8 +139,6 @@ def _object_seconds() -> float:
         pickle.loads(received)
     return (time.process_time() - began) / count
 
-
-# What start, step, checkpoint and healing take on very many ranks, by formulas.
 
 # A mesh has two communicators for each of its five axes, and one for its watchdog.
 COMMUNICATORS = 11
@@ -164,7 +160,7 @@ MOST_RANKS = 10**7
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is assumed of a cluster and of a run on it; none of it is measured.
+    """Assumptions about a cluster and a run on it; none of them is measured.
 
     Not collective.
 
@@ -212,7 +208,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of four things on so many ranks.
+    """Seconds of the parts of start, step, checkpoint and healing on a number of ranks.
 
     Parameters
     ----------
@@ -233,7 +229,7 @@ class Costs:
 
 
 def costs(ranks: int, parts: StartParts, cluster: Cluster, machine: MachineProfile) -> Costs:
-    """Seconds of start, step, checkpoint and healing on so many data-parallel ranks.
+    """Seconds of start, step, checkpoint and healing on this number of data-parallel ranks.
 
     Not collective.
 
@@ -268,7 +264,7 @@ def costs(ranks: int, parts: StartParts, cluster: Cluster, machine: MachineProfi
     gather, reduce = machine.link("all_gather", ranks), machine.link("all_reduce", ranks)
 
     def gathered(count: int, size: int) -> float:
-        """Seconds of all-gathers of so many bytes of each rank."""
+        """Seconds of `count` all-gathers of `size` bytes of each rank."""
         return gather.seconds(ranks, (ranks - 1) * size * count, count)
 
     def objects(count: int) -> float:
@@ -310,9 +306,7 @@ def costs(ranks: int, parts: StartParts, cluster: Cluster, machine: MachineProfi
     )
 
 
-# What start, step, checkpoint and healing may take, and which of them breaks first as the ranks become more.
-
-# What may cost how much, in the words of a message; `burdens` has the numbers.
+# The limits of start, step, checkpoint and healing in the words of a message; `burdens` has the numbers.
 LIMITS = {
     "start": "takes more than ten minutes",
     "step": "communicates longer than it computes",
@@ -324,7 +318,7 @@ THINGS = tuple(LIMITS)
 
 @dataclass(frozen=True)
 class Break:
-    """What breaks at how many ranks.
+    """One of `LIMITS`, and the number of ranks at which it breaks.
 
     Parameters
     ----------
@@ -345,20 +339,7 @@ class Break:
 
 
 def burdens(found: Costs) -> dict[str, float]:
-    """How near each thing is to its limit in `LIMITS`; it breaks above 1.
-
-    Not collective.
-
-    Parameters
-    ----------
-    found : Costs
-        On some number of ranks.
-
-    Returns
-    -------
-    dict of str to float
-        By the name of the thing.
-    """
+    """How near each thing is to its limit in `LIMITS`, by the thing's name; it breaks above 1."""
     computing = found.step["computing"]
     return {
         "start": sum(found.start.values()) / 600,

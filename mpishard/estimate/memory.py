@@ -23,8 +23,6 @@ from mpishard.nn.slices import most_sums, nodes_by_rank, summed_by_mpi
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD
 from mpishard.parameters.buckets import make_buckets, make_runs
 
-# Local layouts of the ranks of a pipeline stage; stages with the same units share one result.
-
 TABLE = "token_embedding.weight"
 
 
@@ -37,38 +35,19 @@ class VirtualStage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor as the ranks of one pipeline stage hold it.
+    """A tensor as the ranks of one pipeline stage hold it."""
 
-    Parameters
-    ----------
-    size : int
-        Elements on tensor rank 0, which never has fewer than the others.
-    everywhere : int
-        Elements on all tensor ranks together, copies included.
-    partial : bool
-        Whether its gradients are summed over the tensor axis.
-    tied : bool
-        Whether another stage holds it too.
-    shared : bool
-        Whether two units on this rank use it.
-    stage, unit : int
-        Virtual stage on this rank, and unit in it.
-    multiplied : int
-        Elements that it has as an operand of products in half precision, with the zeros that the outputs of a head get;
-        0 for what is no operand: a vector, or a matrix of which rows are looked up only.
-    apart : bool
-        Whether the operand does not lie in memory as the tensor does: it has zeros, or is cut by columns.
-    """
-
-    size: int
-    everywhere: int
-    partial: bool
-    tied: bool
-    shared: bool
-    stage: int
-    unit: int
+    size: int  # elements on tensor rank 0, which never has fewer than the others
+    everywhere: int  # elements on all tensor ranks together, copies included
+    partial: bool  # its gradients are summed over the tensor axis
+    tied: bool  # another stage holds it too
+    shared: bool  # two units on this rank use it
+    stage: int  # virtual stage on this rank
+    unit: int  # unit in the virtual stage
+    # Elements that it has as an operand of products in half precision, with the zeros that the outputs of a head get; 0
+    # for what is no operand: a vector, or a matrix of which rows are looked up only.
     multiplied: int
-    apart: bool
+    apart: bool  # the operand does not lie in memory as the tensor does: it has zeros, or is cut by columns
 
 
 @dataclass(frozen=True)
@@ -119,13 +98,7 @@ class Holding:
 
 
 def virtual_stages_of(architecture: DecoderArchitecture, layout: Layout) -> list[tuple[VirtualStage, ...]]:
-    """By pipeline rank: the parts of its chunks.
-
-    Raises
-    ------
-    ValueError
-        If the model does not allow this layout.
-    """
+    """The parts of the chunks of each pipeline rank; ValueError if the model does not allow this layout."""
     architecture.check(layout.tensor, layout.pipeline * layout.chunks)
     by_stage = [
         VirtualStage(EMBEDDINGS in units, sum(unit.startswith("blocks.") for unit in units), OUTPUT_HEAD in units)
@@ -193,47 +166,22 @@ def rows_of(batch: int, microbatches: int, length: int) -> list[int]:
     return [count * length for count in counts(split(batch, microbatches))]
 
 
-# Sizes of the parts of a block and of the output head, read off their layers.
-
-
 @dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of the whole network, not of a rank.
+    """Sizes of a block and of the output head of the whole network, not of a rank, read off their layers."""
 
-    Parameters
-    ----------
-    heads, groups : int
-        Heads of queries, and of keys and values.
-    head_width : int
-        Channels of a head.
-    qkv, mixed : int
-        Columns of queries, keys and values together, and of the attention's result.
-    hidden : int
-        Channels inside the MLP.
-    gated : bool
-        Whether the MLP has a gate.
-    turned : bool
-        Whether heads are changed after their product: by norms or rotary positions.
-    normed_heads : int
-        Heads of queries and keys that are normed.
-    statistics : int
-        Numbers that a norm keeps for each row.
-    row_sums, head_row_sums : int
-        Vectors of the width that a block and the head add row by row, as norms and biases do.
-    """
-
-    heads: int
-    groups: int
-    head_width: int
-    qkv: int
-    mixed: int
-    hidden: int
-    gated: bool
-    turned: bool
-    normed_heads: int
-    statistics: int
-    row_sums: int
-    head_row_sums: int
+    heads: int  # of queries
+    groups: int  # heads of keys and of values
+    head_width: int  # channels of a head
+    qkv: int  # columns of queries, keys and values together
+    mixed: int  # columns of the attention's result
+    hidden: int  # channels inside the MLP
+    gated: bool  # the MLP has a gate
+    turned: bool  # heads are changed after their product: by norms or rotary positions
+    normed_heads: int  # heads of queries and keys that are normed
+    statistics: int  # numbers that a norm keeps for each row
+    row_sums: int  # vectors of the width that a block adds row by row, as norms and biases do
+    head_row_sums: int  # the same for the output head
 
     @property
     def kept_hidden(self) -> int:
@@ -243,7 +191,6 @@ class BlockSizes:
 
 @functools.lru_cache(maxsize=64)
 def sizes_of(architecture: DecoderArchitecture) -> BlockSizes:
-    """The sizes of a model's blocks."""
     block, head = architecture.build_block("block", True), architecture.build_head(True)
     attention, mlp = block.attention, block.mlp
     groups, mixed = architecture.query_groups, attention.output.inputs
@@ -266,28 +213,20 @@ def sizes_of(architecture: DecoderArchitecture) -> BlockSizes:
     )
 
 
-# Counts the elements of activations that a rank keeps for the backward pass, and of scratch memory.
-#
-# The arrays are those that `mpishard.nn` keeps.  The count follows Korthikanti et al., "Reducing Activation
-# Recomputation in Large Transformer Models" (2022), section 4, for layers that never store attention scores.  With c
-# channels, h heads and t tensor ranks a block of GPT-2 keeps ``4 c + 4 + (12 c + h) / t`` elements per token, or with
-# sequence parallelism ``(16 c + 4 + h) / t``.
-
 HALF_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Sizes of activations in elements per rank, for the ranks of one tensor axis.
+    """Elements of activations that a rank of one tensor axis keeps for the backward pass, and of scratch memory.
 
-    Parameters
-    ----------
-    architecture : DecoderArchitecture
-    layout : Layout
-    length : int
-        Tokens of a sequence.
-    device, half : bool
-        As in `mpishard.estimate.Workload`; with `half` the elements are of float32, and two in half precision are one.
+    The arrays are those that `mpishard.nn` keeps.  The count follows Korthikanti et al., "Reducing Activation
+    Recomputation in Large Transformer Models" (2022), section 4, for layers that never store attention scores.  With c
+    channels, h heads and t tensor ranks a block of GPT-2 keeps ``4 c + 4 + (12 c + h) / t`` elements per token, or with
+    sequence parallelism ``(16 c + 4 + h) / t``.
+
+    `length` is the number of tokens of a sequence, `device` and `half` are as in `mpishard.estimate.Workload`; with
+    `half` the elements are of float32, and two in half precision are one.
     """
 
     architecture: DecoderArchitecture
@@ -346,7 +285,7 @@ class Activations:
 
     @property
     def rounds_logits(self) -> bool:
-        """Whether the gradient of the logits is computed in half precision, beside them."""
+        """True if the gradient of the logits is computed in half precision, in addition to the logits."""
         return self.half and self.layout.tensor == self.architecture.shards == 1
 
     def of_block(self, rows: int) -> int:
@@ -374,9 +313,9 @@ class Activations:
         if self.layout.schedule != "zb-h1":
             return 0
         width = self.architecture.width
-        # Recomputed blocks have no memory of their own in which operands could be kept.
+        # Recomputed blocks have no separate memory in which operands could be kept.
         blocks = 0 if self.layout.recompute else part.blocks
-        # Gate and up have the gradients of their outputs in memory of their own.
+        # Gate and up have the gradients of their outputs in separate memory.
         hidden = 0 if self.block.gated else self.share(self.block.hidden)
         block = rows * (2 * width + self.share(self.block.qkv) + hidden)
         logits = rows * self.share(self.architecture.vocabulary_size)
@@ -399,7 +338,7 @@ class Activations:
         return kept + self.put_off(part, rows)
 
     def _host_scores(self) -> int:
-        """Elements of the blocks of scores, and of what is computed with them."""
+        """Elements of the blocks of scores, and of the arrays that are computed with them."""
         sizes, length = self.block, self.length
         group = min(self.slice_of(sizes.groups), max(1, GROUP_SCORES // length**2))
         scores = group * length * (length + min(BLOCK, length))
@@ -457,12 +396,9 @@ class Activations:
         return needed + self.of_sums(rows) + rows
 
 
-# The work of a step: how many sequences a data rank trains on, and in which numbers.
-
-
 @dataclass(frozen=True)
 class Workload:
-    """What a data rank computes in a step, and the memory of its numbers.
+    """The sequences of a data rank's step, and the memory of its numbers.
 
     No method is collective.
 

@@ -177,11 +177,11 @@ class MachineProfile:
         if ranks_per_node < 1:
             raise ValueError(f"ranks_per_node={ranks_per_node} must be at least 1")
         network = dict.fromkeys(OPERATIONS, Link(latency, bandwidth))
-        # A profile measured on one rank has no link within its node; with one rank per node there is none.
+        # A profile measured on one rank has no link within its node; with one rank per node no such link exists.
         return replace(self, node=self.node or network, network=network, ranks_per_node=ranks_per_node)
 
     def within_node(self, span: int) -> bool:
-        """Whether so many consecutive ranks of the world are on one node.
+        """Return True if this number of consecutive ranks of the world is on one node.
 
         Parameters
         ----------

@@ -159,7 +159,7 @@ class Plan:
         buckets, units = self.buckets(parts), held.units()
         owned = sum(-(-size // layout.data) for size in (units if layout.zero_stage == 3 else buckets))
         twice = any(tensor.tied or tensor.shared for tensor in held.tensors)
-        # One of the buckets is of a sum under way; there is none on one data rank.  With zb-h1 the first half of a
+        # One of the buckets is of a sum under way, which one data rank does not have.  With zb-h1 the first half of a
         # backward pass begins all gradients, and the second half finishes them.
         open_buckets = _AT_ONCE - (layout.data == 1) if layout.schedule != "zb-h1" else len(buckets)
         workload = self.workload
@@ -200,16 +200,8 @@ class Plan:
 def in_turns(sizes: Sequence[int], at_once: int, twice: bool, device: bool) -> int:
     """Most elements of the memory that buckets or units of these sizes use in turns, as `BlockPool` gives it out.
 
-    Parameters
-    ----------
-    sizes : sequence of int
-        In order.
-    at_once : int
-        How many neighbours have memory at once.
-    twice : bool
-        Whether the first one has memory all the time.
-    device : bool
-        Whether the memory is that of devices, where it is free after each use.
+    `at_once` is the number of neighbours that have memory at once.  `twice`: the first one has memory all the time.
+    `device`: the memory is that of devices, where it is free after each use.
     """
     sets = [
         [*sizes[first : first + at_once], *(sizes[:1] if twice and first else ())]

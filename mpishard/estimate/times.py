@@ -81,7 +81,7 @@ def tensor_traffic(
 
 
 def _partial_sums(architecture: DecoderArchitecture, layout: Layout) -> Fraction:
-    """How many partial sums a tensor rank has of its slices, in the mean over the ranks."""
+    """Number of partial sums that a tensor rank has of its slices, in the mean over the ranks."""
     if architecture.shards == 1:
         return Fraction(1)
     return Fraction(sum(map(len, nodes_by_rank(architecture.shards, layout.tensor))), layout.tensor)
@@ -162,14 +162,12 @@ def messages(part: VirtualStage, layout: Layout, shards: int = 1) -> tuple[int, 
     return forward, backward
 
 
-# Times of computation and communication of a rank, from the speeds in a `MachineProfile`; no overlap is assumed.
-
 # Arrays of (rows, width) that are read or written outside of products by a block: those that tensor ranks hold whole
 # (norms, residuals) and those that they split (heads, hidden units).
 _WHOLE_FORWARD, _SPLIT_FORWARD = 10, 19
 _WHOLE_BACKWARD, _SPLIT_BACKWARD = 10, 18
-# What an attention score costs beside its products, in GELUs with their derivative: a maximum, an exponential, a sum
-# and a scaling.
+# Cost of an attention score in addition to its products, in GELUs with their derivative: a maximum, an exponential, a
+# sum and a scaling.
 _SOFTMAX = 2.0
 # An exponential of the loss, in the same unit.
 _LOSS = 0.5
@@ -177,18 +175,7 @@ _LOSS = 0.5
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds on a rank of one layout.
-
-    Parameters
-    ----------
-    architecture : DecoderArchitecture
-    layout : Layout
-    profile : MachineProfile
-    length : int
-        Tokens of a sequence.
-    itemsize : int
-        Bytes of an element.
-    """
+    """Seconds on a rank of one layout, with `length` tokens in a sequence and `itemsize` bytes in an element."""
 
     architecture: DecoderArchitecture
     layout: Layout
@@ -274,7 +261,9 @@ class Times:
         return product + loss + logits + self._passes(rows, 2, 0), 2 * product + self._passes(rows, 4, 0)
 
     def _tensor(self, part: VirtualStage, rows: int) -> tuple[float, float]:
-        """Time on the tensor axis, forward and backward; each kind of collective is assumed to send as many bytes."""
+        """Time on the tensor axis, forward and backward; each kind of collective is taken to send equally many
+        bytes.
+        """
         layout, span = self.layout, self.layout.span("tensor")
         sent = tensor_traffic(self.architecture, (part,), layout, rows, self.itemsize)
         total = sum(sent.values()) / (layout.tensor * layout.data)
@@ -289,8 +278,6 @@ class Times:
         seconds = sum(link.seconds(layout.tensor, total, calls) for link in links) / len(links)
         return seconds * forward_calls / calls, seconds * backward_calls / calls
 
-
-# Micro-batches in flight on a pipeline rank, time of all micro-batches in the pipeline, and idle time.
 
 # Most actions of all ranks for which a schedule is simulated; for more the papers' formulas are used.
 _SIMULATED = 1024
@@ -321,18 +308,9 @@ def makespan(
 ) -> tuple[float, float]:
     """Seconds that all micro-batches take in the pipeline, and the fraction of that time in which ranks are idle.
 
-    Parameters
-    ----------
-    schedule : str
-    stages, microbatches, chunks : int
-        Pipeline ranks, micro-batches, chunks per rank.
-    forward, backward : tuple of float
-        Seconds of one micro-batch by virtual stage; zb-h1 does one half of a backward first and the other half later.
-    transfer : float
-        Seconds per message between stages.
+    `forward` and `backward` are seconds of one micro-batch by virtual stage; zb-h1 does one half of a backward first
+    and the other half later.  `transfer` is seconds per message between stages.
 
-    Notes
-    -----
     Small schedules are simulated.  For others, with t the time of a micro-batch on a rank and p stages, the idle time
     is (p - 1) t for GPipe and 1F1B, a chunk's part of it for the interleaved schedule (Narayanan et al. 2021, section
     2.2), and (p - 1) (F + I - W) for ZB-H1 (Qi et al. 2023, section 2.3), on top of the work of the slowest rank.

@@ -40,7 +40,7 @@ def model_state_bytes(
     Returns
     -------
     float
-        Bytes on each rank, for shares that are all alike.
+        Bytes on each rank, for shares that are all equal.
 
     Raises
     ------
