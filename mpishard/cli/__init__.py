@@ -1,7 +1,6 @@
 """The ``mpishard`` command.
 
-The parameters of a command's function are its options, and it has as many as its users need.  Inside, options that
-belong together are one value.
+The parameters of a command's function are its options; inside, options that belong together are one value.
 """
 
 import mpishard.comm  # noqa: F401  before MPI starts, here or in a job

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     What a user got wrong (ValueError, OSError, usage) is one line on stderr and code 2; wrong usage and values, which
-    all ranks under mpirun have alike, are shown by the first.  Collective for the commands that run on several ranks,
+    all ranks under mpirun share, are shown by the first.  Collective for the commands that run on several ranks,
     ``info`` and ``bench``.
 
     Parameters

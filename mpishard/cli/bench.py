@@ -120,8 +120,6 @@ def show(profile: MachineProfile) -> None:
             output.print(made)
 
 
-# Times of collectives by size, as a picture.
-
 _STYLES = [(BLUE, "o"), (RED, "s"), (GREEN, "^"), (PINK, "D"), (ORANGE, "v")]
 
 

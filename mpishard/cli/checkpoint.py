@@ -33,8 +33,6 @@ from mpishard.checkpoint.verify import (
 )
 from mpishard.cli.estimate_text import cell, console, new_table, print_table, size
 
-# The contents of a checkpoint as tables.
-
 _CORNER = 6  # entries of a tensor printed along each dimension
 
 
@@ -123,8 +121,6 @@ def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
-
-# ``mpishard inspect``, ``verify``, ``convert``, ``export``, ``import`` and ``diff``: checkpoints without a run.
 
 _Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, a link to one, or the folder of a run's checkpoints.")]
 

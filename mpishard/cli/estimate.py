@@ -32,7 +32,7 @@ _ZERO = {
 }
 
 
-# Options allowed beside --parameters, which replaces those of the model and lists all ZeRO stages.
+# Options allowed together with --parameters, which replaces those of the model and lists all ZeRO stages.
 _WITH_PARAMETERS = {"parameters", "ranks", "memory_limit", "as_json"}
 
 
@@ -220,7 +220,7 @@ def _model(
 
 
 def _check_alone(context: typer.Context) -> None:
-    """Raise ValueError if an option was given beside --parameters that does not go with it."""
+    """Raise ValueError if an option was given with --parameters that does not go with it."""
     if other := [option for name, option in _given(context) if name not in _WITH_PARAMETERS]:
         raise ValueError(
             "--parameters stands for a whole model, all ranks on the data axis and every ZeRO stage: "

@@ -1,4 +1,4 @@
-"""``mpishard estimate --startup``: what start, step, checkpoint and healing take on very many ranks."""
+"""``mpishard estimate --startup``: the time of start, step, checkpoint and healing on very many ranks."""
 
 from __future__ import annotations
 
@@ -25,23 +25,10 @@ _WAYS_OUT = {
 
 
 def estimate_startup(ranks: int | None, cluster: Cluster, machine: MachineProfile, as_json: bool) -> None:
-    """Measure the start of one rank here, and print the costs on `ranks` ranks, or on a thousand and more.
+    """Measure the start of one rank here, and print the costs on `ranks` ranks, or on 10^3, 10^4 and 10^5 (None).
 
-    Parameters
-    ----------
-    ranks : int or None
-        None: on 10^3, 10^4 and 10^5.
-    cluster : Cluster
-        What is assumed.
-    machine : MachineProfile
-        Its links.
-    as_json : bool
-        Whether to print JSON in place of tables.
-
-    Raises
-    ------
-    ValueError
-        For another number of ranks, a machine without links, or where the start cannot be measured.
+    `cluster` has what is assumed, `machine` its links; `as_json` prints JSON in place of tables.  Raises ValueError for
+    another number of ranks, a machine without links, or where the start cannot be measured.
     """
     counts = _RANKS if ranks is None else (ranks,)
     for count in counts:

@@ -86,18 +86,9 @@ def seconds(time: float) -> str:
 
 
 def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -> None:
-    """Print one line per layout; those that need more than `limit` bytes per rank are marked.
+    """Print at most `shown` layouts in this order, one a line; more than `limit` bytes a rank are marked.
 
-    Parameters
-    ----------
-    found : sequence of Estimate
-        In the order in which to print them.
-    limit : float
-        Bytes; infinite: no layout is marked.
-    shown : int
-        Lines at most.
-    tokens : int
-        Of all ranks in a step.
+    `tokens` is the number in a step of all ranks.
     """
     output = console()
     layouts = f"{len(found)} layouts" if len(found) > 1 else "1 layout"

@@ -30,12 +30,7 @@ def check_format(path: Path) -> None:
 def save(figure: Figure, path: Path, *, kind: str = "", dpi: int = 100) -> None:
     """Write a picture; its format follows from the name if `kind` does not say it.
 
-    Raises
-    ------
-    ValueError
-        If it is of no known format.
-    OSError
-        If it cannot be written; what was there before stays.
+    Raises ValueError for an unknown format, and OSError if it cannot be written; the earlier file stays then.
     """
     if not kind:
         check_format(path)
@@ -55,13 +50,7 @@ def _with_palette(drawn: io.BytesIO) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file beside `path` and rename it, so that a full disk leaves the old file.
-
-    Raises
-    ------
-    OSError
-        With what to do about it.
-    """
+    """Write a file next to `path` and rename it, so that a full disk leaves the old file; OSError says the way out."""
     beside = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         if path.exists() and not path.is_file():  # such as /dev/stdout

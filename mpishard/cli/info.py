@@ -22,8 +22,6 @@ from mpishard.comm.abort import abort
 from mpishard.environment import Facts, Finding, collect, findings, launch_of, launches
 from mpishard.environment.findings import cores_of, count, gpus_in_use, limit_of, nodes
 
-# Facts about MPI and the machine, collected by the ranks, as one screen.
-
 _SHOWN_NODES = 6
 # What mpishard uses libraries for GPUs for; those that are not here serve one of these.
 _USED_FOR = {
@@ -35,7 +33,7 @@ _USED_FOR = {
 
 
 def show(facts: Sequence[Facts], found: Sequence[Finding]) -> None:
-    """Print facts, those of rank 0 where they are of one process, and then what was found.
+    """Print facts, those of rank 0 where they are of one process, and then the findings.
 
     Without colours: Open MPI gives its ranks a terminal even where their output ends in a file.
     """
@@ -179,8 +177,6 @@ def _print_columns(lines: Sequence[tuple[str, str]]) -> None:
         for index, line in enumerate(wrapped):
             typer.echo(f"{'' if index else name:{indent}}{line}")
 
-
-# ``mpishard info``: capabilities and problems of this MPI and this machine.
 
 _PATIENCE_S = 30.0
 

@@ -57,14 +57,12 @@ def _plain(values: np.ndarray) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-# The picture of a run: its loss and other series, speed, workers, bytes sent, and time by phase.
-
 _POINTS = 400  # of a line; more cannot be distinguished
 _FEW = 60  # points of a line up to which each is marked
 _ROW = 2.47  # inches
 _LETTERS = 26  # of a label in a line
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
-_OWN = ("learning_rate", "gradient_norm", "iteration")  # beside the loss
+_OWN = ("learning_rate", "gradient_norm", "iteration")  # in addition to the loss
 _OWN_LOSS = "accepted_loss"  # shares the panel of the loss
 _OTHERS = (RED, GREEN, ORANGE, PINK)  # losses that the script logs
 _PHASES = {COMPUTATION: SKY, "update": GREEN, "saving": "0.55", "commit": PINK}
@@ -81,14 +79,11 @@ _LEGEND: dict[str, Any] = {
 def draw(run: Run, path: Path, *, log: bool = False) -> None:
     """Write the picture; its format follows from the name.
 
-    Raises
-    ------
-    ValueError
-        If the loss shall have a logarithmic axis (`log`) and is never above 0.
+    Raises ValueError if the loss is to have a logarithmic axis (`log`) and is never above 0.
     """
     from matplotlib.figure import Figure
 
-    # A logged series that is a loss shares the panel of the loss; any other has a scale of its own.
+    # A logged series that is a loss shares the panel of the loss; any other has its own scale.
     further = run.further
     losses = {name: series for name, series in further.items() if name.endswith("loss")}
     others = {name: series for name, series in further.items() if name not in losses}

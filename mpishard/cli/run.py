@@ -93,7 +93,7 @@ def run(
 
 
 def _words(command: list[str], elsewhere: bool) -> tuple[str, ...]:
-    """What each rank executes; ValueError if it cannot be executed here, unless the ranks are elsewhere."""
+    """The command of each rank; ValueError if it cannot be executed here, unless the ranks are elsewhere."""
     program = command[0]
     if program.endswith(".py"):
         return (sys.executable, *command)

@@ -29,21 +29,13 @@ from mpishard.pipeline.schedule import (
     warn_if_bubbly,
 )
 
-# A timeline as a picture: a Gantt chart with one row per stage.
-
 _IDLE = "#eeeeee"
 _DPI = 150
 _CHARACTER_INCHES = 0.062  # of a character at the size of the numbers
 
 
 def save_figure(timeline: Timeline, file: Path) -> None:
-    """Write a PNG: colour by kind of action, paler for later chunks, numbers of micro-batches where they fit.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Write a PNG: colour by kind of action, paler for later chunks, numbers of micro-batches where they fit."""
     # Imported here: it takes a second, and most commands draw nothing.
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
@@ -87,8 +79,6 @@ def save_figure(timeline: Timeline, file: Path) -> None:
     )
     save(figure, file, kind="png", dpi=_DPI)
 
-
-# A timeline as text: one line per stage, time to the right.
 
 _BACKGROUNDS = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 Name = Callable[[Event], str]
@@ -204,8 +194,6 @@ def _ruler(timeline: Timeline, scale: float) -> _Row:
             text[start : start + len(mark)] = mark
     return _Row("time ", text, [""] * columns)
 
-
-# ``mpishard schedule``: look at a pipeline schedule before running it.
 
 _TIMES_OF = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 

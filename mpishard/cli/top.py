@@ -22,11 +22,9 @@ from mpishard.data.evaluation import EarlyStopping
 from mpishard.environment.findings import count
 from mpishard.record.reading import VALIDATION, Follower, Process, check_record, state_here
 
-# One screen of a run in progress.
-
 _RECENT = 20  # steps that figures are means of
 _MOST_REMARKS, _MOST_RANKS, _MOST_LOGGED = 3, 8, 8
-# A remark is shown if no line of a process (_SILENT_S), or no step of the run (_LATE_S), has come for so many seconds
+# A remark is shown if no line of a process (_SILENT_S), or no step of the run (_LATE_S), has come for this many seconds
 # and for _SILENT_STEPS steps' time, both beyond the interval between two writes of the record.
 _SILENT_S, _LATE_S, _SILENT_STEPS = 10.0, 2.0, 5
 
@@ -113,7 +111,7 @@ def _logged(run: Follower) -> list[Text]:
 
 
 def _best(run: Follower) -> str:
-    """Which validation loss is the lowest, and how long a run that stops early has waited for a better one."""
+    """The lowest validation loss with its step, and how long a run that stops early has waited for a better one."""
     if run.best_validation is None:
         return ""
     step, loss = run.best_validation
@@ -184,7 +182,7 @@ class _Recent:
 
 
 def _recent(process: Process) -> _Recent:
-    """Sum up the last lines that together have `_RECENT` steps; a line holds several steps."""
+    """Sums over the last lines that together have `_RECENT` steps; a line holds several steps."""
     steps = seconds = busy = sent = 0
     axes: dict[str, float] = {}
     for line in reversed(process.lines):
@@ -223,9 +221,6 @@ def _clock(duration: float) -> str:
         return f"{duration:.0f} s"
     minutes, _ = divmod(round(duration), 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-# ``mpishard top``: a run in progress, live, from its record.
 
 
 def top(

@@ -20,8 +20,6 @@ from mpishard.record.stack_requests import ask_for_trace
 from mpishard.record.summary import TimeSplit, mean, split_times
 from mpishard.record.trace import Traced, chrome_events, read_trace
 
-# How the traced steps were spent, as a table.
-
 _MOST_RANKS = 32
 
 
@@ -38,9 +36,6 @@ def split_table(splits: Sequence[TimeSplit]) -> Table:
 def _figures(split: TimeSplit) -> list[str]:
     parts = split.products, split.communication, split.rest
     return [f"{split.step * 1e3:.2f}", *(f"{part * 1e3:.2f} ({part / split.step:.0%})" for part in parts)]
-
-
-# ``mpishard trace``: a timeline of all ranks, for Perfetto and as a picture.
 
 
 def trace(
@@ -82,8 +77,6 @@ def trace(
         typer.echo(f"{path.with_suffix('.png')}" + (f" (without the last {left_out} ranks)" if left_out else ""))
     print_table(console(), split_table(split_times(chosen)))
 
-
-# A trace as a Gantt chart with one row per rank.
 
 _MOST_ROWS = 64
 # Drawing order: calls interrupt everything; the actions of a pipeline are inside the function, and products in these.
