@@ -22,21 +22,14 @@ from mpishard.pipeline.schedule import Action, Schedule, forward_only, make_sche
 Array = Any
 
 
-# How activations and their gradients go from stage to stage: as messages, or within the rank that runs all stages.
-
 ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
 
 
 @dataclass
 class Flight:
-    """One micro-batch inside one chunk, from its forward to the end of its backward.
+    """One micro-batch inside one chunk, from its forward to the end of its backward: its memory and its messages.
 
-    Parameters
-    ----------
-    work : Workspace
-        Its memory.
-    sends : list of Request
-        Messages from that memory that are under way.
+    `sends` are messages from the memory `work` that are under way.
     """
 
     work: Any
@@ -59,7 +52,7 @@ class Handover(Protocol):
     """Hands results of stages to the stages that need them; all stages here are virtual stages."""
 
     def begin(self) -> None:
-        """A call of the pipeline begins."""
+        """Begin a call of the pipeline."""
 
     def give_up(self) -> None:
         """Forget what an exception left; RuntimeError if a message of that call could reach the next one."""
@@ -77,7 +70,7 @@ class Handover(Protocol):
         """Hand the gradient of a stage's input to the stage before; it may change after this call."""
 
     def receive(self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: Flight) -> Array:
-        """What the stage `source` has sent: `ACTIVATIONS` or `GRADIENTS`."""
+        """The `ACTIVATIONS` or `GRADIENTS` that the stage `source` has sent."""
 
 
 class WithinRank:
@@ -111,14 +104,8 @@ class WithinRank:
 class Messages:
     """The `Handover` between ranks: sends never block.
 
-    Parameters
-    ----------
-    axis : Axis
-        Pipeline axis, of several ranks; rank r runs the stages ``r, r + axis.size, ...``.
-    virtual_stages : int
-        Number of them.
-    wire_dtype : dtype or None
-        Send in this dtype.
+    Rank r of the pipeline axis, which has several ranks, runs the virtual stages ``r, r + axis.size, ...``.  Messages
+    are sent in `wire_dtype` if it is given.
     """
 
     def __init__(self, axis: Axis, virtual_stages: int, wire_dtype: np.dtype | None) -> None:
@@ -188,8 +175,6 @@ class Messages:
         return 2 * (microbatch * self._virtual_stages + source) + (what == ACTIVATIONS)
 
 
-# Executes a pipeline schedule: each rank runs its program, and sends never block.
-
 Batch = Any
 
 
@@ -240,25 +225,13 @@ class Pipeline:
     After an exception in one of them messages between ranks may be under way.  On several ranks all methods then raise
     RuntimeError, until the axis has other communicators (`Axis.rebind`).
 
-    Parameters
-    ----------
-    axis : Axis
-        Pipeline axis of the mesh.
-    chunks : sequence of Chunk
-        This rank's chunks; chunk c runs the virtual stage ``c * axis.size + axis.rank``.
-    schedule : str
-        One of `mpishard.pipeline.schedule.SCHEDULES`.
-    parameters : FlatParameters
-        The pipeline marks the begin and end of the backward passes of a virtual stage in their gradients.
-    wire_dtype : dtype, optional
-        Send activations and their gradients in this dtype, float16 or ml_dtypes.bfloat16, to halve the bytes.
+    Chunk c runs the virtual stage ``c * axis.size + axis.rank``; `schedule` is one of
+    `mpishard.pipeline.schedule.SCHEDULES`.  The pipeline marks the begin and end of the backward passes of a virtual
+    stage in the gradients of `parameters`.  With `wire_dtype`, float16 or ml_dtypes.bfloat16, activations and their
+    gradients are sent in it, to halve the bytes.
 
-    Attributes
-    ----------
-    executed : list of Executed
-        The actions of the last call.
-    peak_in_flight : int
-        Largest number of micro-batches in flight during the last call, over all chunks.
+    `executed` has the actions of the last call, `peak_in_flight` its largest number of micro-batches in flight, over
+    all chunks.
     """
 
     def __init__(
@@ -288,34 +261,15 @@ class Pipeline:
         self._unfinished = False
 
     def train(self, batches: Sequence[Batch]) -> float:
-        """Forward and backward of the micro-batches.
+        """Forward and backward of this data rank's micro-batches, some of which may be empty; returns the summed loss.
 
-        Parameters
-        ----------
-        batches : sequence of Batch
-            Of this data rank, the same on all stages; some may be empty.
-
-        Returns
-        -------
-        float
-            Their summed loss, the same on all stages.
+        The batches, and the loss, are the same on all stages.
         """
         self._train(batches)
         return self._loss_sum()
 
     def train_each(self, batches: Sequence[Batch]) -> list[float]:
-        """Like `train`, with the loss of each micro-batch.
-
-        Parameters
-        ----------
-        batches : sequence of Batch
-            As for `train`.
-
-        Returns
-        -------
-        list of float
-            In their order, the same on all stages.
-        """
+        """Like `train`, with the loss of each micro-batch."""
         self._train(batches)
         return self._losses_of(len(batches))
 
@@ -347,34 +301,12 @@ class Pipeline:
         self._finish()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Forward of the micro-batches.
-
-        Parameters
-        ----------
-        batches : sequence of Batch
-            Of this data rank, the same on all stages.
-
-        Returns
-        -------
-        float
-            Their summed loss, the same on all stages.
-        """
+        """Forward of this data rank's micro-batches; returns their summed loss.  Both are the same on all stages."""
         self._evaluate(batches)
         return self._loss_sum()
 
     def evaluate_each(self, batches: Sequence[Batch]) -> list[float]:
-        """Like `evaluate`, with the loss of each micro-batch.
-
-        Parameters
-        ----------
-        batches : sequence of Batch
-            As for `evaluate`.
-
-        Returns
-        -------
-        list of float
-            In their order, the same on all stages.
-        """
+        """Like `evaluate`, with the loss of each micro-batch."""
         self._evaluate(batches)
         return self._losses_of(len(batches))
 
@@ -387,18 +319,7 @@ class Pipeline:
         self._finish()
 
     def infer(self, batch: Batch) -> Array | None:
-        """Forward of one batch.
-
-        Parameters
-        ----------
-        batch : Batch
-            The same on all stages.
-
-        Returns
-        -------
-        array or None
-            The predictions on the ranks of the last stage, None on others.
-        """
+        """The predictions for one batch, the same on all stages, on the ranks of the last stage; None on others."""
         self._begin()
         prediction = None
         for number in range(len(self.chunks)):

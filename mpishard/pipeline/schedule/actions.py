@@ -84,7 +84,7 @@ class Schedule:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward; False: the schedule is for evaluation."""
+        """True if the schedule has backwards; False: it is for evaluation."""
         return any(action.kind != "F" for program in self.programs for action in program)
 
     def virtual_stage(self, rank: int, action: Action) -> int:

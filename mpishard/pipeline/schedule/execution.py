@@ -179,9 +179,6 @@ class _Execution:
         return Wait(rank, action, reason, *self.location[key])
 
 
-# Whether the ranks of a schedule can wait for each other for ever.
-
-
 @dataclass(frozen=True)
 class Deadlock:
     """A cycle of ranks, each of which waits for the next; `str` names the actions in which they wait.

@@ -136,7 +136,7 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
 
 
 def check_chunks(name: str, chunks: int) -> None:
-    """Raise unless the schedule can use so many chunks.
+    """Raise unless the schedule can use this number of chunks.
 
     Parameters
     ----------
