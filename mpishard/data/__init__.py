@@ -1,4 +1,4 @@
-"""Which samples a rank reads, and data to read: text that is there, and tokens from files of any size."""
+"""The samples that a rank reads, and data to read: text that every Python has, and tokens from files of any size."""
 
 from mpishard.data.read_ahead import ReadAhead
 from mpishard.data.token_data import Mixture, TokenData

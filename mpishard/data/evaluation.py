@@ -124,7 +124,7 @@ class EarlyStopping:
     Parameters
     ----------
     patience : int
-        The run stops after so many evaluations in a row of which none was better.
+        The run stops after this many evaluations in a row of which none was better.
     min_delta : float
         A loss is better if it is below the best one by more than this.
 
@@ -142,7 +142,7 @@ class EarlyStopping:
         object.__setattr__(self, "min_delta", number("EarlyStopping: min_delta", self.min_delta, least=0))
 
     def stops(self, losses: Iterable[float]) -> bool:
-        """Whether a run stops after these validation losses.
+        """Return True if a run stops after these validation losses.
 
         Not collective: it follows from the losses alone.
 

@@ -19,7 +19,7 @@ class ReadAhead:
     """Reads the next micro-batches in a thread, so that a step finds them ready.
 
     Takes the place of the callable that reads a micro-batch, and returns the same.  `OptimizationProblem.for_model`
-    tells it before each step which samples this rank will ask for; what it has not been told it reads at once.  What is
+    announces before each step which samples this rank will ask for; others are read when they are asked for.  What is
     read never depends on what is ready.  No method is collective.
 
     Parameters
@@ -84,23 +84,7 @@ class ReadAhead:
             self._changed.notify_all()
 
     def __call__(self, samples: np.ndarray) -> tuple[Any, ...]:
-        """The micro-batch of some samples, read before or now.
-
-        Parameters
-        ----------
-        samples : ndarray of int
-            Their indices.
-
-        Returns
-        -------
-        tuple of arrays
-            As the given function returns it.
-
-        Raises
-        ------
-        Exception
-            What that function has raised for these samples.
-        """
+        """The micro-batch of some samples, read before or now, as the given function returns it, or its error."""
         key, began = _key(samples), time.perf_counter()
         with self._changed:
             self.calls += 1
@@ -140,7 +124,7 @@ class ReadAhead:
         self.close()
 
     def _read(self) -> None:
-        """What the thread does: read what is wanted next as soon as there is room for it."""
+        """The thread: read what is wanted next as soon as there is room for it."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._has_room())
@@ -162,7 +146,7 @@ class ReadAhead:
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Whether something is wanted, and there is room for the next of it."""
+        """Return True if something is wanted, and there is room for the next of it."""
         if not self._wanted:
             return False
         samples = next(iter(self._wanted.values()))

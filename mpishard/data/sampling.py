@@ -1,4 +1,4 @@
-"""Which samples a step uses, and which rank computes them: a pure function of the seed and of how many came before."""
+"""The samples of a step and the rank that computes each: a pure function of the seed and of the number before."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sampler:
         return self.following(self.consumed(step - 1), self.batch_size)
 
     def following(self, consumed: int, size: int) -> np.ndarray:
-        """The next sample indices after so many, no further than the end of the epoch.
+        """The sample indices after `consumed` samples, no further than the end of the epoch.
 
         Parameters
         ----------
@@ -146,25 +146,10 @@ def share(batch: np.ndarray, rank: int, size: int, micro_batch_size: int | None 
     return mine + [batch[:0]] * (rounds - len(mine))
 
 
-# How terms that cost differently are dealt out: in runs of neighbours that cost about the same.
-
-
 def balanced_cuts(costs: Sequence[float], ranks: int) -> list[int]:
     """Cut terms into one run for each rank, so that the largest sum of costs in a run is as small as can be.
 
-    Not collective.
-
-    Parameters
-    ----------
-    costs : sequence of float
-        Of each term, at least 0.
-    ranks : int
-        Number of runs.
-
-    Returns
-    -------
-    list of int
-        Of ``ranks + 1`` indices, as `mpishard.layout.boxes.split` returns them; a run may be empty.
+    Returns ``ranks + 1`` indices, as `mpishard.layout.boxes.split` does; a run may be empty.  Costs are at least 0.
     """
     ends = np.cumsum([0.0, *costs])
     low, high = max(float(ends[-1]) / ranks, max(costs, default=0.0)), float(ends[-1])
@@ -192,14 +177,11 @@ def _cuts_below(ends: np.ndarray, ranks: int, limit: float) -> list[int]:
 
 
 class TermCosts:
-    """What each term of a step that is repeated has cost, and how to deal the terms out.
+    """The cost of each term of a step that is repeated, by which terms are dealt out in runs of about equal cost.
 
     Costs decide who computes a term, never the order in which terms are added; so they change no bit of a result.
-
-    Attributes
-    ----------
-    seconds : ndarray, float64 (terms,)
-        Of the last step: those of this rank until they are summed over the ranks, then those of all.
+    `seconds`, float64 (terms,), are of the last step: those of this rank until they are summed over the ranks, then
+    those of all.
     """
 
     # Cuts that promise less are not worth it: times vary from step to step.
@@ -210,7 +192,7 @@ class TermCosts:
         self._cuts: tuple[int, ...] | None = None
 
     def cuts(self, ranks: int) -> tuple[int, ...] | None:
-        """The cuts of the next step for so many ranks; None before costs are known.  The same on all ranks."""
+        """The cuts of the next step for this number of ranks; None before costs are known.  The same on all ranks."""
         if not (self.seconds.size and self.seconds.all()):
             return None
         wanted = balanced_cuts(self.seconds.tolist(), ranks)
@@ -219,7 +201,7 @@ class TermCosts:
         return self._cuts
 
     def begin(self, terms: int) -> None:
-        """Begin a step of so many terms."""
+        """Begin a step of `terms` terms."""
         self.seconds = np.zeros(terms)
 
     @contextmanager

@@ -41,7 +41,7 @@ def standard_library_text(limit_bytes: int | None = None) -> np.ndarray:
     Parameters
     ----------
     limit_bytes : int, optional
-        Stop after so many bytes; files beyond are not read. By default all, some 9 MB.
+        Stop after this many bytes; files beyond are not read. By default all, some 9 MB.
 
     Returns
     -------
@@ -102,7 +102,7 @@ class Windows:
     Parameters
     ----------
     inputs, targets : ndarray of uint8, shape (windows, length), read-only
-        Views of the text, so they take no memory of their own.
+        Views of the text, so they take no further memory.
     """
 
     inputs: np.ndarray

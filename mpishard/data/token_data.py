@@ -21,8 +21,6 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data.token_files import Tokens, TokenSource
 from mpishard.layout.boxes import split
 
-# Several sources of tokens as one, each by its weight: which window of which source a sample is.
-
 _ROUNDING = 1e-6  # of a sum of weights that were written as decimals
 
 
@@ -39,7 +37,7 @@ class Mixture:
     weights : sequence of float
         One for each source, above 0; they sum to 1.
     samples : int, optional
-        Number of samples of an epoch.  By default so many that every window of every source is among them.
+        Number of samples of an epoch.  By default the smallest that has every window of every source.
     seed : int
         Decides which windows of a source come once more than others, if it is not read a whole number of times.
 
@@ -77,16 +75,10 @@ class Mixture:
 
 @dataclass(frozen=True)
 class SampleMap:
-    """Which window of which source each sample is: a pure function.
+    """The window and source of each sample: a pure function.
 
-    Parameters
-    ----------
-    windows : tuple of int
-        Of each source, at least 1.
-    taken : tuple of int
-        How many samples are from each source.
-    seed : int
-        Of the order within sources that are not taken once.
+    `windows`, each at least 1, and `taken`, the number of samples, are by source; `seed` is of the order within sources
+    that are not taken once.
     """
 
     windows: tuple[int, ...]
@@ -95,7 +87,7 @@ class SampleMap:
 
     @classmethod
     def weighted(cls, windows: Sequence[int], mixture: Mixture) -> SampleMap:
-        """The map of a mixture of sources with so many windows."""
+        """The map of a mixture of sources with these numbers of windows."""
         total = math.fsum(mixture.weights)
         weights = [weight / total for weight in mixture.weights]
         samples = mixture.samples
@@ -139,8 +131,6 @@ def apportioned(total: int, weights: Sequence[float]) -> list[int]:
     return parts
 
 
-# That ranks have the same tokens, and that a model's vocabulary has them all.
-
 _CHUNK = 1024**2  # tokens that are read at a time
 
 
@@ -150,7 +140,7 @@ def agree_on_data(ranks: Axis, sources: Sequence[Tokens], facts: Mapping[str, An
     Collective over `ranks`.
     """
     own = {name: str(value) for name, value in facts.items()}
-    for place, tokens in enumerate(sources):  # by place: names may differ, as each node may have a copy of its own
+    for place, tokens in enumerate(sources):  # by place: names may differ, as each node may have its own copy
         own[f"the number of tokens of sources[{place}]"] = str(tokens.count)
         own[f"the dtype of sources[{place}]"] = tokens.dtype.str
         if digest := getattr(tokens, "digest", ""):
@@ -173,7 +163,7 @@ def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_si
                 for start in range(cuts[rank], cuts[rank + 1], _CHUNK):
                     values = tokens.read(start, min(start + _CHUNK, cuts[rank + 1]))
                     check_tokens(tokens, values, start, vocabulary_size)
-    except Exception as error:  # libraries of arrays have kinds of their own
+    except Exception as error:  # libraries of arrays have their own kinds
         problem = error
     if ranks is not None:
         ranks.raise_if_any(problem)
@@ -182,7 +172,7 @@ def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_si
 
 
 def check_samples(samples: Any, count: int) -> np.ndarray:
-    """Indices as an array; an error unless each is of one of `count` samples.  Not collective."""
+    """Indices as an array; an error unless each is of one of `count` samples."""
     known = np.asarray(samples)
     if known.ndim != 1 or (known.size and known.dtype.kind not in "iu"):
         raise TypeError(f"samples={shown(samples)} must be a one-dimensional array of sample indices")
@@ -193,7 +183,7 @@ def check_samples(samples: Any, count: int) -> np.ndarray:
 
 
 def check_tokens(tokens: Tokens, values: np.ndarray, start: int, vocabulary_size: int) -> None:
-    """Raise ValueError if one of these values, which begin at `start`, is not in the vocabulary.  Not collective."""
+    """Raise ValueError if one of these values, which begin at `start`, is not in the vocabulary."""
     if not values.size or 0 <= int(values.min()) <= int(values.max()) < vocabulary_size:
         return
     place = int(np.argmax((values < 0) | (values >= vocabulary_size)))
@@ -201,9 +191,6 @@ def check_tokens(tokens: Tokens, values: np.ndarray, start: int, vocabulary_size
         f"{tokens.name}: token {values[place]} at position {start + place}, but vocabulary_size={vocabulary_size} has "
         f"tokens 0 to {vocabulary_size - 1}: the file is for a larger vocabulary, has another dtype, or is corrupt"
     )
-
-
-# Windows of tokens from files, as samples of a problem.
 
 
 class TokenData:
@@ -364,7 +351,7 @@ class TokenData:
         return rows[:, :-1], rows[:, 1:]
 
     def _samples(self, tokens: Tokens) -> int:
-        """How many samples a source has; ValueError if it has none."""
+        """Number of samples of a source; ValueError if it has none."""
         if self._padding is not None:
             if not tokens.documents:
                 raise ValueError(

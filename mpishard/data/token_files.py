@@ -20,62 +20,40 @@ from mpishard.io.files import open_to_read
 
 # Bytes of a map that may be resident before they are let go of; the page cache of the node keeps what it has room for.
 RESIDENT = 32 * 1024**2
-# What one access makes resident beside its own bytes: Linux maps the neighbours of a page too, 64 KiB at either end.
+# What one access makes resident in addition to its own bytes: Linux maps the neighbours of a page too, 64 KiB at either
+# end.
 _AROUND = 2 * 64 * 1024
 
 
 class Tokens(Protocol):
-    """Open tokens, one after the other; several threads may read them.
+    """Open tokens, one after the other; several threads may read them."""
 
-    Attributes
-    ----------
-    name : str
-        For messages.
-    count : int
-        Number of tokens.
-    dtype : dtype
-        Of what is stored: an integer type.
-    documents : int
-        Number of documents; 0 if that is not known.
-    """
-
-    name: str
-    count: int
-    dtype: np.dtype[Any]
-    documents: int
+    name: str  # for messages
+    count: int  # number of tokens
+    dtype: np.dtype[Any]  # of what is stored: an integer type
+    documents: int  # number of documents; 0 if that is not known
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens from `start` to before `stop`: a copy, of any integer type.  Not collective."""
+        """Tokens from `start` to before `stop`: a copy, of any integer type."""
         ...
 
     def document(self, number: int) -> tuple[int, int]:
-        """Where a document starts and stops.  Not collective."""
+        """Start and stop of a document."""
         ...
 
 
 class TokenSource(Protocol):
-    """Where tokens are: a description, which a data set opens on each rank."""
+    """The description of a place of tokens, which a data set opens on each rank."""
 
     def open(self) -> Tokens:
-        """Open the file; errors name it.  Not collective."""
+        """Open the file; errors name it."""
         ...
 
 
 class MappedTokens:
-    """Tokens of a file as a memory map that is let go of every so many bytes.
+    """Tokens of a file as a memory map, of which all is let go after every `RESIDENT` bytes.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Of the file.
-    dtype : dtype
-        Of a token.
-    offset : int
-        Bytes before the first one.
-    count : int
-        Number of tokens, at least 1; the file has them all.
+    `offset` is the number of bytes before the first token; the file has all `count` tokens, at least 1.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], offset: int, count: int) -> None:
@@ -178,7 +156,7 @@ class TokenFile:
 
 
 def checked_path(path: Any) -> Path:
-    """A path as one that a change of the working directory does not change; TypeError if it is none."""
+    """A path made absolute, so that it survives a change of the working directory; TypeError if it is no path."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path={shown(path)} must be a path")
     return Path(path).absolute()
@@ -196,7 +174,7 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; an OSError that names it if there is none."""
+    """Bytes of a file; an OSError that names it if it does not exist."""
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
             return os.fstat(file.fileno()).st_size
@@ -205,8 +183,6 @@ def file_size(path: Path) -> int:
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path}") from None
 
-
-# Token files with an index of their documents, as Megatron-LM writes them.
 
 # Of Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic and version, code of the dtype, numbers of sequences
 # and of entries in the list of documents, all little-endian; then lengths, places in bytes, and documents.
@@ -217,40 +193,16 @@ _CHUNK = 1024**2  # sequences that are checked at a time
 
 
 class Index(NamedTuple):
-    """What an index says, as memory maps.
+    """The contents of an index, as memory maps."""
 
-    Parameters
-    ----------
-    dtype : dtype
-        Of a token.
-    lengths : ndarray, int32 (sequences,)
-        Tokens of each sequence.
-    places : ndarray, int64 (sequences,)
-        Bytes before each.
-    documents : ndarray, int64 (documents + 1,)
-        The first sequence of each document, and their number.
-    """
-
-    dtype: np.dtype[Any]
-    lengths: np.ndarray
-    places: np.ndarray
-    documents: np.ndarray
+    dtype: np.dtype[Any]  # of a token
+    lengths: np.ndarray  # tokens of each sequence, int32 (sequences,)
+    places: np.ndarray  # bytes before each sequence, int64 (sequences,)
+    documents: np.ndarray  # the first sequence of each document, and their number, int64 (documents + 1,)
 
 
 class MegatronTokens(MappedTokens):
-    """Open tokens of a file with an index; `documents` is the number of documents.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Of the tokens.
-    index : Index
-        Checked.
-    count : int
-        Number of tokens.
-    """
+    """Open tokens of a file with an index that was checked; `documents` is the number of documents."""
 
     def __init__(self, path: Path, index: Index, count: int) -> None:
         super().__init__(path, index.dtype, 0, count)
@@ -363,32 +315,15 @@ def _checked_end(index: Index, path: Path) -> int:
     return end
 
 
-# Tokens in arrays of HDF5 and Zarr, and in texts that are tokenized when they are opened.
-
 _CACHE = 16 * 1024**2  # bytes of chunks that HDF5 keeps, for each file
 _LARGEST_TEXT = 2**32  # bytes; a text is tokenized in memory
 
 
 class ArrayTokens:
-    """Tokens of a one-dimensional array of integers, in memory or on disk.
+    """Tokens of a one-dimensional array of integers, in memory or on disk; ValueError if it is none, or is empty.
 
-    Not collective.
-
-    Parameters
-    ----------
-    name : str
-        For messages.
-    array : array
-        What has a shape, a dtype and slices.
-    bounds : ndarray, int64 (documents + 1,), optional
-        Where documents begin and end.
-    digest : str
-        Of the tokens and bounds, which must be the same on all ranks; empty if they are not compared.
-
-    Raises
-    ------
-    ValueError
-        If it is no such array, or is empty.
+    `array` has a shape, a dtype and slices.  `bounds`, int64 (documents + 1,), says where documents begin and end.
+    `digest` is of the tokens and bounds, which must be the same on all ranks; empty if they are not compared.
     """
 
     def __init__(self, name: str, array: Any, bounds: np.ndarray | None = None, digest: str = "") -> None:
