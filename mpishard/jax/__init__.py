@@ -1,4 +1,4 @@
-"""JAX on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`, `rule_of` for optax.
+"""JAX on MPI ranks: `as_distributed` for your own loop, `problem` for `optimize`, `rule_of` for optax.
 
 JAX is imported with the first of these names; optax never, since its transformations are given.
 """

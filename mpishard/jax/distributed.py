@@ -1,4 +1,4 @@
-"""`as_distributed` for pytrees of JAX, and what takes the place of an optimizer of optax in the user's own loop."""
+"""`as_distributed` for pytrees of JAX, and the replacement of an optimizer of optax in the user's own loop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from mpishard.jax.optax_rule import rule_of
 from mpishard.jax.tree import TreeLeaves, TreeState
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.saving import load_checkpoint, save_checkpoint
-
-# What takes the place of an optimizer of optax in a training loop of the user's own.
 
 
 class TreeOptimizer:
@@ -124,9 +122,6 @@ class TreeOptimizer:
         return load_checkpoint(folder, self.parameters, self.optimizer)
 
 
-# `as_distributed` for pytrees of JAX.
-
-
 def as_distributed(tree: Any, mesh: Mesh | ShardingConfiguration, rule: Any, *, zero: int = 0) -> TreeOptimizer:
     """Make a pytree of parameters train on all ranks of a mesh; what is returned takes the place of its optimizer.
 
@@ -143,7 +138,7 @@ def as_distributed(tree: Any, mesh: Mesh | ShardingConfiguration, rule: Any, *, 
         stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)``.
     rule : Rule, optax.GradientTransformation or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``; or an element-wise transformation such as ``optax.adamw(1e-3)``, whose
-        steps each rank then takes for its part; or an optimizer of this mesh with options of its own, such as
+        steps each rank then takes for its part; or an optimizer of this mesh with its own options, such as
         ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too.

@@ -1,4 +1,4 @@
-"""Arrays of mpishard and arrays of JAX that share their memory, and what XLA computes with."""
+"""Arrays of mpishard and arrays of JAX that share their memory, and the precision and threads of XLA."""
 
 from __future__ import annotations
 
@@ -18,25 +18,11 @@ _THREADS = "tf_XLAEigen"  # the name of those of XLA that divide an operation
 
 
 def as_jax(array: Array) -> Any:
-    """An array of JAX over the memory of an array.  Not collective.
+    """An array of JAX of the same shape, dtype and device over the memory of an array, NumPy or CuPy and contiguous.
 
     JAX takes its arrays for constant: whoever changes the memory must have waited for all that was computed from it.
-
-    Parameters
-    ----------
-    array : array
-        NumPy or CuPy, contiguous, float32 or float64.
-
-    Returns
-    -------
-    jax.Array
-        Of the shape and dtype of the array, on its device.  JAX shares memory that begins at a multiple of 64 bytes on
-        the host and of 16 on a GPU, as that of FlatParameters does; other memory is copied.
-
-    Raises
-    ------
-    ValueError
-        For float64, if JAX would make it float32.
+    JAX shares memory that begins at a multiple of 64 bytes on the host and of 16 on a GPU, as that of FlatParameters
+    does; other memory is copied.  Raises ValueError for float64 if JAX would make it float32.
     """
     check_precision(array.dtype)
     if isinstance(array, np.ndarray):
@@ -48,21 +34,11 @@ def as_jax(array: Array) -> Any:
 
 
 def as_array(values: Any, like: Array) -> Array:
-    """An array over the memory of an array of JAX, once that is computed.  Not collective.
+    """An array of the kind of `like`, only to be read, over the memory of an array of JAX, once that is computed.
 
-    Parameters
-    ----------
-    values : jax.Array or numpy.ndarray
-        That of JAX on the device of `like`.
-    like : array
-        NumPy or CuPy.
-
-    Returns
-    -------
-    array
-        Of the kind of `like`; only to be read.  Nothing is copied, unless it is NumPy's for a device.  XLA takes memory
-        that nobody holds without waiting for CuPy's stream: who reads the array waits (`mpishard.backend.array.ready`)
-        before `values` and it are gone.
+    `values` is of JAX on the device of `like`; nothing is copied, unless it is NumPy's for a device.  XLA takes memory
+    that nobody holds without waiting for CuPy's stream: who reads the array waits (`mpishard.backend.array.ready`)
+    before `values` and it are gone.
     """
     module = arrays.module_of(like)
     if module is np:
@@ -74,24 +50,10 @@ def as_array(values: Any, like: Array) -> Array:
 
 
 def array_module(platform: str) -> Any:
-    """NumPy or CuPy, whichever has arrays on a platform of JAX.  Not collective.
+    """The module ``numpy`` or ``cupy``, whichever has arrays on a platform of JAX such as ``"cpu"``.
 
-    Parameters
-    ----------
-    platform : str
-        Such as ``"cpu"``.
-
-    Returns
-    -------
-    module
-        ``numpy`` or ``cupy``.
-
-    Raises
-    ------
-    ValueError
-        For other platforms than CPU and NVIDIA or AMD GPU.
-    ModuleNotFoundError
-        If CuPy is needed and not installed.
+    Raises ValueError for other platforms than CPU and NVIDIA or AMD GPU, ModuleNotFoundError if CuPy is needed and not
+    installed.
     """
     if platform == "cpu":
         return np
@@ -101,18 +63,7 @@ def array_module(platform: str) -> Any:
 
 
 def check_precision(dtype: Any) -> None:
-    """Raise ValueError if JAX would compute in float32 with float64 parameters.  Not collective.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Of the parameters.
-
-    Raises
-    ------
-    ValueError
-        As above.
-    """
+    """Raise ValueError if JAX would compute in float32 with float64 parameters."""
     config: Any = jax.config
     if np.dtype(dtype) == np.float64 and not config.jax_enable_x64:
         raise ValueError(
@@ -122,12 +73,9 @@ def check_precision(dtype: Any) -> None:
 
 
 def xla_threads() -> int | None:
-    """The threads with which XLA divides an operation on the host.  Not collective.
+    """The number of threads with which XLA divides an operation on the host.
 
-    Returns
-    -------
-    int or None
-        None before JAX has made its first array, and where the system does not tell.
+    None before JAX has made its first array, and where the system does not show them.
     """
     found = 0
     for task in Path("/proc/self/task").glob("*/comm"):

@@ -26,8 +26,6 @@ from mpishard.optim.rule import LearningRate
 Array = Any
 
 
-# A transformation of optax that chooses tensors, as masks do: what it is for each leaf of a tree.
-
 _LENGTH = 509
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 _PRIMITIVE = re.compile(r"= (\w+)")
@@ -39,21 +37,7 @@ class OfLeaf:
     """The part of a transformation that treats one leaf of a tree, as a transformation of a flat array.
 
     optax gets the tree with this leaf alone, and with None in the place of the others; it sees the number of dimensions
-    of the leaf, and not its shape.
-
-    Parameters
-    ----------
-    transformation : optax.GradientTransformation
-        For the whole tree.
-    leaves : TreeLeaves
-        Of the tree.
-    name : str
-        Of the leaf.
-
-    Attributes
-    ----------
-    path : tuple
-        To the leaf in the tree, with which paths in the state end.
+    of the leaf, and not its shape.  `path` leads to the leaf in the tree; paths in the state end with it.
     """
 
     def __init__(self, transformation: Any, leaves: TreeLeaves, name: str) -> None:
@@ -64,7 +48,6 @@ class OfLeaf:
         self.path: tuple[Any, ...] = jax.tree_util.tree_flatten_with_path(self._tree(0.0))[0][0][0]
 
     def init(self, values: Any) -> Any:
-        """The state for a flat array."""
         return self._transformation.init(self._tree(self._as_leaf(values)))
 
     def update(self, gradients: Any, state: Any, values: Any) -> tuple[Any, Any]:
@@ -76,7 +59,7 @@ class OfLeaf:
 
     @property
     def program(self) -> str:
-        """The first step as a text, which is the same for leaves that are treated alike."""
+        """The first step as a text, which is the same for leaves that are treated equally."""
         return _ADDRESS.sub("", str(self._traced((*(1,) * (len(self._shape) - 1), _LENGTH))))
 
     def check(self, name: str) -> None:
@@ -108,26 +91,10 @@ class OfLeaf:
 
 
 def alike(transformation: Any, leaves: TreeLeaves) -> Mapping[str, Sequence[str]]:
-    """The names of leaves that a transformation treats alike, by the name of the first of them.  Not collective.
+    """The names of leaves that a transformation treats equally, in their order, by the name of the first of them.
 
-    Parameters
-    ----------
-    transformation : optax.GradientTransformation
-        For the tree.
-    leaves : TreeLeaves
-        Of the tree.
-
-    Returns
-    -------
-    mapping of str to sequence of str
-        In the order of the leaves.
-
-    Raises
-    ------
-    TypeError
-        If the transformation cannot take a step of such a tree.
-    ValueError
-        If what it does to a leaf depends on the shape of the leaf.
+    Raises TypeError if the transformation cannot take a step of such a tree, ValueError if what it does to a leaf
+    depends on the leaf's shape.
     """
     first: dict[str, str] = {}
     found: dict[str, list[str]] = {}
@@ -143,8 +110,6 @@ def alike(transformation: Any, leaves: TreeLeaves) -> Mapping[str, Sequence[str]
         found.setdefault(first.setdefault(program, name), []).append(name)
     return found
 
-
-# What a transformation of optax keeps, whether it treats each element by itself, and its options as a text.
 
 # By the names of optax: what looks at whole tensors, or at which tensor it is, and what mpishard has for it.
 _WHOLE_TENSORS = {
@@ -164,40 +129,17 @@ _PLAIN = (bool, int, float, str, np.generic)
 
 
 class Kept(NamedTuple):
-    """The state of a transformation for one flat array.
+    """The state of a transformation for one flat array."""
 
-    Parameters
-    ----------
-    structure : PyTreeDef
-        Of the state.
-    slots : dict of str to int
-        Arrays as large as the parameters: by name their number among the leaves.
-    common : tuple of int
-        The numbers of the other leaves, such as counts, which are the same for all elements.
-    """
-
-    structure: Any
-    slots: dict[str, int]
-    common: tuple[int, ...]
+    structure: Any  # of the state
+    slots: dict[str, int]  # arrays as large as the parameters: by name their number among the leaves
+    common: tuple[int, ...]  # the numbers of the other leaves, such as counts, which are the same for all elements
 
 
 def chooser_in(transformation: Any) -> str:
-    """The name of what chooses tensors in a transformation, as masks do; empty if nothing does.  Not collective.
+    """The name of the part of a transformation that chooses tensors, such as ``"masked"``; empty without one.
 
-    Parameters
-    ----------
-    transformation : optax.GradientTransformation
-        Of any kind.
-
-    Returns
-    -------
-    str
-        Such as ``"masked"``.
-
-    Raises
-    ------
-    TypeError
-        If it is no transformation.
+    Raises TypeError if it is no transformation.
     """
     if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
         raise TypeError(f"rule_of needs a transformation such as optax.adamw(1e-3), got {_shown(transformation)}")
@@ -205,26 +147,10 @@ def chooser_in(transformation: Any) -> str:
 
 
 def checked(transformation: Any, whole: Any = None) -> Kept:
-    """What an element-wise transformation keeps.  Not collective.
+    """The state of an element-wise transformation, the same for arrays of any size.
 
-    Parameters
-    ----------
-    transformation : optax.GradientTransformation
-        For flat arrays.
-    whole : optax.GradientTransformation, optional
-        Of which it is a part, for messages.
-
-    Returns
-    -------
-    Kept
-        The same for arrays of any size.
-
-    Raises
-    ------
-    TypeError
-        If it cannot take a step of a flat array.
-    ValueError
-        If what it does to an element depends on others, on the tensor, or on its shape.
+    `whole`, of which it is a part, is for messages.  Raises TypeError if it cannot take a step of a flat array,
+    ValueError if what it does to an element depends on others, on the tensor, or on its shape.
     """
     names = list(dict.fromkeys(_names(transformation if whole is None else whole)))
     what = f"optax's {', '.join(names) or 'transformation'}"
@@ -250,23 +176,12 @@ def checked(transformation: Any, whole: Any = None) -> Kept:
 
 
 def described(thing: Any) -> str:
-    """A transformation, a schedule or a number as a text: names and options, the same on all ranks.  Not collective.
-
-    Parameters
-    ----------
-    thing : object
-        As it was given to optax.
-
-    Returns
-    -------
-    str
-        Without memory addresses.
-    """
+    """A transformation, a schedule or a number as a text of names and options, the same on all ranks."""
     return _described(thing, 0)
 
 
 def _kept(transformation: Any, shape: tuple[int, ...]) -> Kept:
-    """What it keeps for parameters of this shape, of which nothing is made."""
+    """The state for parameters of this shape, of which nothing is made."""
     parameters = jax.ShapeDtypeStruct(shape, jnp.float32)
     paths, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(transformation.init, parameters))
     own = getattr(transformation, "path", ())  # to the one leaf of a tree
@@ -332,7 +247,7 @@ def _joined(tree: Any) -> np.ndarray:
 
 
 def _close(one: Any, other: Any, beside: Any = 0.0) -> bool:
-    """Whether numbers are the same but for roundings, those of larger ones of which they are differences, too."""
+    """Return True if numbers are equal but for roundings, also those of larger numbers whose differences they are."""
     one, other = _numbers(one), _numbers(other)
     rounding = 1e-4 * _largest(other) + 2.5e-7 * _largest(_numbers(beside))
     return np.allclose(one, other, rtol=1e-4, atol=rounding, equal_nan=True)
@@ -398,18 +313,18 @@ def _is_transformation(thing: Any) -> bool:
 
 
 def _name_and_options(transformation: Any) -> tuple[str, dict[str, Any]]:
-    """The function of optax that has made it, and what that was given; or the class and its attributes."""
+    """The function of optax that has made it with the arguments of that call; or the class and its attributes."""
     made = [each for each in (transformation.init, transformation.update) if inspect.isfunction(each)]
     if len(made) < 2:
         owner = getattr(transformation.update, "__self__", transformation)
         return type(owner).__name__, dict(getattr(owner, "__dict__", {}))
     options = {name: value for function in made for name, value in _options(function).items()}
-    inner = ("init_fn", "init_fns", "update_fn", "init", "update")  # functions beside them
+    inner = ("init_fn", "init_fns", "update_fn", "init", "update")  # functions next to them
     return _name(made[1]), {name: value for name, value in options.items() if name not in inner}
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """That of the function which has made this one, or its own."""
+    """The name of the function which has made this one, or its own."""
     return function.__qualname__.partition(".<locals>")[0].rpartition(".")[2]
 
 
@@ -427,39 +342,26 @@ def _shown(thing: Any) -> str:
     return f"the function {thing.__name__}" if inspect.isfunction(thing) else f"a {type(thing).__name__}"
 
 
-# Transformations of optax as update rules: each rank takes the step of optax on the elements that it updates.
-
 # Elements in a call of the compiled step.  It is always the same number, so that there is one program for arrays of all
 # lengths, and the bits of an element do not depend on where ranks have cut.
 BLOCK = 2**16
 
 
 class _Formula(NamedTuple):
-    """What stands for the compiled formula of a rule."""
+    """Stands in for the compiled formula of a rule."""
 
     name: str
     c_body: str = ""
 
     def expect(self, dtype: Any) -> None:
-        """Checks that JAX computes in this dtype."""
+        """Check that JAX computes in this dtype."""
         check_precision(dtype)
 
 
 class CompiledSteps:
-    """The steps of a transformation, compiled by JAX when they are first taken.
+    """The steps of a transformation that treats each element by itself, compiled by JAX when they are first taken.
 
-    Parameters
-    ----------
-    transformation : optax.GradientTransformation
-        That treats each element by itself.
-    whole : optax.GradientTransformation, optional
-        Of which it is a part.
-
-    Attributes
-    ----------
-    transformation : optax.GradientTransformation
-    kept : Kept
-        What it keeps.
+    `kept` is the transformation's state; `whole` is the one of which it is a part, if it is one.
     """
 
     def __init__(self, transformation: Any, whole: Any = None) -> None:
@@ -470,39 +372,18 @@ class CompiledSteps:
         self._advance: Any = jax.jit(self._later_common, static_argnames="dtype")
 
     def common(self, step: int, dtype: np.dtype) -> list[Any]:
-        """What is the same for all elements, such as counts, before a step.  Not collective.
+        """The state that is the same for all elements, such as counts, before a step (from 1), by its leaves.
 
         It follows from the number of steps, so that no checkpoint needs it.
-
-        Parameters
-        ----------
-        step : int
-            Counts from 1.
-        dtype : dtype
-            Of the parameters.
-
-        Returns
-        -------
-        list of jax.Array
-            In the order of the leaves of the state.
         """
         if (step, dtype) not in self._common:
             self._common = {(step, dtype): self._advance(step - 1, dtype=dtype)}
         return self._common[step, dtype]
 
     def note(self, step: int, dtype: np.dtype, values: list[Any]) -> None:
-        """Keep what `common` shall return before a step, and that of the step before it for other ranges of elements.
+        """Keep `values`, which `take` has returned, for `common` before this step.
 
-        Not collective.
-
-        Parameters
-        ----------
-        step : int
-            As for `common`.
-        dtype : dtype
-            Of the parameters.
-        values : list of jax.Array
-            As `take` has returned them.
+        The values of the step before it are kept too, for other ranges of elements.
         """
         before = step - 1, dtype
         kept = {before: self._common[before]} if before in self._common else {}
@@ -526,7 +407,7 @@ class CompiledSteps:
         return parameters + (rate * updates).astype(parameters.dtype), kept, self._common_of(leaves)
 
     def _later_common(self, steps: Any, *, dtype: np.dtype) -> list[Any]:
-        """The common state after so many steps, which no gradient changes."""
+        """The common state after `steps` steps, which no gradient changes."""
         one = np.zeros(1, dtype)
 
         def step(_: Any, state: Any) -> Any:
@@ -542,18 +423,9 @@ class CompiledSteps:
 class OptaxRule(Rule):
     """The formula of a transformation of optax; `rule_of` makes it.
 
-    Parameters
-    ----------
-    lr : float or callable
-        Multiplies the updates, which have optax's own learning rate already; 1 but for groups of tensors.
-    transformation : str
-        The names and options of optax.
-    slots : tuple of str
-        The arrays that it keeps, by the names of optax, such as ``mu``.
-    steps : CompiledSteps
-        Of the transformation.
-    by_name : mapping of str to CompiledSteps
-        Of each tensor, where they differ.
+    `lr` multiplies the updates, which have optax's own learning rate already: it is 1 but for groups of tensors.
+    `transformation` has the names and options of optax, `slots` the arrays that it keeps, by the names of optax, such
+    as ``mu``.  `by_name` has the steps of each tensor, where they differ.
     """
 
     lr: LearningRate
@@ -564,15 +436,15 @@ class OptaxRule(Rule):
 
     @property
     def kernel(self) -> Any:
-        """Names the formula, which optax has."""
+        """Stands in for the formula, which optax has."""
         return _Formula("optax")
 
     def scalars(self, step: int) -> tuple[float, ...]:
-        """None: optax computes them."""
+        """Empty: optax computes them."""
         return ()
 
     def learning_rate(self, step: int) -> float:
-        """NaN: optax has it, and does not tell."""
+        """NaN: optax has it, and does not show it."""
         return math.nan
 
     def by_tensor(self, names: Sequence[str]) -> list[Rule]:

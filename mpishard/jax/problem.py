@@ -77,15 +77,7 @@ def problem(
 
 
 class LossAndGradient:
-    """The function of such a problem: loss and gradient of a micro-batch.
-
-    Parameters
-    ----------
-    state : TreeState
-        Of the parameters.
-    value_and_grad, batch : callable
-        See `problem`.
-    """
+    """The function of such a problem: loss and gradient of a micro-batch.  See `problem` for the arguments."""
 
     def __init__(
         self,
@@ -101,7 +93,7 @@ class LossAndGradient:
         self._compiled: Any = jax.jit(self._of_flat)
 
     def __call__(self, parameters: FlatParameters, samples: np.ndarray, gradients: Any) -> float:
-        """The summed loss; adds its gradient.  Not collective but under ZeRO-2, where ranks wait."""
+        """The summed loss; adds its gradient.  Ranks wait for each other in it under ZeRO-2."""
         if not len(samples):  # other ranks have some
             return 0.0
         arguments = self._batch(samples)

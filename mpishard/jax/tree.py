@@ -22,20 +22,11 @@ from mpishard.parameters.flat import FlatParameters
 Array = Any
 
 
-# The leaves of a pytree of parameters by name, and the checks that mpishard can train them.
-
-
 @dataclass(frozen=True)
 class TreeLeaves:
-    """The leaves of a pytree whose parameters can be trained.
+    """The leaves of a pytree whose parameters can be trained, in the order of the tree.
 
-    Parameters
-    ----------
-    structure : PyTreeDef
-        Of the tree.
-    named : dict of str to array
-        The leaves in the order of the tree.  A name is the path to the leaf, such as ``layers.0.weight``; an array
-        alone has the name ``parameters``.
+    A name is the path to the leaf, such as ``layers.0.weight``; an array alone has the name ``parameters``.
     """
 
     structure: Any
@@ -43,25 +34,11 @@ class TreeLeaves:
 
     @classmethod
     def of(cls, tree: Any) -> TreeLeaves:
-        """The leaves of a pytree; nothing is changed.  Not collective.
+        """The checked leaves of a pytree of arrays of JAX or NumPy; nothing is changed.
 
-        Parameters
-        ----------
-        tree : pytree
-            Of arrays of JAX or NumPy.
-
-        Returns
-        -------
-        TreeLeaves
-            Checked.
-
-        Raises
-        ------
-        TypeError
-            If a leaf is no array, or they are not all float32 or all float64.
-        ValueError
-            If there is none, two have one name, they are on several devices or deleted, or they are float64 and JAX
-            computes in float32.
+        Raises TypeError if a leaf is no array, or they are not all float32 or all float64.  Raises ValueError if the
+        tree is empty, two leaves have one name, they are on several devices or deleted, or they are float64 and JAX
+        computes in float32.
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
         if not paths:
@@ -80,7 +57,7 @@ class TreeLeaves:
 
     @property
     def described(self) -> dict[str, str]:
-        """What must be the same on all ranks, as text by name."""
+        """The properties that must be the same on all ranks, as text by name."""
         each = [f"{name} {leaf.shape} {leaf.dtype}" for name, leaf in self.named.items()]
         mark = hashlib.blake2b("\n".join(each).encode(), digest_size=4).hexdigest()
         size = sum(leaf.size for leaf in self.named.values())
@@ -93,18 +70,7 @@ class TreeLeaves:
 
 
 def name_of(path: Any) -> str:
-    """The name of a leaf.  Not collective.
-
-    Parameters
-    ----------
-    path : tuple
-        As `jax.tree_util.tree_flatten_with_path` gives it.
-
-    Returns
-    -------
-    str
-        Its keys with dots between them.
-    """
+    """The name of a leaf: the keys of its path with dots between them."""
     return jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
 
 
@@ -159,31 +125,15 @@ def _platforms(leaf: Any) -> list[str]:
     return sorted(device.platform for device in leaf.devices())
 
 
-# A pytree of parameters as FlatParameters, and back.
-
 _SHOWN = 3
 
 
 class TreeState:
-    """The parameters of a pytree as FlatParameters, and what makes the pytree of them again.
+    """The parameters of a pytree as FlatParameters, and the structure from which the pytree is made again.
 
-    This is the `CarriedState` of these parameters; there are no values besides them.
-
-    Parameters
-    ----------
-    leaves : TreeLeaves
-        Of the tree.  Their values are copied into one flat array.
-
-    Attributes
-    ----------
-    parameters : FlatParameters
-        By the names of the leaves.
-    structure : PyTreeDef
-        Of the tree.
-    rank : int
-        Of this process on the data axis, once there is an optimizer.
-    unfit : Exception or None
-        What is wrong with the gradients of this rank; `step` raises it on all ranks.
+    This is the `CarriedState` of these parameters; there are no further values.  The leaves are copied into one flat
+    array, and are parameters by their names.  `rank` is of this process on the data axis, once there is an optimizer.
+    `unfit` is the error in the gradients of this rank; `step` raises it on all ranks.
     """
 
     def __init__(self, leaves: TreeLeaves) -> None:
@@ -203,18 +153,18 @@ class TreeState:
         self._tells = True
 
     def cut(self, flat: Any) -> Any:
-        """The tree of slices of a flat array of JAX; within jit they need no memory of their own.  Not collective."""
+        """The tree of slices of a flat array of JAX; within jit they need no further memory."""
         ends = [(piece.start, piece.start + piece.size) for piece in self.parameters.pieces]
         slices = [flat[start:stop].reshape(shape) for (start, stop), shape in zip(ends, self._shapes, strict=True)]
         return jax.tree.unflatten(self.structure, slices)
 
     @property
     def tree(self) -> Any:
-        """The tree with the values that the parameters have now, in memory of its own."""
+        """The tree with the values that the parameters have now, copied."""
         return jax.block_until_ready(self._copies(as_jax(self.parameters.flat)))
 
     def leaves_of(self, gradients: Any) -> list[Any]:
-        """The leaves of gradients, checked to be like the parameters.  Not collective; also under jit."""
+        """The leaves of gradients, checked to be like the parameters; also under jit."""
         paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
         if structure != self.structure:
             raise ValueError(f"gradients must have the structure of the parameters: {self._other(paths, structure)}")
@@ -255,7 +205,7 @@ class TreeState:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """None: a tree has parameters only."""
+        """Empty: a tree has parameters only."""
         return {}
 
     @property
@@ -264,7 +214,7 @@ class TreeState:
         return {"JAX": jax.__version__, "XLA threads": str(xla_threads() or "unknown")}
 
     def check_intact(self) -> None:
-        """Raise what is wrong with the gradients of this rank."""
+        """Raise the error in the gradients of this rank."""
         if self.unfit is not None:
             raise self.unfit
 
@@ -275,7 +225,7 @@ class TreeState:
         """Nothing: there are no facts."""
 
     def spread(self, axis: Axis) -> None:
-        """Nothing but to note the rank, and to tell of threads that disturb the other ranks."""
+        """Note the rank, and warn of threads that disturb the other ranks; there are no values to spread."""
         self.rank = axis.rank
         threads, share = xla_threads() or 0, blas_threads() or 0
         if self._tells and axis.rank == 0 and threads > share > 0:
@@ -295,7 +245,7 @@ class TreeState:
 def parameters_of(tree: Any) -> FlatParameters:
     """A pytree of parameters as FlatParameters: one flat array, and named views into it.
 
-    Not collective.  This is for code of your own; `as_distributed` and `problem` take trees.
+    Not collective.  This is for your own code; `as_distributed` and `problem` take trees.
 
     Parameters
     ----------
@@ -311,7 +261,7 @@ def parameters_of(tree: Any) -> FlatParameters:
     Raises
     ------
     TypeError, ValueError
-        If a leaf is no array, or of another dtype or device than others, or there is none.
+        If a leaf is no array, or of another dtype or device than others, or the tree is empty.
     """
     return TreeState(TreeLeaves.of(tree)).parameters
 
