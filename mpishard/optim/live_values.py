@@ -11,34 +11,23 @@ class LiveValues(Protocol):
 
     @property
     def by_name(self) -> Mapping[str, str]:
-        """The values now, as text.  Not collective."""
+        """The values now, as text."""
         ...
 
     @property
     def fingerprint(self) -> int:
-        """A number of 62 bits that depends on all of `by_name`.  Not collective."""
+        """A number of 62 bits that depends on all of `by_name`."""
         ...
 
     @property
     def way_out(self) -> str:
-        """What helps where the values differ between ranks."""
+        """The remedy where the values differ between ranks, for a message."""
         ...
 
     def check(self) -> None:
-        """Raise ValueError unless a step can use the values.  Not collective: `step` compares the ranks."""
+        """Raise ValueError unless a step can use the values; `step` compares the ranks."""
         ...
 
     def restore(self, configuration: Mapping[str, Any]) -> str:
-        """Take the values from those of a saved rule.  Not collective.
-
-        Parameters
-        ----------
-        configuration : mapping
-            As `Rule.configuration` has returned it.
-
-        Returns
-        -------
-        str
-            Why nothing was taken; empty if all is well.
-        """
+        """Take the values from a `Rule.configuration` that was saved; returns the reason if it takes none, else ""."""
         ...

@@ -15,17 +15,9 @@ _PATIENCE = 2000
 class LossScale:
     """The factor that gradients contain, and that the optimizer divides by.
 
-    Parameters
-    ----------
-    setting : float, "dynamic" or None
-        A fixed factor; or "dynamic", a factor that halves after an overflow and doubles after 2000 steps without one;
-        or None for a factor of 1.  Dynamic factors are powers of two, so that multiplication and division are exact.
-
-    Attributes
-    ----------
-    value : float
-    good_steps : int
-        Steps since the factor last changed.
+    `setting` is a fixed factor; or "dynamic", a factor that halves after an overflow and doubles after 2000 steps
+    without one; or None for a factor of 1.  Dynamic factors are powers of two, so that multiplication and division are
+    exact.  `good_steps` are those since the factor last changed.
     """
 
     def __init__(self, setting: float | str | None) -> None:
@@ -36,10 +28,7 @@ class LossScale:
     def overflowed(self) -> bool:
         """Halve the factor after an overflow.
 
-        Returns
-        -------
-        bool
-            False if it is fixed or at its minimum, so that it is not the cause of the overflow.
+        Returns False if it is fixed or at its minimum, so that it is not the cause of the overflow.
         """
         self.good_steps = 0
         if not self.dynamic or self.value <= _SMALLEST:
@@ -60,12 +49,9 @@ class LossScale:
         return (self.value, self.good_steps) if self.dynamic else None
 
     def restore(self, state: tuple[float, int] | None) -> None:
-        """Continue from a saved state.
+        """Continue from a saved `state`.
 
-        Parameters
-        ----------
-        state : (float, int) or None
-            A `state`; None, that of a fixed factor, changes nothing, and a fixed factor stays.
+        None, that of a fixed factor, changes nothing, and a fixed factor stays.
         """
         if self.dynamic and state is not None:
             self.value, self.good_steps = state

@@ -1,4 +1,4 @@
-"""Parameter groups: tensors, chosen by their names, that a rule updates with hyper-parameters of their own."""
+"""Parameter groups: tensors, chosen by their names, that a rule updates with their own hyper-parameters."""
 
 from __future__ import annotations
 
@@ -13,23 +13,15 @@ _SHOWN = 5  # tensors that a message names
 
 
 class GroupValues(NamedTuple):
-    """What the groups of a rule say of one tensor.
+    """The values of a rule's groups for one tensor."""
 
-    Parameters
-    ----------
-    weight_decay : float or None
-        In place of the rule's; None: the rule's own.
-    lr_factor : float
-        On the rule's learning rate.
-    """
-
-    weight_decay: float | None = None
-    lr_factor: float = 1.0
+    weight_decay: float | None = None  # None: the rule's own
+    lr_factor: float = 1.0  # on the rule's learning rate
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Tensors that a rule updates with a weight decay or a learning rate of their own.
+    """Tensors that a rule updates with their own weight decay or learning rate.
 
     Give groups to a rule: ``AdamW(lr=1e-3, weight_decay=0.1, groups=[ParameterGroup("*.bias", weight_decay=0)])``.
 
@@ -107,24 +99,9 @@ class ParameterGroup:
 
 
 def values_by_tensor(groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[GroupValues]:
-    """What groups say of each tensor.
+    """The values of a rule's groups for each tensor of the model, in the order of the names.
 
-    Parameters
-    ----------
-    groups : sequence of ParameterGroup
-        Of a rule.
-    names : sequence of str
-        Of all tensors of the model.
-
-    Returns
-    -------
-    list of GroupValues
-        In the order of the names.
-
-    Raises
-    ------
-    ValueError
-        If a pattern matches no tensor, or two groups have different values for one.
+    Raises ValueError if a pattern matches no tensor, or two groups have different values for one.
     """
     weight_decay: dict[str, tuple[float, ParameterGroup]] = {}
     lr_factor: dict[str, tuple[float, ParameterGroup]] = {}

@@ -40,7 +40,7 @@ class Rule(ABC):
     lr : float or callable
         Learning rate, or a function of the step (see `mpishard.optim.lr_schedules`).  Steps count from 1.
     groups : sequence of ParameterGroup
-        Tensors that have a weight decay or a learning rate of their own.  Checked against the names of the tensors when
+        Tensors that have their own weight decay or learning rate.  Checked against the names of the tensors when
         an optimizer gets its parameters.
     ema_decay : float, optional
         Keep an exponential moving average of the parameters too, as one more state array: after a step it is this times
@@ -98,7 +98,7 @@ class Rule(ABC):
 
     @property
     def live(self) -> LiveValues | None:
-        """The values that other code changes between two steps; None: there are none, as of most rules."""
+        """The values that other code changes between two steps; None for most rules, which have none."""
         return None
 
     @property
@@ -113,7 +113,7 @@ class Rule(ABC):
 
     @property
     def is_one_formula(self) -> bool:
-        """Whether `update` applies `kernel` and does nothing else, so that many ranges may be updated in one launch."""
+        """True if `update` applies `kernel` and does nothing else, so that many ranges may be updated in one launch."""
         return type(self).update is Rule.update and not self.kernel.largest
 
     @property

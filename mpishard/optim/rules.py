@@ -35,7 +35,7 @@ class SGD(Rule):
     nesterov : bool
         Nesterov's momentum; needs a momentum above 0 and a dampening of 0.
     groups : sequence of ParameterGroup
-        Tensors with a weight decay or a learning rate of their own.
+        Tensors with their own weight decay or learning rate.
     ema_decay : float, optional
         Keep an exponential moving average of the parameters with this decay.
 
@@ -93,7 +93,7 @@ class Adam(Rule):
     amsgrad : bool
         Divide by the largest second average so far; a third slot keeps it.
     groups : sequence of ParameterGroup
-        Tensors with a weight decay or a learning rate of their own.
+        Tensors with their own weight decay or learning rate.
     ema_decay : float, optional
         Keep an exponential moving average of the parameters with this decay.
 
@@ -144,7 +144,7 @@ class AdamW(Adam):
     amsgrad : bool
         Divide by the largest second average so far; a third slot keeps it.
     groups : sequence of ParameterGroup
-        Tensors with a weight decay or a learning rate of their own.
+        Tensors with their own weight decay or learning rate.
     ema_decay : float, optional
         Keep an exponential moving average of the parameters with this decay.
 
@@ -179,7 +179,7 @@ class RMSprop(Rule):
     centered : bool
         Divide by the root of the variance of the gradient; a further slot keeps its average.
     groups : sequence of ParameterGroup
-        Tensors with a weight decay or a learning rate of their own.
+        Tensors with their own weight decay or learning rate.
     ema_decay : float, optional
         Keep an exponential moving average of the parameters with this decay.
 
@@ -229,7 +229,7 @@ class Adagrad(Rule):
     eps : float
         Added to the root of the sum before the division.
     groups : sequence of ParameterGroup
-        Tensors with a weight decay or a learning rate of their own.
+        Tensors with their own weight decay or learning rate.
     ema_decay : float, optional
         Keep an exponential moving average of the parameters with this decay.
 
@@ -269,7 +269,7 @@ class Lion(Rule):
     weight_decay : float
         A step multiplies the parameter by ``1 - lr * weight_decay`` first.
     groups : sequence of ParameterGroup
-        Tensors with a weight decay or a learning rate of their own.
+        Tensors with their own weight decay or learning rate.
     ema_decay : float, optional
         Keep an exponential moving average of the parameters with this decay.
 
@@ -291,9 +291,6 @@ class Lion(Rule):
         return lr, 1 - lr * self.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2
 
 
-# LAMB, the one rule that needs norms of whole tensors.
-
-
 @dataclass(frozen=True)
 class LAMB(Rule):
     """LAMB: Adam's direction, scaled per tensor to the tensor's norm times `lr` (You et al. 2020, algorithm 2).
@@ -312,7 +309,7 @@ class LAMB(Rule):
     weight_decay : float
         This many times the parameter is added to the direction, before it is scaled.
     groups : sequence of ParameterGroup
-        Tensors with a weight decay or a learning rate of their own.
+        Tensors with their own weight decay or learning rate.
     ema_decay : float, optional
         Keep an exponential moving average of the parameters with this decay.
 
