@@ -1,1 +1,1 @@
-"""Who holds which piece of which global tensor: specs, boxes, transfers, and the state of a run.  No MPI."""
+"""The pieces of global tensors that ranks hold: specs, boxes, transfers, and the state of a run.  No MPI."""

@@ -12,23 +12,8 @@ Box = tuple[tuple[int, int], ...]
 def split(size: int, parts: int) -> list[int]:
     """Offsets that cut elements into runs as equal as can be: the first ``size % parts`` runs have one element more.
 
-    Parameters
-    ----------
-    size : int
-        Number of elements, 0 or more.
-    parts : int
-        Number of runs, at least 1.
-
-    Returns
-    -------
-    list of int
-        ``parts + 1`` offsets: run ``r`` is ``[offsets[r], offsets[r + 1])``; runs are empty where there are more parts
-        than elements.
-
-    Raises
-    ------
-    ValueError
-        If a number is out of its range.
+    Run ``r`` of ``parts + 1`` offsets is ``[offsets[r], offsets[r + 1])``; runs are empty where there are more parts
+    than elements.  Raises ValueError if a number is out of its range.
     """
     if size < 0 or parts < 1:
         raise ValueError(f"cannot split {size} elements into {parts} parts")
@@ -39,27 +24,8 @@ def split(size: int, parts: int) -> list[int]:
 def nested_split(size: int, parts: int, slices: int = 1) -> list[int]:
     """Offsets that cut elements into runs of whole slices: `split` makes the slices, each run has equally many.
 
-    For one number of slices all cuts nest, also where elements do not divide evenly: with 4 slices each quarter lies
-    in one half.
-
-    Parameters
-    ----------
-    size : int
-        Number of elements, 0 or more.
-    parts : int
-        Number of runs, at least 1.
-    slices : int
-        A multiple of `parts`.  Default: 1, for no slices; `split` makes the runs.
-
-    Returns
-    -------
-    list of int
-        ``parts + 1`` offsets.
-
-    Raises
-    ------
-    ValueError
-        If a number is out of its range, or `slices` is no multiple of `parts`.
+    For one number of slices all cuts nest, also where elements do not divide evenly: with 4 slices each quarter lies in
+    one half.  `slices` is a multiple of `parts`, or 1 for no slices, and `split` makes the runs; ValueError otherwise.
     """
     if slices == 1:
         return split(size, parts)
@@ -72,34 +38,12 @@ def nested_split(size: int, parts: int, slices: int = 1) -> list[int]:
 
 
 def counts(offsets: Sequence[int]) -> list[int]:
-    """Lengths of the runs between consecutive offsets.
-
-    Parameters
-    ----------
-    offsets : sequence of int
-        Ascending, as of `split`.
-
-    Returns
-    -------
-    list of int
-        One less than there are offsets.
-    """
+    """Lengths of the runs between consecutive offsets."""
     return [stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
 def starts_of(counts: Sequence[int]) -> list[int]:
-    """Where each run begins in a buffer that is cut into runs of these lengths.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Elements of each run.
-
-    Returns
-    -------
-    list of int
-        One for each run.
-    """
+    """The starts of runs of these lengths that lie end to end in a buffer."""
     starts = [0]
     for count in counts[:-1]:
         starts.append(starts[-1] + count)
@@ -107,50 +51,16 @@ def starts_of(counts: Sequence[int]) -> list[int]:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that covers a whole tensor.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the tensor.
-
-    Returns
-    -------
-    Box
-        From 0 to the extent in each dimension.
-    """
+    """The box that covers a whole tensor."""
     return tuple([(0, extent) for extent in shape])
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The extents of a box.
-
-    Parameters
-    ----------
-    box : Box
-        Of any tensor.
-
-    Returns
-    -------
-    tuple of int
-        One for each dimension.
-    """
     return tuple([stop - start for start, stop in box])
 
 
 def box_size(box: Box) -> int:
-    """The number of elements of a box.
-
-    Parameters
-    ----------
-    box : Box
-        Of any tensor.
-
-    Returns
-    -------
-    int
-        1 for a scalar, whose box has no dimensions.
-    """
+    """The number of elements of a box; 1 for a scalar, whose box has no dimensions."""
     return prod([stop - start for start, stop in box])
 
 
@@ -158,18 +68,6 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cut the row-major range ``[start, stop)`` of a tensor into boxes, in order.
 
     At most ``2 * len(shape) - 1`` boxes: a ragged head, whole rows, and a ragged tail, dimension by dimension.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the tensor.
-    start, stop : int
-        Elements in row-major order.
-
-    Returns
-    -------
-    list of Box
-        Empty for an empty range.
     """
     if start >= stop:
         return []
@@ -193,18 +91,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """The box common to two.
-
-    Parameters
-    ----------
-    one, other : Box
-        Of one tensor.
-
-    Returns
-    -------
-    Box or None
-        None where they have no element in common.
-    """
+    """The box common to two boxes of one tensor; None where they have no element in common."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 
@@ -223,35 +110,13 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def inside(box: Box, outer: Box) -> tuple[slice | EllipsisType, ...]:
-    """The index of a box in an array of the box around it; it always gives a view, also of a scalar.
-
-    Parameters
-    ----------
-    box, outer : Box
-        The one inside the other.
-
-    Returns
-    -------
-    tuple of slices
-        For an array shaped like `outer`.
-    """
+    """The index of a box in an array of the box around it; it always gives a view, also of a scalar."""
     slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
     return (*slices, ...)
 
 
 def run_start(box: Box, outer: Box) -> int | None:
-    """The place of a box in the row-major values of a box around it, if its values lie there end to end.
-
-    Parameters
-    ----------
-    box, outer : Box
-        With elements, the one inside the other.
-
-    Returns
-    -------
-    int or None
-        The number of its first value; None if there are others between its values.
-    """
+    """The place of a box in the row-major values of a box around it, if its values lie there end to end, else None."""
     start, stride, partial = 0, 1, False
     for (first, stop), (begin, end) in zip(reversed(box), reversed(outer), strict=True):
         if partial and stop - first > 1:

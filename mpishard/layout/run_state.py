@@ -55,7 +55,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a run needs to go on.
+    """All that a run needs to continue.
 
     Parameters
     ----------
@@ -102,21 +102,9 @@ class RunState:
 
 
 def pieces_of_ranges(pieces: LocalLayout, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
-    """The pieces of an array that holds ranges of another array.
+    """The pieces of an array that holds ascending ranges of another array, whose local layout is `pieces`.
 
-    Parameters
-    ----------
-    pieces : tuple of Piece
-        The local layout of the other array, end to end.
-    ranges : sequence of (start, stop)
-        Ascending ranges of the other array.
-    starts : sequence of int
-        For each range the element of this array at which it begins.
-
-    Returns
-    -------
-    tuple of Piece
-        With the boxes of these ranges.
+    `starts` has for each range the element of the new array at which it begins.
     """
     found = []
     for bounds, offset in zip(ranges, starts, strict=True):
@@ -125,22 +113,7 @@ def pieces_of_ranges(pieces: LocalLayout, ranges: Sequence[Range], starts: Seque
 
 
 def counted_pieces(holding: LocalLayout, specs: Sequence[ParameterSpec], place: ModelParallelRank) -> LocalLayout:
-    """The pieces of which this model-parallel rank has the primary copy, the first of its copies and ties.
-
-    Parameters
-    ----------
-    holding : tuple of Piece
-        The local layout of an array of this rank.
-    specs : sequence of ParameterSpec
-        Of all tensors in it.
-    place : ModelParallelRank
-        Of this rank.
-
-    Returns
-    -------
-    tuple of Piece
-        Some of `holding`, in their order.
-    """
+    """The pieces of which this model-parallel rank has the primary copy, the first of its copies and ties."""
     counts = {spec.name: place.counts(spec) for spec in specs}
     return tuple(piece for piece in holding if counts[piece.name])
 
@@ -151,21 +124,9 @@ def check_same_tensors(
     wanted: Sequence[tuple[str, tuple[int, ...]]],
     way_out: str,
 ) -> None:
-    """Raise unless both name the same tensors with the same shapes, in whatever order.
+    """Raise ValueError unless both name the same tensors with the same shapes, in whatever order.
 
-    Parameters
-    ----------
-    what : str
-        What was saved, for the message.
-    saved, wanted : sequence of (str, tuple of int)
-        Names and shapes.
-    way_out : str
-        The remedy, for the message.
-
-    Raises
-    ------
-    ValueError
-        If they differ; the message names some of the differences, and how many more there are.
+    The message says `what` was saved, some of the differences and the number of others, and the remedy `way_out`.
     """
     ours, theirs = dict(wanted), dict(saved)
     if ours == theirs:
@@ -187,29 +148,7 @@ def check_same_tensors(
 
 
 def whole_fact(facts: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 0) -> int:
-    """A fact that must be a whole number.
-
-    Parameters
-    ----------
-    facts : mapping
-        The facts of a state, such as those read from a file.
-    name : str
-        Of the fact.
-    default : int, optional
-        For a fact that is missing; without it there must be one.
-    least : int
-        The least that it may be.
-
-    Returns
-    -------
-    int
-        At most 2**53.
-
-    Raises
-    ------
-    ValueError
-        If it is none.
-    """
+    """A fact that must be a whole number from `least` to 2**53; the default if it is missing.  ValueError otherwise."""
     value = facts.get(name, default)
     if type(value) is not int or not least <= value <= _MOST:
         raise ValueError(f"{_found(facts, name)}, which must be a whole number of at least {least}")
@@ -217,29 +156,7 @@ def whole_fact(facts: Mapping[str, Any], name: str, default: int | None = None, 
 
 
 def finite_fact(facts: Mapping[str, Any], name: str, default: float | None = None, *, above: float = 0.0) -> float:
-    """A fact that must be a finite number above a bound.
-
-    Parameters
-    ----------
-    facts : mapping
-        The facts of a state.
-    name : str
-        Of the fact.
-    default : float, optional
-        For a fact that is missing; without it there must be one.
-    above : float
-        The bound.
-
-    Returns
-    -------
-    float
-        Its value.
-
-    Raises
-    ------
-    ValueError
-        If it is none.
-    """
+    """A fact that must be a finite number above a bound, or the default if it is missing; ValueError otherwise."""
     value = facts.get(name, default)
     if type(value) not in (int, float) or not above < value < math.inf:
         raise ValueError(f"{_found(facts, name)}, which must be a finite number above {above:g}")
@@ -247,25 +164,7 @@ def finite_fact(facts: Mapping[str, Any], name: str, default: float | None = Non
 
 
 def names_fact(facts: Mapping[str, Any], name: str) -> list[str]:
-    """A fact that must be a list of names.
-
-    Parameters
-    ----------
-    facts : mapping
-        The facts of a state.
-    name : str
-        Of the fact.
-
-    Returns
-    -------
-    list of str
-        Empty if the fact is missing.
-
-    Raises
-    ------
-    ValueError
-        If it is anything else.
-    """
+    """A fact that must be a list of names, empty if it is missing; ValueError if it is anything else."""
     value = facts.get(name, [])
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
         raise ValueError(f"{_found(facts, name)}, which must be a list of names")
@@ -277,36 +176,15 @@ def _found(facts: Mapping[str, Any], name: str) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value as a text for a message, cut if it is long: a value read from a file may be a huge table.
-
-    Parameters
-    ----------
-    value : object
-        As read from a file.
-
-    Returns
-    -------
-    str
-        At most 500 characters and their number.
-    """
+    """A value as a text for a message, cut to 500 characters: a value read from a file may be a huge table."""
     text = printable(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
 def link_name(name: str) -> str:
-    """A tensor's name as one HDF5 link.
+    """A tensor's name as one HDF5 link, another one for each name.
 
     A slash would make a group, whose name may be that of a data set too; a zero byte would end the name.
-
-    Parameters
-    ----------
-    name : str
-        Of a tensor.
-
-    Returns
-    -------
-    str
-        Another one for each name.
     """
     name = name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
     return "%2E" if name == "." else name

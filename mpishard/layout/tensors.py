@@ -1,4 +1,8 @@
-"""Global tensors and what one rank holds of them: specs, and pieces in a flat buffer."""
+"""Global tensors and the pieces of them that one rank holds: specs, and pieces in a flat buffer.
+
+A *piece* is a box and its start in a rank's flat buffer; in the buffer a box is stored in row-major order.  The *local
+layout* of a rank is the tuple of its pieces; a *layout* is a sequence of local layouts, one per rank.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,10 @@ from math import prod
 from mpishard.arguments import entries, flag, integer, shown
 from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, nested_split, whole_box
 
-# The spec of a global tensor, known to every rank: its name and shape, its split, and the stages that have it.
-
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What every rank knows of one global tensor.
+    """The facts of one global tensor, which every rank knows.
 
     Parameters
     ----------
@@ -89,7 +91,7 @@ class ParameterSpec:
 
 
 def _cut(spec: ParameterSpec) -> tuple[object, ...]:
-    """What all uses of a tied tensor must have alike."""
+    """The properties that must be equal in all uses of a tied tensor."""
     return spec.shape, spec.tensor_dim, spec.partial, spec.slices
 
 
@@ -106,20 +108,8 @@ def _check_name(name: object) -> None:
 def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
     """Merge the specs with the same name: a tensor that several stages list is tied between them.
 
-    Parameters
-    ----------
-    specs : iterable of ParameterSpec
-        Of all stages, in order.
-
-    Returns
-    -------
-    list of ParameterSpec
-        A tied tensor once, at its first place, with its other stages as `copies`.
-
-    Raises
-    ------
-    ValueError
-        If tied tensors differ in shape or split, or a stage lists a name twice.
+    A tied tensor comes once, at its first place, with its other stages as `copies`.  Raises ValueError if tied tensors
+    differ in shape or split, or a stage lists a name twice.
     """
     merged: dict[str, ParameterSpec] = {}
     for spec in specs:
@@ -138,25 +128,9 @@ def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
     return list(merged.values())
 
 
-# What one rank holds: pieces of global tensors in a flat buffer.  Only what follows turns ranks into offsets.
-#
-# A *piece* is a box and its start in a rank's flat buffer; in the buffer a box is stored in row-major order.  The
-# *local layout* of a rank is the tuple of its pieces; a *layout* is a sequence of local layouts, one per rank.
-
-
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor, stored row-major in a flat buffer.
-
-    Parameters
-    ----------
-    name : str
-        Of the tensor.
-    box : tuple of (int, int)
-        Start and stop in each dimension of the global tensor.
-    start : int
-        The element of the buffer at which it begins.
-    """
+    """A box of a global tensor, stored row-major in a flat buffer from the element `start` on."""
 
     name: str
     box: Box
@@ -164,26 +138,16 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents of the box."""
         return box_shape(self.box)
 
     @property
     def size(self) -> int:
-        """Number of elements of the box."""
         return box_size(self.box)
 
 
 @dataclass(frozen=True)
 class ModelParallelRank:
-    """The tensor and pipeline ranks of a rank, which decide which parameters it holds.
-
-    Parameters
-    ----------
-    tensor_rank, tensor_size : int
-        On the tensor axis.
-    pipeline_rank, pipeline_size : int
-        On the pipeline axis.
-    """
+    """The tensor and pipeline ranks of a rank, which decide which parameters it holds."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -191,82 +155,25 @@ class ModelParallelRank:
     pipeline_size: int = 1
 
     def runner(self, stage: int) -> int:
-        """The pipeline rank that runs a stage.
-
-        Parameters
-        ----------
-        stage : int
-            Virtual stage.
-
-        Returns
-        -------
-        int
-            The stage modulo the number of pipeline ranks.
-        """
+        """The pipeline rank that runs a virtual stage: the stage modulo the number of pipeline ranks."""
         return stage % self.pipeline_size
 
     def runs(self, stage: int) -> bool:
-        """Whether this rank runs a stage.
-
-        Parameters
-        ----------
-        stage : int
-            Virtual stage.
-
-        Returns
-        -------
-        bool
-            The same on all tensor ranks.
-        """
+        """Return True if this rank runs a virtual stage; the same on all tensor ranks."""
         return self.runner(stage) == self.pipeline_rank
 
     def holders(self, spec: ParameterSpec) -> list[int]:
-        """The pipeline ranks that hold a tensor.
-
-        Parameters
-        ----------
-        spec : ParameterSpec
-            Of the tensor.
-
-        Returns
-        -------
-        list of int
-            Ascending; several if the tensor is tied.
-        """
+        """The pipeline ranks that hold a tensor, ascending; several if the tensor is tied."""
         return sorted({self.runner(stage) for stage in (spec.stage, *spec.copies)})
 
     def holds(self, spec: ParameterSpec) -> bool:
-        """Whether this rank holds a tensor or a slice of it.
-
-        Parameters
-        ----------
-        spec : ParameterSpec
-            Of the tensor.
-
-        Returns
-        -------
-        bool
-            The same on all tensor ranks.
-        """
+        """Return True if this rank holds a tensor or a slice of it; the same on all tensor ranks."""
         return self.pipeline_rank in self.holders(spec)
 
     def box(self, spec: ParameterSpec) -> Box:
-        """The slice of a tensor that belongs to this rank of the tensor axis.
+        """The slice of a tensor that belongs to this rank of the tensor axis; all of it if the tensor is not split.
 
-        Parameters
-        ----------
-        spec : ParameterSpec
-            Of the tensor.
-
-        Returns
-        -------
-        Box
-            All of it for a tensor that is not split.
-
-        Raises
-        ------
-        ValueError
-            If the tensor is cut into several slices, and the tensor size does not divide their number.
+        Raises ValueError if the tensor is cut into several slices, and the tensor size does not divide their number.
         """
         if spec.tensor_dim is None:
             return spec.box
@@ -279,32 +186,13 @@ class ModelParallelRank:
         return tuple(box)
 
     def counts(self, spec: ParameterSpec) -> bool:
-        """Whether this rank's copy of the tensor is the primary one: the first of its copies and ties.
-
-        Parameters
-        ----------
-        spec : ParameterSpec
-            Of the tensor.
-
-        Returns
-        -------
-        bool
-            True on one of the ranks that hold an element.
-        """
+        """Return True if this rank's copy of the tensor is the primary one: the first of its copies and ties."""
         return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
 
     def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
-        """The local layout of this rank: its slices of the tensors, end to end in their order.
+        """The local layout of this rank: its slices of the model's tensors, end to end in their order.
 
-        Parameters
-        ----------
-        specs : iterable of ParameterSpec
-            All tensors of the model.
-
-        Returns
-        -------
-        tuple of Piece
-            None for tensors of other stages.
+        Tensors of other stages are left out.
         """
         pieces: list[Piece] = []
         start = 0
@@ -322,19 +210,9 @@ WHOLE = ModelParallelRank()
 
 
 def cut_holding(holding: LocalLayout, ranges: Iterable[tuple[int, int]]) -> LocalLayout:
-    """The local layout of a new buffer that consists of ranges of another buffer.
+    """The local layout of a new buffer that consists of ascending ranges of another buffer, end to end.
 
-    Parameters
-    ----------
-    holding : tuple of Piece
-        The local layout of the other buffer, end to end.
-    ranges : iterable of (start, stop)
-        Ascending ranges of the other buffer; the new buffer is these ranges end to end.
-
-    Returns
-    -------
-    tuple of Piece
-        Several for a tensor of which a range has a ragged part.
+    Several pieces for a tensor of which a range has a ragged part.
     """
     pieces: list[Piece] = []
     offset = 0

@@ -17,23 +17,7 @@ from mpishard.layout.tensors import LocalLayout, Piece
 
 
 class Transfer(NamedTuple):
-    """Copy a box of a tensor from a piece on one rank to a piece on another, or the same, rank.
-
-    Parameters
-    ----------
-    name : str
-        Of the tensor.
-    box : Box
-        Inside both pieces.
-    source_rank : int
-        The rank that has it.
-    source : Piece
-        Where it has it.
-    target_rank : int
-        The rank that needs it.
-    target : Piece
-        Where it needs it.
-    """
+    """Copy a box of a tensor from a piece on one rank to a piece on another, or the same, rank; it lies inside both."""
 
     name: str
     box: Box
@@ -44,13 +28,7 @@ class Transfer(NamedTuple):
 
 
 class Holders:
-    """An index of the boxes that ranks hold of each tensor in a layout, made once for all target ranks.
-
-    Parameters
-    ----------
-    source : sequence of tuple of Piece
-        The local layout of each rank.
-    """
+    """An index of the boxes that ranks hold of each tensor in a layout, made once for all target ranks."""
 
     def __init__(self, source: Sequence[LocalLayout]) -> None:
         held: dict[str, dict[Box, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
@@ -63,26 +41,10 @@ class Holders:
     def transfers_to(
         self, rank: int, holding: LocalLayout, lost: list[tuple[Piece, Box]] | None = None
     ) -> list[Transfer]:
-        """The transfers to one rank.
+        """The transfers to one rank with a new local layout, in the order of its pieces.
 
-        Parameters
-        ----------
-        rank : int
-            The target rank.
-        holding : tuple of Piece
-            Its new local layout.
-        lost : list, optional
-            Pieces with boxes that no rank holds are added to it.
-
-        Returns
-        -------
-        list of Transfer
-            In the order of the pieces.
-
-        Raises
-        ------
-        ValueError
-            Without `lost`, if no rank holds some element; also if a tensor has another number of dimensions.
+        Pieces with boxes that no rank holds are added to `lost`; without it they raise ValueError, as does a tensor
+        with another number of dimensions.
         """
         plan: list[Transfer] = []
         for piece in holding:
@@ -146,25 +108,11 @@ _NOBODY = _Boxes({})
 
 
 def transfers(source: Sequence[LocalLayout], target: Sequence[LocalLayout]) -> list[Transfer]:
-    """List the transfers that turn the layout `source` into the layout `target`.
+    """List the transfers that turn the layout `source` into the layout `target`, by target rank.
 
-    Every element of every target piece is covered exactly once.  A target takes its own copy where it has one, listed
-    with ``source_rank == target_rank``, which costs no message.  Otherwise the holders of copies take turns.
-
-    Parameters
-    ----------
-    source, target : sequence of tuple of Piece
-        The local layout of each rank, before and after.
-
-    Returns
-    -------
-    list of Transfer
-        By target rank.
-
-    Raises
-    ------
-    ValueError
-        If some element of a target piece is held by no source rank.
+    Every element of every target piece is covered exactly once; ValueError if no source rank holds it.  A target takes
+    its own copy where it has one, listed with ``source_rank == target_rank``, which costs no message.  Otherwise the
+    holders of copies take turns.
     """
     holders = Holders(source)
     return [move for rank, holding in enumerate(target) for move in holders.transfers_to(rank, holding)]
