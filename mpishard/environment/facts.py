@@ -98,7 +98,7 @@ class MpiSetup:
     without_han : bool
         Whether Open MPI's hierarchical collectives, which crash after a death, are off.
     mpirun, mpirun_on_path : Launcher or None
-        The mpirun beside this Python, or else that on the PATH; and that on the PATH if it is a different one.  Only
+        The mpirun next to this Python, or else that on the PATH; and that on the PATH if it is a different one.  Only
         rank 0 looks for them.
     """
 
@@ -129,7 +129,7 @@ class H5py:
 
 @dataclass(frozen=True)
 class Processor:
-    """What the process computes with on the host.
+    """The libraries and cores with which the process computes on the host.
 
     Parameters
     ----------
@@ -291,14 +291,14 @@ def collect(comm: MPI.Intracomm) -> Facts:
 
 
 def _without_han(components: str) -> bool:
-    """Whether a list of Open MPI's collective components excludes ``han``: as ``^han``, or as a list without it."""
+    """Return True if a list of Open MPI's collective components excludes ``han``: as ``^han``, or by not naming it."""
     if components.startswith("^"):
         return "han" in components[1:].split(",")
     return bool(components) and "han" not in components.split(",")
 
 
 def _launchers() -> tuple[Launcher | None, Launcher | None]:
-    """The mpirun beside this Python or else on the PATH, and that on the PATH if it is a different one."""
+    """The mpirun next to this Python or else on the PATH, and that on the PATH if it is a different one."""
     found: list[Launcher | None] = []
     for path in (None, shutil.which("mpirun")):
         try:

@@ -73,20 +73,7 @@ def findings(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
-    """The ranks' facts, grouped by node.
-
-    Not collective.
-
-    Parameters
-    ----------
-    facts : sequence of Facts
-        In order of ranks.
-
-    Returns
-    -------
-    list of list of Facts
-        Nodes in the order of their first ranks.
-    """
+    """The ranks' facts, grouped by node; nodes in the order of their first ranks."""
     found: dict[int, list[Facts]] = {}
     for each in facts:
         found.setdefault(each.process.node, []).append(each)
@@ -94,81 +81,25 @@ def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
 
 
 def cores_of(node: Sequence[Facts]) -> int:
-    """Number of cores that the ranks of a node have together.
-
-    A quota of CPU time limits it, rounded down.  Not collective.
-
-    Parameters
-    ----------
-    node : sequence of Facts
-        Of the ranks of one node.
-
-    Returns
-    -------
-    int
-        At least 1.
-    """
+    """Number of cores of a node's ranks together, at least 1; a quota of CPU time limits it, rounded down."""
     seen = len({core for each in node for core in each.processor.cores})
     quotas = [each.processor.cpu_quota for each in node if each.processor.cpu_quota is not None]
     return min(seen, max(1, int(max(quotas)))) if len(quotas) == len(node) else seen
 
 
 def limit_of(node: Sequence[Facts]) -> str:
-    """A note for messages if a quota of CPU time limits the cores of a node.
-
-    Not collective.
-
-    Parameters
-    ----------
-    node : sequence of Facts
-        Of the ranks of one node.
-
-    Returns
-    -------
-    str
-        Empty without such a limit.
-    """
+    """A note for messages if a quota of CPU time limits the cores of a node, else empty."""
     fewer = cores_of(node) < len({core for each in node for core in each.processor.cores})
     return " (by a quota of CPU time)" if fewer else ""
 
 
 def count(number: int, what: str) -> str:
-    """A number with what it counts, such as ``1 rank`` or ``2 ranks``.
-
-    Not collective.
-
-    Parameters
-    ----------
-    number : int
-        How many.
-    what : str
-        One of them.
-
-    Returns
-    -------
-    str
-        With an s for all numbers but 1.
-    """
+    """A number with what it counts, such as ``1 rank`` or ``2 ranks``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def fits(launcher: Launcher, library: str) -> bool:
-    """Whether a launcher is of the family of an MPI library.
-
-    Not collective.
-
-    Parameters
-    ----------
-    launcher : Launcher
-        As it was found.
-    library : str
-        Name of the MPI library.
-
-    Returns
-    -------
-    bool
-        All libraries but Open MPI are of one family.
-    """
+    """Return True if a launcher is of the family of an MPI library; all libraries but Open MPI are of one family."""
     return (launcher.family == OPEN_MPI) == (library == OPEN_MPI)
 
 
@@ -353,25 +284,12 @@ def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def gpus_in_use(node: Sequence[Facts]) -> list[str]:
-    """The GPUs that the ranks of a node take, each once.
-
-    Not collective.
-
-    Parameters
-    ----------
-    node : sequence of Facts
-        Of the ranks of one node.
-
-    Returns
-    -------
-    list of str
-        Their UUIDs, in the order of the ranks.
-    """
+    """UUIDs of the GPUs that the ranks of a node take, each once, in the order of the ranks."""
     return list(dict.fromkeys(each.devices.own.uuid for each in node if each.devices.own is not None))
 
 
 def _is_too_new(facts: Facts) -> bool:
-    """Whether CuPy is known to be for a newer CUDA than the driver takes; drivers take older ones."""
+    """Return True if CuPy is known to be for a newer CUDA than the driver takes; drivers take older ones."""
     devices = facts.devices
     known = devices.cupy_cuda and devices.driver_cuda and len(devices.cupy_packages) < 2
     return bool(known) and int(devices.cupy_cuda) > int(_major(devices.driver_cuda))
@@ -380,17 +298,7 @@ def _is_too_new(facts: Facts) -> bool:
 def cupy_for(driver_cuda: str) -> str:
     """How to get a CuPy that a driver takes: drivers take older versions of CUDA than their own, none newer.
 
-    Not collective.
-
-    Parameters
-    ----------
-    driver_cuda : str
-        The newest CUDA that the driver takes; empty if it is not known.
-
-    Returns
-    -------
-    str
-        What to do.
+    `driver_cuda` is the newest CUDA that the driver takes; empty if it is not known.
     """
     fitting = [major for major in _EXTRAS if not driver_cuda or major <= int(_major(driver_cuda))]
     if not fitting:

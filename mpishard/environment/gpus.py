@@ -18,51 +18,25 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that a process can see.
-
-    Parameters
-    ----------
-    name : str
-        Such as ``"NVIDIA H100 80GB HBM3"``.
-    memory : int
-        Bytes.
-    uuid : str
-        In hexadecimal digits; the same for all processes that see this GPU.
-    """
+    """A GPU that a process can see."""
 
     name: str
-    memory: int
-    uuid: str
+    memory: int  # bytes
+    uuid: str  # in hexadecimal digits; the same for all processes that see this GPU
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The GPUs of a process, and what it has for them.  All is empty where there is no GPU.
+    """The GPUs of a process, and its libraries for them; all is empty without a GPU."""
 
-    Parameters
-    ----------
-    gpu_list : tuple of Gpu
-        All that the process can see, in the order of their numbers.
-    gpu_of_rank : int or None
-        The number of the one that a mesh of all ranks gives this rank.
-    driver_cuda : str
-        The newest CUDA that the driver takes, such as ``"13.0"``.
-    cupy_cuda : str
-        The major version of CUDA of which CuPy's wheel is; empty without CuPy, or if it was built otherwise.
-    device_libraries : dict
-        Versions of optional libraries by name.
-    claims_device_buffers : bool
-        Whether the MPI library says that it takes device pointers, right or wrong.
-    cupy_packages : tuple of str
-        Names of the installed packages that bring CuPy; of several it is not known whose files are there.
-    """
-
-    gpu_list: tuple[Gpu, ...] = ()
-    gpu_of_rank: int | None = None
-    driver_cuda: str = ""
+    gpu_list: tuple[Gpu, ...] = ()  # all that the process can see, in the order of their numbers
+    gpu_of_rank: int | None = None  # the number of the one that a mesh of all ranks gives this rank
+    driver_cuda: str = ""  # the newest CUDA that the driver takes, such as "13.0"
+    # The major version of CUDA of which CuPy's wheel is; empty without CuPy, or if it was built otherwise.
     cupy_cuda: str = ""
-    device_libraries: Mapping[str, str] = field(default_factory=dict)
-    claims_device_buffers: bool = False
+    device_libraries: Mapping[str, str] = field(default_factory=dict)  # versions of optional libraries by name
+    claims_device_buffers: bool = False  # the MPI library says that it takes device pointers, right or wrong
+    # Names of the installed packages that bring CuPy; of several it is not known whose files are used.
     cupy_packages: tuple[str, ...] = ()
 
     @property
@@ -73,23 +47,9 @@ class Devices:
 
 
 def collect_devices(count: int, rank_of_node: int, claims_device_buffers: bool) -> Devices:
-    """Ask for the facts of this process.
+    """The facts of this process, which sees `count` GPUs; fields without an answer, or all without a GPU, stay empty.
 
-    Not collective.
-
-    Parameters
-    ----------
-    count : int
-        How many GPUs it sees; with none, nothing is asked.
-    rank_of_node : int
-        Its number among the ranks that share its memory.
-    claims_device_buffers : bool
-        See `Devices`.
-
-    Returns
-    -------
-    Devices
-        What could not be asked is left empty.
+    `rank_of_node` is its number among the ranks that share its memory; `claims_device_buffers`: see `Devices`.
     """
     if not count:
         return Devices()
@@ -107,20 +67,7 @@ def collect_devices(count: int, rank_of_node: int, claims_device_buffers: bool) 
 
 
 def gpus_of_driver(driver: Any = None) -> tuple[tuple[Gpu, ...], str]:
-    """Ask the driver for its GPUs, and for its version of CUDA.
-
-    Not collective.
-
-    Parameters
-    ----------
-    driver : ctypes.CDLL, optional
-        The library of the driver; by default, that of this machine.
-
-    Returns
-    -------
-    tuple of Gpu, and str
-        Empty without a driver, or if it refuses.
-    """
+    """Ask the driver (default: of this machine) for its GPUs and its version of CUDA; empty if it fails."""
     if driver is None:
         try:
             driver = ctypes.CDLL("libcuda.so.1")
@@ -147,15 +94,7 @@ def _gpu(driver: Any, index: int) -> Gpu | None:
 
 
 def libraries() -> dict[str, str]:
-    """Optional libraries for GPUs that are installed as packages, and NCCL if the linker finds one.
-
-    Not collective.
-
-    Returns
-    -------
-    dict
-        Versions by name.
-    """
+    """Versions by name of optional libraries for GPUs that are installed as packages, and of NCCL from the linker."""
     found = device_libraries()
     if "NCCL" not in found:
         with contextlib.suppress(OSError, AttributeError):
@@ -166,19 +105,6 @@ def libraries() -> dict[str, str]:
 
 
 def version_of_nccl(code: int) -> str:
-    """The version in NCCL's own code for it.
-
-    Not collective.
-
-    Parameters
-    ----------
-    code : int
-        Such as 22304, or 2708 of versions before 2.9.
-
-    Returns
-    -------
-    str
-        Such as ``"2.23.4"``.
-    """
+    """The version, such as ``"2.23.4"``, in NCCL's own code for it: 22304, or 2708 of versions before 2.9."""
     of_major = 10000 if code >= 10000 else 1000
     return f"{code // of_major}.{code % of_major // 100}.{code % 100}"
