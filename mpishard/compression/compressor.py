@@ -26,45 +26,25 @@ def _leave(rest, whole, /):  # type: ignore[no-untyped-def]
 
 
 class Collective(NamedTuple):
-    """One collective of a sum.
+    """One collective of a sum."""
 
-    Parameters
-    ----------
-    operation : str
-        Its name, as that of the method of an axis.
-    counts : sequence of int
-        Elements of each rank, or one number of elements for all.
-    itemsize : int
-        Bytes of an element.
-    """
-
-    operation: str
-    counts: Sequence[int]
-    itemsize: int
+    operation: str  # name of a method of an axis
+    counts: Sequence[int]  # elements of each rank, or one number for all
+    itemsize: int  # bytes of an element
 
 
 class SumsMaker(Protocol[T_co]):
-    """Makes what sums gradients, for each kind of compressor; `Compressor.make_sums` chooses among its methods."""
+    """Makes the object that sums gradients, for each kind of compressor; `Compressor.make_sums` chooses a method."""
 
     def of_pieces(self, compressor: PieceCompressor) -> T_co:
-        """What sums the gradients of each rank piece by piece.
-
-        Parameters
-        ----------
-        compressor : PieceCompressor
-        """
+        """The object that sums the gradients of each rank piece by piece."""
 
     def of_low_rank(self, compressor: Any) -> T_co:
-        """What sums the factors of matrices.
-
-        Parameters
-        ----------
-        compressor : PowerSGDCompressor
-        """
+        """The object that sums the factors of matrices; `compressor` is a PowerSGDCompressor."""
 
 
 class Compressor(ABC):
-    """What makes the messages of a sum of gradients smaller.  A frozen value without state.
+    """Makes the messages of a sum of gradients smaller.  A frozen value without state.
 
     Attributes
     ----------

@@ -31,9 +31,7 @@ from mpishard.compression.compressor import (
 Array = Any
 
 
-# Sixteen bits per element, rounded to nearest even; on host and device, float64 is rounded to float32 first.
-
-
+# Rounded to nearest even; float64 is rounded to float32 first, on host and device.
 class _Cast(FusedCompressor):
     _to: ClassVar[HostFunction]
     _from: ClassVar[HostFunction]
@@ -97,9 +95,6 @@ def _bits(wire: Array, size: int) -> Array:
     return wire[: 2 * size].view(np.uint16)
 
 
-# Low-rank compression: matrices as products of two thin matrices.
-
-
 @dataclass(frozen=True)
 class PowerSGDCompressor(Compressor):
     """The best approximation of low rank that one step of subspace iteration finds (Vogels et al., "PowerSGD", 2019).
@@ -135,7 +130,7 @@ class PowerSGDCompressor(Compressor):
         return [Collective("all_reduce", [count], dtype.itemsize) for count in (first, rest)]
 
     def compresses(self, shape: Sequence[int]) -> bool:
-        """Whether the two factors of a tensor of this shape are smaller than the tensor.
+        """Return True if the two factors of a tensor of this shape are smaller than the tensor.
 
         Parameters
         ----------
@@ -206,38 +201,16 @@ class PowerSGDCompressor(Compressor):
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor as a matrix.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the tensor.
-
-    Returns
-    -------
-    (int, int)
-        The first extent, and the product of the others; (1, 1) for a scalar.
-    """
+    """Rows and columns of a tensor as a matrix: first extent, product of the others; (1, 1) for a scalar."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def orthonormal(columns: Array) -> Array:
-    """Orthonormal columns, as many as the matrix has, whose span contains that of the matrix's columns.
+    """Orthonormal columns (m, min(m, n)), in new memory, whose span contains that of the columns of a matrix (m, n).
 
-    Parameters
-    ----------
-    columns : array, shape (m, n)
-        Float32 or float64, of NumPy or CuPy.
-
-    Returns
-    -------
-    array, shape (m, min(m, n))
-        New memory.
+    Float32 or float64, of NumPy or CuPy.
     """
     return arrays.module_of(columns).linalg.qr(columns)[0]
-
-
-# Eight bits or one bit per element, with one scale per block.
 
 
 @dataclass(frozen=True)
@@ -373,8 +346,6 @@ class SignCompressor(_Blockwise):
         scale = self._for_each(scales, values)
         values[...] = module.where(positive, scale, -scale)
 
-
-# Sparse compression: only the largest elements, with their indices.
 
 _SAMPLE = 1 << 14
 

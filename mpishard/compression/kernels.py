@@ -91,17 +91,9 @@ def _from_float16(values: np.ndarray, halves: np.ndarray, add: bool) -> None:
 
 @inner
 def upper_half(x):  # type: ignore[no-untyped-def]
-    """In a compiled function: the bits of a float32 as bfloat16, rounded to nearest even.
+    """In a compiled function: the bits of a float32 as bfloat16, rounded to nearest even; NaN stays NaN.
 
-    Parameters
-    ----------
-    x : float32
-        Any; NaN stays NaN.
-
-    Returns
-    -------
-    int32
-        With the bits in its lower half; the sign fills the upper one.
+    An int32 has them in its lower half; the sign fills the upper one.
     """
     bits = _int32(x)
     odd = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
