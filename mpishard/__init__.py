@@ -192,7 +192,7 @@ def __dir__() -> list[str]:
 
 
 def _runs_distributed() -> bool:
-    """Whether a launcher or the supervisor has started this process; some leave nothing in the environment."""
+    """Return True if a launcher or the supervisor has started this process; some leave nothing in the environment."""
     if any(name.startswith(_STARTED_BY) for name in os.environ):
         return True
     mpi = sys.modules.get("mpi4py.MPI")

@@ -1,7 +1,7 @@
-"""Arguments of public calls: numbers, flags, lists, mappings, and values given as a whole or field by field: checked.
+"""Arguments of public calls, checked: numbers, flags, lists, mappings, and values given as a whole or field by field.
 
 Numbers and flags become plain Python values.  NumPy's are taken too.  True and False are no numbers, and numbers or
-strings are no flags.  No MPI.
+strings are no flags.  Errors name the argument, `name`.  No MPI.
 """
 
 from __future__ import annotations
@@ -19,28 +19,9 @@ T = TypeVar("T")
 
 
 def integer(name: str, value: Any, *, least: int | None = None) -> int:
-    """A whole number as an int.
+    """A whole number of at least `least` as an int.
 
-    Parameters
-    ----------
-    name : str
-        Of the argument, for the message.
-    value : object
-        What was given.
-    least : int, optional
-        The least that it may be.
-
-    Returns
-    -------
-    int
-        A plain Python number.
-
-    Raises
-    ------
-    TypeError
-        If it is no whole number.
-    ValueError
-        If it is below `least`.
+    Raises TypeError if it is no whole number, ValueError if it is too small.
     """
     wanted = "a whole number" if least is None else f"a whole number of at least {least}"
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -61,32 +42,10 @@ def number(
     finite: bool = True,
     otherwise: str = "",
 ) -> float:
-    """A number as a float, never NaN.
+    """A number as a float, never NaN, within these limits: ``>= least``, ``> above``, ``< below`` and ``<= most``.
 
-    Parameters
-    ----------
-    name : str
-        Of the argument, for the message.
-    value : object
-        What was given.
-    least, above, below, most : float, optional
-        It must be ``>= least``, ``> above``, ``< below`` and ``<= most``.
-    finite : bool
-        Whether infinity is refused.
-    otherwise : str
-        What else the argument may be, such as ``"None for no clipping"``; for the message.
-
-    Returns
-    -------
-    float
-        A plain Python number.
-
-    Raises
-    ------
-    TypeError
-        If it is no number.
-    ValueError
-        If it is NaN or outside of the limits.
+    It is finite unless `finite` is False.  Raises TypeError if it is no number, ValueError if it is NaN or outside
+    of the limits.  `otherwise` says in the message what else the argument may be, such as ``"None for no clipping"``.
     """
     limits = {"at least": least, "above": above, "below": below, "at most": most}
     limits_text = " and ".join(f"{relation} {limit:g}" for relation, limit in limits.items() if limit is not None)
@@ -104,22 +63,9 @@ def number(
 
 
 def returned(value: Any) -> float:
-    """What a function of the user's gave, as a float.
+    """The number, or array or tensor of one number, that a function of the user's gave, as a float, maybe NaN.
 
-    Parameters
-    ----------
-    value : object
-        A number, or an array or tensor of one.
-
-    Returns
-    -------
-    float
-        A plain Python number, maybe NaN.
-
-    Raises
-    ------
-    TypeError
-        If it is anything else; text, True and complex numbers are no real numbers.
+    Raises TypeError if it is anything else; text, True and complex numbers are no real numbers.
     """
     kind = str(getattr(value, "dtype", type(value).__name__))
     if not hasattr(value, "__float__") or "bool" in kind or "complex" in kind:
@@ -128,51 +74,17 @@ def returned(value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False as a bool.
-
-    Parameters
-    ----------
-    name : str
-        Of the argument, for the message.
-    value : object
-        What was given; NumPy's booleans are taken too.
-
-    Returns
-    -------
-    bool
-        A plain Python one.
-
-    Raises
-    ------
-    TypeError
-        If it is anything else.
-    """
+    """True or False as a bool; NumPy's booleans are taken too.  Raises TypeError for anything else."""
     if not isinstance(value, bool | np.bool):
         raise TypeError(f"{name}={shown(value)} must be True or False")
     return bool(value)
 
 
 def entries(name: str, value: Any, kind: str) -> tuple[Any, ...]:
-    """The entries of a list, a tuple, or what else has an order, as a tuple.
+    """The entries of a list, a tuple, or what else has an order, as a tuple; they are not checked.
 
-    Parameters
-    ----------
-    name : str
-        Of the argument, for the message.
-    value : object
-        What was given.
-    kind : str
-        What the entries must be, in the plural; for the message.  They are not checked.
-
-    Returns
-    -------
-    tuple
-        Of the entries.
-
-    Raises
-    ------
-    TypeError
-        If it has no entries, or is a text, a mapping, or a set, whose order can differ between ranks.
+    Raises TypeError if it has no entries, or is a text, a mapping, or a set, whose order can differ between ranks.
+    `kind` says in the message what the entries must be, in the plural.
     """
     if isinstance(value, str | bytes | Mapping | set | frozenset) or not isinstance(value, Iterable):
         raise TypeError(f"{name}={shown(value)} must be a list of {kind}")
@@ -180,26 +92,9 @@ def entries(name: str, value: Any, kind: str) -> tuple[Any, ...]:
 
 
 def mapping(name: str, value: Any, kind: str) -> Mapping[Any, Any]:
-    """A mapping, such as a dict, as it is.
+    """A mapping, such as a dict, as it is; its items are not checked.
 
-    Parameters
-    ----------
-    name : str
-        Of the argument, for the message.
-    value : object
-        What was given.
-    kind : str
-        What it must map, such as ``"names to values"``; for the message.  The items are not checked.
-
-    Returns
-    -------
-    mapping
-        `value`.
-
-    Raises
-    ------
-    TypeError
-        If it is no mapping.
+    Raises TypeError if it is no mapping.  `kind` says in the message what it must map, such as ``"names to values"``.
     """
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={shown(value)} must be a dictionary of {kind}")
@@ -207,33 +102,14 @@ def mapping(name: str, value: Any, kind: str) -> Mapping[Any, Any]:
 
 
 def shown(value: Any) -> str:
-    """The repr of what was given, shortened where it is long.
-
-    Parameters
-    ----------
-    value : object
-        Anything.
-
-    Returns
-    -------
-    str
-        For a message.
-    """
+    """The repr of a value for a message, shortened where it is long."""
     return reprlib.repr(value)
 
 
 def printable(text: str) -> str:
     """A text of unknown origin, such as a name in a file, for a message or a terminal.
 
-    Parameters
-    ----------
-    text : str
-        Anything.
-
-    Returns
-    -------
-    str
-        Control characters, with which a text could change a terminal or forge a line, are escaped as in a repr.
+    Control characters, with which a text could change a terminal or forge a line, are escaped as in a repr.
     """
     if text.isprintable():
         return text
@@ -243,26 +119,8 @@ def printable(text: str) -> str:
 def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, options: dict[str, Any]) -> T:
     """The value `whole`, or a new one of those `options` that are its fields, which are removed from `options`.
 
-    Parameters
-    ----------
-    call, name : str
-        The function and its argument, for messages.
-    kind : type
-        A dataclass.
-    whole : instance of `kind` or None
-        What was given for the argument.
-    options : dict
-        What was given beside, by keyword.
-
-    Returns
-    -------
-    instance of `kind`
-        `whole`, or a new one.
-
-    Raises
-    ------
-    TypeError
-        If `whole` is of another type, or is given beside some of its fields.
+    `call` and `name` are the function and its argument, for messages; `kind` is a dataclass.  Raises TypeError if
+    `whole` is of another type, or is given together with some of its fields.
     """
     given = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}  # type: ignore[arg-type]
     if whole is None:
@@ -275,19 +133,6 @@ def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, option
 
 
 def no_others(call: str, options: dict[str, Any]) -> None:
-    """Raise if any of the keywords is left.
-
-    Parameters
-    ----------
-    call : str
-        The function, for the message.
-    options : dict
-        The keywords that nothing has taken.
-
-    Raises
-    ------
-    TypeError
-        If there is one.
-    """
+    """Raise TypeError if any of the keywords, which nothing has taken, is left."""
     for name in options:
         raise TypeError(f"{call} got an unexpected keyword argument {name!r}")

@@ -11,19 +11,8 @@ from typing import Any
 def names_when_used(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Make the ``__getattr__`` of a package: it imports the module of a name, and keeps the name in the package.
 
-    Every rank of a job reads what it imports from the same file system, and takes time to run it.
-
-    Parameters
-    ----------
-    package : str
-        The package's ``__name__``.
-    modules : mapping of str to str
-        Modules in the package, and the names in each of them, between spaces.
-
-    Returns
-    -------
-    callable
-        With a name; raises AttributeError for one that is not in `modules`.
+    Every rank of a job reads what it imports from the same file system, and takes time to run it.  `modules` has the
+    names in each module of the package, between spaces; the function raises AttributeError for any other name.
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 

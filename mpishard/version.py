@@ -20,30 +20,16 @@ _PACKAGES = {
 
 
 def versions() -> dict[str, str]:
-    """Of mpishard, Python and the packages that it computes with, those that are installed.
-
-    Returns
-    -------
-    dict
-        By package its version.
-    """
+    """Of mpishard, Python and the packages that it computes with, those that are installed, by name."""
     import platform
 
     return {"mpishard": VERSION, "Python": platform.python_version(), **installed(_PACKAGES)}
 
 
 def installed(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Versions of what is installed; nothing is imported.
+    """Versions of what is installed, by name; nothing is imported.
 
-    Parameters
-    ----------
-    packages : dict
-        By name the distributions that may bring it, of which the first that is installed counts.
-
-    Returns
-    -------
-    dict
-        By name its version.
+    `packages` has by name the distributions that may bring it, of which the first that is installed counts.
     """
     from importlib import metadata
 
