@@ -1,10 +1,9 @@
-"""A small checkpoint of known values, written without training, in either version of the format."""
+"""A small checkpoint of known values, written without training."""
 
 from __future__ import annotations
 
 import itertools
 
-import first_format
 import numpy as np
 
 from mpishard.checkpoint.index import write_index
@@ -53,12 +52,8 @@ def parts(writer, writers):
     return found
 
 
-def save(folder, writers=3, *, facts=FACTS, compression=None, version=2):
+def save(folder, writers=3, *, facts=FACTS, compression=None):
     folder.mkdir()
-    if version == 1:
-        index = {"tensors": TENSORS, "kinds": KINDS, "facts": facts, "compression": compression}
-        first_format.save(folder, [parts(each, writers) for each in range(writers)], id=ID, generation=7, **index)
-        return folder
     pieces = []
     for writer in range(writers):
         mine = parts(writer, writers)

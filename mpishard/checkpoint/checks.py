@@ -167,8 +167,6 @@ def check_pieces(
         if boxes == [wholes[name]] and 0 not in tensors[name]:
             continue
         with naming_tensor(kind, name):
-            if len({(part.file, part.dataset, part.start) for part in parts}) < len(parts):
-                raise ValueError("two of its pieces are one data set")
             if covers.get(name) != boxes:
                 check_cover(tensors[name], boxes)
                 covers[name] = boxes

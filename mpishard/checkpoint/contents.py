@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.checkpoint.pieces import VERSION, StoredPiece
+from mpishard.checkpoint.pieces import StoredPiece
 
 INDEX = "index.h5"
 
@@ -53,8 +53,6 @@ class Contents:
         The kinds of arrays stored for each tensor, with their dtypes: ``"parameters"``, ``"optimizer/exp_avg"``.
     pieces : tuple of StoredPiece
         Together they cover each element of each tensor and kind once.
-    version : int
-        Of the format.
     """
 
     folder: Path
@@ -63,7 +61,6 @@ class Contents:
     tensors: dict[str, tuple[int, ...]]
     kinds: dict[str, np.dtype]
     pieces: tuple[StoredPiece, ...]
-    version: int = VERSION
 
     @property
     def id(self) -> str:

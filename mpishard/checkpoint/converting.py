@@ -123,8 +123,7 @@ def write_plain(contents: Contents, target: Path) -> None:
             for group in ("json", "history"):
                 if group in index:
                     index.copy(group, h5)
-            if "json/pieces" in h5 and contents.version > 1:
-                del h5["json/pieces"]  # there are none
+            del h5["json/pieces"]  # there are none
             for kind, dtype in contents.kinds.items():
                 for name, shape in contents.tensors.items():
                     dataset = h5.create_dataset(f"{kind}/{link_name(name)}", shape, dtype)

@@ -1,7 +1,7 @@
 """The index of a checkpoint: every tensor as a whole, by name, as a virtual data set over the files of pieces.
 
-Other HDF5 programs read the tensors through it.  Mpishard takes only the locations of the pieces from it, from a table
-since version 2, and reads the pieces themselves: a virtual data set without its sources silently reads as fill values.
+Other HDF5 programs read the tensors through it.  Mpishard takes only the locations of the pieces from it, from a table,
+and reads the pieces themselves: a virtual data set without its sources silently reads as fill values.
 
 An index may have any origin.  Its tables of tensors and kinds determine what must be in it; anything else is rejected.
 """
@@ -28,7 +28,6 @@ from mpishard.checkpoint.pieces import (
     BLOCK,
     DTYPES,
     VERSION,
-    VERSIONS,
     StoredPiece,
     new_file,
     pieces_file,
@@ -177,7 +176,7 @@ def read_index(folder: Path) -> Contents:
     Raises
     ------
     ValueError
-        If it is missing, of a later version, no index, or its tables are not as `write_index` writes them: elements
+        If it is missing, of another version, no index, or its tables are not as `write_index` writes them: elements
         covered by no piece or by several, missing files of pieces.  `virtual_tensors.check` checks the rest.
     """
     folder = Path(folder)
@@ -189,10 +188,7 @@ def read_index(folder: Path) -> Contents:
             texts = {name: _text(h5, name) for name in hdf5.children(h5, "json")}
             tensors, kinds = _tensors(texts.pop("tensors")), _kinds(texts.pop("kinds"))
             history = hdf5.children(h5, "history")
-            if own["version"] == VERSION:
-                pieces = _placed(texts.pop("pieces"), tensors, kinds)
-            else:
-                pieces = virtual_tensors.read_pieces(h5, tensors, kinds, own["version"])
+            pieces = _placed(texts.pop("pieces"), tensors, kinds)
             facts = {name: hdf5.attribute(h5, name) for name in h5.attrs if name not in own}
             facts |= {name + _JSON: value for name, value in texts.items()}
             facts |= {name: _numbers(h5, name) for name in history}
@@ -200,7 +196,7 @@ def read_index(folder: Path) -> Contents:
         for file in sorted({piece.file for piece in pieces}):
             checks.file_inside(folder, file)
     origin = Origin(own["id"], own["generation"], own["saved"], own["mpishard_version"])
-    return Contents(folder, origin, facts, tensors, kinds, tuple(pieces), own["version"])
+    return Contents(folder, origin, facts, tensors, kinds, tuple(pieces))
 
 
 def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:
@@ -208,10 +204,10 @@ def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:
     own: dict[str, Any] = {name: hdf5.attribute(h5, name) if name in h5.attrs else None for name in _OWN}
     if own["format"] != _FORMAT:
         raise ValueError(f"its format is {own['format']!r}, not {_FORMAT!r}")
-    if own["version"] not in VERSIONS:
+    if own["version"] != VERSION:
         raise ValueError(
             f"it has version {own['version']} of the format, written by mpishard {own['mpishard_version']}; "
-            f"this mpishard {MPISHARD_VERSION} reads versions {VERSIONS[0]} to {VERSION}"
+            f"this mpishard {MPISHARD_VERSION} reads version {VERSION}: read it with the mpishard that wrote it"
         )
     for name, kind in _OWN.items():
         if type(own[name]) is not kind:
@@ -268,9 +264,8 @@ def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[s
     last: list[StoredPiece] = []
     last_rows: Any = None
     for kind, rows in table.items():
-        dataset = f"/{kind}"
         if rows == last_rows:  # kinds are mostly cut alike
-            last = [StoredPiece(kind, each.name, each.box, each.file, dataset, each.start) for each in last]
+            last = [StoredPiece(kind, each.name, each.box, each.file, each.start) for each in last]
             found += last
             continue
         last, last_rows = [], rows
@@ -285,7 +280,7 @@ def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[s
             box = tuple((start, stop) for start, stop in boxes[0]) if boxes else wholes[name]
             if writer not in files:
                 files[writer] = pieces_file(writer)
-            piece = StoredPiece(kind, name, box, files[writer], dataset, ends[writer])
+            piece = StoredPiece(kind, name, box, files[writer], ends[writer])
             last.append(piece)
             ends[writer] += piece.size
         found += last

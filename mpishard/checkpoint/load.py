@@ -171,8 +171,6 @@ def _common(wanted: Piece, sources: Iterable[StoredPiece]) -> Iterator[tuple[Sto
 
 def _run(wanted: Piece, source: StoredPiece, box: Box) -> Run | None:
     """The box as a run, if it is one."""
-    if source.start is None:
-        return None
     start, place = run_start(box, source.box), run_start(box, wanted.box)
     if start is None or place is None:
         return None

@@ -18,7 +18,7 @@ from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.pieces import StoredPiece, pieces_mark, read_mark, writer_of
 from mpishard.io import hdf5
 from mpishard.io.readers import Readers, read_into
-from mpishard.layout.boxes import Box, box_shape, boxes_of_range, inside, intersect, whole_box
+from mpishard.layout.boxes import Box, box_shape, intersect
 
 # Files stay open for the next piece, but a process may only have about a thousand open files.
 _OPEN_FILES = 64
@@ -44,7 +44,7 @@ class Run(NamedTuple):
     Parameters
     ----------
     source : StoredPiece
-        A piece with a start, in that data set; the run may go beyond it.
+        A piece in that data set; the run may go beyond it.
     start, place : int
         The first of them in the data set, and in the array.
     size : int
@@ -77,9 +77,8 @@ class PieceReader:
         self._opened: dict[tuple[str, str], _Opened] = {}
         self._sizes: dict[tuple[str, str], int] = {}
         for piece in contents.pieces:
-            if piece.start is not None:
-                key = piece.file, piece.dataset
-                self._sizes[key] = max(self._sizes.get(key, 0), piece.start + piece.size)
+            key = piece.file, piece.dataset
+            self._sizes[key] = max(self._sizes.get(key, 0), piece.start + piece.size)
 
     def __enter__(self) -> PieceReader:
         return self
@@ -113,10 +112,7 @@ class PieceReader:
             if out.dtype != opened.dataset.dtype:
                 raise ValueError(f"{piece.dataset} is {opened.dataset.dtype}, wanted {out.dtype}")
             first = [start - origin for (start, _), (origin, _) in zip(box, piece.box, strict=True)]
-            if opened.place is None and piece.start is None:
-                _read_chunks(opened.dataset, first, out)
-            else:
-                _read_rows(functools.partial(self._read, opened), piece.shape, first, out, piece.start or 0)
+            _read_rows(functools.partial(self._read, opened), piece.shape, first, out, piece.start)
 
     def read_runs(self, runs: Iterable[Run], out: np.ndarray) -> None:
         """Read runs of elements into an array, in several threads where there are many bytes.
@@ -166,15 +162,16 @@ class PieceReader:
 
     def _read(self, opened: _Opened, start: int, out: np.ndarray) -> None:
         if opened.place is None:
-            _read_box(opened.dataset, [start], out)
+            space = opened.dataset.get_space()
+            space.select_hyperslab((start,), out.shape)
+            opened.dataset.read(h5py.h5s.create_simple(out.shape), space, out)
         else:
             read_into(opened.file, opened.place + start * out.itemsize, out)
 
     def check(self, piece: StoredPiece) -> None:
         """Raise ValueError, as `read` does, unless all of the data set of a piece can be read; decodes its chunks."""
         with checks.refusing(self._contents.folder / piece.file):
-            own = piece.start is None
-            with checks.naming_tensor(piece.kind, piece.name) if own else checks.naming(piece.dataset):
+            with checks.naming(piece.dataset):
                 hdf5.check_chunks(self._open(piece).dataset)
 
     def _open(self, piece: StoredPiece) -> _Opened:
@@ -188,12 +185,10 @@ class PieceReader:
         dataset = h5py.h5d.open(file.id, piece.dataset.encode())
         hdf5.check_lies_here(dataset)
         dtype = self._contents.kinds[piece.kind]
-        shape = piece.shape if piece.start is None else (self._sizes[key],)
+        shape = (self._sizes[key],)
         if dataset.shape != shape or dataset.dtype != dtype:
             raise ValueError(f"{piece.dataset} is {dataset.dtype} {dataset.shape}, in the index {dtype} {shape}")
         hdf5.check_written(dataset)
-        if piece.start is None:
-            self._opened.clear()  # there are many, each used once
         self._opened[key] = _Opened(dataset, file.id.get_vfd_handle(), dataset.get_offset())
         return self._opened[key]
 
@@ -250,27 +245,6 @@ def _read_rows(
         rows = np.empty((len(part), *shape[1:]), out.dtype)
         read(start + number * row, rows.reshape(-1))
         part[...] = rows[(slice(None), *columns)]
-
-
-def _read_chunks(dataset: h5py.h5d.DatasetID, first: Sequence[int], out: np.ndarray) -> None:
-    """Read a box of a data set, which begins at the indices `first`, with HDF5."""
-    if out.flags.c_contiguous:
-        _read_box(dataset, first, out)
-        return
-    for begin in range(0, out.size, _BLOCK):
-        for box in boxes_of_range(out.shape, begin, min(begin + _BLOCK, out.size)):
-            part = np.empty(box_shape(box), out.dtype)
-            _read_box(dataset, [a + start for a, (start, _) in zip(first, box, strict=True)], part)
-            out[inside(box, whole_box(out.shape))] = part
-
-
-def _read_box(dataset: h5py.h5d.DatasetID, first: Sequence[int], out: np.ndarray) -> None:
-    """Read a box of a data set, which begins at the indices `first`, into the contiguous array `out`."""
-    space = dataset.get_space()
-    if out.shape:
-        space.select_hyperslab(tuple(first), out.shape)
-    memory = h5py.h5s.create_simple(out.shape) if out.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    dataset.read(memory, space, out)
 
 
 def damages(contents: Contents, kinds: Container[str] | None = None, rank: int = 0, ranks: int = 1) -> list[str]:

@@ -28,8 +28,6 @@ from mpishard.io import files
 from mpishard.layout.boxes import Box, box_shape, box_size
 
 VERSION = 2
-# In version 1 each box was a data set of its own.
-VERSIONS = (1, VERSION)
 BLOCK = 512
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 COMPRESSIONS = (None, "gzip", "lzf")
@@ -44,17 +42,18 @@ _CHUNK = 2**16
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """The location of a box of a tensor on disk: in `dataset` in `file`, in the folder of the checkpoint.
-
-    `start` is the first of its elements in the data set; None for all of a data set of its own (version 1).
-    """
+    """The location of a box of a tensor on disk: `start` is the first of its elements in `dataset` of `file`."""
 
     kind: str
     name: str
     box: Box
     file: str
-    dataset: str
-    start: int | None = None
+    start: int
+
+    @property
+    def dataset(self) -> str:
+        """The path of the data set, which has all boxes of a kind that are in the file."""
+        return f"/{self.kind}"
 
     @property
     def size(self) -> int:
@@ -119,7 +118,7 @@ def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece
     found = []
     for kind, name, box in boxes:
         if size := box_size(box):
-            found.append(StoredPiece(kind, name, box, file, f"/{kind}", ends[kind]))
+            found.append(StoredPiece(kind, name, box, file, ends[kind]))
             ends[kind] += size
     return found
 

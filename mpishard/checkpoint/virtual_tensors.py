@@ -1,7 +1,4 @@
-"""The tensors of an index as virtual data sets: how they are written, and what they must be.
-
-In version 1 of the format they alone say where the pieces are.
-"""
+"""The tensors of an index as virtual data sets: how they are written, and what they must be."""
 
 from __future__ import annotations
 
@@ -16,11 +13,9 @@ from mpishard.checkpoint.contents import INDEX, Contents
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.io import hdf5
 from mpishard.io.virtual_datasets import Source, VirtualDataset
-from mpishard.layout.boxes import box_shape, whole_box
 from mpishard.layout.run_state import link_name
 
 _PIECES = re.compile(r"pieces-[0-9]{5,}\.h5")
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
 
 
 def of(
@@ -40,7 +35,7 @@ def of(
     for kind in kinds:
         found = []
         for name, shape in tensors.items():
-            sources = [Source(piece.box, piece.file, piece.dataset, piece.start or 0) for piece in pieces[kind, name]]
+            sources = [Source(piece.box, piece.file, piece.dataset, piece.start) for piece in pieces[kind, name]]
             found.append(VirtualDataset(link_name(name), tuple(shape), sources))
         yield kind, found
 
@@ -48,7 +43,7 @@ def of(
 def check(contents: Contents) -> None:
     """Raise ValueError unless other programs find in the index exactly the tensors that mpishard reads.
 
-    Nothing that mpishard loads depends on it in version 2.  Not collective.
+    Nothing that mpishard loads depends on it.  Not collective.
 
     Parameters
     ----------
@@ -62,43 +57,16 @@ def check(contents: Contents) -> None:
     """
     path = contents.folder / INDEX
     with checks.refusing(path), hdf5.open_to_read(path, locking=False) as h5:
-        found = read_pieces(h5, contents.tensors, contents.kinds, contents.version)
-        for one in set(found) ^ set(contents.pieces):
+        checks.check_links(h5, _expected(h5, contents.tensors, contents.kinds))
+        found = {
+            piece
+            for kind, dtype in contents.kinds.items()
+            for name, shape in contents.tensors.items()
+            for piece in _mapped(h5, kind, name, shape, dtype)
+        }
+        for one in found ^ set(contents.pieces):
             with checks.naming_tensor(one.kind, one.name):
                 raise ValueError("its virtual data set takes other values than its table of pieces says")
-
-
-def read_pieces(
-    h5: h5py.File, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[str, np.dtype], version: int
-) -> list[StoredPiece]:
-    """The pieces that the virtual data sets of an index take values from.  Not collective.
-
-    Parameters
-    ----------
-    h5 : File
-        The index.
-    tensors, kinds : mapping
-        As in `Contents`.
-    version : int
-        Of the format.
-
-    Returns
-    -------
-    list of StoredPiece
-        By kind and tensor.
-
-    Raises
-    ------
-    ValueError
-        If a link or data set leads out of the folder, or there is anything but what tensors and kinds name.
-    """
-    checks.check_links(h5, _expected(h5, tensors, kinds))
-    return [
-        piece
-        for kind, dtype in kinds.items()
-        for name, shape in tensors.items()
-        for piece in _mapped(h5, kind, name, shape, dtype, version)
-    ]
 
 
 def _expected(h5: h5py.File, tensors: Iterable[str], kinds: Iterable[str]) -> set[str]:
@@ -112,9 +80,7 @@ def _expected(h5: h5py.File, tensors: Iterable[str], kinds: Iterable[str]) -> se
     return paths
 
 
-def _mapped(
-    h5: h5py.File, kind: str, name: str, shape: tuple[int, ...], dtype: np.dtype, version: int
-) -> list[StoredPiece]:
+def _mapped(h5: h5py.File, kind: str, name: str, shape: tuple[int, ...], dtype: np.dtype) -> list[StoredPiece]:
     """The pieces of a virtual data set."""
     dataset = h5py.h5d.open(h5.id, f"{kind}/{link_name(name)}".encode())
     with checks.naming_tensor(kind, name):
@@ -125,30 +91,19 @@ def _mapped(
             plist = dataset.get_create_plist()
             if plist.get_layout() != h5py.h5d.VIRTUAL:
                 raise ValueError("it is not a virtual data set over pieces")
-            pieces = [_source(plist, number, kind, name, version) for number in range(plist.get_virtual_count())]
+            pieces = [_source(plist, number, kind, name) for number in range(plist.get_virtual_count())]
         # Last: to get the shape HDF5 may open the sources.
         if dataset.shape != shape or dataset.dtype != dtype:
             raise ValueError(f"it is {dataset.dtype} {dataset.shape}, in the tables {dtype} {shape}")
         return pieces
 
 
-def _source(plist: h5py.h5p.PropDCID, number: int, kind: str, name: str, version: int) -> StoredPiece:
+def _source(plist: h5py.h5p.PropDCID, number: int, kind: str, name: str) -> StoredPiece:
     file = plist.get_virtual_filename(number)
     if not _PIECES.fullmatch(file):
         raise ValueError(f"it takes values from {file!r}, which is no file of pieces in this folder")
     dataset = plist.get_virtual_dsetname(number).replace("%%", "%")
-    box = checks.box_of(plist.get_virtual_vspace(number))
-    source = plist.get_virtual_srcspace(number)
-    if version > 1:
-        run = checks.box_of(source)
-        if dataset != f"/{kind}" or len(run) != 1:
-            raise ValueError(f"it takes values from {dataset!r} of {file}; wanted a run of /{kind}")
-        return StoredPiece(kind, name, box, file, dataset, run[0][0])
-    front = f"/{kind}/{link_name(name)}/"
-    if not dataset.startswith(front) or not _NUMBER.fullmatch(dataset.removeprefix(front)):
-        raise ValueError(f"it takes values from {dataset!r} of {file}; wanted {front}0, 1, and so on")
-    # The index does not have the extent of a source that is used as a whole; `PieceReader` checks it in the data set.
-    whole = source.get_select_type() == h5py.h5s.SEL_ALL
-    if not whole and checks.box_of(source) != whole_box(box_shape(box)):
-        raise ValueError(f"it takes only a part of {dataset} of {file}, or more than it has")
-    return StoredPiece(kind, name, box, file, dataset)
+    run = checks.box_of(plist.get_virtual_srcspace(number))
+    if dataset != f"/{kind}" or len(run) != 1:
+        raise ValueError(f"it takes values from {dataset!r} of {file}; wanted a run of /{kind}")
+    return StoredPiece(kind, name, checks.box_of(plist.get_virtual_vspace(number)), file, run[0][0])

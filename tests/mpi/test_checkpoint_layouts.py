@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import first_format
 import hybrid
 import numpy as np
 import pytest
 from hybrid import gathered, model, train
-from runs import assert_is_at
-from runs import state as at
 
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
 from mpishard.backend import array as arrays
-from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import read_index, write_index
 from mpishard.checkpoint.load import fill
 from mpishard.checkpoint.pieces import PieceValues, pieces_file, stored, write_pieces
@@ -186,19 +182,3 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
             for kind, size in read_there:
                 total[kind] += size
         assert total == dict.fromkeys(KINDS, hybrid.SIZE), mesh
-
-
-def test_a_checkpoint_of_version_1_is_loaded(base, folder):
-    """What mpishard wrote before it put all boxes of a kind into one data set."""
-    states = base.world.allgather_object(at(3, base.rank, base.size))
-    if base.rank == 0:
-        first_format.save_state(folder / "step-00000003", states)
-    base.world.barrier()
-    found = at(0, base.rank, base.size, empty=True)
-    with Checkpoints(folder, base) as checkpoints:
-        contents = checkpoints.load(found)
-        assert contents.version == 1 and contents.facts["note"] == "step 3"
-        assert_is_at(found, 3, base.rank, base.size)
-        checkpoints.save(at(4, base.rank, base.size))
-        assert checkpoints.load(found).version == 2
-    assert_is_at(found, 4, base.rank, base.size)
