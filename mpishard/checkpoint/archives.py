@@ -23,8 +23,8 @@ import numpy as np
 
 from mpishard.arguments import printable
 from mpishard.backend.array import FLOATS
-from mpishard.checkpoint.atomic_write import published
 from mpishard.checkpoint.disk import unlinked
+from mpishard.checkpoint.folder import published
 from mpishard.checkpoint.sources import Source, blocks, total_bytes
 from mpishard.io import files
 from mpishard.layout.boxes import Box, inside, whole_box

@@ -9,9 +9,8 @@ import numpy as np
 
 from mpishard.checkpoint import disk
 from mpishard.checkpoint import manifest as manifests
-from mpishard.checkpoint.atomic_write import provisional, published
 from mpishard.checkpoint.contents import Contents
-from mpishard.checkpoint.folder import Unfinished, named_step, publish
+from mpishard.checkpoint.folder import Unfinished, named_step, provisional, publish, published
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
 from mpishard.checkpoint.pieces import BLOCK, StoredPiece, new_file, pieces_file, stored, write_pieces

@@ -6,12 +6,13 @@ disk.  So a folder with the name of a checkpoint was whole once.  Old ones are r
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -285,3 +286,101 @@ def tidy(published: Path, keep: int | None, own: Collection[str], best: bool = F
         except OSError as error:
             problems.append(f"{path} is beyond keep={keep} and was not removed: {error.strerror or error}")
     return problems
+
+
+# Which checkpoints `keep` counts; `tidy` removes the others.
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What one save leaves in the folder: the newest `keep` of the checkpoints with these ids; None: all of them.
+
+    The best one stays in any case.
+    """
+
+    keep: int | None = None
+    ids: frozenset[str] = frozenset()
+    best: bool = False  # whether the saved checkpoint is the best
+
+
+class Retention:
+    """Counts the checkpoints that this run has saved and, after `adopt`, all that are in the folder.  Removes none.
+
+    Parameters
+    ----------
+    keep : int or None
+        Number of checkpoints to keep; None: all.
+
+    Attributes
+    ----------
+    ids : set of str
+        The ids of the checkpoints that count.
+    """
+
+    def __init__(self, keep: int | None) -> None:
+        self.keep = keep
+        self.ids: set[str] = set()
+        self._adopts = False
+
+    def adopt(self) -> None:
+        """Count all checkpoints that are in the folder when the next save begins."""
+        self._adopts = True
+
+    def begin(self, unfinished: Unfinished) -> None:
+        """Count a checkpoint whose save begins.
+
+        It is counted before it is written: if a rank dies during the save, the checkpoint may be whole without any
+        survivor knowing it, and what was never counted would never be removed.
+        """
+        if self._adopts:
+            self.ids |= unfinished.others
+        self._adopts = False
+        self.ids.add(unfinished.id)
+
+    def retained(self, best: bool = False) -> Retained:
+        """What the save that has just begun, of the best checkpoint so far or not, leaves in the folder."""
+        return Retained(self.keep, frozenset(self.ids), best)
+
+
+# New files and folders beside a run, which get their name when they are whole and on the disk.
+
+
+@contextmanager
+def provisional(target: Path, size: int) -> Iterator[Path]:
+    """A path beside `target`, for about `size` bytes; after an error it is removed.
+
+    Leftovers of killed processes for the same target are removed first.
+
+    Raises
+    ------
+    ValueError
+        If the target exists, or its folder does not.
+    OSError
+        With a path, if the disk fails; at once if it has too little space.
+    """
+    if os.path.lexists(target):
+        raise ValueError(f"{target} is there already; give another name, or remove it first")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target} cannot be made: there is no folder {target.parent}")
+    free = disk.free_bytes(target.parent)
+    if free is not None and free < size:
+        raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free", str(target))
+    sweep(target.parent, re.escape(target.name))
+    path = unfinished_path(target, secrets.token_hex(4))
+    try:
+        yield path
+    except BaseException as error:
+        disk.remove(path)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror or str(error), str(target)) from error
+        raise
+
+
+@contextmanager
+def published(target: Path, size: int) -> Iterator[Path]:
+    """Like `provisional`, for a file, which at the end is synced and renamed to `target`."""
+    with provisional(target, size) as path, disk.hold(path):
+        yield path
+        disk.sync(path)
+        disk.rename(path, target)
+    disk.sync(target.parent)

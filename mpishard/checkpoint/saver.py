@@ -19,11 +19,10 @@ from typing import Any
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import disk, folder, manifest, polling
 from mpishard.checkpoint.faults import Fault
-from mpishard.checkpoint.folder import Unfinished
+from mpishard.checkpoint.folder import Retained, Unfinished
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.manifest import FileEntry, Manifest
 from mpishard.checkpoint.pieces import pieces_file, stored, write_pieces
-from mpishard.checkpoint.retention import Retained
 from mpishard.checkpoint.snapshot import Saved
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import Box

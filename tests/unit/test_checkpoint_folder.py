@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mpishard.checkpoint import disk, folder
+from mpishard.checkpoint.folder import Retained, Retention
 from mpishard.checkpoint.manifest import FileEntry, Manifest, hash_file
-from mpishard.checkpoint.retention import Retained, Retention
 
 
 def save(run, step, keep=None, own=None):
