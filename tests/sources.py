@@ -6,7 +6,7 @@ import secrets
 
 import numpy as np
 
-from mpishard.checkpoint.converting import write_checkpoint
+from mpishard.checkpoint.archives import write_checkpoint
 from mpishard.layout.boxes import whole_box
 
 # A slash, a percent sign, dots, brackets, letters of other alphabets; no elements, and no dimensions.

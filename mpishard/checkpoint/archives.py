@@ -1,8 +1,9 @@
-"""Archives, files of all tensors of a model that other programs read: safetensors and NumPy archives (npz).
+"""Checkpoints without a run: sources of whole tensors, converted to a checkpoint, to one plain file or to an archive.
 
-Parameters have their names, slots of optimizer state are called ``optimizer/<slot>/<tensor>``.  The facts of a run,
-other than arrays, are stored as JSON: in the metadata of a safetensors file, or in the zip comment of an npz.  Files
-are read as hostile: nothing is unpickled, and the claims of a header are first checked against the size of the file.
+Archives are files of all tensors of a model that other programs read: safetensors and NumPy archives (npz).  Parameters
+have their names, slots of optimizer state are called ``optimizer/<slot>/<tensor>``.  The facts of a run, other than
+arrays, are stored as JSON: in the metadata of a safetensors file, or in the zip comment of an npz.  Files are read as
+hostile: nothing is unpickled, and the claims of a header are first checked against the size of the file.
 """
 
 from __future__ import annotations
@@ -12,24 +13,33 @@ import os
 import struct
 import zipfile
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
 from mpishard.arguments import printable
 from mpishard.backend.array import FLOATS
+from mpishard.checkpoint import disk
+from mpishard.checkpoint import manifest as manifests
+from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.disk import unlinked
-from mpishard.checkpoint.folder import published
-from mpishard.checkpoint.sources import Source, blocks, total_bytes
-from mpishard.io import files
-from mpishard.layout.boxes import Box, inside, whole_box
-from mpishard.layout.run_state import PARAMETERS, SLOT
+from mpishard.checkpoint.folder import Unfinished, named_step, provisional, publish, published
+from mpishard.checkpoint.index import write_index
+from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
+from mpishard.checkpoint.piece_reader import PieceReader
+from mpishard.checkpoint.pieces import USER_BLOCK, StoredPiece, new_file, pieces_file, stored, write_pieces
+from mpishard.io import files, hdf5
+from mpishard.layout.boxes import Box, box_shape, boxes_of_range, inside, intersect, split, whole_box
+from mpishard.layout.run_state import PARAMETERS, SLOT, link_name
+from mpishard.layout.tensors import WHOLE, ParameterSpec, cut_holding
 
+BLOCK = 2**22  # elements read at once
 SUFFIXES = (".safetensors", ".npz")
 _SLOTS = SLOT.format("")
 _CODES: dict[str, np.dtype] = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "F64": np.dtype(np.float64)}
@@ -40,6 +50,215 @@ _LONGEST_COMMENT = 2**16 - 1
 _MOST_DEFLATED = 1032  # largest number of bytes that deflate makes of one
 # An archive that unpacks to more bytes than this must not unpack to more than so many times its own.
 _LEAST_REFUSED, _MOST_UNPACKED = 2**26, 100
+
+
+class Source(Protocol):
+    """The tensors of a model by name, with one array for each kind.  No method is collective."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The metadata, as `RunState.facts`."""
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes by name, in the model's order."""
+
+    @property
+    def kinds(self) -> Mapping[str, np.dtype]:
+        """Dtypes by kind, as `Shard.kind`."""
+
+    def read(self, kind: str, name: str, box: Box) -> np.ndarray:
+        """The values in a box of a tensor: contiguous, shaped like the box.
+
+        Parameters
+        ----------
+        kind, name : str
+            The kind of array, and the tensor.
+        box : Box
+            Inside the tensor.
+
+        Returns
+        -------
+        array
+            Of the dtype of its kind.
+        """
+
+
+class Stored(AbstractContextManager["Stored"]):
+    """The tensors of a checkpoint whose hashes are correct; a `Source`.  No method is collective.
+
+    Parameters
+    ----------
+    contents : Contents
+        Those of the checkpoint.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self.facts: dict[str, Any] = contents.facts
+        self.tensors: dict[str, tuple[int, ...]] = contents.tensors
+        self.kinds: dict[str, np.dtype] = contents.kinds
+        self._reader = PieceReader(contents)
+        self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
+        for piece in contents.pieces:
+            self._pieces[piece.kind, piece.name].append(piece)
+
+    def read(self, kind: str, name: str, box: Box) -> np.ndarray:
+        """The values in a box of a tensor, from all pieces that it touches.
+
+        Parameters
+        ----------
+        kind, name : str
+            The kind of array, and the tensor.
+        box : Box
+            Inside the tensor.
+
+        Returns
+        -------
+        array
+            Contiguous, shaped like the box.
+
+        Raises
+        ------
+        ValueError
+            If a piece does not match the index.
+        """
+        values = np.empty(box_shape(box), self.kinds[kind])
+        for piece in self._pieces[kind, name]:
+            common = intersect(box, piece.box)
+            if common is not None:
+                self._reader.read(piece, common, values[inside(common, box)])
+        return values
+
+    def __exit__(self, *exception: object) -> None:
+        self._reader.__exit__(None, None, None)
+
+
+def total_bytes(source: Source, kinds: Iterable[str]) -> int:
+    """The size of the tensors of these kinds in bytes."""
+    return sum(map(prod, source.tensors.values())) * sum(source.kinds[kind].itemsize for kind in kinds)
+
+
+def blocks(shape: Sequence[int]) -> Iterator[Box]:
+    """Boxes of at most `BLOCK` elements that cover a tensor in row-major order."""
+    size = prod(shape)
+    for start in range(0, size, BLOCK):
+        yield from boxes_of_range(shape, start, min(start + BLOCK, size))
+
+
+# -- checkpoints and plain files ---------------------------------------------------------------------------------------
+
+
+def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:
+    """Write a checkpoint with the tensors of a source, cut evenly over some files, one piece at a time.
+
+    Not collective.
+
+    Parameters
+    ----------
+    source : Source
+        What is written.
+    target : Path
+        Folder of the checkpoint, which must not exist; it appears as a whole or not at all.
+    files : int
+        Number of files with pieces; fewer if there are fewer elements.
+    generation : int
+        The newest checkpoint of a run has the largest one.
+    id : str
+        32 hexadecimal digits, unique to this checkpoint.
+
+    Raises
+    ------
+    ValueError
+        If the target exists, or the source cannot be read.
+    OSError
+        If the disk fails; nothing is left behind.
+    """
+    step = source.facts.get("step", 0)
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"a checkpoint is of a step, a number of at least 0, not of {step!r}")
+    if named_step(target) not in (None, step):
+        raise ValueError(f"{target} is the name of a checkpoint of another step than {step}; give step-{step:08d}")
+    if files < 1:
+        raise ValueError(f"a checkpoint has at least 1 file of pieces, got {files}")
+    specs = [ParameterSpec(name, shape) for name, shape in source.tensors.items()]
+    whole = WHOLE.holding(specs)
+    cuts = split(sum(spec.size for spec in specs), files)
+    pieces: list[StoredPiece] = []
+    with provisional(target, total_bytes(source, source.kinds)) as path:
+        disk.make_folder(path)
+        with disk.hold(path / manifests.NAME) as held:
+            for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+                layout = cut_holding(whole, [bounds])
+                parts = [_Part(source, (kind, piece.name, piece.box)) for kind in source.kinds for piece in layout]
+                if parts:
+                    file = pieces_file(writer)
+                    write_pieces(path / file, parts, id=id, writer=writer)
+                    pieces += stored([part.where for part in parts], file)
+            write_index(
+                path / INDEX,
+                id=id,
+                generation=generation,
+                tensors=source.tensors,
+                kinds=source.kinds,
+                pieces=pieces,
+                facts=source.facts,
+            )
+            entries = {}
+            for name in sorted({piece.file for piece in pieces} | {INDEX}):
+                disk.sync(path / name)
+                entries[name] = FileEntry(*manifests.hash_file(path / name))
+            publish(Unfinished(path, target, id, generation, held), Manifest(id, generation, step, entries))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A piece of a source, whose values are read when they are asked for."""
+
+    source: Source
+    where: tuple[str, str, Box]
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.source.read(*self.where)
+
+
+def write_plain(contents: Contents, target: Path) -> None:
+    """Write one HDF5 file with the facts of a checkpoint and its tensors as plain data sets, named as in its index.
+
+    Not collective.
+
+    Parameters
+    ----------
+    contents : Contents
+        Those of a whole checkpoint.
+    target : Path
+        Must not exist; it appears as a whole or not at all.
+
+    Raises
+    ------
+    ValueError
+        If the target exists, or a piece does not match the index.
+    OSError
+        If the disk fails; nothing is left behind.
+    """
+    mark = f"mpishard plain {contents.id}\n".encode().ljust(USER_BLOCK, b"\0")
+    with Stored(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
+        with hdf5.open_to_read(contents.folder / INDEX) as index, new_file(path, mark, held=True) as (h5, file):
+            h5.attrs.update(index.attrs)
+            h5.attrs["format"] = "mpishard plain checkpoint"
+            for group in ("json", "history"):
+                if group in index:
+                    index.copy(group, h5)
+            del h5["json/pieces"]  # there are none
+            for kind, dtype in contents.kinds.items():
+                for name, shape in contents.tensors.items():
+                    dataset = h5.create_dataset(f"{kind}/{link_name(name)}", shape, dtype)
+                    for box in blocks(shape):
+                        dataset[tuple(slice(*run) for run in box)] = source.read(kind, name, box)
+                        file.check()
+
+
+# -- archives ----------------------------------------------------------------------------------------------------------
 
 
 def format_of(file: Path) -> str:

@@ -25,8 +25,8 @@ from mpishard.checkpoint import checks, virtual_tensors
 from mpishard.checkpoint.contents import INDEX, Contents, Origin
 from mpishard.checkpoint.disk import DiskFile
 from mpishard.checkpoint.pieces import (
-    BLOCK,
     DTYPES,
+    USER_BLOCK,
     VERSION,
     StoredPiece,
     new_file,
@@ -49,7 +49,7 @@ _MOST_ELEMENTS = 2**60
 
 def index_mark(id: str) -> bytes:
     """The user block of the index of the checkpoint `id`."""
-    return f"mpishard index {id}\n".encode().ljust(BLOCK, b"\0")
+    return f"mpishard index {id}\n".encode().ljust(USER_BLOCK, b"\0")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from mpishard.io import files
 from mpishard.layout.boxes import Box, box_shape, box_size
 
 VERSION = 2
-BLOCK = 512
+USER_BLOCK = 512
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 COMPRESSIONS = (None, "gzip", "lzf")
 
@@ -103,13 +103,13 @@ def writer_of(file: str) -> int:
 
 def pieces_mark(id: str, writer: int) -> bytes:
     """The user block of that file in the checkpoint `id`."""
-    return f"mpishard pieces {id} {writer:05d}\n".encode().ljust(BLOCK, b"\0")
+    return f"mpishard pieces {id} {writer:05d}\n".encode().ljust(USER_BLOCK, b"\0")
 
 
 def read_mark(path: Path) -> bytes:
     """The user block of a file of a checkpoint, with zeros where the file is shorter."""
     with os.fdopen(files.open_to_read(path), "rb") as file:
-        return file.read(BLOCK).ljust(BLOCK, b"\0")
+        return file.read(USER_BLOCK).ljust(USER_BLOCK, b"\0")
 
 
 def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece]:
@@ -227,7 +227,7 @@ def new_file(
     """
     with DiskFile(path, held) as disk:
         try:
-            with h5py.File(disk, "w", libver=_LIBVER, userblock_size=BLOCK) as h5:
+            with h5py.File(disk, "w", libver=_LIBVER, userblock_size=USER_BLOCK) as h5:
                 yield h5, disk
             disk.check()
             if finish is not None:

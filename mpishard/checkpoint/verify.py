@@ -13,12 +13,12 @@ import numpy as np
 from mpishard.checkpoint import folder as folders
 from mpishard.checkpoint import manifest as manifests
 from mpishard.checkpoint import virtual_tensors
+from mpishard.checkpoint.archives import Source, Stored, blocks
 from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import Candidate
 from mpishard.checkpoint.index import read_index
 from mpishard.checkpoint.manifest import INDEX, Manifest
 from mpishard.checkpoint.piece_reader import damages
-from mpishard.checkpoint.sources import Source, Stored, blocks
 
 # Statistics of one tensor, and differences of two tensors, computed block by block.
 

@@ -14,11 +14,9 @@ import numpy as np
 import typer
 
 from mpishard.arguments import printable
-from mpishard.checkpoint.archives import Archive, write_archive
+from mpishard.checkpoint.archives import Archive, Source, Stored, write_archive, write_checkpoint, write_plain
 from mpishard.checkpoint.contents import Contents
-from mpishard.checkpoint.converting import write_checkpoint, write_plain
 from mpishard.checkpoint.folder import astray, candidates, next_generation
-from mpishard.checkpoint.sources import Source, Stored
 from mpishard.checkpoint.verify import (
     Difference,
     Examination,

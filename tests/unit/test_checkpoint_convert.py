@@ -18,10 +18,8 @@ from sources import FACTS, KINDS, SHAPES, Arrays, write
 
 from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint import manifest as manifests
-from mpishard.checkpoint.archives import Archive, write_archive
-from mpishard.checkpoint.converting import write_plain
+from mpishard.checkpoint.archives import Archive, Stored, blocks, write_archive, write_plain
 from mpishard.checkpoint.index import read_index
-from mpishard.checkpoint.sources import Stored, blocks
 from mpishard.checkpoint.verify import Difference, Figures, differences, figures, newest_whole, unlike
 from mpishard.layout.boxes import whole_box
 from mpishard.layout.run_state import link_name
@@ -32,7 +30,7 @@ MODEL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.f
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("mpishard.checkpoint.sources.BLOCK", 5)
+    monkeypatch.setattr("mpishard.checkpoint.archives.BLOCK", 5)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (3, 1, 7), (1,)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sources import SHAPES, Arrays, write
 
-from mpishard.checkpoint.sources import Stored
+from mpishard.checkpoint.archives import Stored
 from mpishard.checkpoint.verify import newest_whole
 from mpishard.cli import main
 
