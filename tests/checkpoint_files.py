@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 
 from mpishard.checkpoint.index import write_index
-from mpishard.checkpoint.piece_reader import PieceReader
-from mpishard.checkpoint.pieces import PieceValues, pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import PieceReader, PieceValues, pieces_file, stored, write_pieces
 from mpishard.layout.boxes import box_shape, boxes_of_range, whole_box
 
 ID = "0123456789abcdef" * 2

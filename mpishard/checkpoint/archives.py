@@ -27,13 +27,21 @@ from mpishard.arguments import printable
 from mpishard.backend.array import FLOATS
 from mpishard.checkpoint import disk
 from mpishard.checkpoint import manifest as manifests
-from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.disk import unlinked
 from mpishard.checkpoint.folder import Unfinished, named_step, provisional, publish, published
 from mpishard.checkpoint.index import write_index
-from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
-from mpishard.checkpoint.piece_reader import PieceReader
-from mpishard.checkpoint.pieces import USER_BLOCK, StoredPiece, new_file, pieces_file, stored, write_pieces
+from mpishard.checkpoint.manifest import FileEntry, Manifest
+from mpishard.checkpoint.pieces import (
+    INDEX,
+    USER_BLOCK,
+    Contents,
+    PieceReader,
+    StoredPiece,
+    new_file,
+    pieces_file,
+    stored,
+    write_pieces,
+)
 from mpishard.io import files, hdf5
 from mpishard.layout.boxes import Box, box_shape, boxes_of_range, inside, intersect, split, whole_box
 from mpishard.layout.run_state import PARAMETERS, SLOT, link_name

@@ -13,10 +13,9 @@ import numpy as np
 
 from mpishard.arguments import flag, integer, shown
 from mpishard.checkpoint import saver
-from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import Retention, best_step
 from mpishard.checkpoint.load import load_newest
-from mpishard.checkpoint.pieces import COMPRESSIONS
+from mpishard.checkpoint.pieces import COMPRESSIONS, Contents
 from mpishard.checkpoint.saver import SaveOutcome, Task
 from mpishard.checkpoint.snapshot import Snapshot
 from mpishard.checkpoint.writer import Writer

@@ -8,10 +8,12 @@ An index may have any origin.  Its tables of tensors and kinds determine what mu
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -21,21 +23,27 @@ import h5py
 import numpy as np
 
 from mpishard.arguments import mapping
-from mpishard.checkpoint import checks, virtual_tensors
-from mpishard.checkpoint.contents import INDEX, Contents, Origin
 from mpishard.checkpoint.disk import DiskFile
 from mpishard.checkpoint.pieces import (
     DTYPES,
+    INDEX,
     USER_BLOCK,
     VERSION,
+    Contents,
+    Origin,
     StoredPiece,
+    file_inside,
+    naming,
     new_file,
     pieces_file,
     read_mark,
+    refusing,
     writer_of,
 )
 from mpishard.io import hdf5, virtual_datasets
-from mpishard.layout.boxes import whole_box
+from mpishard.io.virtual_datasets import Source, VirtualDataset
+from mpishard.layout.boxes import Box, box_size, run_start, whole_box
+from mpishard.layout.run_state import link_name
 from mpishard.version import VERSION as MPISHARD_VERSION
 
 _FORMAT = "mpishard checkpoint"
@@ -45,6 +53,11 @@ _JSON = ".json"
 _FACT = re.compile(r"[A-Za-z]\w*([.-]\w+)*", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}")
 _MOST_ELEMENTS = 2**60
+# Each dimension that is cut doubles the number of corners of a box.
+_MOST_CORNERS = 2**22
+_KIND = re.compile(r"(?!(json|history)\b)\w+(/\w+)?", re.ASCII)
+
+_PIECES = re.compile(r"pieces-[0-9]{5,}\.h5")
 
 
 def index_mark(id: str) -> bytes:
@@ -85,12 +98,12 @@ def write_index(
     texts = {name: json.dumps(table) for name, table in tables.items()}
     check_facts(facts)
     for kind in kinds:
-        checks.check_kind(kind)
-    by_tensor = checks.check_pieces(tensors, kinds, pieces)
+        check_kind(kind)
+    by_tensor = check_pieces(tensors, kinds, pieces)
     groups: dict[str, int] = {}
 
     def add_tensors(disk: DiskFile) -> None:
-        added = virtual_tensors.of(tensors, kinds, by_tensor)
+        added = _virtual_datasets(tensors, kinds, by_tensor)
         virtual_datasets.fill_groups(disk, [(groups[kind], kinds[kind], each) for kind, each in added if each])
 
     with new_file(path, index_mark(id), finish=add_tensors) as (h5, disk):
@@ -165,6 +178,28 @@ def _check_fact(name: str, value: Any) -> None:
         raise ValueError(f"the fact {name!r} has a zero byte; name it '{name}.json' to store it as JSON")
 
 
+def _virtual_datasets(
+    tensors: Mapping[str, Sequence[int]],
+    kinds: Iterable[str],
+    pieces: Mapping[tuple[str, str], Sequence[StoredPiece]],
+) -> Iterator[tuple[str, list[VirtualDataset]]]:
+    """For each kind the data sets of all tensors.  Not collective.
+
+    Parameters
+    ----------
+    tensors : mapping of str to shape
+    kinds : iterable of str
+    pieces : mapping of (str, str) to sequence of StoredPiece
+        By kind and tensor.
+    """
+    for kind in kinds:
+        found = []
+        for name, shape in tensors.items():
+            sources = [Source(piece.box, piece.file, piece.dataset, piece.start) for piece in pieces[kind, name]]
+            found.append(VirtualDataset(link_name(name), tuple(shape), sources))
+        yield kind, found
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -177,11 +212,11 @@ def read_index(folder: Path) -> Contents:
     ------
     ValueError
         If it is missing, of another version, no index, or its tables are not as `write_index` writes them: elements
-        covered by no piece or by several, missing files of pieces.  `virtual_tensors.check` checks the rest.
+        covered by no piece or by several, missing files of pieces.  `check_virtual_datasets` checks the rest.
     """
     folder = Path(folder)
-    path = checks.file_inside(folder, INDEX)
-    with checks.refusing(path):
+    path = file_inside(folder, INDEX)
+    with refusing(path):
         mark = read_mark(path)
         with hdf5.open_to_read(path, locking=False) as h5:
             own = _check_origin(h5, mark)
@@ -192,9 +227,9 @@ def read_index(folder: Path) -> Contents:
             facts = {name: hdf5.attribute(h5, name) for name in h5.attrs if name not in own}
             facts |= {name + _JSON: value for name, value in texts.items()}
             facts |= {name: _numbers(h5, name) for name in history}
-        checks.check_pieces(tensors, kinds, pieces)
+        check_pieces(tensors, kinds, pieces)
         for file in sorted({piece.file for piece in pieces}):
-            checks.file_inside(folder, file)
+            file_inside(folder, file)
     origin = Origin(own["id"], own["generation"], own["saved"], own["mpishard_version"])
     return Contents(folder, origin, facts, tensors, kinds, tuple(pieces))
 
@@ -246,7 +281,7 @@ def _tensors(table: Any) -> dict[str, tuple[int, ...]]:
 def _kinds(table: Any) -> dict[str, np.dtype]:
     found = {}
     for kind, dtype in table.items():
-        checks.check_kind(kind)
+        check_kind(kind)
         if dtype not in [known.name for known in DTYPES]:
             raise ValueError(f"its {kind} are {dtype}; this mpishard reads {', '.join(map(str, DTYPES))}")
         found[kind] = np.dtype(dtype)
@@ -284,4 +319,198 @@ def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[s
             last.append(piece)
             ends[writer] += piece.size
         found += last
+    return found
+
+
+# -- virtual data sets -------------------------------------------------------------------------------------------------
+
+
+def check_virtual_datasets(contents: Contents) -> None:
+    """Raise ValueError unless other programs find in the index exactly the tensors that mpishard reads.
+
+    Nothing that mpishard loads depends on it.  Not collective.
+
+    Parameters
+    ----------
+    contents : Contents
+        The result of `read_index`.
+
+    Raises
+    ------
+    ValueError
+        With the path, if links or virtual data sets lead elsewhere, or there are others.
+    """
+    path = contents.folder / INDEX
+    with refusing(path), hdf5.open_to_read(path, locking=False) as h5:
+        check_links(h5, _expected(h5, contents.tensors, contents.kinds))
+        found = {
+            piece
+            for kind, dtype in contents.kinds.items()
+            for name, shape in contents.tensors.items()
+            for piece in _mapped(h5, kind, name, shape, dtype)
+        }
+        for one in found ^ set(contents.pieces):
+            with naming_tensor(one.kind, one.name):
+                raise ValueError("its virtual data set takes other values than its table of pieces says")
+
+
+def _expected(h5: h5py.File, tensors: Iterable[str], kinds: Iterable[str]) -> set[str]:
+    """The paths of all links of an index with these tables."""
+    links = [link_name(name) for name in tensors]
+    paths = {f"{kind}/{link}" for kind in kinds for link in links}
+    paths |= {*kinds, *(kind.partition("/")[0] for kind in kinds)}
+    for group in ("json", "history"):
+        if h5.id.links.exists(group.encode()):
+            paths |= {group, *(f"{group}/{name}" for name in hdf5.children(h5, group))}
+    return paths
+
+
+def _mapped(h5: h5py.File, kind: str, name: str, shape: tuple[int, ...], dtype: np.dtype) -> list[StoredPiece]:
+    """The pieces of a virtual data set."""
+    dataset = h5py.h5d.open(h5.id, f"{kind}/{link_name(name)}".encode())
+    with naming_tensor(kind, name):
+        pieces: list[StoredPiece] = []
+        if 0 in shape:
+            hdf5.check_lies_here(dataset)
+        else:
+            plist = dataset.get_create_plist()
+            if plist.get_layout() != h5py.h5d.VIRTUAL:
+                raise ValueError("it is not a virtual data set over pieces")
+            pieces = [_source(plist, number, kind, name) for number in range(plist.get_virtual_count())]
+        # Last: to get the shape HDF5 may open the sources.
+        if dataset.shape != shape or dataset.dtype != dtype:
+            raise ValueError(f"it is {dataset.dtype} {dataset.shape}, in the tables {dtype} {shape}")
+        return pieces
+
+
+def _source(plist: h5py.h5p.PropDCID, number: int, kind: str, name: str) -> StoredPiece:
+    file = plist.get_virtual_filename(number)
+    if not _PIECES.fullmatch(file):
+        raise ValueError(f"it takes values from {file!r}, which is no file of pieces in this folder")
+    dataset = plist.get_virtual_dsetname(number).replace("%%", "%")
+    run = box_of(plist.get_virtual_srcspace(number))
+    if dataset != f"/{kind}" or len(run) != 1:
+        raise ValueError(f"it takes values from {dataset!r} of {file}; wanted a run of /{kind}")
+    return StoredPiece(kind, name, box_of(plist.get_virtual_vspace(number)), file, run[0][0])
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_kind(kind: str) -> None:
+    """Raise ValueError unless `kind` can be the group of an array, such as ``"optimizer/exp_avg"``."""
+    if not _KIND.fullmatch(kind):
+        raise ValueError(f"{kind!r} cannot be the kind of an array; wanted a name, or two with a slash between")
+
+
+def check_links(h5: h5py.File, expected: set[str]) -> None:
+    """Raise ValueError unless a file has exactly these groups and data sets, each with one hard link.
+
+    HDF5 visits each object once, so the visit ends even if links form a circle.
+    """
+    missing = {path.encode() for path in expected}
+
+    # HDF5 stops at the first returned value; an exception cannot pass through it.
+    def visit(path: bytes, link: h5py.h5l.LinkInfo) -> str | None:
+        if link.type != h5py.h5l.TYPE_HARD:
+            return f"/{path.decode(errors='replace')} is a link to elsewhere"
+        if path not in missing:
+            return f"it has /{path.decode(errors='replace')}, which its tables do not name"
+        missing.remove(path)
+        return None
+
+    problem = h5.id.links.visit(visit, info=True)
+    if problem is None and missing:
+        problem = f"it lacks /{min(missing).decode()}, and {len(missing) - 1} more of what its tables name"
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def box_of(space: h5py.h5s.SpaceID) -> Box:
+    """The selection of a data space; ValueError unless it is one box."""
+    if space.get_simple_extent_type() == h5py.h5s.SCALAR:
+        return ()
+    if space.get_select_type() not in (h5py.h5s.SEL_ALL, h5py.h5s.SEL_HYPERSLABS):
+        raise ValueError("a mapping of its virtual data set selects single points, or nothing")
+    first, last = space.get_select_bounds()
+    box = tuple((int(start), int(stop) + 1) for start, stop in zip(first, last, strict=True))
+    if space.get_select_npoints() != box_size(box):
+        raise ValueError(f"a mapping of its virtual data set selects only some elements within {box}")
+    return box
+
+
+def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
+    """Raise ValueError unless boxes cover each element of a tensor exactly once.
+
+    A box is a signed sum of the orthants at its corners, and two sums of orthants are equal only if their terms are.
+    So all corners must cancel, except those of the whole tensor.  The time is linear in the number of boxes.
+    """
+    whole = whole_box(shape)
+    boxes = list(boxes)
+    if 0 in shape:
+        if boxes:
+            raise ValueError("it has pieces of a tensor without elements")
+        return
+    if not boxes:
+        raise ValueError("no piece covers any of its elements")
+    if _end_to_end(whole, boxes):
+        return
+    for box in boxes:
+        if len(box) != len(shape) or any(not 0 <= a < b <= extent for (a, b), extent in zip(box, shape, strict=True)):
+            raise ValueError(f"a piece {box} lies outside of its shape {tuple(shape)}")
+    cut = [dim for dim in range(len(shape)) if any(box[dim] != whole[dim] for box in boxes)]
+    if len(boxes) << len(cut) > _MOST_CORNERS:
+        raise ValueError(
+            f"its {len(boxes)} pieces are cut along {len(cut)} dimensions and have more than {_MOST_CORNERS} corners; "
+            "make it a tensor of fewer dimensions"
+        )
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, sign in (*((box, 1) for box in boxes), (whole, -1)):
+        for choice in itertools.product((0, 1), repeat=len(cut)):
+            corners[tuple(box[dim][end] for dim, end in zip(cut, choice, strict=True))] += sign * (-1) ** sum(choice)
+    wrong = [corner for corner, count in corners.items() if count]
+    if wrong:
+        where = ", ".join(str(start) for start in min(wrong))
+        raise ValueError(f"its pieces leave elements out or have some twice, near [{where}] of dimensions {cut}")
+
+
+def _end_to_end(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether boxes are runs of the row-major elements of a tensor, one after the other: ranks cut tensors so."""
+    runs = []
+    for box in boxes:
+        if len(box) != len(whole) or any(not 0 <= a < b <= end for (a, b), (_, end) in zip(box, whole, strict=True)):
+            return False
+        start = run_start(box, whole)
+        if start is None:
+            return False
+        runs.append((start, start + box_size(box)))
+    runs.sort()
+    ends = [0, *(stop for _, stop in runs)]
+    return [start for start, _ in runs] == ends[:-1] and ends[-1] == box_size(whole)
+
+
+def naming_tensor(kind: str, name: str) -> AbstractContextManager[None]:
+    """Add the name of the tensor to a ValueError."""
+    return naming(f"{kind} of tensor {name!r}")
+
+
+def check_pieces(
+    tensors: Mapping[str, Sequence[int]], kinds: Iterable[str], pieces: Iterable[StoredPiece]
+) -> dict[tuple[str, str], list[StoredPiece]]:
+    """Group the pieces by kind and tensor; ValueError unless they cover each element once."""
+    found: dict[tuple[str, str], list[StoredPiece]] = {(kind, name): [] for kind in kinds for name in tensors}
+    for piece in pieces:
+        if (piece.kind, piece.name) not in found:
+            raise ValueError(f"{piece.kind} of tensor {piece.name!r} are not among the tensors and kinds")
+        found[piece.kind, piece.name].append(piece)
+    wholes = {name: whole_box(shape) for name, shape in tensors.items()}
+    covers: dict[str, list[Box]] = {}  # kinds are mostly cut alike
+    for (kind, name), parts in found.items():
+        boxes = [part.box for part in parts]
+        if boxes == [wholes[name]] and 0 not in tensors[name]:
+            continue
+        with naming_tensor(kind, name):
+            if covers.get(name) != boxes:
+                check_cover(tensors[name], boxes)
+                covers[name] = boxes
     return found

@@ -14,10 +14,8 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder, manifest, polling
-from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.piece_reader import PieceReader, Run, damages
-from mpishard.checkpoint.pieces import StoredPiece
+from mpishard.checkpoint.pieces import Contents, PieceReader, Run, StoredPiece, damages
 from mpishard.checkpoint.verify import contents_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level

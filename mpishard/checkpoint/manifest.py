@@ -18,12 +18,11 @@ from typing import Any
 
 import xxhash
 
-from mpishard.checkpoint.pieces import pieces_file
+from mpishard.checkpoint.pieces import INDEX, pieces_file
 from mpishard.io import files
 from mpishard.io.readers import Readers
 
 NAME = "manifest.json"
-INDEX = "index.h5"
 
 _FORMAT = "mpishard checkpoint"
 _VERSION = 1

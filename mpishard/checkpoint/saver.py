@@ -22,7 +22,7 @@ from mpishard.checkpoint.faults import Fault
 from mpishard.checkpoint.folder import Retained, Unfinished
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.manifest import FileEntry, Manifest
-from mpishard.checkpoint.pieces import pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import INDEX, pieces_file, stored, write_pieces
 from mpishard.checkpoint.snapshot import Saved
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import Box
@@ -175,7 +175,7 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
     if fault is None:
         try:
             entries = _check_seen(path, reports)
-            index = path / manifest.INDEX
+            index = path / INDEX
             with no_garbage_collection():
                 write_index(
                     index,

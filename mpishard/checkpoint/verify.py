@@ -12,13 +12,11 @@ import numpy as np
 
 from mpishard.checkpoint import folder as folders
 from mpishard.checkpoint import manifest as manifests
-from mpishard.checkpoint import virtual_tensors
 from mpishard.checkpoint.archives import Source, Stored, blocks
-from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import Candidate
-from mpishard.checkpoint.index import read_index
-from mpishard.checkpoint.manifest import INDEX, Manifest
-from mpishard.checkpoint.piece_reader import damages
+from mpishard.checkpoint.index import check_virtual_datasets, read_index
+from mpishard.checkpoint.manifest import Manifest
+from mpishard.checkpoint.pieces import INDEX, Contents, damages
 
 # Statistics of one tensor, and differences of two tensors, computed block by block.
 
@@ -286,7 +284,7 @@ def examine(candidate: Candidate) -> Examination:
     if not manifests.problems(folder, manifest, [INDEX]):
         try:
             contents = contents_of(folder, manifest)
-            virtual_tensors.check(contents)
+            check_virtual_datasets(contents)
         except ValueError as error:
             problems.append(str(error))
     if contents is not None and not problems:

@@ -15,8 +15,8 @@ import typer
 
 from mpishard.arguments import printable
 from mpishard.checkpoint.archives import Archive, Source, Stored, write_archive, write_checkpoint, write_plain
-from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import astray, candidates, next_generation
+from mpishard.checkpoint.pieces import Contents
 from mpishard.checkpoint.verify import (
     Difference,
     Examination,

@@ -168,7 +168,7 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
     train(optimizer, parameters)
     save(folder, optimizer.state.capture(), base.world)
     sizes = []
-    reader = "mpishard.checkpoint.piece_reader.PieceReader."
+    reader = "mpishard.checkpoint.pieces.PieceReader."
     monkeypatch.setattr(reader + "read", lambda self, piece, inside, out: sizes.append((piece.kind, out.size)))
     monkeypatch.setattr(
         reader + "read_runs", lambda self, runs, out: sizes.extend((run.source.kind, run.size) for run in runs)

@@ -15,11 +15,10 @@ from checkpoint_files import FACTS, ID, KINDS, TENSORS, read, save, values
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.checkpoint import piece_reader, virtual_tensors
-from mpishard.checkpoint.index import index_mark, read_index, write_index
+from mpishard.checkpoint import pieces as pieces_module
+from mpishard.checkpoint.index import check_virtual_datasets, index_mark, read_index, write_index
 from mpishard.checkpoint.load import check_fits
-from mpishard.checkpoint.piece_reader import PieceReader
-from mpishard.checkpoint.pieces import PieceValues, pieces_file, pieces_mark, stored, write_pieces
+from mpishard.checkpoint.pieces import PieceReader, PieceValues, pieces_file, pieces_mark, stored, write_pieces
 from mpishard.layout.run_state import RunState, link_name
 from mpishard.layout.tensors import ParameterSpec
 
@@ -28,7 +27,7 @@ from mpishard.layout.tensors import ParameterSpec
 @pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
 def test_what_was_written_is_read(tmp_path, writers, compression):
     contents = read_index(save(tmp_path / "step", writers, compression=compression))
-    virtual_tensors.check(contents)
+    check_virtual_datasets(contents)
     assert (contents.id, contents.generation) == (ID, 7)
     assert (contents.tensors, contents.kinds) == (TENSORS, KINDS)
     assert list(contents.tensors) == list(TENSORS)
@@ -49,8 +48,8 @@ def test_what_was_written_is_read(tmp_path, writers, compression):
 )
 def test_a_box_with_gaps_is_read_a_block_at_a_time(tmp_path, monkeypatch, compression, long_row, most):
     """So that memory for a second copy is never needed."""
-    monkeypatch.setattr(piece_reader, "_BLOCK", 4)
-    monkeypatch.setattr(piece_reader, "_LONG_ROW", long_row)
+    monkeypatch.setattr(pieces_module, "_BLOCK", 4)
+    monkeypatch.setattr(pieces_module, "_LONG_ROW", long_row)
     taken = []
 
     def noted(real):
@@ -240,7 +239,7 @@ def test_any_box_of_a_piece_is_read_into_an_array_with_gaps(data):
         run[:] = flat[element : element + run.size]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piece_reader, "_BLOCK", data.draw(st.sampled_from([1, 7, 1000])))
-        patch.setattr(piece_reader, "_LONG_ROW", data.draw(st.sampled_from([0, 20, 1000])))
-        piece_reader._read_rows(read, shape, [start for start, _ in box], view)
+        patch.setattr(pieces_module, "_BLOCK", data.draw(st.sampled_from([1, 7, 1000])))
+        patch.setattr(pieces_module, "_LONG_ROW", data.draw(st.sampled_from([0, 20, 1000])))
+        pieces_module._read_rows(read, shape, [start for start, _ in box], view)
     assert np.array_equal(view, whole[(*(slice(*run) for run in box), ...)])

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from runs import KINDS, assert_is_at, state
 
 from mpishard import AdamW, DDPOptimizer, LocalSGDOptimizer, Mesh, OptimizationProblem, load_checkpoint, save_checkpoint
-from mpishard.checkpoint import Checkpoints, manifest, piece_reader
+from mpishard.checkpoint import Checkpoints, manifest, pieces
 from mpishard.checkpoint.manifest import FileEntry, Manifest
 from mpishard.parameters.flat import FlatParameters
 
@@ -215,7 +215,7 @@ def test_a_disk_that_fails_after_all_was_checked_is_told_of(tmp_path, mesh, monk
     with Checkpoints(tmp_path, mesh) as checkpoints:
         checkpoints.save(state(1))
         checkpoints.save(state(2))
-        real, failing = piece_reader.PieceReader.read_runs, ["step-00000002"]
+        real, failing = pieces.PieceReader.read_runs, ["step-00000002"]
 
         def read(reader, runs, out):
             runs = list(runs)
@@ -223,7 +223,7 @@ def test_a_disk_that_fails_after_all_was_checked_is_told_of(tmp_path, mesh, monk
                 raise ValueError("input/output error")
             real(reader, runs, out)
 
-        monkeypatch.setattr(piece_reader.PieceReader, "read_runs", read)
+        monkeypatch.setattr(pieces.PieceReader, "read_runs", read)
         found = state(0, empty=True)
         with pytest.warns(RuntimeWarning, match="input/output error"):
             assert checkpoints.load(found).facts["step"] == 1

@@ -13,16 +13,14 @@ from checkpoint_files import ID, KINDS, parts, read
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.checkpoint import virtual_tensors
-from mpishard.checkpoint.checks import check_cover
-from mpishard.checkpoint.index import read_index
+from mpishard.checkpoint.index import check_cover, check_virtual_datasets, read_index
 from mpishard.checkpoint.pieces import pieces_file, write_pieces
 from mpishard.layout.boxes import boxes_of_range
 
 
 def refused(folder, message):
     with pytest.raises(ValueError, match=message) as caught:
-        virtual_tensors.check(read_index(folder))
+        check_virtual_datasets(read_index(folder))
     assert "is refused" in str(caught.value) or "is missing" in str(caught.value)
 
 
