@@ -305,7 +305,7 @@ def strike(
 
     A spare is in no phase of a step: the first process strikes it as soon as that is in the phase itself.
     """
-    from mpishard.checkpoint import polling, saver
+    from mpishard.checkpoint import save as saving
     from mpishard.data_parallel import update
     from mpishard.elastic import agreements, healing, joining, membership, resizing, spawning, transactions
 
@@ -371,10 +371,10 @@ def strike(
     before(transactions.Transactions, "commit", "committed")
     # An exception in the writing of files is the disk's and no fault of the process.
     raises = all(fault.kind in ("exception", "exit") for _, fault in here)
-    before(saver, "write_pieces", "save", lambda **_: not raises)
+    before(saving, "write_pieces", "save", lambda **_: not raises)
     before(checkpoints, "save", "save", lambda **_: raises)
     # Those who write tell the first what they wrote, and how long that is.
-    within(polling, "_sizes", "reported")
+    within(saving, "_sizes", "reported")
     deaths = []
     before(resizing, "reshard_state", "resize", lambda **_: notes.has("resizes") and not deaths)
     if me == 0:

@@ -12,13 +12,10 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 
 from mpishard.arguments import flag, integer, shown
-from mpishard.checkpoint import saver
 from mpishard.checkpoint.folder import Retention, best_step
 from mpishard.checkpoint.load import load_newest
 from mpishard.checkpoint.pieces import COMPRESSIONS, Contents
-from mpishard.checkpoint.saver import SaveOutcome, Task
-from mpishard.checkpoint.snapshot import Snapshot
-from mpishard.checkpoint.writer import Writer
+from mpishard.checkpoint.save import SaveOutcome, Snapshot, Task, Writer, begin_save, rehearse
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import probe
 from mpishard.comm.mesh import Mesh
@@ -370,9 +367,9 @@ class Checkpoints:
         """
         axis = self._writer.axis
         self.wait()
-        unfinished, fault = saver.begin(self.folder, 0, axis)
+        unfinished, fault = begin_save(self.folder, 0, axis)
         if unfinished is not None:
-            fault = saver.rehearse(unfinished, axis)
+            fault = rehearse(unfinished, axis)
         if fault is not None:
             self._writer.conclude(SaveOutcome(fault), None, None)
         elif axis.rank == 0:
@@ -416,7 +413,7 @@ class Checkpoints:
         axis = self._writer.axis
         self.wait()
         step = _agreed_step(state, self.mesh.world)
-        unfinished, fault = saver.begin(self.folder, step, axis)
+        unfinished, fault = begin_save(self.folder, step, axis)
         if fault is not None:
             return self._writer.conclude(SaveOutcome(fault), step, None)
         assert unfinished is not None

@@ -13,9 +13,10 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
-from mpishard.checkpoint import folder, manifest, polling
+from mpishard.checkpoint import folder, manifest
 from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.pieces import Contents, PieceReader, Run, StoredPiece, damages
+from mpishard.checkpoint.save import gather_lists, share
 from mpishard.checkpoint.verify import contents_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
@@ -111,7 +112,7 @@ def fill(
                     shard.array[...] = 0
     except ValueError as error:
         problems = [str(error)]
-    problems = polling.gather_lists(patient, problems)
+    problems = gather_lists(patient, problems)
     if problems:
         raise ValueError("; ".join(problems[:_MOST_SHOWN]))
     if one_node:
@@ -302,7 +303,7 @@ def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]
                 _warn(axis, astray)
         except OSError as error:
             shared = {"error": (error.errno, error.strerror or str(error))}
-    shared = polling.share(axis, shared)
+    shared = share(axis, shared)
     if shared["error"] is not None:
         raise OSError(shared["error"][0], f"cannot look for checkpoints in {run}: {shared['error'][1]}")
     return [(run / name, manifest.decode(text.encode())) for name, text in shared["listed"]], shared["problems"]
@@ -311,7 +312,7 @@ def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]
 def _verify(path: Path, listed: Manifest, axis: Axis, readers: Readers) -> list[str]:
     """The problems of the files of a checkpoint; each rank checks some of them."""
     own = manifest.share(listed, axis.rank, axis.size)
-    return polling.gather_lists(axis, manifest.problems(path, listed, own, readers))
+    return gather_lists(axis, manifest.problems(path, listed, own, readers))
 
 
 def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, list[str]]:
@@ -322,12 +323,12 @@ def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, li
         contents = contents_of(path, listed)
     except (ValueError, OSError) as error:
         problem = [str(error)]
-    return contents, list(dict.fromkeys(polling.gather_lists(axis, problem)))
+    return contents, list(dict.fromkeys(gather_lists(axis, problem)))
 
 
 def _decode(contents: Contents, state: RunState, axis: Axis) -> list[str]:
     """The problems of the pieces of a checkpoint that a state needs; each rank checks some of them."""
-    return polling.gather_lists(axis, damages(contents, state.kinds, axis.rank, axis.size))
+    return gather_lists(axis, damages(contents, state.kinds, axis.rank, axis.size))
 
 
 def _warn(axis: Axis, text: str) -> None:

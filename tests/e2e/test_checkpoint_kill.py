@@ -60,10 +60,10 @@ with mpishard.Mesh() as mesh, Checkpoints(run, mesh, asynchronous=asynchronous) 
 ENDING = """
 import sys, time
 import mpishard
-from mpishard.checkpoint import Checkpoints, saver
+from mpishard.checkpoint import Checkpoints, save as saving
 from runs import state
 
-write, fails = saver.write_pieces, sys.argv[2] == "True"
+write, fails = saving.write_pieces, sys.argv[2] == "True"
 
 def slow(path, *arguments, **options):
     time.sleep(0.5)
@@ -71,7 +71,7 @@ def slow(path, *arguments, **options):
         raise OSError(5, "Input/output error", str(path))
     write(path, *arguments, **options)
 
-saver.write_pieces = slow
+saving.write_pieces = slow
 mesh = mpishard.Mesh()
 Checkpoints(sys.argv[1], mesh).save(state(1, mesh.rank, mesh.size), asynchronous=True)
 """

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from runs import assert_is_at, at, check_load, check_nothing_unfinished, warns_on_rank_0
 
-from mpishard.checkpoint import Checkpoints, disk, saver
+from mpishard.checkpoint import Checkpoints, disk
+from mpishard.checkpoint import save as saving
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -39,7 +40,7 @@ def test_places_where_nothing_can_be_written(mesh, run, on_error):
 
 
 def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
-    write = saver.write_pieces
+    write = saving.write_pieces
 
     def write_and_lose(path, *arguments, **options):
         write(path, *arguments, **options)
@@ -50,7 +51,7 @@ def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.save(at(1, mesh))
         with monkeypatch.context() as patch:
-            patch.setattr(saver, "write_pieces", write_and_lose)
+            patch.setattr(saving, "write_pieces", write_and_lose)
             with pytest.raises(OSError, match="one and the same folder"):
                 checkpoints.save(at(2, mesh))
         check_load(checkpoints, 1)

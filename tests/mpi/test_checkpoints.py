@@ -16,8 +16,9 @@ from mpi4py import MPI
 from runs import assert_is_at, at, check_load, check_nothing_unfinished, state, values, warns_on_rank_0
 
 from mpishard import Mesh
-from mpishard.checkpoint import Checkpoints, folder, manifest, saver
-from mpishard.checkpoint.faults import Fault
+from mpishard.checkpoint import Checkpoints, folder, manifest
+from mpishard.checkpoint import save as saving
+from mpishard.checkpoint.save import Fault
 from mpishard.layout.run_state import Shard
 from mpishard.layout.tensors import Piece
 
@@ -66,14 +67,14 @@ def test_save_and_load(comm, run, single, asynchronous, compression):
 
 @pytest.mark.faults
 def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, monkeypatch):
-    write, waited = saver.write_pieces, []
+    write, waited = saving.write_pieces, []
 
     def late(*arguments, **options):
         while not waited:
             time.sleep(0.001)
         write(*arguments, **options)
 
-    monkeypatch.setattr(saver, "write_pieces", late)
+    monkeypatch.setattr(saving, "write_pieces", late)
     with Checkpoints(run, mesh, asynchronous=True) as checkpoints:
         for step in (1, 2):  # the second one takes its copy into the memory of the first
             live = at(step, mesh)
@@ -90,7 +91,7 @@ def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, mon
 
 @pytest.mark.faults
 def test_one_save_at_a_time(mesh, run, monkeypatch):
-    write, under_way, most = saver.write_pieces, [], []
+    write, under_way, most = saving.write_pieces, [], []
 
     def counted(*arguments, **options):
         under_way.append(None)
@@ -99,7 +100,7 @@ def test_one_save_at_a_time(mesh, run, monkeypatch):
         write(*arguments, **options)
         under_way.pop()
 
-    monkeypatch.setattr(saver, "write_pieces", counted)
+    monkeypatch.setattr(saving, "write_pieces", counted)
     with Checkpoints(run, mesh, asynchronous=True, keep=None) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(at(step, mesh))
@@ -115,7 +116,7 @@ def fail_on_last(mesh, monkeypatch, error):
         raise error(path)
 
     if mesh.rank == mesh.size - 1:
-        monkeypatch.setattr(saver, "write_pieces", fail)
+        monkeypatch.setattr(saving, "write_pieces", fail)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -171,7 +172,7 @@ def test_a_rank_that_cannot_write_is_found_before_the_first_save(mesh, run, monk
             with monkeypatch.context() as patch:
                 fault = None if missing else Fault(mesh.rank, "there", "Read-only", "OSError", errno.EROFS).plain
                 if mesh.rank == mesh.size - 1:
-                    patch.setattr(saver, "_write_a_little", lambda *_, fault=fault: {"fault": fault, "entry": (9, "")})
+                    patch.setattr(saving, "_write_a_little", lambda *_, fault=fault: {"fault": fault, "entry": (9, "")})
                 match = (
                     "rank 0 failed .*: No such file" if missing else f"rank {mesh.size - 1} failed at there: Read-only"
                 )
@@ -270,7 +271,7 @@ def test_a_run_removes_its_own_only(mesh, run):
 
 @pytest.mark.faults
 def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
-    write, begun = saver.write_pieces, []
+    write, begun = saving.write_pieces, []
 
     def late(path, *arguments, **options):
         begun.append(path)
@@ -278,7 +279,7 @@ def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
             time.sleep(0.001)
         write(path, *arguments, **options)
 
-    monkeypatch.setattr(saver, "write_pieces", late)
+    monkeypatch.setattr(saving, "write_pieces", late)
     with Checkpoints(run, mesh, asynchronous=True, keep=1) as first, Checkpoints(run, mesh, keep=1) as second:
         first.save(at(1, mesh))
         assert second.save(at(1, mesh)) == run / "step-00000001-2"
@@ -308,14 +309,14 @@ def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
 
 @pytest.mark.faults
 def test_an_interrupt_while_a_save_is_waited_for(mesh, run, monkeypatch):
-    write, waited = saver.write_pieces, []
+    write, waited = saving.write_pieces, []
 
     def late(*arguments, **options):
         while not waited:
             time.sleep(0.001)
         write(*arguments, **options)
 
-    monkeypatch.setattr(saver, "write_pieces", late)
+    monkeypatch.setattr(saving, "write_pieces", late)
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.save(at(1, mesh), asynchronous=True)
         for call in (checkpoints.wait, checkpoints.close):
@@ -383,14 +384,14 @@ def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
 
 @pytest.mark.faults
 def test_the_thread_waits_asleep(mesh, run, monkeypatch):
-    write = saver.write_pieces
+    write = saving.write_pieces
 
     def slow(*arguments, **options):
         if mesh.rank == mesh.size - 1:
             time.sleep(0.6)
         write(*arguments, **options)
 
-    monkeypatch.setattr(saver, "write_pieces", slow)
+    monkeypatch.setattr(saving, "write_pieces", slow)
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.save(at(1, mesh))
         checkpoints.save(at(2, mesh), asynchronous=True)
@@ -427,7 +428,7 @@ def test_arrays_in_device_memory(mesh, run, device, asynchronous):
 
 
 def test_a_copy_takes_what_lies_end_to_end_at_once_and_keeps_its_memory(comm, monkeypatch):
-    from mpishard.checkpoint import snapshot as copying
+    from mpishard.checkpoint import save as copying
 
     total = 60
     # Two runs, the second before the first in memory and of two pieces, one without elements between them.

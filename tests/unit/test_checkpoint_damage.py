@@ -13,7 +13,8 @@ from mpi4py import MPI
 from runs import assert_is_at, state
 
 from mpishard import Mesh
-from mpishard.checkpoint import Checkpoints, disk, saver
+from mpishard.checkpoint import Checkpoints, disk
+from mpishard.checkpoint import save as saving
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -161,7 +162,7 @@ def test_a_stop_at_any_step_leaves_a_whole_checkpoint(run, mesh, short, monkeypa
             patch.setattr(disk, "hold", step_of(hold))
             patch.setattr(disk, "write", step_of(disk.write, writes=True))
             patch.setattr(disk.DiskFile, "write", write)
-            patch.setattr(saver.threading, "Thread", AtOnce)
+            patch.setattr(saving.threading, "Thread", AtOnce)
             dying = Checkpoints(seen, mesh)
             try:
                 dying.save(state(3))

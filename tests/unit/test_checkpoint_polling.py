@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpishard.checkpoint import polling
+from mpishard.checkpoint import save as saving
 from mpishard.comm.channel import Request
 from mpishard.comm.ledger import Ledger
 
@@ -36,7 +36,7 @@ def test_a_message_of_the_dead_is_not_waited_for():
 
     def wait():
         try:
-            polling.finish(pending(Lost()))
+            saving.finish(pending(Lost()))
         except MPI.Exception as error:
             raised.append(error.Get_error_class())
 
@@ -56,7 +56,7 @@ def test_of_several_messages_one_may_end_before_another():
     while receives[0]:
         assert not message.test()
     comm.Send(out[:2], 0, 1)
-    assert polling.finish(message) == "arrived" and message.wait() == "arrived"
+    assert saving.finish(message) == "arrived" and message.wait() == "arrived"
     assert np.array_equal(heard, out)
     with pytest.raises(MPI.Exception):
         pending(Lost()).wait()

@@ -16,7 +16,8 @@ import pytest
 from mpi4py import MPI
 
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord
-from mpishard.checkpoint import Checkpoints, saver
+from mpishard.checkpoint import Checkpoints
+from mpishard.checkpoint import save as saving
 from mpishard.io import files
 from mpishard.io.atomic_json import parsed, read_note, write_note
 from mpishard.record.json_lines import JsonLinesWriter
@@ -218,9 +219,9 @@ class TestTheStartOfARun:
             assert os.listdir(tmp_path / "run") == []
 
             def full(path, rank):
-                return {"fault": saver.Fault(rank, str(path), "No space left", "OSError", errno.ENOSPC).plain}
+                return {"fault": saving.Fault(rank, str(path), "No space left", "OSError", errno.ENOSPC).plain}
 
-            monkeypatch.setattr(saver, "_write_a_little", full)
+            monkeypatch.setattr(saving, "_write_a_little", full)
             with pytest.raises(OSError, match="cannot be saved: .*: No space left; make room"):
                 checkpoints.rehearse()
             assert os.listdir(tmp_path / "run") == []

@@ -6,7 +6,7 @@ import numpy as np
 import standin
 
 from mpishard.backend import array as arrays
-from mpishard.checkpoint.snapshot import Snapshot
+from mpishard.checkpoint.save import Snapshot
 from mpishard.layout.run_state import Shard
 from mpishard.layout.tensors import Piece
 

@@ -1,0 +1,669 @@
+"""Saving: every rank writes a file with its pieces, rank 0 the index and the manifest, and publishes the checkpoint.
+
+Rank 0 then tells all ranks the outcome, which is therefore the same on all of them.  A save runs in the thread that
+calls `Checkpoints.save`, or in a thread beside the training.  So it never blocks in MPI, and its task has all that it
+needs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import errno
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.backend.garbage import no_garbage_collection
+from mpishard.backend.kinds import backend_of
+from mpishard.backend.streams import copy_together
+from mpishard.checkpoint import disk, folder, manifest
+from mpishard.checkpoint.folder import Retained, Unfinished
+from mpishard.checkpoint.index import write_index
+from mpishard.checkpoint.manifest import FileEntry, Manifest
+from mpishard.checkpoint.pieces import INDEX, PieceValues, pieces_file, stored, write_pieces
+from mpishard.comm.axis import Axis
+from mpishard.comm.channel import Request
+from mpishard.comm.ledger import Ledger, users_level
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.boxes import Box
+from mpishard.layout.run_state import RunState, Shard
+from mpishard.layout.tensors import LocalLayout, Piece
+
+Array = Any
+
+_WAYS_OUT = {
+    (
+        errno.ENOSPC,
+        errno.EDQUOT,
+    ): "make room there, keep fewer checkpoints (keep=...), or give a folder on another disk",
+    (errno.EROFS, errno.EACCES, errno.EPERM): "give a folder that all ranks may write to",
+    (errno.ENOENT, errno.ESTALE): "all ranks must see one and the same folder, and it must stay while they write",
+    (errno.ENOTEMPTY,): "another run saves into it at this moment; give each run a folder of its own",
+    (errno.ENOTDIR, errno.EEXIST, errno.EISDIR): "give the path of a folder",
+}
+# Errors of the caller, which keep their class.
+_KNOWN = {error.__name__: error for error in (ValueError, TypeError, MemoryError)}
+_OTHER_WAY_OUT = "see to that disk, or give a folder on another one"
+_FIRST_S, _LONGEST_S = 0.0002, 0.02
+# Of the wait so far: it gets longer by no more.
+_PART = 0.1
+
+
+# -- values of a rank -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The values that a checkpoint gets from one rank, and the tables that describe those of all ranks.
+
+    Parameters
+    ----------
+    tensors : mapping of str to shape
+        All tensors of the model.
+    kinds : mapping of str to dtype
+        Dtypes of parameters and slots.
+    facts : mapping
+        As `RunState.facts`.
+    parts : sequence of PieceValues
+        The parts that this rank writes.
+    """
+
+    tensors: Mapping[str, tuple[int, ...]]
+    kinds: Mapping[str, np.dtype]
+    facts: Mapping[str, Any]
+    parts: Sequence[PieceValues]
+
+
+def live_parts(shards: Sequence[Shard]) -> list[PieceValues]:
+    """The primary pieces of this rank, as views of its NumPy arrays."""
+    return [
+        _part(shard.kind, piece, shard.array[piece.start : piece.start + piece.size])
+        for shard in shards
+        for piece in shard.counted
+        if piece.size
+    ]
+
+
+class Snapshot:
+    """Copies of the primary pieces of a rank, in host memory that is kept for the next copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def values(self, state: RunState, *, copied: bool) -> tuple[Saved, Exception | None]:
+        """What this rank saves of a state; or nothing, and the error that kept it from having that.
+
+        With `copied` the arrays may change before they are written.  Device arrays are copied in any case.
+        """
+        facts: dict[str, Any] = {}
+        parts: list[PieceValues] = []
+        problem = None
+        try:
+            facts = copy.deepcopy(dict(state.facts))
+            copied = copied or any(arrays.is_device(shard.array) for shard in state.shards)
+            with no_garbage_collection():
+                parts = self.take(state.shards) if copied else live_parts(state.shards)
+        except Exception as error:
+            problem = error
+        tensors = {spec.name: spec.shape for spec in state.specs}
+        kinds = {shard.kind: np.dtype(shard.array.dtype) for shard in state.shards}
+        return Saved(tensors, kinds, facts, parts), problem
+
+    def take(self, shards: Sequence[Shard]) -> list[PieceValues]:
+        """Copy the primary pieces; complete on return.  The last copies are overwritten.
+
+        Contiguous pieces are copied together.  Device arrays are copied to pinned memory, by a stream of their device
+        that waits for their computation; the host waits once, for all of them.
+        """
+        # Buffers that no longer fit are freed before others are made.
+        fitting = {shard.kind: self._buffers[shard.kind] for shard in shards if self._fits(shard)}
+        gone, self._buffers = len(self._buffers) > len(fitting), fitting
+        for backend in {backend_of(shard.array) for shard in shards} if gone else ():
+            backend.release_pinned()
+        parts: list[PieceValues] = []
+        copies: list[tuple[Array, np.ndarray]] = []
+        for shard in shards:
+            buffer = self._buffer(shard)
+            offset = 0
+            for run in _runs(shard.counted):
+                start, size = run[0].start, sum(piece.size for piece in run)
+                copies.append((shard.array[start : start + size], buffer[offset : offset + size]))
+                for piece in run:
+                    parts.append(_part(shard.kind, piece, buffer[offset : offset + piece.size]))
+                    offset += piece.size
+        copy_together(copies)
+        return parts
+
+    def _buffer(self, shard: Shard) -> np.ndarray:
+        if not self._fits(shard):
+            size = sum(piece.size for piece in shard.counted)
+            self._buffers[shard.kind] = arrays.pinned_empty(size, shard.array.dtype, like=shard.array)
+        return self._buffers[shard.kind]
+
+    def _fits(self, shard: Shard) -> bool:
+        kept = self._buffers.get(shard.kind)
+        size = sum(piece.size for piece in shard.counted)
+        return kept is not None and kept.size == size and kept.dtype == shard.array.dtype
+
+
+def _part(kind: str, piece: Piece, values: np.ndarray) -> PieceValues:
+    return PieceValues(kind, piece.name, piece.box, values.reshape(piece.shape))
+
+
+def _runs(pieces: LocalLayout) -> Iterator[list[Piece]]:
+    """Pieces with elements, by start, in contiguous groups."""
+    ordered = sorted((piece for piece in pieces if piece.size), key=lambda piece: piece.start)
+    before = 0  # elements of earlier pieces: start minus this number is constant in a contiguous group
+    distances = []
+    for piece in ordered:
+        distances.append(piece.start - before)
+        before += piece.size
+    for _, run in groupby(zip(distances, ordered, strict=True), key=lambda pair: pair[0]):
+        yield [piece for _, piece in run]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An error of one rank.
+
+    Parameters
+    ----------
+    rank : int
+    path : str
+        The file or folder of the error.
+    text : str
+        The text of the error.
+    kind : str
+        Name of its class; ``"OSError"`` for all its subclasses.
+    errno : int or None
+        Of an OSError.
+    others : int
+        Number of other ranks with an error.
+    """
+
+    rank: int
+    path: str
+    text: str
+    kind: str
+    errno: int | None = None
+    others: int = 0
+
+    @classmethod
+    def of(cls, error: Exception, rank: int, path: Path) -> Fault:
+        """The fault of an exception; `path` is used if the exception has none."""
+        if not isinstance(error, OSError):
+            return cls(rank, str(path), str(error), type(error).__name__)
+        named = path if error.filename is None else Path(str(error.filename))
+        text = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = disk.free_bytes(named)
+            text += "" if free is None else f" ({free / 1e6:.1f} MB are free)"
+        return cls(rank, str(named), text, OSError.__name__, error.errno)
+
+    @classmethod
+    def first(cls, plain_faults: Sequence[Any]) -> Fault | None:
+        """The fault of the lowest rank, from the `plain` values of all ranks; None if there is none."""
+        faults = [cls(**fault) for fault in plain_faults if fault is not None]
+        return cls(**{**asdict(faults[0]), "others": len(faults) - 1}) if faults else None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The fault as a value for JSON."""
+        return asdict(self)
+
+    def error(self, step: int | None) -> Exception:
+        """The exception to raise on every rank; without a step, of a run that has not saved any yet."""
+        more = f", and {self.others} more failed" if self.others else ""
+        what = "checkpoints cannot be saved" if step is None else f"the checkpoint of step {step} was not saved"
+        what += f": rank {self.rank} failed at {self.path}: {self.text}{more}"
+        if self.kind != OSError.__name__:
+            return _KNOWN.get(self.kind, RuntimeError)(what)
+        way_out = next((way for numbers, way in _WAYS_OUT.items() if self.errno in numbers), _OTHER_WAY_OUT)
+        message = f"{what}; {way_out}"
+        if step is not None:
+            message += ". Checkpoints before it are untouched"
+        return OSError(message) if self.errno is None else OSError(self.errno, message)
+
+
+# -- between ranks, while some wait for a disk ------------------------------------------------------------------------
+
+
+# A disk may take longer than the time limit of a collective, and a thread that blocks in MPI would take a core from the
+# training.  So these functions poll, and sleep in between.  They need an axis of their own, without a watchdog.
+
+
+def finish(pending: Request) -> Any:
+    """Wait for `pending` by polling, and return its result; MPI.Exception if a rank dies or revokes the axis (ULFM)."""
+    began = time.monotonic()
+    while not pending.test():
+        time.sleep(min(max(_FIRST_S, _PART * (time.monotonic() - began)), _LONGEST_S))
+    return pending.wait()
+
+
+def gather(axis: Axis, value: Any) -> list[Any]:
+    """Gather the values of all ranks, by rank, on rank 0; empty on other ranks.  Collective.
+
+    `value` must be valid for JSON: None, booleans, numbers, strings, lists, and mappings with strings as keys.
+    """
+    encoded = _encoded(value)
+    sizes = _sizes(axis, encoded)
+    if axis.rank:
+        finish(axis.start_send(encoded, 0))
+        return []
+    received = [encoded, *(np.empty(size, np.uint8) for size in sizes[1:])]
+    receives = [axis.start_recv(buffer, rank) for rank, buffer in enumerate(received) if rank]
+    try:
+        for receive in receives:
+            finish(receive)
+    except Exception:
+        axis.revoke()  # or the wait for receives that cannot end would not end
+        for receive in receives:
+            receive.abandon()
+        raise
+    return [_decoded(buffer) for buffer in received]
+
+
+def share(axis: Axis, value: Any) -> Any:
+    """Share the value of rank 0, as for `gather`, with all ranks.  Collective."""
+    encoded = _encoded(value if axis.rank == 0 else None)
+    size = np.array([encoded.size], np.int64)
+    finish(axis.start_broadcast(size))
+    if axis.rank:
+        encoded = np.empty(int(size[0]), np.uint8)
+    finish(axis.start_broadcast(encoded))
+    return _decoded(encoded)
+
+
+def gather_lists(axis: Axis, own: list[Any]) -> list[Any]:
+    """The lists of all ranks, as for `gather`, end to end on all ranks.  Collective."""
+    encoded = _encoded(own) if own else np.empty(0, np.uint8)
+    sizes = _sizes(axis, encoded)
+    if not sizes.any():
+        return []
+    received = np.empty(sizes.sum(), np.uint8)
+    finish(axis.start_all_gather(received, encoded, sizes.tolist()))
+    return [each for part in np.split(received, np.cumsum(sizes)[:-1]) if part.size for each in _decoded(part)]
+
+
+def _sizes(axis: Axis, encoded: np.ndarray) -> np.ndarray:
+    sizes = np.zeros(axis.size, np.int64)
+    finish(axis.start_all_gather(sizes, np.array([encoded.size], np.int64), [1] * axis.size))
+    return sizes
+
+
+def _encoded(value: Any) -> np.ndarray:
+    return np.frombuffer(bytearray(json.dumps(value).encode()), np.uint8)
+
+
+def _decoded(buffer: np.ndarray) -> Any:
+    return json.loads(buffer.tobytes())
+
+
+# -- one checkpoint ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """The part of one rank in writing a checkpoint.
+
+    Parameters
+    ----------
+    unfinished : Unfinished
+        The unfinished checkpoint, whose folder rank 0 has made.
+    step : int
+    saved : Saved
+        The values of this rank.
+    retained : Retained
+        The checkpoints that stay in the folder.
+    compression : str or None
+        Filter of HDF5.
+    problem : Exception or None
+        The error that kept this rank from having its values; all ranks will raise it.
+    """
+
+    unfinished: Unfinished
+    step: int
+    saved: Saved
+    retained: Retained = Retained()
+    compression: str | None = None
+    problem: Exception | None = None
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """The outcome of a save, the same on all ranks: a fault, or remarks on smaller problems."""
+
+    fault: Fault | None
+    remarks: tuple[str, ...] = ()
+
+
+def begin_save(run: Path, step: int, axis: Axis) -> tuple[Unfinished | None, Fault | None]:
+    """Make the folder of a checkpoint on rank 0; returns it, or the fault, on all ranks.  Collective over `axis`."""
+    unfinished, fault, made = None, None, None
+    if axis.rank == 0:
+        try:
+            unfinished = folder.begin(run, step)
+            made = (unfinished.path.name, unfinished.target.name, unfinished.id)
+        except Exception as error:
+            fault = Fault.of(error, 0, run)
+    # Rank 0 may wait for its disk, so this must not be a collective with a time limit.
+    shared = share(axis, {"made": made, "fault": None if fault is None else fault.plain})
+    if unfinished is None and shared["made"] is not None:
+        name, target, id = shared["made"]
+        # Only rank 0, which writes the index, needs the generation.
+        unfinished = Unfinished(run / name, run / target, id, 0)
+    return unfinished, Fault.first([shared["fault"]])
+
+
+def carry_out(task: Task, axis: Axis) -> SaveOutcome:
+    """Write a checkpoint.  Collective over `axis`, which must have no other use."""
+    try:
+        reports = gather(axis, _write_own(task, axis.rank))
+        result = share(axis, _complete(task, reports) if axis.rank == 0 else None)
+    finally:
+        if task.unfinished.held is not None:
+            task.unfinished.held.close()
+    return SaveOutcome(Fault.first([result["fault"]]), tuple(result["remarks"]))
+
+
+def rehearse(unfinished: Unfinished, axis: Axis) -> Fault | None:
+    """Write small files where a checkpoint would be written, and remove them.  Collective over `axis`.
+
+    Returns
+    -------
+    Fault or None
+        The fault of a rank that could not do this, the same on all ranks.
+    """
+    reports = gather(axis, _write_a_little(unfinished.path / pieces_file(axis.rank), axis.rank))
+    fault = Fault.first([each["fault"] for each in reports])
+    if axis.rank == 0:
+        assert unfinished.held is not None
+        if fault is None:
+            try:
+                _check_seen(unfinished.path, reports)
+            except OSError as error:
+                fault = Fault.of(error, 0, unfinished.path)
+        _discard(unfinished.path)
+        unfinished.held.close()
+    return Fault.first([share(axis, None if fault is None else fault.plain)])
+
+
+def _write_a_little(path: Path, rank: int) -> dict[str, Any]:
+    try:
+        with disk.DiskFile(path) as file:
+            file.write(b"rehearsal")
+            file.check()
+    except OSError as error:
+        return {"fault": Fault.of(error, rank, path).plain, "entry": None}
+    return {"fault": None, "entry": (len(b"rehearsal"), "")}
+
+
+def _write_own(task: Task, rank: int) -> dict[str, Any]:
+    """Write the file of this rank; returns the facts about it that rank 0 needs."""
+    path = task.unfinished.path / pieces_file(rank)
+    try:
+        if task.problem is not None:
+            raise task.problem
+        if not task.saved.parts:
+            return {"fault": None, "entry": None, "pieces": []}
+        write_pieces(path, task.saved.parts, id=task.unfinished.id, writer=rank, compression=task.compression)
+        entry = _to_disk(path)
+    except Exception as error:
+        return {"fault": Fault.of(error, rank, path).plain, "entry": None, "pieces": []}
+    return {
+        "fault": None,
+        "entry": (entry.size, entry.xxh3_128),
+        "pieces": [part.where for part in task.saved.parts],
+    }
+
+
+def _to_disk(path: Path) -> FileEntry:
+    """Sync a file, and hash it at the same time."""
+    failed: list[OSError] = []
+
+    def sync() -> None:
+        try:
+            disk.sync(path)
+        except OSError as error:
+            failed.append(error)
+
+    beside = threading.Thread(target=sync, name="mpishard-sync")
+    try:
+        beside.start()
+    except RuntimeError:  # the interpreter is about to end and starts no more threads
+        sync()
+        return FileEntry(*manifest.hash_file(path))
+    try:
+        return FileEntry(*manifest.hash_file(path))
+    finally:
+        beside.join()
+        if failed:
+            raise failed[0]
+
+
+def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """On rank 0: write the index and the manifest, and publish the checkpoint; or remove all files."""
+    fault = Fault.first([each["fault"] for each in reports])
+    remarks: list[str] = []
+    path = task.unfinished.path
+    if fault is None:
+        try:
+            entries = _check_seen(path, reports)
+            index = path / INDEX
+            with no_garbage_collection():
+                write_index(
+                    index,
+                    id=task.unfinished.id,
+                    generation=task.unfinished.generation,
+                    tensors=task.saved.tensors,
+                    kinds=task.saved.kinds,
+                    pieces=[
+                        piece
+                        for rank, each in enumerate(reports)
+                        for piece in stored(map(_where, each["pieces"]), pieces_file(rank))
+                    ],
+                    facts=task.saved.facts,
+                )
+            entries[index.name] = _to_disk(index)
+            folder.publish(
+                task.unfinished, Manifest(task.unfinished.id, task.unfinished.generation, task.step, entries)
+            )
+        except Exception as error:
+            fault = Fault.of(error, 0, path)
+    if fault is None:
+        remarks = folder.tidy(task.unfinished.target, task.retained.keep, task.retained.ids, task.retained.best)
+    else:
+        _discard(path)
+    return {"fault": None if fault is None else fault.plain, "remarks": remarks}
+
+
+def _where(plain: Sequence[Any]) -> tuple[str, str, Box]:
+    """Kind, name and box of a piece, from JSON."""
+    kind, name, box = plain
+    return kind, name, tuple((start, stop) for start, stop in box)
+
+
+def _check_seen(path: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
+    """The files of all ranks; rank 0 must see them with the same sizes as their writers."""
+    entries = {}
+    for rank, each in enumerate(reports):
+        if each["entry"] is None:
+            continue
+        file, entry = path / pieces_file(rank), FileEntry(*each["entry"])
+        seen = os.stat(file).st_size
+        if seen != entry.size:
+            raise OSError(f"rank {rank} wrote {entry.size} bytes to {file}, and rank 0 sees {seen} of them")
+        entries[file.name] = entry
+    return entries
+
+
+def _discard(path: Path) -> None:
+    """Remove the written files; the next save removes those that cannot be removed now."""
+    with suppress(OSError):
+        disk.remove(path)
+
+
+# -- one after the other ----------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Owns the communicators of saves, the save under way in a thread, and what is made of an error.
+
+    Parameters
+    ----------
+    folder : Path
+        For messages.
+    mesh : Mesh
+        Its communicator is duplicated: the thread needs communicators of its own, and a ledger that the watchdog does
+        not read.  Collective.
+    on_error : {"raise", "warn"}
+        As for `Checkpoints`.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, on_error: str) -> None:
+        self._folder = folder
+        self._mesh = mesh
+        self._on_error = on_error
+        world = mesh.world.comm
+        self._family = mesh.family.dependent(world)
+        with self._family.creating():
+            self._axis: Axis | None = Axis("checkpoint", world.Dup(), Ledger(), family=self._family)
+        self._under_way: _BackgroundSave | None = None
+
+    @property
+    def axis(self) -> Axis:
+        """The axis of saves; ValueError after `close`."""
+        if self._axis is None:
+            raise ValueError(f"the checkpoints in {self._folder} are closed")
+        return self._axis
+
+    def write(self, task: Task, *, beside: bool) -> Path | None:
+        """Write a checkpoint now, or begin to write it beside the training.  Collective.
+
+        Returns its folder; None if it failed with a warning.
+        """
+        if not beside:
+            return self.conclude(carry_out(task, self.axis), task.step, task.unfinished)
+        self._under_way = _BackgroundSave(task, self.axis)
+        atexit.register(self._at_exit)  # not before: it keeps this object, and so the mesh
+        return task.unfinished.target
+
+    def finish(self) -> None:
+        """Wait for the save under way, and raise its error or warn about it, on all ranks alike."""
+        save = self._under_way
+        if save is not None:
+            save.join()  # after an interrupt it is still under way
+            self._forget()
+            self.conclude(save.outcome(), save.task.step, save.task.unfinished)
+
+    def conclude(self, outcome: SaveOutcome, step: int | None, unfinished: Unfinished | None) -> Path | None:
+        """Raise or warn as an outcome asks for, the same on all ranks; returns the folder of what was written."""
+        if outcome.fault is None:
+            assert unfinished is not None
+            for remark in outcome.remarks:
+                self._warn(remark)
+            return unfinished.target
+        error = outcome.fault.error(step)
+        if self._on_error == "raise" or not isinstance(error, OSError):
+            raise error
+        self._warn(str(error))
+        return None
+
+    def join(self) -> None:
+        """Wait for the save under way, without its outcome and without a part in any collective."""
+        if self._under_way is not None:
+            self._under_way.join()
+
+    def release(self) -> None:
+        """Free the communicators, to `rebind` afterwards."""
+        self.finish()
+        self.axis.free()
+
+    def rebind(self) -> None:
+        """Use the communicators of the mesh after its `rebind`.  A save under way has ended or is abandoned."""
+        self.join()
+        self._forget()
+        self._family.close()
+        world = self._mesh.world.comm  # all ranks have it, so that a failure below can be ended by revoking it
+        self._axis = Axis("checkpoint", world.Dup(), Ledger(), later=world.Dup())
+
+    def revoke(self) -> None:
+        """Make a save under way fail on all ranks.  Not collective."""
+        if self._axis is not None:
+            self._axis.revoke()
+
+    def close(self) -> None:
+        """`finish`, and free the communicators; a second call does nothing."""
+        if self._axis is None:
+            return
+        try:
+            self.finish()
+        finally:
+            if self._under_way is None:  # else the wait was interrupted, and the thread needs its communicator
+                axis, self._axis = self._axis, None
+                axis.free()
+                self._family.close()
+
+    def _forget(self) -> None:
+        """Hold a save that has ended no longer."""
+        self._under_way = None
+        atexit.unregister(self._at_exit)
+
+    def _warn(self, text: str) -> None:
+        if self._mesh.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=users_level())
+
+    def _at_exit(self) -> None:
+        """Finish the last checkpoint of a script that ends without `close`, or print why that fails."""
+        if self._under_way is not None:
+            save, self._under_way = self._under_way, None
+            fault = save.outcome().fault
+            if fault is not None:
+                self._warn(str(fault.error(save.task.step)))
+
+
+class _BackgroundSave:
+    """One save in a thread."""
+
+    def __init__(self, task: Task, axis: Axis) -> None:
+        self.task = task
+        self._axis = axis
+        self._outcome: SaveOutcome | None = None
+        self._error: BaseException | None = None
+        # Not Thread.join: up to Python 3.12 it regards the thread as ended after an interrupt.
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="mpishard-checkpoint", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome = carry_out(self.task, self._axis)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def join(self) -> None:
+        self._ended.wait()
+
+    def outcome(self) -> SaveOutcome:
+        """The outcome, after the end."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        return self._outcome
