@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder, manifest
-from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.pieces import Contents, PieceReader, Run, StoredPiece, damages
+from mpishard.checkpoint.folder import Candidate
+from mpishard.checkpoint.pieces import Contents, PieceReader, Run, StoredPiece
 from mpishard.checkpoint.save import gather_lists, share
-from mpishard.checkpoint.verify import contents_of
+from mpishard.checkpoint.verify import validate
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
@@ -244,13 +245,10 @@ def _load_newest(
     axis = mesh.world
     known, passed_over = _find(run, patient)
     spoilt = False
-    for path, listed in known:
-        contents = None
-        problems = _verify(path, listed, patient, readers)
-        if not problems:
-            contents, problems = _open(path, listed, patient)
-        if contents is not None and not problems:
-            problems = _decode(contents, state, patient)
+    agree = partial(gather_lists, patient)
+    for candidate in known:
+        found = validate(candidate, state.kinds, agree=agree, rank=patient.rank, ranks=patient.size, readers=readers)
+        contents, problems = found.contents, list(found.problems)
         if contents is not None and not problems:
             try:
                 axis.raise_if_any(_misfit(contents, state, check))
@@ -265,7 +263,7 @@ def _load_newest(
             except ValueError as error:  # on all ranks
                 problems, spoilt = [str(error)], True
         passed_over += problems
-        _warn(axis, f"the checkpoint {path} is damaged and passed over: {'; '.join(problems[:3])}")
+        _warn(axis, f"the checkpoint {candidate.path} is damaged and passed over: {'; '.join(problems[:3])}")
     if spoilt:
         raise OSError(
             f"a disk failed while a checkpoint in {run} was read into place: {'; '.join(passed_over)}; parameters and "
@@ -287,7 +285,7 @@ def _misfit(contents: Contents, state: RunState, check: Check | None) -> Excepti
     return None
 
 
-def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+def _find(run: Path, axis: Axis) -> tuple[list[Candidate], list[str]]:
     """The checkpoints, newest first, and the problems of those whose manifest cannot be read."""
     shared: Any = None
     if axis.rank == 0:
@@ -306,29 +304,8 @@ def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]
     shared = share(axis, shared)
     if shared["error"] is not None:
         raise OSError(shared["error"][0], f"cannot look for checkpoints in {run}: {shared['error'][1]}")
-    return [(run / name, manifest.decode(text.encode())) for name, text in shared["listed"]], shared["problems"]
-
-
-def _verify(path: Path, listed: Manifest, axis: Axis, readers: Readers) -> list[str]:
-    """The problems of the files of a checkpoint; each rank checks some of them."""
-    own = manifest.share(listed, axis.rank, axis.size)
-    return gather_lists(axis, manifest.problems(path, listed, own, readers))
-
-
-def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, list[str]]:
-    """The contents of a checkpoint whose hashes are correct, or the problems."""
-    contents = None
-    problem = []
-    try:
-        contents = contents_of(path, listed)
-    except (ValueError, OSError) as error:
-        problem = [str(error)]
-    return contents, list(dict.fromkeys(gather_lists(axis, problem)))
-
-
-def _decode(contents: Contents, state: RunState, axis: Axis) -> list[str]:
-    """The problems of the pieces of a checkpoint that a state needs; each rank checks some of them."""
-    return gather_lists(axis, damages(contents, state.kinds, axis.rank, axis.size))
+    known = [Candidate(run / name, manifest.decode(text.encode())) for name, text in shared["listed"]]
+    return known, shared["problems"]
 
 
 def _warn(axis: Axis, text: str) -> None:

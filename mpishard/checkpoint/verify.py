@@ -1,10 +1,10 @@
-"""Checkpoints without a run: finds what is wrong with those at a path, and compares the tensors of two."""
+"""Validates checkpoints, for loading and the command line; finds those at a path, and compares the tensors of two."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from mpishard.checkpoint.folder import Candidate
 from mpishard.checkpoint.index import check_virtual_datasets, read_index
 from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.pieces import INDEX, Contents, damages
+from mpishard.io.readers import Readers
 
 # Statistics of one tensor, and differences of two tensors, computed block by block.
 
@@ -261,15 +262,33 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(shown[:_MOST_NAMES]) + more
 
 
-def examine(candidate: Candidate) -> Examination:
+def validate(
+    candidate: Candidate,
+    kinds: Container[str] | None = None,
+    *,
+    agree: Callable[[list[str]], list[str]] = list,
+    rank: int = 0,
+    ranks: int = 1,
+    readers: Readers | None = None,
+) -> Examination:
     """Hash every file of a checkpoint, read its index, decode its chunks.  HDF5 opens no file with a wrong hash.
 
-    Not collective.
+    With `kinds` it ends at the first stage that finds a problem, and decodes only chunks of these kinds: all that a
+    load needs.  Without, it also reads the index where files of pieces are damaged, and checks its virtual data sets.
+    Ranks share the work: `agree` gives each of them the problems of all.  Collective if `agree` is.
 
     Parameters
     ----------
     candidate : Candidate
-        From `found_at`.
+        A checkpoint.
+    kinds : container of str, optional
+        Those that are loaded; default: everything is examined.
+    agree : callable, optional
+        Gets the problems that this rank has found, and returns those of all ranks.
+    rank, ranks : int
+        This rank, and how many share the work.
+    readers : Readers, optional
+        The threads that read; default: this thread.
 
     Returns
     -------
@@ -279,27 +298,24 @@ def examine(candidate: Candidate) -> Examination:
     folder, manifest = candidate.path, candidate.manifest
     if manifest is None:
         return Examination(folder, None, None, (candidate.problem,))
-    problems = manifests.problems(folder, manifest)
     contents = None
-    if not manifests.problems(folder, manifest, [INDEX]):
+    problems = agree(manifests.problems(folder, manifest, manifests.share(manifest, rank, ranks), readers))
+    if not problems or (kinds is None and not manifests.problems(folder, manifest, [INDEX])):
+        found = []
         try:
-            contents = contents_of(folder, manifest)
-            check_virtual_datasets(contents)
-        except ValueError as error:
-            problems.append(str(error))
+            contents = _contents(folder, manifest)
+            if kinds is None:
+                check_virtual_datasets(contents)
+        except (ValueError, OSError) as error:
+            found = [str(error)]
+        problems += dict.fromkeys(agree(found))
     if contents is not None and not problems:
-        problems += damages(contents)
+        problems = agree(damages(contents, kinds, rank, ranks))
     return Examination(folder, manifest, contents, tuple(problems))
 
 
-def contents_of(folder: Path, manifest: Manifest) -> Contents:
-    """The contents of a checkpoint whose hashes are correct.
-
-    Raises
-    ------
-    ValueError
-        If the index is damaged or does not belong to this manifest.
-    """
+def _contents(folder: Path, manifest: Manifest) -> Contents:
+    """The contents of a checkpoint whose hashes are correct; ValueError if its index does not fit the manifest."""
     contents, index = read_index(folder), folder / INDEX
     if (contents.id, contents.generation) != (manifest.id, manifest.generation):
         raise ValueError(
@@ -358,7 +374,7 @@ def newest_whole(path: Path) -> Examination:
     """
     all_problems: list[str] = []
     for candidate in found_at(path):
-        examined = examine(candidate)
+        examined = validate(candidate)
         if examined.contents is not None and not examined.problems:
             return examined
         all_problems += examined.problems

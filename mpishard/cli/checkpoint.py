@@ -21,13 +21,13 @@ from mpishard.checkpoint.verify import (
     Difference,
     Examination,
     differences,
-    examine,
     figures,
     found_at,
     is_checkpoint,
     newest_whole,
     not_finite,
     unlike,
+    validate,
 )
 from mpishard.cli.estimate_text import cell, console, new_table, print_table, size
 
@@ -131,7 +131,7 @@ def inspect(
 
     The newest whole one is taken; of a damaged one what can be read is shown.
     """
-    examined = [examine(candidate) for candidate in found_at(path)]
+    examined = [validate(candidate) for candidate in found_at(path)]
     whole = (each for each in examined if not each.problems)
     chosen = next(whole, examined[0])
     if _is_run(path):
@@ -171,7 +171,7 @@ def verify(path: _Checkpoint) -> None:
         bad += 1
         typer.echo(printable(problem))
     for candidate in found:
-        examined = examine(candidate)
+        examined = validate(candidate)
         problems = list(examined.problems)
         if examined.contents is not None and not problems:
             try:
