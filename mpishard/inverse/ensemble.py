@@ -18,7 +18,7 @@ import numpy as np
 from mpishard.arguments import flag, integer, shown
 from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.work_queue import WorkQueue
+from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
 from mpishard.io.atomic_json import read_note, write_note
@@ -155,11 +155,15 @@ class _Runs:
         try:
             value = self._function(self._cases[number], own)
         except Exception as error:  # of the user's function: it is the result
+            if is_of_mpi(error):
+                raise
             problem = error
         try:
             own.world.raise_if_any(problem)
             packed = pickle.dumps(value) if own.rank == 0 else b""
         except Exception as error:
+            if is_of_mpi(error):
+                raise
             where = f"rank {first}" if own.size == 1 else f"ranks {first} to {first + own.size - 1}"
             text = f"case {number} of {len(self._cases)} failed on {where}: {type(error).__name__}: {error}"
             if own.rank == 0:
