@@ -22,14 +22,7 @@ Array = Any
 
 
 class PieceSums(CompressedSums):
-    """`CompressedSums` with a compressor that works on any run of elements.
-
-    Parameters
-    ----------
-    compressor : PieceCompressor
-    **layout
-        As for `CompressedSums`.
-    """
+    """`CompressedSums` with a compressor that works on any run of elements."""
 
     def __init__(self, compressor: PieceCompressor, **layout: Any) -> None:
         super().__init__(**layout)

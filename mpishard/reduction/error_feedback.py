@@ -20,32 +20,8 @@ class CompressedSums(ABC):
     """Adds up the gradients of one model over an axis, and sends fewer bytes than they have.
 
     The applied gradients plus the errors of all ranks are the sum of all gradients (Seide et al., 2014; Karimireddy et
-    al., "EF-SignSGD", 2019).  A step that is not taken loses nothing: the errors are then still those of the last step
-    for which `keep` was called.
-
-    Not collective, unless a method says otherwise.
-
-    Parameters
-    ----------
-    axis : Axis
-        The data axis.
-    buckets : sequence of Bucket
-        They cover the flat gradient.
-    counts : sequence of sequence of int
-        By bucket and rank, the number of elements that the rank owns.
-    like : array
-        An array of the dtype and device of the gradients.
-    scale : float
-        The loss scale that the first gradients contain.
-
-    Attributes
-    ----------
-    errors : 1-D array
-        The part of its gradients that this rank has not sent, in flat order.
-    owned : 1-D array
-        The errors of the sums that this rank owns, bucket by bucket.  Always the same array.
-    scale : float
-        The factor by which both are multiplied, as gradients are by a loss scale.
+    al., "EF-SignSGD", 2019). A step that is not taken loses nothing: the errors are then still those of the last step
+    for which `keep` was called. `counts` has by bucket and rank the number of elements that the rank owns.
     """
 
     def __init__(
@@ -59,9 +35,11 @@ class CompressedSums(ABC):
         self._parts = {
             bucket.index: slice(*ends) for bucket, *ends in zip(buckets, starts[:-1], starts[1:], strict=True)
         }
-        self.scale: float = scale
+        self.scale: float = scale  # the factor by which both are multiplied, as gradients are by a loss scale
         size = sum(bucket.size for bucket in buckets)
+        # The part of its gradients that this rank has not sent, in flat order.
         self.errors: Array = arrays.zeros(size, like.dtype, like=like)
+        # The errors of the sums that this rank owns, bucket by bucket; always the same array.
         self.owned: Array = arrays.zeros(starts[-1], like.dtype, like=like)
         self._new_errors = arrays.zeros(size, like.dtype, like=like)
         self._new_owned = arrays.zeros(starts[-1], like.dtype, like=like)
@@ -69,7 +47,7 @@ class CompressedSums(ABC):
 
     @property
     def sending(self) -> bool:
-        """Whether a pass has begun to send its gradients, and no step has used them (`keep_bucket`, `reset`) yet."""
+        """Return True if a pass has begun to send its gradients, and no step has used them (`keep_bucket`, `reset`)."""
         return bool(self._sent)
 
     @property
@@ -79,42 +57,17 @@ class CompressedSums(ABC):
 
     @abstractmethod
     def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
-        """Start to sum a bucket.
+        """Start to sum a bucket; the result's `wait` returns `target`. Collective over the axis.
 
-        Collective over the axis.
-
-        Parameters
-        ----------
-        bucket : Bucket
-            Of the gradients.
-        gradient : 1-D array
-            This rank's gradient; its content is undefined afterwards.
-        target : 1-D array
-            Receives the sum of this rank's part; it may be a view of `gradient`.
-
-        Returns
-        -------
-        ChainedRequest
-            Its `wait` returns `target`.
+        The content of `gradient`, this rank's, is undefined afterwards; `target` receives the sum of this rank's part,
+        and may be a view of it.
         """
 
     @abstractmethod
     def start_gather(self, bucket: Bucket, gradient: Array) -> ChainedRequest:
-        """Start to fill a gradient with the whole sum, after the wait for `start`.
+        """Start to fill a gradient with the whole sum, after the wait for `start`. Collective over the axis.
 
-        Collective over the axis.
-
-        Parameters
-        ----------
-        bucket : Bucket
-            That of `start`.
-        gradient : 1-D array
-            With the sum of this rank's part in its place; the other parts are overwritten.
-
-        Returns
-        -------
-        ChainedRequest
-            Its `wait` returns `gradient`.
+        `gradient` has the sum of this rank's part in its place; the other parts are overwritten.
         """
 
     def keep(self) -> None:
@@ -123,13 +76,7 @@ class CompressedSums(ABC):
         self.owned[...] = self._new_owned
 
     def keep_bucket(self, bucket: Bucket) -> None:
-        """Take over the errors of one bucket that was summed, so that its next sum can begin.
-
-        Parameters
-        ----------
-        bucket : Bucket
-            One that was summed.
-        """
+        """Take over the errors of one bucket that was summed, so that its next sum can begin."""
         extent, part = slice(bucket.start, bucket.stop), self._parts[bucket.index]
         self.errors[extent] = self._new_errors[extent]
         self.owned[part] = self._new_owned[part]
@@ -140,9 +87,9 @@ class CompressedSums(ABC):
         self._sent.clear()
 
     def fold(self) -> None:
-        """Add the errors of all ranks to `owned` at the owners; `errors` is then zero.  Collective over the axis.
+        """Add the errors of all ranks to `owned` at the owners; `errors` is then zero. Collective over the axis.
 
-        The total of all errors stays the same.  In this form they can be saved or moved to another number of ranks.
+        The total of all errors stays the same. In this form they can be saved or moved to another number of ranks.
         """
         pending = [
             self._axis.start_reduce_scatter(self.errors[bucket.start : bucket.stop], counts=pieces, label="errors")
@@ -153,24 +100,12 @@ class CompressedSums(ABC):
         self.errors[...] = 0
 
     def forget(self, scale: float) -> None:
-        """Set the other errors to zero, after `owned` was restored with this scale.
-
-        Parameters
-        ----------
-        scale : float
-            The loss scale of the restored errors.
-        """
+        """Set the other errors to zero, after `owned` was restored with this loss scale."""
         self.errors[...] = 0
         self.scale = scale
 
     def rescale(self, scale: float) -> None:
-        """Change the scale of the errors to that of the next gradients.
-
-        Parameters
-        ----------
-        scale : float
-            The loss scale of the next gradients.
-        """
+        """Change the scale of the errors to the loss scale of the next gradients."""
         if scale != self.scale:
             self.errors *= scale / self.scale
             self.owned *= scale / self.scale

@@ -34,22 +34,9 @@ class NodeAxes(NamedTuple):
 def nodes_of_data(mesh: Mesh, ranks: bool | int) -> list[int]:
     """The number of the node of each rank of the data axis; all 0 where sums are not hierarchical.
 
-    Sums are hierarchical if all data axes of the mesh are cut alike into several nodes, each with the same number of
-    ranks, and more than one.  All ranks compute the same.
-
-    Not collective.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        Of any shape.
-    ranks : bool or int
-        The number of neighbours on the data axis that count as a node; True: those that share memory; False: all.
-
-    Returns
-    -------
-    list of int
-        By rank of the data axis.
+    Sums are hierarchical if all data axes of the mesh are cut equally into several nodes, each with the same number of
+    ranks, and more than one. All ranks compute the same. `ranks` neighbours on the data axis count as a node; True:
+    those that share memory; False: all.
     """
     size, tensor = mesh.data.size, mesh.tensor.size
     if ranks is True:
@@ -70,22 +57,7 @@ def _numbered(names: Sequence[int]) -> tuple[int, ...]:
 
 
 def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
-    """Split the data axis by `nodes_of_data`.
-
-    Collective over the axis.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        Of any shape.
-    ranks : bool or int
-        As for `nodes_of_data`.
-
-    Returns
-    -------
-    NodeAxes or None
-        None if there is only one node.
-    """
+    """Split the data axis by `nodes_of_data`; None if there is only one node. Collective over the axis."""
     axis, nodes = mesh.data, nodes_of_data(mesh, ranks)
     if not any(nodes):
         return None
@@ -95,42 +67,21 @@ def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
 
 
 class HierarchicalSums:
-    """Adds up the gradients of one model over the data axis, by nodes.
+    """Adds up the gradients of one model over the data axis, by nodes. Creation is not collective.
 
-    Creation is not collective.
-
-    Parameters
-    ----------
-    axes : NodeAxes
-        The data axis by nodes.
-    buckets : sequence of Bucket
-        They cover the flat gradient.
-    like : array
-        An array of the dtype and device of the gradients.
-    compressor : Compressor, optional
-        Compresses the messages between nodes; one of those that can (`Compressor.by_nodes`).
-    scale : float
-        As for `CompressedSums`.
-
-    Attributes
-    ----------
-    within : Axis
-        The ranks of this node.
-    compressed : CompressedSums or None
-        The sums between nodes, if they are compressed.
-    owned : list of (start, stop)
-        The ranges of the flat gradient to which ``compressed.owned`` belongs, end to end.
+    A `compressor`, one of those that can (`Compressor.by_nodes`), is for the messages between nodes.
     """
 
     def __init__(
         self, axes: NodeAxes, buckets: Sequence[Bucket], like: Array, compressor: Compressor | None, scale: float
     ) -> None:
         self._axes = axes
-        self.within: Axis = axes.within
+        self.within: Axis = axes.within  # the ranks of this node
         self._like = like
         self._counts = {bucket.index: counts(split(bucket.size, axes.within.size)) for bucket in buckets}
         # This rank's pieces as buckets of an array that holds them end to end.
         self._inner: dict[int, Bucket] = {}
+        # The ranges of the flat gradient to which ``compressed.owned`` belongs, end to end.
         self.owned: list[tuple[int, int]] = []
         parts, offset = [], 0
         for bucket in buckets:
@@ -143,48 +94,25 @@ class HierarchicalSums:
             parts.append(part)
             offset += size
         self._parts = dict(zip(self._counts, parts, strict=True))
-        self.compressed: CompressedSums | None = None
+        self.compressed: CompressedSums | None = None  # the sums between nodes, if they are compressed
         if compressor is not None:
             inner = list(self._inner.values())
             self.compressed = compressor.make_sums(CompressedSumsMaker(axes.across, inner, parts, like, scale))
 
     def start(self, bucket: Bucket, gradient: Array) -> Request:
-        """Start to sum a bucket over the ranks of this node; `finish` does the rest.
+        """Start to sum a bucket over the ranks of this node; `finish` does the rest. Collective over these ranks.
 
-        Collective over the ranks of this node.
-
-        Parameters
-        ----------
-        bucket : Bucket
-            Of the gradients.
-        gradient : 1-D array
-            This rank's gradient; its content is undefined afterwards.
-
-        Returns
-        -------
-        Request
-            Its `wait` returns this rank's piece of the sum.
+        The content of `gradient` is undefined afterwards; the result's `wait` returns this rank's piece of the sum.
         """
         pieces = self._counts[bucket.index]
         own = arrays.empty(pieces[self._axes.within.rank], gradient.dtype, like=gradient)
         return self._axes.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
 
     def start_shared(self, bucket: Bucket, values: Array) -> Request | ChainedRequest:
-        """Start to sum a bucket between the nodes.
+        """Start to sum a bucket between the nodes; then `finish` it. Collective over the axis.
 
-        Collective over the axis.  All ranks of a node have the same values.  Then `finish` it.
-
-        Parameters
-        ----------
-        bucket : Bucket
-            Of the values.
-        values : 1-D array
-            Not changed.
-
-        Returns
-        -------
-        Request or ChainedRequest
-            Its `wait` returns this rank's piece.
+        All ranks of a node have the same `values`, which are not changed; the result's `wait` returns this rank's
+        piece.
         """
         pieces, rank = self._counts[bucket.index], self.within.rank
         piece = values[sum(pieces[:rank]) : sum(pieces[: rank + 1])].copy()
@@ -199,16 +127,10 @@ class HierarchicalSums:
         return ChainedRequest(pending, finish)
 
     def finish(self, arrived: Sequence[tuple[Bucket, Array, Array]], *, compresses: bool, shared: bool = False) -> None:
-        """Fill gradients with their sums over all ranks.  Collective.
+        """Fill gradients with their sums over all ranks. Collective.
 
-        Parameters
-        ----------
-        arrived : sequence of (bucket, gradient, piece)
-            `piece` is the result of `start`, or of `start_shared`.
-        compresses : bool
-            Whether the sums between nodes are compressed, if there is a compressor.
-        shared : bool
-            Whether the pieces are from `start_shared`.
+        Each of `arrived` is a bucket, its gradient, and the result of `start`, or with `shared` of `start_shared`;
+        `compresses`: the sums between nodes are compressed, if there is a compressor.
         """
         compresses = compresses and self.compressed is not None
         steps: list[Callable[[Bucket, Array, Array], Request | ChainedRequest]] = []
@@ -221,15 +143,6 @@ class HierarchicalSums:
                 pending.wait()
 
     def keep_bucket(self, bucket: Bucket) -> None:
-        """As `CompressedSums.keep_bucket`.
-
-        Not collective.
-
-        Parameters
-        ----------
-        bucket : Bucket
-            One that was summed.
-        """
         if self.compressed is not None:
             self.compressed.keep_bucket(self._inner[bucket.index])
 

@@ -30,24 +30,11 @@ class _Matrix(NamedTuple):
 
 
 class LowRankSums(CompressedSums):
-    """`CompressedSums` with a `PowerSGDCompressor`.
+    """`CompressedSums` with a `PowerSGDCompressor`; `gathers`: `start_gather` follows `start`.
 
-    Parameters
-    ----------
-    compressor : PowerSGDCompressor
-    pieces : sequence of Piece
-        The tensors of all buckets.
-    gathers : bool
-        Whether `start_gather` follows `start`.  The second sum is then taken there, concurrently for all buckets.
-    **layout
-        As for `CompressedSums`.
-
-    Notes
-    -----
-    The bases are not saved.  `fold` starts again with random ones, in a run that continues as in one that is resumed;
-    the first step afterwards approximates less well.
-
-    Every rank computes the products itself.  Where CPUs or numbers of BLAS threads differ between ranks, the copies of
+    The second sum is then taken there, concurrently for all buckets. The bases are not saved: `fold` starts again with
+    random ones, in a run that continues as in one that is resumed; the first step afterwards approximates less well.
+    Every rank computes the products itself: where CPUs or numbers of BLAS threads differ between ranks, the copies of
     the parameters can drift apart in the last bits under DDP; under ZeRO the owners send them to all.
     """
 

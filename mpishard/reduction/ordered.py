@@ -32,7 +32,7 @@ class _Sum(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _plan(assignment: TermAssignment, exchange: int, rank: int) -> tuple[list[int], list[_Sum]]:
-    """How many partial sums each rank sends in an exchange, and the sums that every owner makes of them."""
+    """The number of partial sums that each rank sends in an exchange, and the sums that every owner makes of them."""
     parts = [assignment.parts(each, exchange) for each in range(assignment.ranks)]
     arriving = 0
     placed = []
@@ -49,33 +49,17 @@ def _plan(assignment: TermAssignment, exchange: int, rank: int) -> tuple[list[in
 
 
 class OrderedSums:
-    """Adds up the gradients of one model over an axis.
-
-    Not collective, unless a method says otherwise.
-
-    Parameters
-    ----------
-    axis : Axis
-        The data axis.
-    like : array
-        An array of the dtype and device of the gradients.
-
-    Attributes
-    ----------
-    assignment : TermAssignment
-        The micro-batches of each rank in this step; default: one per rank.
-    nbytes : int
-        Bytes of memory held for received parts.
-    """
+    """Adds up the gradients of one model over an axis in the order of a fixed tree."""
 
     def __init__(self, axis: Axis, like: Array) -> None:
-        self.nbytes: int = 0
+        self.nbytes: int = 0  # of memory held for received parts
         self._axis = axis
         self._like = like
         self._free: list[Array] = []
         self._exchanges: dict[int, int] = {}
         # By bucket: the sums of the earlier exchanges, one for each node before the next exchange.
         self._stacks: dict[int, list[Array]] = {}
+        # The micro-batches of each rank in this step; default: one per rank.
         self.assignment: TermAssignment = TermAssignment(axis.size, axis.size)
 
     def reset(self) -> None:
@@ -87,28 +71,12 @@ class OrderedSums:
         self._stacks.clear()
 
     def start(self, bucket: Bucket, partial: Sequence[Array], pieces: Sequence[int], target: Array) -> ChainedRequest:
-        """Start to send each owner its part of a bucket.  Collective over the axis.
+        """Start to send each owner its part of a bucket; the result's `wait` returns `target`. Collective.
 
-        Parameters
-        ----------
-        bucket : Bucket
-            Of the gradients.
-        partial : sequence of 1-D array
-            This rank's partial sums, oldest first: one for each of its nodes; ignored on a rank without a node.
-        pieces : sequence of int
-            Elements of the bucket that each rank owns.
-        target : 1-D array
-            Receives the sum; it may be this rank's part of the newest of `partial`, or the front of that array.
-
-        Returns
-        -------
-        ChainedRequest
-            Its `wait` returns `target`.
-
-        Raises
-        ------
-        ValueError
-            On all ranks of the axis, if this bucket has had all its exchanges of the step.
+        `partial` has this rank's partial sums, oldest first, one for each of its nodes, and is ignored on a rank
+        without a node; `pieces` has the elements of the bucket that each rank owns; `target` receives the sum, and may
+        be this rank's part of the newest of `partial`, or the front of that array. Raises ValueError on all ranks if
+        this bucket has had all its exchanges of the step.
         """
         axis, number = self._axis, self._exchanges.get(bucket.index, 0)
         if number >= self.assignment.exchanges:
@@ -145,15 +113,7 @@ class OrderedSums:
         return ChainedRequest(pending, finish)
 
     def all_reduce(self, flat: Array) -> None:
-        """Sum an array over the axis, in place; the array of each rank is one term.
-
-        Collective over the axis.
-
-        Parameters
-        ----------
-        flat : 1-D array
-            Of the same size on all ranks.
-        """
+        """Sum an array over the axis, in place; the array of each rank, of the same size, is one term. Collective."""
         pieces = counts(split(flat.size, self._axis.size))
         start = sum(pieces[: self._axis.rank])
         own = flat[start : start + pieces[self._axis.rank]]

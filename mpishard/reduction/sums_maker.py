@@ -19,64 +19,22 @@ Array = Any
 
 @dataclass(frozen=True)
 class CompressedSumsMaker:
-    """Makes the `CompressedSums` of a model: ``compressor.make_sums(CompressedSumsMaker(...))``.
-
-    No method is collective.
-
-    Parameters
-    ----------
-    axis : Axis
-        The ranks whose gradients are summed.
-    buckets : sequence of Bucket
-        They cover the flat gradient.
-    counts : sequence of sequence of int
-        By bucket and rank, the number of elements that the rank owns.
-    like : array
-        An array of the dtype and device of the gradients.
-    scale : float
-        The loss scale that the first gradients contain.
-    pieces : sequence of Piece
-        The tensors of all buckets.
-    gathers : bool
-        Whether all ranks get the sums, as for `LowRankSums`.
-    """
+    """Makes the `CompressedSums` of a model: ``compressor.make_sums(CompressedSumsMaker(...))``."""
 
     axis: Axis
     buckets: Sequence[Bucket]
-    counts: Sequence[Sequence[int]]
-    like: Array
-    scale: float
-    pieces: Sequence[Piece] = ()
-    gathers: bool = True
+    counts: Sequence[Sequence[int]]  # by bucket and rank, the number of elements that the rank owns
+    like: Array  # has the dtype and device of the gradients
+    scale: float  # the loss scale that the first gradients contain
+    pieces: Sequence[Piece] = ()  # the tensors of all buckets
+    gathers: bool = True  # all ranks get the sums, as for `LowRankSums`
 
     def of_pieces(self, compressor: PieceCompressor) -> CompressedSums:
-        """Sums of gradients that are compressed piece by piece.
-
-        Parameters
-        ----------
-        compressor : PieceCompressor
-            Works on any run of elements.
-
-        Returns
-        -------
-        PieceSums
-            Without errors yet.
-        """
+        """Sums of gradients that are compressed piece by piece, without errors yet."""
         return PieceSums(compressor, **self._layout)
 
     def of_low_rank(self, compressor: PowerSGDCompressor) -> CompressedSums:
-        """Sums of low-rank approximations of gradients.
-
-        Parameters
-        ----------
-        compressor : PowerSGDCompressor
-            Decides which tensors are compressed.
-
-        Returns
-        -------
-        LowRankSums
-            Without errors yet.
-        """
+        """Sums of low-rank approximations of gradients, without errors yet."""
         return LowRankSums(compressor, self.pieces, self.gathers, **self._layout)
 
     @property

@@ -25,13 +25,7 @@ _BLOCK = 1024
 
 
 class Node(NamedTuple):
-    """The node that covers terms ``[start, stop)``.  Not collective.
-
-    Parameters
-    ----------
-    start, stop : int
-        Numbers of terms.
-    """
+    """The node that covers terms ``[start, stop)``."""
 
     start: int
     stop: int
@@ -53,22 +47,10 @@ def nodes(start: int, stop: int, total: int) -> tuple[Node, ...]:
 
 
 def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
-    """How often to merge after each push, when a run of neighbouring nodes is added up on a stack in ascending order.
+    """The number of merges after each push, when a run of neighbouring nodes is added up on a stack in ascending order.
 
-    A merge replaces the two newest values by their sum, lower plus upper.  In the end the stack holds the `nodes` of
-    the whole run.  Not collective.
-
-    Parameters
-    ----------
-    parts : sequence of Node
-        The nodes of the run, without gaps.
-    total : int
-        Terms of the tree.
-
-    Returns
-    -------
-    list of int
-        One for each part.
+    A merge replaces the two newest values by their sum, lower plus upper. In the end the stack holds the `nodes` of the
+    whole run, which has no gaps, of the tree over `total` terms.
     """
     depth, found = 0, []
     for part in parts:
@@ -79,20 +61,7 @@ def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
 
 
 def tree_sum(terms: Sequence[float]) -> float:
-    """The sum of numbers along their tree.
-
-    Not collective.
-
-    Parameters
-    ----------
-    terms : sequence of float
-        In the order of their index.
-
-    Returns
-    -------
-    float
-        0.0 if there are none.
-    """
+    """The sum of numbers along their tree, in the order of their index; 0.0 without any."""
     stack: list[float] = []
     leaves = [Node(index, index + 1) for index in range(len(terms))]
     for term, times in zip(terms, tree_merges(leaves, len(terms)), strict=True):
@@ -105,27 +74,17 @@ def tree_sum(terms: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class TermAssignment:
-    """Which rank computes which of a step's terms, and when partial sums are sent to their owners.
+    """The rank that computes each of a step's terms, and when partial sums are sent to their owners.
 
-    No method is collective: all ranks compute the same.
-
-    Parameters
-    ----------
-    total : int
-        Number of terms.
-    ranks : int
-        Number of ranks.
-    in_turns : bool
-        False: each rank has a run of terms and adds up its nodes; there is one exchange.  True: the terms are assigned
-        round-robin, with an exchange after each round, for ranks that cannot keep partial sums.
-    cuts : tuple of int, optional
-        Where the runs begin and the last one ends, of length ``ranks + 1``; a run may be empty.  Default: even runs.
+    Nothing is communicated: all ranks compute the same.
     """
 
     total: int
     ranks: int
+    # False: each rank has a run of terms and adds up its nodes; there is one exchange. True: the terms are assigned
+    # round-robin, with an exchange after each round, for ranks that cannot keep partial sums.
     in_turns: bool = False
-    cuts: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] | None = None  # ``ranks + 1`` offsets of the runs, which may be empty; default: even runs
 
     @functools.cached_property
     def _cuts(self) -> Sequence[int]:
@@ -137,55 +96,21 @@ class TermAssignment:
         return max(1, -(-self.total // self.ranks)) if self.in_turns else 1
 
     def terms(self, rank: int) -> range:
-        """The terms of a rank, in the order in which it computes them.
-
-        Parameters
-        ----------
-        rank : int
-            On the data axis.
-
-        Returns
-        -------
-        range
-            Indices of terms; empty for a rank without terms.
-        """
+        """The terms of a rank, in the order in which it computes them."""
         if self.in_turns:
             return range(rank, self.total, self.ranks)
         return range(self._cuts[rank], self._cuts[rank + 1])
 
     def tree_merges(self, rank: int) -> list[int]:
-        """The merges, as of the function `tree_merges`, with which a rank adds up its terms before an exchange.
-
-        Parameters
-        ----------
-        rank : int
-            On the data axis.
-
-        Returns
-        -------
-        list of int
-            For each of its terms how often it merges after it.
-        """
+        """The merges, as of the function `tree_merges`, with which a rank adds up its terms before an exchange."""
         if self.in_turns:
             return [0 for _ in self.terms(rank)]
         return tree_merges([Node(term, term + 1) for term in self.terms(rank)], self.total)
 
     def parts(self, rank: int, exchange: int = 0) -> tuple[Node, ...]:
-        """The nodes that a rank sends in an exchange.
+        """The nodes that a rank sends in an exchange, ascending; exchanges count from 0.
 
         Those of all ranks, in order of rank, are one run, which begins where that of the last exchange ended.
-
-        Parameters
-        ----------
-        rank : int
-            On the data axis.
-        exchange : int
-            Counts from 0.
-
-        Returns
-        -------
-        tuple of Node
-            Ascending; empty for a rank without terms in this exchange.
         """
         if not self.in_turns:
             return nodes(self._cuts[rank], self._cuts[rank + 1], self.total)
@@ -193,18 +118,7 @@ class TermAssignment:
         return (Node(term, term + 1),) if term < self.total else ()
 
     def sums(self, exchange: int = 0) -> tuple[Node, ...]:
-        """The nodes that are the sums of an exchange.
-
-        Parameters
-        ----------
-        exchange : int
-            Counts from 0.
-
-        Returns
-        -------
-        tuple of Node
-            Ascending.
-        """
+        """The nodes that are the sums of an exchange, ascending."""
         if not self.in_turns:
             return nodes(0, self.total, self.total)
         start = exchange * self.ranks
@@ -212,16 +126,9 @@ class TermAssignment:
 
 
 def sort_by_owner(partial: Sequence[Array], pieces: Sequence[int], out: Array) -> None:
-    """Copy partial sums into one buffer, in which each owner's parts of all of them are one run.  Not collective.
+    """Copy partial sums to the front of `out`, in which each owner's parts of all of them are one run.
 
-    Parameters
-    ----------
-    partial : sequence of 1-D arrays
-        Of ``sum(pieces)`` elements each.
-    pieces : sequence of int
-        Elements that each rank owns.
-    out : 1-D array
-        Its front is overwritten.
+    Each has ``sum(pieces)`` elements; `pieces` has those that each rank owns.
     """
     start = offset = 0
     for count in pieces:
@@ -232,18 +139,10 @@ def sort_by_owner(partial: Sequence[Array], pieces: Sequence[int], out: Array) -
 
 
 def add_by_tree(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
-    """Add up rows of two flat buffers into `out`, in one pass over memory.  Not collective.
+    """Add up rows of two flat buffers into `out`, which may be one of them, in one pass over memory.
 
-    Parameters
-    ----------
-    own, received : 1-D arrays
-        They contain rows of ``out.size`` elements, of the dtype and device of `out`.
-    starts : sequence of int
-        The start of each row in `received`; or, if negative, ``-1 - start`` of a row in `own`.
-    times : sequence of int
-        The `tree_merges` of the rows, which leave one sum.
-    out : 1-D array
-        It may be one of the rows.
+    The rows have ``out.size`` elements. `starts` has the start of each row in `received`; or, if negative, ``-1 -
+    start`` of a row in `own`. `times` are the `tree_merges` of the rows, which leave one sum.
     """
     assert sum(times) == len(times) - 1
     if not out.size:
