@@ -20,7 +20,7 @@ _KINDS: dict[str, type[Any]] = {"Architecture": Architecture, "LlamaArchitecture
 def described(architecture: Any) -> dict[str, Any] | None:
     """The fields of a model's architecture as plain values, and its kind; None if it is no dataclass.
 
-    An `Architecture` has no kind, as earlier versions read it.
+    That of an `Architecture` has no kind, as earlier versions read it.
     """
     if not is_dataclass(architecture) or isinstance(architecture, type):
         return None

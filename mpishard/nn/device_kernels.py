@@ -264,7 +264,6 @@ def cross_entropy_of_sums(
 
 
 def _sum(losses_n: Array) -> PendingNumber:
-    """Their sum."""
     total = empty(1, losses_n.dtype, like=losses_n)
     launch("sums", "sum_all", losses_n, None, 1, 1024, losses_n, total, len(losses_n))
     return PendingNumber(total)

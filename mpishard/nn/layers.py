@@ -1,15 +1,13 @@
 """Layers with forward and backward written by hand: their base class, and GELU.
 
 A layer looks up its tensors by name in one ``FlatParameters`` at every use. ``forward`` stores in a ``Workspace`` the
-arrays that ``backward`` needs. ``backward`` takes the gradient of the (summed) loss by the layer's output, writes the
-gradients of the tensors into views of ``FlatParameters.gradient``, marks each ready, and returns the gradient of the
-input. Of a layer with weights it is two calls, ``input_gradient`` and ``weight_gradient``, of which a workspace can
-defer the second.
+arrays that ``backward`` needs. ``backward`` takes the gradient of the (summed) loss by the output, writes the gradients
+of the tensors into views of ``FlatParameters.gradient``, marks each ready, and returns the gradient of the input. Of a
+layer with weights it is two calls, ``input_gradient`` and ``weight_gradient``, which a workspace can defer.
 
-Sizes are those of the whole network; each tensor rank computes with its slices, one by one (`mpishard.nn.slices`). Rows
-are tokens, n = b * t, those of this rank. Arrays that a layer returns belong to the workspace and are overwritten by
-the next pass; what only products take may be the bits of numbers rounded to bfloat16 (uint16), on devices float16 too,
-where `Layer.only_multiplies` says so.
+Sizes are those of the whole network; rows are tokens, n = b * t, of this rank. Arrays that a layer returns belong to
+the workspace and are overwritten by the next pass; where `Layer.only_multiplies`, they may be bits of numbers rounded
+to bfloat16 (uint16), on devices float16 too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Communication of rows and columns over the tensor axis: pairs of operations that are each other's adjoint.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3; for rows split over the ranks Korthikanti et al. (2022), section 4.2.
-An array is *replicated* (the same values on every rank, which count once), *split* (every rank holds some rows or
-columns) or *apart* (every rank has separate values, such as the terms of a sum). The inner product of two arrays is
-that of one rank where both are replicated, and else the sum over the ranks. All are collective over the axis; with one
-rank they return their argument.
+An array is *replicated* (the same on every rank, counted once), *split* (every rank holds some rows or columns) or
+*apart* (separate values, such as terms of a sum); inner products of the last two are summed over ranks. All are
+collective over the axis; with one rank they return their argument.
 
-What is apart is, on each rank, one array for each sum of its slices (`mpishard.nn.slices.Slices.add`): as an argument a
-sequence of arrays, as a result one array that stands for each of them. `rows` counts those of the whole array,
-``memory(*shape)`` gives the array for a result. Axes: n rows, c columns.
+What is apart is, on each rank, one array for each sum of its slices (`mpishard.nn.slices.Slices.add`): a sequence of
+arrays as an argument, one array for all as a result. `rows` counts those of the whole array, ``memory(*shape)`` gives
+the array for a result. Axes: n rows, c columns.
 """
 
 from __future__ import annotations

@@ -38,7 +38,6 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Number of tokens."""
         return len(self.tokens_n)
 
 

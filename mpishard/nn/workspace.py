@@ -64,7 +64,6 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return sum(memory.nbytes for memory in self._memory.values())
 
 
