@@ -61,7 +61,6 @@ class _Matrix(NamedTuple):
         return _Matrix((1, *self.shape), (self.shape[0] * self.strides[0], *self.strides), self.dtype)
 
     def transposed(self) -> _Matrix:
-        """Each matrix."""
         shape, strides = ((*each[:-2], each[-1], each[-2]) for each in (self.shape, self.strides))
         return _Matrix(shape, strides, self.dtype)
 

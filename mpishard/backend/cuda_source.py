@@ -73,7 +73,6 @@ class CudaFunction:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of the compiler."""
         return ("-std=c++17", *(f"-D{name}={kind}" for name, kind in self.types), *self.source.options)
 
     @functools.cached_property
@@ -142,7 +141,6 @@ class CudaSource:
 
     @functools.cached_property
     def functions(self) -> dict[str, tuple[Parameter, ...]]:
-        """See the class."""
         return {name: parse_parameters(parameters) for name, parameters in FUNCTION.findall(self.code)}
 
     def function(self, name: str, **dtypes: Any) -> CudaFunction:
