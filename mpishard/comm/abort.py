@@ -1,13 +1,12 @@
 """Ends the job when a rank fails, so that no rank waits for ever for it, and reports which rank failed.
 
-A rank with an uncaught exception prints its traceback and aborts the job. Under Open MPI's ULFM, ``MPI_Abort`` ends
-only the rank that calls it, and MPI informs the others neither of that nor of an exit code other than 0, but only of a
-rank that a signal kills (5.0.11, 4 ranks). So under ULFM a rank that aborts the job kills itself, and the informed
-ranks do the same; see `mpishard.comm.exits` for exits in `fail_alone`.
+A rank with an uncaught exception prints its traceback and aborts the job. Under Open MPI's ULFM MPI informs the others
+only of a rank that a signal kills, not of ``MPI_Abort`` or an exit code (5.0.11, 4 ranks): a rank that aborts the job
+kills itself, and the informed ranks do the same; see `mpishard.comm.exits` for exits in `fail_alone`.
 
 The death monitor, a process next to the ranks, reports which rank died first: MPICH's launcher kills the others within
-a millisecond and then names a process, not always that one. It has a socket to every rank, and ends when the first
-closes or when it is dismissed, so it never outlives the job.
+a millisecond and then names a process, not always that one. It ends when the first of its sockets to the ranks closes
+or when it is dismissed, so it never outlives the job.
 """
 
 from __future__ import annotations

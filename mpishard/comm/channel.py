@@ -179,7 +179,6 @@ class ChainedRequest:
         return self._pending.test()
 
     def abandon(self) -> None:
-        """As `Request.abandon`."""
         self._pending.abandon()
 
     def wait(self) -> Array:

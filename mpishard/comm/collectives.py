@@ -80,7 +80,6 @@ class Collectives:
         return self.is_plain(buffer, op, counts) and not self._exchanges(buffer, op, self.counts(buffer, counts))
 
     def all_reduce(self, buffer: Array, out: Array | None, op: str, label: str) -> Request:
-        """Start an all-reduce."""
         channel = self.channel
         devices = _on_device(buffer, out)
         through_host, way = self._way("all_reduce", buffer, devices)
@@ -155,7 +154,6 @@ class Collectives:
         return self._request(call, sent, start, finish, [staged], devices)
 
     def all_gather(self, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
-        """Start an all-gather."""
         channel, rank = self.channel, self._rank
         devices = _on_device(buffer, piece)
         through_host, way = self._way("all_gather", buffer, devices)
@@ -199,7 +197,6 @@ class Collectives:
     def all_to_all(
         self, buffer: Array, out: Array, counts: Counts, out_counts: Counts, keep_own: bool, label: str
     ) -> Request:
-        """Start an all-to-all."""
         devices = _on_device(buffer, out)
         through_host, way = self._way("all_to_all", buffer, devices)
         call = self.channel.begin("all_to_all", buffer, label, **way)
@@ -233,7 +230,6 @@ class Collectives:
         return requests
 
     def broadcast(self, buffer: Array, root: int, label: str) -> Request:
-        """Start a broadcast."""
         channel = self.channel
         if not 0 <= root < self._size:
             raise ValueError(f"broadcast from rank {root} of axis {channel.name!r}, which has {self._size} ranks")
@@ -434,7 +430,6 @@ class Messages:
         self._channel = channel
 
     def send(self, buffer: Array, to: int, tag: int, label: str) -> Request:
-        """Start to send."""
         channel = self._channel
         on_device = arrays.is_device(buffer)
         call = channel.begin("send", buffer, label, peer=to, deferred=on_device)
@@ -453,7 +448,6 @@ class Messages:
         return Request(*given, start(wire), lambda: buffer)
 
     def recv(self, buffer: Array, source: int, tag: int, label: str) -> Request:
-        """Start to receive."""
         channel = self._channel
         on_device = arrays.is_device(buffer)
         call = channel.begin("recv", buffer, label, peer=source, deferred=on_device)

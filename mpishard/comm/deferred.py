@@ -1,14 +1,12 @@
 """The calls of a thread that wait for a device before MPI can begin them.
 
-A started collective of device memory begins in MPI when its copy to the host is over, or, where MPI reads the device's
-memory itself, when the kernels before it are. Until then it waits here: MPI's calls begin in the order in which the
-program made them, on all ranks. No rank waits for ever: it enters a blocking call only after all that it has started
-has begun, and begins the others while it waits for a request; a device needs no other rank, unless the current stream
-was made to wait for one.
+A started collective of device memory begins in MPI when its copy to the host, or the kernels before it, are over. Until
+then it waits here: MPI's calls begin in the order of the program, on all ranks. No rank waits for ever: it enters a
+blocking call only after all that it has started has begun, and begins the others while it waits for a request.
 
-One queue serves all axes and meshes of a thread, since a rank that blocks in one of them keeps the others waiting, too.
-Calls made without mpishard are unknown to it: `Communicator.comm` begins what waits here before it is handed out, and
-for other communicators of the same ranks `flush` does that.
+One queue serves all axes and meshes of a thread, since a rank that blocks in one keeps the others waiting, too. It
+knows no calls made without mpishard: `Communicator.comm` begins what waits before it is handed out, and for other
+communicators of the same ranks `flush` does that.
 """
 
 from __future__ import annotations

@@ -50,7 +50,6 @@ class NcclCollectives:
         self.gather = by_mpi.gather
 
     def all_reduce(self, buffer: Array, out: Array | None, op: str, label: str) -> Request:
-        """Start an all-reduce."""
         if not self._takes(buffer, op):
             return self.by_mpi.all_reduce(buffer, out, op, label)
         channel, queue = self._channel, self._queue
@@ -104,7 +103,6 @@ class NcclCollectives:
         return self._request(call, sent, buffer, work, piece, kept)
 
     def all_gather(self, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
-        """Start an all-gather."""
         if not self._takes(buffer):
             return self.by_mpi.all_gather(buffer, piece, counts, label)
         channel, queue = self._channel, self._queue
@@ -130,7 +128,6 @@ class NcclCollectives:
     def all_to_all(
         self, buffer: Array, out: Array, counts: Counts, out_counts: Counts, keep_own: bool, label: str
     ) -> Request:
-        """Start an all-to-all."""
         if not self._takes(buffer):
             return self.by_mpi.all_to_all(buffer, out, counts, out_counts, keep_own, label)
         channel, queue = self._channel, self._queue
@@ -154,7 +151,6 @@ class NcclCollectives:
         return self._request(call, sent, buffer, work, out, kept)
 
     def broadcast(self, buffer: Array, root: int, label: str) -> Request:
-        """Start a broadcast."""
         channel = self._channel
         if not 0 <= root < channel.size or not self._takes(buffer):
             return self.by_mpi.broadcast(buffer, root, label)

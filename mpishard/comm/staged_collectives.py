@@ -67,7 +67,6 @@ class StagedCollectives:
         return self._request(call, sent, pieces, buffer, out, arithmetic=True, overlapping=overlapping)
 
     def broadcast(self, call: Fields, sent: int, buffer: Array, root: int) -> StagedRequest:
-        """Start a broadcast."""
         flat = buffer.reshape(-1)
 
         def start(wire: np.ndarray) -> Sequence[MPI.Request]:
