@@ -32,7 +32,6 @@ class MethodEvaluations:
 
     @property
     def minimizer(self) -> Minimizer:
-        """The minimisation."""
         return self._state.minimizer
 
     def publish(self, vector: Array) -> None:
@@ -44,7 +43,7 @@ class MethodEvaluations:
         return self._state.whole(vector)
 
     def own_part(self, flat: Array) -> Array:
-        """This rank's part of a vector, like the parameters, that every rank has; valid until the next call."""
+        """This rank's part of a vector like the parameters that all ranks have, until the next call; not collective."""
         return self._state.own_part(flat)
 
     def own_part_of_sum(self, flat: Array) -> Array:

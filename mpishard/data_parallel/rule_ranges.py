@@ -75,12 +75,10 @@ class RuleRanges:
 
     @cached_property
     def counted(self) -> tuple[Ranges, Ranges]:
-        """See the class."""
         return _by_tensor(self._ownership.counted_parts), _by_tensor(self._ownership.counted_parts)
 
     @cached_property
     def owned(self) -> Ranges:
-        """See the class."""
         return _by_tensor(self._ownership.owned_parts)
 
     def _cut(self, rule: Rule) -> list[RuleRange]:

@@ -1,14 +1,13 @@
 """A strategy: how gradients and optimizer state are spread over a mesh.
 
-It chooses the ranges of the flat parameters that this rank updates (`own`), sums the gradients over ranks for its
-`GradientReducer`, whose `BucketSums` it is (`start` for each bucket, then `finish`), and sends the new parameters to
-ranks with a copy (`publish_parameters`). The optimizer divides. The stages are those of Rajbhandari et al., "ZeRO"
-(2020), section 5.
+It chooses the ranges of the flat parameters that this rank updates, sums the gradients over ranks for its
+`GradientReducer`, whose `BucketSums` it is, and sends the new parameters to ranks with a copy. The optimizer divides.
+The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.
 
-Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
-coordinate (`TensorCopies`); then the data axis. With `reproducible`, the copies on the tensor axis come first;
-`OrderedSums` then sums over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`; the uses
-of a tied tensor come last (`TiedUses`).
+Order of summation: the micro-batches, in the gradient buffer; the copies of a tensor within one data coordinate
+(`TensorCopies`); the data axis. With `reproducible`, the copies on the tensor axis come first; `OrderedSums` then sums
+over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`; the uses of a tied tensor come
+last (`TiedUses`).
 """
 
 from __future__ import annotations
