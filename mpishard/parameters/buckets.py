@@ -68,7 +68,6 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
@@ -136,7 +135,6 @@ class EarlyGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         held = [array for free in self._free.values() for array in free]
         held += [array for queue in self._waiting.values() for written in queue for array in (written or {}).values()]
         return sum(int(array.nbytes) for array in held)
@@ -149,7 +147,6 @@ class EarlyGradients:
         queue.append(self._open if self.writing else None)
 
     def end(self) -> None:
-        """End an input gradient."""
         self.writing = False
 
     def view(self, name: str, shape: tuple[int, ...]) -> tuple[Array, bool]:

@@ -1,14 +1,13 @@
 """A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
 
-A reducer gets each bucket as soon as the last backward pass has completed it. Buckets are reduced in one fixed order,
-the last first, so that a rank that marks nothing ready issues the same collectives. Each pipeline stage of a rank has a
-separate order; the schedule, the same on all ranks of the data axis, interleaves them.
+A bucket is reduced as soon as the last backward pass has completed it, in one fixed order, the last first, so that a
+rank that marks nothing ready issues the same collectives; the schedule interleaves the orders of a rank's pipeline
+stages.
 
-With `on_demand` (ZeRO-2 and 3) gradients have no memory from one micro-batch to the next, and each is summed. Else a
-bucket is summed once a step: with `is_last_pass`, set by the caller, and after the last micro-batch of its virtual
-stage (`BucketOrder.more`, set by the pipeline). A tied tensor is always summed at the end of the last pass. In a
-reproducible run `keep_apart` says how many terms there are, of a sum in a fixed order; a complete term becomes a
-partial sum of its order, and the last one is reduced with them.
+With `on_demand` (ZeRO-2 and 3) each micro-batch is summed. Else a bucket is summed once a step: with `is_last_pass`,
+set by the caller, and after the last micro-batch of its virtual stage (`BucketOrder.more`, set by the pipeline); a tied
+tensor always at the end of the last pass. In a reproducible run `keep_apart` says how many terms there are, of a sum in
+a fixed order; a complete term becomes a partial sum, and the last one is reduced with them.
 """
 
 from __future__ import annotations
