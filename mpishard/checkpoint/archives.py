@@ -61,7 +61,7 @@ _LEAST_REFUSED, _MOST_UNPACKED = 2**26, 100
 
 
 class Source(Protocol):
-    """The tensors of a model by name, with one array for each kind.  No method is collective."""
+    """The tensors of a model by name, with one array for each kind."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -76,30 +76,11 @@ class Source(Protocol):
         """Dtypes by kind, as `Shard.kind`."""
 
     def read(self, kind: str, name: str, box: Box) -> np.ndarray:
-        """The values in a box of a tensor: contiguous, shaped like the box.
-
-        Parameters
-        ----------
-        kind, name : str
-            The kind of array, and the tensor.
-        box : Box
-            Inside the tensor.
-
-        Returns
-        -------
-        array
-            Of the dtype of its kind.
-        """
+        """The values in a box inside a tensor, contiguous and of the dtype of the kind."""
 
 
 class Stored(AbstractContextManager["Stored"]):
-    """The tensors of a checkpoint whose hashes are correct; a `Source`.  No method is collective.
-
-    Parameters
-    ----------
-    contents : Contents
-        Those of the checkpoint.
-    """
+    """The tensors of a checkpoint whose hashes are correct; a `Source`."""
 
     def __init__(self, contents: Contents) -> None:
         self.facts: dict[str, Any] = contents.facts
@@ -111,25 +92,7 @@ class Stored(AbstractContextManager["Stored"]):
             self._pieces[piece.kind, piece.name].append(piece)
 
     def read(self, kind: str, name: str, box: Box) -> np.ndarray:
-        """The values in a box of a tensor, from all pieces that it touches.
-
-        Parameters
-        ----------
-        kind, name : str
-            The kind of array, and the tensor.
-        box : Box
-            Inside the tensor.
-
-        Returns
-        -------
-        array
-            Contiguous, shaped like the box.
-
-        Raises
-        ------
-        ValueError
-            If a piece does not match the index.
-        """
+        """The values in a box of a tensor, from all pieces that it touches."""
         values = np.empty(box_shape(box), self.kinds[kind])
         for piece in self._pieces[kind, name]:
             common = intersect(box, piece.box)
@@ -157,29 +120,10 @@ def blocks(shape: Sequence[int]) -> Iterator[Box]:
 
 
 def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:
-    """Write a checkpoint with the tensors of a source, cut evenly over some files, one piece at a time.
+    """Write a checkpoint with the tensors of a source, cut evenly over at most so many files, one piece at a time.
 
-    Not collective.
-
-    Parameters
-    ----------
-    source : Source
-        What is written.
-    target : Path
-        Folder of the checkpoint, which must not exist; it appears as a whole or not at all.
-    files : int
-        Number of files with pieces; fewer if there are fewer elements.
-    generation : int
-        The newest checkpoint of a run has the largest one.
-    id : str
-        32 hexadecimal digits, unique to this checkpoint.
-
-    Raises
-    ------
-    ValueError
-        If the target exists, or the source cannot be read.
-    OSError
-        If the disk fails; nothing is left behind.
+    The folder `target` must not exist; it appears as a whole or not at all.  ValueError if it exists or the source
+    cannot be read, OSError if the disk fails.
     """
     step = source.facts.get("step", 0)
     if not isinstance(step, int) or step < 0:
@@ -231,23 +175,10 @@ class _Part:
 
 
 def write_plain(contents: Contents, target: Path) -> None:
-    """Write one HDF5 file with the facts of a checkpoint and its tensors as plain data sets, named as in its index.
+    """Write one HDF5 file with the facts of a whole checkpoint and its tensors as plain data sets, of the same names.
 
-    Not collective.
-
-    Parameters
-    ----------
-    contents : Contents
-        Those of a whole checkpoint.
-    target : Path
-        Must not exist; it appears as a whole or not at all.
-
-    Raises
-    ------
-    ValueError
-        If the target exists, or a piece does not match the index.
-    OSError
-        If the disk fails; nothing is left behind.
+    The file must not exist; it appears as a whole or not at all.  ValueError if it exists or a piece does not match the
+    index, OSError if the disk fails.
     """
     mark = f"mpishard plain {contents.id}\n".encode().ljust(USER_BLOCK, b"\0")
     with Stored(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
@@ -270,38 +201,17 @@ def write_plain(contents: Contents, target: Path) -> None:
 
 
 def format_of(file: Path) -> str:
-    """The suffix of a file, one of `SUFFIXES`.
-
-    Raises
-    ------
-    ValueError
-        If it has none of them.
-    """
+    """The suffix of a file; ValueError if it is none of `SUFFIXES`."""
     if file.suffix not in SUFFIXES:
         raise ValueError(f"{file} ends in {file.suffix or 'nothing'}; name it *{' or *'.join(SUFFIXES)}")
     return file.suffix
 
 
 def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> None:
-    """Write parameters, and slots of optimizer state if asked, to a new safetensors or npz file, a block at a time.
+    """Write parameters, and slots of optimizer state if asked, to a new file in the format of its suffix, by blocks.
 
-    Not collective.
-
-    Parameters
-    ----------
-    source : Source
-        What is written.
-    file : Path
-        Must not exist; its suffix decides the format.
-    optimizer : bool
-        Whether slots are written, too.
-
-    Raises
-    ------
-    ValueError
-        If the file exists or its suffix is unknown, or a tensor's name cannot be written.
-    OSError
-        If the disk fails; nothing is left behind.
+    ValueError if the file exists, its suffix is unknown or a name cannot be written; OSError if the disk fails, with
+    nothing left behind.
     """
     write = _write_safetensors if format_of(file) == ".safetensors" else _write_npz
     kinds = [kind for kind in source.kinds if kind == PARAMETERS or (optimizer and kind.startswith(_SLOTS))]
@@ -367,18 +277,8 @@ def _write_values(source: Source, kind: str, name: str, stream: IO[bytes]) -> No
 class Archive(AbstractContextManager["Archive"]):
     """The tensors of a safetensors or npz file; a `Source`, and a context manager that closes the file.
 
-    Not collective.
-
-    Parameters
-    ----------
-    file : Path
-        Its suffix says the format.
-
-    Raises
-    ------
-    ValueError
-        If the file has neither format, is damaged, or holds anything but float32 or float64 tensors: parameters of one
-        dtype, and for each slot all tensors, of one dtype.
+    ValueError if the file is damaged or has anything but float32 or float64 tensors: parameters of one dtype, and for
+    each slot all tensors, of one dtype.
     """
 
     def __init__(self, file: Path) -> None:
@@ -428,20 +328,7 @@ class Archive(AbstractContextManager["Archive"]):
         return shapes[PARAMETERS], kinds
 
     def read(self, kind: str, name: str, box: Box) -> np.ndarray:
-        """The values in a box of a tensor; reads the whole tensor.
-
-        Parameters
-        ----------
-        kind, name : str
-            The kind of array, and the tensor.
-        box : Box
-            Inside the tensor.
-
-        Returns
-        -------
-        array
-            Contiguous, shaped like the box.
-        """
+        """The values in a box of a tensor, contiguous; reads the whole tensor."""
         with self._refused():
             whole = self._file.read(_label(kind, name))
         return np.asarray(whole[inside(box, whole_box(whole.shape))], self.kinds[kind], order="C")

@@ -36,17 +36,7 @@ _MOST_STEPS = 100
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one rank since the last save.
-
-    Parameters
-    ----------
-    stall : float
-        Seconds for which the save kept the rank.
-    elapsed : float
-        Seconds since the save began.
-    step : float
-        Seconds per step since then.
-    """
+    """One rank's seconds: in the last save, since that save began, and per step since it ended."""
 
     stall: float
     elapsed: float
@@ -54,15 +44,7 @@ class Measured:
 
 
 class Pace:
-    """Decides when to save.  Not collective; the caller exchanges the results of `measured`.
-
-    Parameters
-    ----------
-    share : float
-        Share of the run's time, between 0 and 1.
-    clock : callable
-        Returns seconds since any fixed moment.
-    """
+    """Decides when to save, so that saves take a share of the time; the caller exchanges the results of `measured`."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.share = share
@@ -109,13 +91,7 @@ class Pace:
 
 
 class InSteps:
-    """Saves after every so many steps, or never; the interface of `ShareOfTime`.
-
-    Parameters
-    ----------
-    every : int or None
-        Steps between saves; None: no save is ever due.
-    """
+    """Saves after every so many steps, or never; the interface of `ShareOfTime`."""
 
     def __init__(self, every: int | None) -> None:
         self.every = every
@@ -136,13 +112,7 @@ class InSteps:
 
 
 class ShareOfTime:
-    """Saves so often that they take no more than a share of the run's time.
-
-    Parameters
-    ----------
-    share : float
-        Between 0 and 1.
-    """
+    """Saves so often that they take no more than a share of the run's time, between 0 and 1."""
 
     def __init__(self, share: float) -> None:
         self.pace: Pace = Pace(share)
@@ -191,13 +161,7 @@ def _in_steps(every: object) -> TypeGuard[int]:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """The options of `Checkpoints`, whose docstring explains each.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an option is invalid.
-    """
+    """The options of `Checkpoints`, whose docstring explains each; TypeError or ValueError if one is invalid."""
 
     folder: str | Path
     every: float | None = None

@@ -37,53 +37,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A checkpoint that is being written.
-
-    Parameters
-    ----------
-    path : Path
-        Where it is written.
-    target : Path
-        Its path after it is published.
-    id : str
-        32 hexadecimal digits, drawn at random.
-    generation : int
-        One more than the largest in the folder.
-    held : file
-        Open until the checkpoint is published or abandoned; other processes do not remove the folder meanwhile.
-    others : frozenset of str
-        Ids of the checkpoints in the folder when the save began.
-    """
+    """A checkpoint that is being written."""
 
     path: Path
-    target: Path
+    target: Path  # its path after it is published
     id: str
     generation: int
+    # Open until the checkpoint is published or abandoned; other processes do not remove the folder meanwhile.
     held: io.FileIO | None = None
-    others: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()  # ids of the checkpoints in the folder when the save began
 
 
 def candidates(run: Path) -> list[Candidate]:
     """The checkpoints in a folder, newest first, then those whose manifest cannot be read, by name.
 
-    A folder that is itself a checkpoint is the only candidate; a folder that does not exist has none.
-
-    Not collective.
-
-    Parameters
-    ----------
-    run : Path
-        The folder of a run.
-
-    Returns
-    -------
-    list of Candidate
-        Their manifests were read, and no other file.
-
-    Raises
-    ------
-    OSError
-        If the folder cannot be listed.
+    Only manifests are read.  A folder that is itself a checkpoint is the only candidate; one that does not exist has
+    none.
     """
     if (run / manifests.NAME).is_file():
         return [_candidate(run)]
@@ -111,18 +80,7 @@ def named_step(path: Path) -> int | None:
 
 
 def best_step(run: Path) -> int:
-    """The step of the checkpoint that ``best`` points to; 0 if there is none.  Not collective.
-
-    Parameters
-    ----------
-    run : Path
-        The folder of a run.
-
-    Returns
-    -------
-    int
-        From its name.
-    """
+    """The step of the checkpoint that ``best`` points to; 0 if there is none."""
     try:
         return named_step(Path(os.readlink(run / BEST))) or 0
     except OSError:  # no link
@@ -140,18 +98,7 @@ def _candidate(path: Path) -> Candidate:
 
 
 def astray(run: Path) -> str:
-    """A text for the problem with ``latest`` or ``best``, links for people.  Not collective.
-
-    Parameters
-    ----------
-    run : Path
-        The folder of a run.
-
-    Returns
-    -------
-    str
-        Empty if there is none.
-    """
+    """A text for the problem with ``latest`` or ``best``, links for people; empty if there is none."""
     for link in (run / LATEST, run / BEST):
         if not link.is_symlink():
             if link.exists():
@@ -164,18 +111,7 @@ def astray(run: Path) -> str:
 
 
 def next_generation(known: Iterable[Candidate]) -> int:
-    """The generation that makes a checkpoint newer than all known ones.  Not collective.
-
-    Parameters
-    ----------
-    known : iterable of Candidate
-        All in the folder.
-
-    Returns
-    -------
-    int
-        At least 1.
-    """
+    """The generation, at least 1, that makes a checkpoint newer than all in its folder."""
     return 1 + max((candidate.manifest.generation for candidate in known if candidate.manifest), default=0)
 
 
@@ -200,13 +136,7 @@ def sweep(folder: Path, names: str) -> None:
 def begin(run: Path, step: int) -> Unfinished:
     """Make the folder in which the checkpoint of a step is written, and if needed the run's folder.
 
-    Unfinished checkpoints of dead runs are removed.
-
-    Raises
-    ------
-    ValueError
-        If the folder is itself a checkpoint.
-    OSError
+    Unfinished checkpoints of dead runs are removed.  ValueError if the folder is itself a checkpoint.
     """
     if (run / manifests.NAME).is_file():
         raise ValueError("this is itself a checkpoint; save into the folder that it is in, or into another one")
@@ -235,12 +165,7 @@ def begin(run: Path, step: int) -> Unfinished:
 
 
 def publish(unfinished: Unfinished, manifest: Manifest) -> None:
-    """Write the manifest and rename the checkpoint to its name; all other files are on the disk already.
-
-    Raises
-    ------
-    OSError
-    """
+    """Write the manifest and rename the checkpoint to its name; all other files are on the disk already."""
     path, run = unfinished.path, unfinished.path.parent
     assert unfinished.held is not None
     disk.write(unfinished.held, manifest.encode())
@@ -304,18 +229,7 @@ class Retained:
 
 
 class Retention:
-    """Counts the checkpoints that this run has saved and, after `adopt`, all that are in the folder.  Removes none.
-
-    Parameters
-    ----------
-    keep : int or None
-        Number of checkpoints to keep; None: all.
-
-    Attributes
-    ----------
-    ids : set of str
-        The ids of the checkpoints that count.
-    """
+    """Counts the checkpoints that this run has saved and, after `adopt`, all in the folder; removes none."""
 
     def __init__(self, keep: int | None) -> None:
         self.keep = keep
@@ -349,14 +263,8 @@ class Retention:
 def provisional(target: Path, size: int) -> Iterator[Path]:
     """A path beside `target`, for about `size` bytes; after an error it is removed.
 
-    Leftovers of killed processes for the same target are removed first.
-
-    Raises
-    ------
-    ValueError
-        If the target exists, or its folder does not.
-    OSError
-        With a path, if the disk fails; at once if it has too little space.
+    Leftovers of killed processes for the same target are removed first.  ValueError if the target exists or its folder
+    does not; OSError if the disk fails or has too little space.
     """
     if os.path.lexists(target):
         raise ValueError(f"{target} is there already; give another name, or remove it first")

@@ -78,16 +78,9 @@ def write_index(
     pieces: Iterable[StoredPiece],
     facts: Mapping[str, Any],
 ) -> None:
-    """Write the index of a checkpoint into a new file.  It is closed, but not synced to the disk.  Not collective.
+    """Write the index of a checkpoint into a new file, which is closed, but not synced to the disk.
 
-    Parameters are as in `Contents` and `Origin`.
-
-    Raises
-    ------
-    OSError
-        With the path, if the disk is full or fails.
-    ValueError
-        If pieces do not cover each element once, or kinds or facts cannot be stored.
+    ValueError if pieces do not cover each element once, or kinds or facts cannot be stored.
     """
     pieces = list(pieces)
     tables = {
@@ -140,20 +133,7 @@ def _table(
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
-    """Raise unless an index can store these facts.  Not collective.
-
-    Parameters
-    ----------
-    facts : mapping
-        As in `RunState.facts`.
-
-    Raises
-    ------
-    TypeError
-        If they are no mapping.
-    ValueError
-        With the name of the first that it cannot.
-    """
+    """Raise TypeError or ValueError unless an index can store these facts, as `RunState.facts`."""
     for name, value in mapping("facts", facts, "names and values").items():
         _check_fact(name, value)
 
@@ -183,15 +163,7 @@ def _virtual_datasets(
     kinds: Iterable[str],
     pieces: Mapping[tuple[str, str], Sequence[StoredPiece]],
 ) -> Iterator[tuple[str, list[VirtualDataset]]]:
-    """For each kind the data sets of all tensors.  Not collective.
-
-    Parameters
-    ----------
-    tensors : mapping of str to shape
-    kinds : iterable of str
-    pieces : mapping of (str, str) to sequence of StoredPiece
-        By kind and tensor.
-    """
+    """For each kind the data sets of all tensors, from the pieces by kind and tensor."""
     for kind in kinds:
         found = []
         for name, shape in tensors.items():
@@ -204,15 +176,10 @@ def _virtual_datasets(
 
 
 def read_index(folder: Path) -> Contents:
-    """Read the index in the folder of a checkpoint, but no values.  Not collective.
+    """Read the index in the folder of a checkpoint, but no values; ValueError if it is not as `write_index` writes it.
 
-    Check the hashes of the manifest before: flipped bits in an HDF5 file can crash the library.
-
-    Raises
-    ------
-    ValueError
-        If it is missing, of another version, no index, or its tables are not as `write_index` writes them: elements
-        covered by no piece or by several, missing files of pieces.  `check_virtual_datasets` checks the rest.
+    Check the hashes of the manifest before: flipped bits in an HDF5 file can crash the
+    library.  `check_virtual_datasets` checks what mpishard itself does not read.
     """
     folder = Path(folder)
     path = file_inside(folder, INDEX)
@@ -328,17 +295,7 @@ def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[s
 def check_virtual_datasets(contents: Contents) -> None:
     """Raise ValueError unless other programs find in the index exactly the tensors that mpishard reads.
 
-    Nothing that mpishard loads depends on it.  Not collective.
-
-    Parameters
-    ----------
-    contents : Contents
-        The result of `read_index`.
-
-    Raises
-    ------
-    ValueError
-        With the path, if links or virtual data sets lead elsewhere, or there are others.
+    Nothing that mpishard loads depends on it.
     """
     path = contents.folder / INDEX
     with refusing(path), hdf5.open_to_read(path, locking=False) as h5:

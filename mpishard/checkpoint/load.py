@@ -77,25 +77,8 @@ def fill(
 
     Ranks of one node share the memory in which the files are after they were hashed: each reads all that it holds,
     straight into its arrays.  Ranks of several nodes read the elements that they stand for, so that no element comes
-    over the network from the disk twice; copies come from those ranks.
-
-    Parameters
-    ----------
-    contents : Contents
-    state : RunState
-        Its arrays are written.
-    axis, patient : Axis
-        The ranks of the state: for moving elements, and for waiting for a disk.
-    one_node : bool
-        Whether all ranks are on one node.
-    readers : Readers, optional
-        The threads that read; default: this thread.
-
-    Raises
-    ------
-    ValueError
-        On all ranks: before anything is written if the checkpoint is of something else, as `check_fits` tells, or
-        when a piece cannot be read, with the arrays partly filled.
+    over the network from the disk twice; copies come from those ranks.  ValueError on all ranks
+    if it does not fit, before anything is written, or if a piece cannot be read, with the arrays partly filled.
     """
     problem: Exception | None = None
     try:
@@ -201,39 +184,12 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None) -> Contents | None:
-    """Read the newest whole checkpoint in a folder into the arrays of `state`.  Collective.
+    """Read the newest whole checkpoint in a folder into the arrays of `state`; None if there is none.  Collective.
 
-    All of it is checked before anything is written: hashes, the index, the chunks, and whether it fits the state.  Then
-    values are read directly into the arrays: on most file systems out of the page cache, in which the first pass left
-    them.  No rank needs memory for a second copy, only for a chunk, and for a bucket of elements that it sends to
-    ranks with copies.
-
-    Parameters
-    ----------
-    run : Path
-        Folder of checkpoints, or of one checkpoint.
-    state : RunState
-        Its arrays are written.
-    mesh : Mesh
-        The ranks of the state.
-    patient : Axis
-        The same ranks, for waits for a disk, without a time limit.
-    check : callable or None
-        Gets the facts on all ranks before anything is written; may raise ValueError.
-
-    Returns
-    -------
-    Contents or None
-        The contents of the checkpoint that was read; None if there is none.
-
-    Raises
-    ------
-    ValueError
-        On every rank and before anything is written, if there are only damaged ones, or if the newest whole one does
-        not fit.
-    OSError
-        On every rank, if the folder cannot be listed.  Or if the disk fails after the check, and no older checkpoint
-        can be read: then the arrays are partly written, and the message says so.
+    All of it is checked before anything is written: hashes, the index, the chunks, whether it fits the state, and by
+    `check` its facts.  Then values are read directly into the arrays, on most file systems out of the page cache, in
+    which the first pass left them: no rank needs memory for a second copy.  Waits for a disk use the axis `patient`,
+    without a time limit.
     """
     with Readers(mesh.node.size) as readers, no_garbage_collection():
         return _load_newest(run, state, mesh, patient, check, readers)

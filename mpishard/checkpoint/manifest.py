@@ -37,13 +37,7 @@ _LARGEST = 2**28
 
 
 def hash_file(path: Path) -> tuple[int, str]:
-    """The size of a file and the xxh3_128 of its content, in hex.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    """
+    """The size of a file and the xxh3_128 of its content, in hex."""
     hasher, size = xxhash.xxh3_128(), 0
     block = memoryview(bytearray(_BLOCK))
     with io.FileIO(files.open_to_read(path)) as file:
@@ -63,24 +57,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The list of the files of a checkpoint.
+    """The list of the files of a checkpoint."""
 
-    Parameters
-    ----------
-    id : str
-        32 random hexadecimal digits, with which the files of the checkpoint begin.
-    generation : int
-        Larger than that of any other checkpoint in the folder at the time of the save.
-    step : int
-        Steps that the run had taken.
-    files : mapping of str to FileEntry
-        All files but the manifest, by name.
-    """
-
-    id: str
-    generation: int
+    id: str  # 32 random hexadecimal digits, with which the files of the checkpoint begin
+    generation: int  # larger than that of any other checkpoint in the folder at the time of the save
     step: int
-    files: Mapping[str, FileEntry]
+    files: Mapping[str, FileEntry]  # all but the manifest, by name
 
     def encode(self) -> bytes:
         """The manifest as canonical JSON with its own hash."""
@@ -101,13 +83,7 @@ def _canonical(said: Any) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Decode the result of `Manifest.encode`.
-
-    Raises
-    ------
-    ValueError
-        If a single bit differs, or it is of a later version.
-    """
+    """Decode the result of `Manifest.encode`; ValueError if a single bit differs, or it is of a later version."""
     try:
         said = json.loads(data)
         version = said["version"] if said["format"] == _FORMAT else None
@@ -134,13 +110,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises
-    ------
-    ValueError
-        If it is missing, cannot be read or is damaged.
-    """
+    """The manifest of a checkpoint; ValueError if it is missing, cannot be read or is damaged."""
     path = folder / NAME
     try:
         data = files.read(path, _LARGEST, links=False)
@@ -158,18 +128,6 @@ def share(manifest: Manifest, rank: int, ranks: int) -> list[str]:
     """The files that a rank checks: about as many bytes as other ranks, and about those that it will read.
 
     Writers and readers are ranks in one order, so that their parts of the model are, too.
-
-    Parameters
-    ----------
-    manifest : Manifest
-        That of a checkpoint.
-    rank, ranks : int
-        This rank, and how many there are.
-
-    Returns
-    -------
-    list of str
-        Each file is one rank's.
     """
     total = sum(entry.size for entry in manifest.files.values()) or 1
     found, before = [], 0
@@ -184,18 +142,7 @@ def share(manifest: Manifest, rank: int, ranks: int) -> list[str]:
 def problems(
     folder: Path, manifest: Manifest, names: Iterable[str] | None = None, readers: Readers | None = None
 ) -> list[str]:
-    """A text for each problem with the files of a checkpoint; hashes every byte, without HDF5.
-
-    Parameters
-    ----------
-    folder : Path
-    manifest : Manifest
-        The manifest of this folder.
-    names : iterable of str, optional
-        Check these files only, so that several ranks can share the work; default: all.
-    readers : Readers, optional
-        The threads that read; default: this thread.
-    """
+    """A text for each problem with some files of a checkpoint, by default all; hashes every byte, without HDF5."""
 
     def of(name: str) -> str:
         return _problem(folder / name, manifest.files[name], manifest.id)

@@ -78,52 +78,24 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class Origin:
-    """Which checkpoint an index belongs to, and what wrote it.
-
-    Parameters
-    ----------
-    id : str
-        32 hexadecimal digits, unique to this checkpoint.
-    generation : int
-        Counts the checkpoints of a run.
-    saved : str
-        Time of the save: ISO 8601, UTC.
-    mpishard_version : str
-        The version that wrote it.
-    """
+    """Which checkpoint an index belongs to, and what wrote it."""
 
     id: str
     generation: int
-    saved: str = ""
+    saved: str = ""  # ISO 8601, UTC
     mpishard_version: str = ""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint, without the values.
-
-    Parameters
-    ----------
-    folder : Path
-        That of the checkpoint.
-    origin : Origin
-        What has saved it.
-    facts : dict
-        As in `RunState.facts`.
-    tensors : dict
-        Names to global shapes, in the order of the model.
-    kinds : dict
-        The kinds of arrays stored for each tensor, with their dtypes: ``"parameters"``, ``"optimizer/exp_avg"``.
-    pieces : tuple of StoredPiece
-        Together they cover each element of each tensor and kind once.
-    """
+    """The contents of a checkpoint, without the values."""
 
     folder: Path
     origin: Origin
     facts: dict[str, Any]
-    tensors: dict[str, tuple[int, ...]]
-    kinds: dict[str, np.dtype]
-    pieces: tuple[StoredPiece, ...]
+    tensors: dict[str, tuple[int, ...]]  # in the order of the model
+    kinds: dict[str, np.dtype]  # by names such as "parameters" and "optimizer/exp_avg"
+    pieces: tuple[StoredPiece, ...]  # together they cover each element of each tensor and kind once
 
     @property
     def id(self) -> str:
@@ -206,27 +178,10 @@ def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece
 
 
 def write_pieces(path: Path, parts: Sequence[Values], *, id: str, writer: int, compression: str | None = None) -> None:
-    """Write parts into a new file.  It is closed, but not synced to the disk.  Not collective.
+    """Write parts, of which few are held at a time, into a new file, which is closed, but not synced to the disk.
 
-    Parameters
-    ----------
-    path : Path
-        Must not exist.
-    parts : sequence of Values
-        With float16, float32 or float64 values, of which few are held at a time.  Empty parts are left out.
-    id : str
-        The id of the checkpoint.
-    writer : int
-        Number of the writer in the checkpoint.
-    compression : None, "gzip" or "lzf"
-        HDF5 filter.  ``"lzf"`` is faster, but HDF5's own tools do not read it.
-
-    Raises
-    ------
-    OSError
-        With the path, if the disk is full or fails; the incomplete file stays and has no user block.
-    ValueError
-        If values do not have the shape of their box, or another dtype.
+    Empty parts are left out.  OSError if the disk fails: the incomplete file stays and has no user block.  ValueError
+    if values do not have the shape of their box, or another dtype.
     """
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression {compression!r} is not one of {', '.join(map(str, COMPRESSIONS))}")
@@ -367,35 +322,18 @@ class _Opened:
 
 
 class Run(NamedTuple):
-    """Elements that lie end to end in a data set and in an array.
-
-    Parameters
-    ----------
-    source : StoredPiece
-        A piece in that data set; the run may go beyond it.
-    start, place : int
-        The first of them in the data set, and in the array.
-    size : int
-        How many there are.
-    """
+    """Elements that lie end to end in the data set of a piece, also beyond that piece, and in an array."""
 
     source: StoredPiece
-    start: int
-    place: int
+    start: int  # of the first in the data set
+    place: int  # of the first in the array
     size: int
 
 
 class PieceReader:
-    """Reads pieces of one checkpoint.  A context manager, which closes the files; not collective.
+    """Reads pieces of one checkpoint, in the threads of `readers`.  A context manager, which closes the files.
 
     It opens files with HDF5; compare their hashes with the manifest before.
-
-    Parameters
-    ----------
-    contents : Contents
-        The result of `read_index`.
-    readers : Readers, optional
-        The threads of `read_runs`; default: this thread.
     """
 
     def __init__(self, contents: Contents, readers: Readers | None = None) -> None:
@@ -417,22 +355,10 @@ class PieceReader:
             self._files.popitem()[1].close()
 
     def read(self, piece: StoredPiece, box: Box, out: np.ndarray) -> None:
-        """Read a box of the global tensor, which must be inside the piece, into `out`.
+        """Read a box of the global tensor, which must be inside the piece, into `out`, host memory that may have gaps.
 
-        Parameters
-        ----------
-        piece : StoredPiece
-            One of ``contents.pieces``.
-        box : Box
-            A box of the global tensor, not relative to the piece.  Only its rows are read.
-        out : array
-            Host memory shaped like the box, of the dtype of the piece's kind; may have gaps.
-
-        Raises
-        ------
-        ValueError
-            With file and data set, if either is missing, belongs to another checkpoint, or is not as `write_pieces`
-            writes this piece.
+        ValueError with file and data set, if either is missing, belongs to another checkpoint, or is not as
+        `write_pieces` writes this piece.
         """
         assert intersect(box, piece.box) == box and out.shape == box_shape(box), (box, piece, out.shape)
         with refusing(self._contents.folder / piece.file):
@@ -443,19 +369,9 @@ class PieceReader:
             _read_rows(functools.partial(self._read, opened), piece.shape, first, out, piece.start)
 
     def read_runs(self, runs: Iterable[Run], out: np.ndarray) -> None:
-        """Read runs of elements into an array, in several threads where there are many bytes.
+        """Read runs of one kind, in the order of their files, into a contiguous array; if long, in several threads.
 
-        Parameters
-        ----------
-        runs : iterable of Run
-            Of one kind, in the order of their files.
-        out : 1-D array
-            Contiguous host memory of the dtype of their kind.
-
-        Raises
-        ------
-        ValueError
-            As `read`.
+        ValueError as `read`.
         """
         waiting: list[tuple[Path, int, int, np.ndarray]] = []
         files: set[str] = set()
@@ -542,21 +458,7 @@ def _read_rows(
     out: np.ndarray,
     start: int = 0,
 ) -> None:
-    """Read a box of row-major values into `out`, which is shaped like it.
-
-    Parameters
-    ----------
-    read : callable
-        Reads elements from a number on into a contiguous array.
-    shape : tuple of int
-        That of the values.
-    first : sequence of int
-        Where the box begins.
-    out : array
-        May have gaps.
-    start : int
-        The number of the first of the values.
-    """
+    """Read the box from `first` on of row-major values of a shape, the first of them number `start`, into `out`."""
     row = prod(shape[1:])
     start += first[0] * row if shape else 0
     if out.shape[1:] == shape[1:] and out.flags.c_contiguous:
@@ -576,17 +478,9 @@ def _read_rows(
 
 
 def damages(contents: Contents, kinds: Container[str] | None = None, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Texts for the problems of the data sets of pieces of a checkpoint, the first few.  Not collective.
+    """Texts for the first few problems of the data sets of pieces of some kinds, by default all, of a checkpoint.
 
-    Empty: all their values can be read, unless the disk fails.
-
-    Parameters
-    ----------
-    contents : Contents
-    kinds : container of str, optional
-        Those to check; default: all.
-    rank, ranks : int
-        Of as many ranks this one checks its share.
+    Of so many `ranks` each checks its share.  Without problems all their values can be read, unless the disk fails.
     """
     found: list[str] = []
     datasets = {(piece.file, piece.dataset): piece for piece in contents.pieces if kinds is None or piece.kind in kinds}

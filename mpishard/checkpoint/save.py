@@ -66,24 +66,12 @@ _PART = 0.1
 
 @dataclass(frozen=True)
 class Saved:
-    """The values that a checkpoint gets from one rank, and the tables that describe those of all ranks.
-
-    Parameters
-    ----------
-    tensors : mapping of str to shape
-        All tensors of the model.
-    kinds : mapping of str to dtype
-        Dtypes of parameters and slots.
-    facts : mapping
-        As `RunState.facts`.
-    parts : sequence of PieceValues
-        The parts that this rank writes.
-    """
+    """The values that a checkpoint gets from one rank, and the tables that describe those of all ranks."""
 
     tensors: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, np.dtype]
     facts: Mapping[str, Any]
-    parts: Sequence[PieceValues]
+    parts: Sequence[PieceValues]  # that this rank writes
 
 
 def live_parts(shards: Sequence[Shard]) -> list[PieceValues]:
@@ -179,29 +167,14 @@ def _runs(pieces: LocalLayout) -> Iterator[list[Piece]]:
 
 @dataclass(frozen=True)
 class Fault:
-    """An error of one rank.
-
-    Parameters
-    ----------
-    rank : int
-    path : str
-        The file or folder of the error.
-    text : str
-        The text of the error.
-    kind : str
-        Name of its class; ``"OSError"`` for all its subclasses.
-    errno : int or None
-        Of an OSError.
-    others : int
-        Number of other ranks with an error.
-    """
+    """An error of one rank, in a form in which every rank can raise it."""
 
     rank: int
     path: str
     text: str
-    kind: str
+    kind: str  # name of its class; "OSError" for all its subclasses
     errno: int | None = None
-    others: int = 0
+    others: int = 0  # how many other ranks have an error
 
     @classmethod
     def of(cls, error: Exception, rank: int, path: Path) -> Fault:
@@ -319,29 +292,14 @@ def _decoded(buffer: np.ndarray) -> Any:
 
 @dataclass(frozen=True)
 class Task:
-    """The part of one rank in writing a checkpoint.
-
-    Parameters
-    ----------
-    unfinished : Unfinished
-        The unfinished checkpoint, whose folder rank 0 has made.
-    step : int
-    saved : Saved
-        The values of this rank.
-    retained : Retained
-        The checkpoints that stay in the folder.
-    compression : str or None
-        Filter of HDF5.
-    problem : Exception or None
-        The error that kept this rank from having its values; all ranks will raise it.
-    """
+    """The part of one rank in writing a checkpoint."""
 
     unfinished: Unfinished
     step: int
     saved: Saved
     retained: Retained = Retained()
     compression: str | None = None
-    problem: Exception | None = None
+    problem: Exception | None = None  # what kept this rank from having its values; all ranks will raise it
 
 
 @dataclass(frozen=True)
@@ -382,13 +340,7 @@ def carry_out(task: Task, axis: Axis) -> SaveOutcome:
 
 
 def rehearse(unfinished: Unfinished, axis: Axis) -> Fault | None:
-    """Write small files where a checkpoint would be written, and remove them.  Collective over `axis`.
-
-    Returns
-    -------
-    Fault or None
-        The fault of a rank that could not do this, the same on all ranks.
-    """
+    """Write small files where a checkpoint would be, and remove them; the fault, if any, on all ranks.  Collective."""
     reports = gather(axis, _write_a_little(unfinished.path / pieces_file(axis.rank), axis.rank))
     fault = Fault.first([each["fault"] for each in reports])
     if axis.rank == 0:
@@ -522,17 +474,10 @@ def _discard(path: Path) -> None:
 
 
 class Writer:
-    """Owns the communicators of saves, the save under way in a thread, and what is made of an error.
+    """Carries out the saves of a run one after the other: in the calling thread, or in a thread beside the training.
 
-    Parameters
-    ----------
-    folder : Path
-        For messages.
-    mesh : Mesh
-        Its communicator is duplicated: the thread needs communicators of its own, and a ledger that the watchdog does
-        not read.  Collective.
-    on_error : {"raise", "warn"}
-        As for `Checkpoints`.
+    Owns the communicators of saves: the thread needs some of its own, and a ledger that the watchdog does not
+    read.  Collective.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, on_error: str) -> None:
@@ -603,7 +548,7 @@ class Writer:
         self._axis = Axis("checkpoint", world.Dup(), Ledger(), later=world.Dup())
 
     def revoke(self) -> None:
-        """Make a save under way fail on all ranks.  Not collective."""
+        """Make a save under way fail on all ranks."""
         if self._axis is not None:
             self._axis.revoke()
 

@@ -39,42 +39,18 @@ class Figures:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two tensors.
-
-    Parameters
-    ----------
-    kind, name : str
-        Which tensor.
-    absolute : float
-        Largest ``|a - b|``; infinite where only one is NaN, zero where both are or where they are the same infinity.
-    relative : float
-        Largest ``|a - b| / max(|a|, |b|)``.
-    same_bits : bool
-        Whether they are equal to the last bit, and of one dtype.
-    """
+    """The difference of two tensors."""
 
     kind: str
     name: str
+    # Largest |a - b|; infinite where only one is NaN, zero where both are or where they are the same infinity.
     absolute: float
-    relative: float
-    same_bits: bool
+    relative: float  # largest |a - b| / max(|a|, |b|)
+    same_bits: bool  # and of one dtype
 
 
 def figures(source: Source, kind: str, name: str) -> Figures:
-    """Figures of one tensor, computed in float64.  Not collective.
-
-    Parameters
-    ----------
-    source : Source
-        What is read.
-    kind, name : str
-        The kind of array, and the tensor.
-
-    Returns
-    -------
-    Figures
-        NaN where no value is finite.
-    """
+    """Figures of one tensor, computed in float64."""
     least, largest, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite = nans = infinities = 0
     for box in blocks(source.tensors[name]):
@@ -97,18 +73,7 @@ def figures(source: Source, kind: str, name: str) -> Figures:
 
 
 def unlike(one: Source, other: Source) -> list[str]:
-    """Texts for the kinds and tensors that only one source has, and for those whose shapes differ.  Not collective.
-
-    Parameters
-    ----------
-    one, other : Source
-        What is compared.
-
-    Returns
-    -------
-    list of str
-        Empty if they can be compared whole.
-    """
+    """Texts for the kinds and tensors that only one source has, and for those whose shapes differ."""
     found = []
     for which, here, there in (("first", one, other), ("second", other, one)):
         found += [f"{kind} is only in the {which}" for kind in here.kinds if kind not in there.kinds]
@@ -120,18 +85,7 @@ def unlike(one: Source, other: Source) -> list[str]:
 
 
 def differences(one: Source, other: Source) -> Iterator[Difference]:
-    """Differences of all tensors that both sources have in the same shape, by kind.  Not collective.
-
-    Parameters
-    ----------
-    one, other : Source
-        What is compared.
-
-    Yields
-    ------
-    Difference
-        One for each kind and tensor, also where there is none.
-    """
+    """The difference of each tensor that both sources have in the same shape, by kind."""
     for kind, dtype in one.kinds.items():
         if kind not in other.kinds:
             continue
@@ -168,61 +122,23 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True)
 class Examination:
-    """The readable parts of a checkpoint, and its problems.
-
-    Parameters
-    ----------
-    folder : Path
-        That of the checkpoint.
-    manifest : Manifest or None
-        None: it cannot be read, and nothing else was opened.
-    contents : Contents or None
-        None: the index is damaged.
-    problems : tuple of str
-        A text for each problem; empty: the checkpoint is whole.
-    """
+    """The readable parts of a checkpoint, and its problems: if there are none, it is whole."""
 
     folder: Path
-    manifest: Manifest | None
-    contents: Contents | None
+    manifest: Manifest | None  # None: it cannot be read, and nothing else was opened
+    contents: Contents | None  # None: the index is damaged
     problems: tuple[str, ...]
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint, whole or damaged, rather than a folder of several.  Not collective.
-
-    Parameters
-    ----------
-    path : Path
-        It need not exist.
-
-    Returns
-    -------
-    bool
-        Its files are not read.
-    """
+    """Whether a folder is one checkpoint, whole or damaged, rather than a folder of several."""
     return any((path / name).is_file() for name in (manifests.NAME, INDEX)) or any(path.glob("pieces-*.h5"))
 
 
 def found_at(path: Path) -> list[Candidate]:
     """The checkpoint at a path, or through a link there; or those of a run in this folder, newest first.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : Path
-        What a user gave.
-
-    Returns
-    -------
-    list of Candidate
-        At least one.
-
-    Raises
-    ------
-    ValueError
-        If there is none.
+    ValueError if there is none.
     """
     if not path.exists():
         where = f"the link {path} leads to {path.readlink()}, which" if path.is_symlink() else f"{path}"
@@ -274,26 +190,8 @@ def validate(
     """Hash every file of a checkpoint, read its index, decode its chunks.  HDF5 opens no file with a wrong hash.
 
     With `kinds` it ends at the first stage that finds a problem, and decodes only chunks of these kinds: all that a
-    load needs.  Without, it also reads the index where files of pieces are damaged, and checks its virtual data sets.
-    Ranks share the work: `agree` gives each of them the problems of all.  Collective if `agree` is.
-
-    Parameters
-    ----------
-    candidate : Candidate
-        A checkpoint.
-    kinds : container of str, optional
-        Those that are loaded; default: everything is examined.
-    agree : callable, optional
-        Gets the problems that this rank has found, and returns those of all ranks.
-    rank, ranks : int
-        This rank, and how many share the work.
-    readers : Readers, optional
-        The threads that read; default: this thread.
-
-    Returns
-    -------
-    Examination
-        With all problems that were found.
+    load needs.  Without, it also reads the index where files of pieces are damaged, and checks its virtual data
+    sets.  Ranks share the work: `agree` gives each of them the problems of all.  Collective if `agree` is.
     """
     folder, manifest = candidate.path, candidate.manifest
     if manifest is None:
@@ -329,23 +227,7 @@ def _contents(folder: Path, manifest: Manifest) -> Contents:
 
 
 def not_finite(contents: Contents) -> Iterator[str]:
-    """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values.  Not collective.
-
-    Parameters
-    ----------
-    contents : Contents
-        Those of a whole checkpoint.
-
-    Yields
-    ------
-    str
-        By kind, then by tensor.
-
-    Raises
-    ------
-    ValueError
-        If a piece does not match the index.
-    """
+    """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values."""
     with Stored(contents) as source:
         for kind in contents.kinds:
             for name in contents.tensors:
@@ -355,23 +237,7 @@ def not_finite(contents: Contents) -> Iterator[str]:
 
 
 def newest_whole(path: Path) -> Examination:
-    """The checkpoint at a path, or the newest whole one of a run.  Not collective.
-
-    Parameters
-    ----------
-    path : Path
-        What a user gave.
-
-    Returns
-    -------
-    Examination
-        Without problems.
-
-    Raises
-    ------
-    ValueError
-        If there is none; the message has the problems of each.
-    """
+    """The checkpoint at a path, or the newest whole one of a run; ValueError with all problems if there is none."""
     all_problems: list[str] = []
     for candidate in found_at(path):
         examined = validate(candidate)

@@ -15,25 +15,7 @@ _DEEPEST = 100  # lists and objects in each other; Python fails at some 1000, le
 
 
 def parsed(text: str | bytes) -> Any:
-    """The value of a JSON text that others may have written.
-
-    Not collective.
-
-    Parameters
-    ----------
-    text : str or bytes
-        In UTF-8.
-
-    Returns
-    -------
-    object
-        Its lists and objects are nested at most 100 deep.
-
-    Raises
-    ------
-    ValueError
-        If it is no JSON, or nested deeper.
-    """
+    """The value of a JSON text that others may have written; ValueError if it is none, or nested more than 100 deep."""
     text = text if isinstance(text, str) else text.decode()
     deep = ValueError(f"its lists and objects are more than {_DEEPEST} deep")
     try:
@@ -52,25 +34,9 @@ def parsed(text: str | bytes) -> Any:
 
 
 def write_note(path: Path, content: Any, *, private: bool = False) -> None:
-    """Write a file that only the owner can read: under a temporary name, then renamed.
+    """Write a file that only the owner can read, under a temporary name, which is then renamed.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Replaced if it exists.
-    content : object
-        What JSON can hold.
-    private : bool
-        Whether the folder must be private to the owner.
-
-    Raises
-    ------
-    NotPrivateError
-        If the folder must be private and is not.
-    OSError
-        With the path; no temporary file is left.
+    NotPrivateError if the folder must be private to the owner and is not.
     """
     beside = f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -88,30 +54,9 @@ def write_note(path: Path, content: Any, *, private: bool = False) -> None:
 
 
 def read_note(path: Path, *, private: bool = False) -> Any:
-    """Read a file.
+    """The content of a file; None if there is none, ValueError if it is not JSON.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Of the file.
-    private : bool
-        Whether the folder must be private to the owner.
-
-    Returns
-    -------
-    object
-        The content; None if there is no file.
-
-    Raises
-    ------
-    NotPrivateError
-        If the folder must be private, and is not.
-    ValueError
-        If the file is not JSON.
-    OSError
-        If it is no file.
+    NotPrivateError if the folder must be private to the owner and is not.
     """
     try:
         with files.opened(path.parent, private=private) as folder:
@@ -125,22 +70,7 @@ def read_note(path: Path, *, private: bool = False) -> Any:
 
 
 def remove_notes(folder: Path, *prefixes: str) -> None:
-    """Remove files of a private folder.
-
-    Not collective.
-
-    Parameters
-    ----------
-    folder : path
-        Private to its owner.
-    *prefixes : str
-        Beginnings of names; without one all files are removed.
-
-    Raises
-    ------
-    NotPrivateError
-        If the folder is not private.
-    """
+    """Remove files of a private folder whose names begin with one of some prefixes; without prefixes all."""
     with files.opened(folder, private=True) as descriptor:
         for name in os.listdir(descriptor):
             if name.startswith(prefixes or ""):

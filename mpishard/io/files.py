@@ -22,89 +22,24 @@ _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", 
 
 
 class NotPrivateError(ValueError):
-    """A folder that must be private to its owner was replaced, or is open to others.
-
-    Not collective.
-    """
+    """A folder that must be private to its owner was replaced, or is open to others."""
 
 
 def create(path: Path | str, mode: int = 0o666, folder: int | None = None) -> int:
-    """Make a new file, to read and write.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Relative to `folder` if that is given.
-    mode : int
-        Permissions, less those that the process masks.
-    folder : int, optional
-        Descriptor of a folder.
-
-    Returns
-    -------
-    int
-        The descriptor of the file.
-
-    Raises
-    ------
-    FileExistsError
-        If the name exists, also as a link.
-    """
+    """Make a new file, to read and write; its descriptor.  FileExistsError if the name exists, also as a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
 
 
 def open_to_append(path: Path, mode: int = 0o644) -> int:
-    """Open a new or existing file, to read and append.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Of the file.
-    mode : int
-        Permissions of a new file.
-
-    Returns
-    -------
-    int
-        The descriptor of the file.
-
-    Raises
-    ------
-    OSError
-        If it is a link or no plain file, or cannot be opened.
-    """
+    """The descriptor of a new or existing file, to read and append; OSError if it is a link or no plain file."""
     return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
 
 
 def open_to_read(path: Path | str, most: int | None = None, *, folder: int | None = None, links: bool = True) -> int:
-    """Open a regular file, to read; it waits for nothing.
+    """The descriptor of a regular file, to read; it waits for nothing.
 
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Of the file.
-    most : int, optional
-        Bytes that it may have.
-    folder : int, optional
-        Descriptor of the folder that has it.
-    links : bool
-        Whether a link is followed.
-
-    Returns
-    -------
-    int
-        The descriptor of the file.
-
-    Raises
-    ------
-    OSError
-        If it is a folder, a pipe or a device, has more bytes, or cannot be opened.
+    `folder` is the descriptor of the folder that has it.  OSError for anything else, or a file of more than `most`
+    bytes.
     """
     descriptor = _open_regular(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW), folder=folder)
     size = os.fstat(descriptor).st_size
@@ -135,77 +70,21 @@ def _open_regular(path: Path | str, flags: int, mode: int = 0, folder: int | Non
 
 
 def read(path: Path | str, most: int = LARGEST_NOTE, *, folder: int | None = None, links: bool = True) -> bytes:
-    """The content of a regular file.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Of the file.
-    most : int
-        Bytes that it may have.
-    folder : int, optional
-        Descriptor of the folder that has it.
-    links : bool
-        Whether a link is followed.
-
-    Returns
-    -------
-    bytes
-        All of it.
-
-    Raises
-    ------
-    OSError
-        As `open_to_read`.
-    """
+    """The content of a regular file; OSError as `open_to_read`."""
     with os.fdopen(open_to_read(path, most, folder=folder, links=links), "rb") as file:
         return file.read(most)
 
 
 def check(path: Path | str) -> None:
-    """Raise OSError unless a path leads to a regular file, for a library that opens it by name.
-
-    Not collective.
-
-    Parameters
-    ----------
-    path : path
-        Of the file.
-
-    Raises
-    ------
-    OSError
-        As `open_to_read`.
-    """
+    """Raise OSError unless a path leads to a regular file, for a library that opens it by name."""
     os.close(open_to_read(path))
 
 
 @contextlib.contextmanager
 def opened(folder: Path, *, private: bool = False) -> Iterator[int]:
-    """Descriptor of a folder, for operations relative to it.
+    """Descriptor of a folder, for operations relative to it; closed at the end.
 
-    Not collective.
-
-    Parameters
-    ----------
-    folder : path
-        Must exist.
-    private : bool
-        Whether it must belong to this user, and be closed to all others.
-
-    Yields
-    ------
-    int
-        The descriptor, which is closed at the end.
-
-    Raises
-    ------
-    NotPrivateError
-        If it must be private and is no folder, another user's, or open to others.
-    OSError
-        FileNotFoundError if it does not exist.
+    With `private`, NotPrivateError unless it belongs to this user and is closed to all others.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if private else 0)
     try:
@@ -234,20 +113,7 @@ def _check_private(folder: Path, found: os.stat_result) -> None:
 
 
 def warn_of_writers(folder: Path) -> None:
-    """Warn if other users may write into a folder of this run.
-
-    Once per process.  Not collective.
-
-    Parameters
-    ----------
-    folder : path
-        Of a run; one that is missing is left to its next use.
-
-    Warns
-    -----
-    RuntimeWarning
-        With who may write there.
-    """
+    """Warn, once per process, if other users may write into a folder of this run; a missing one is left alone."""
     try:
         found = os.stat(folder)
     except OSError:  # a later use of the folder raises

@@ -26,28 +26,12 @@ class _ToStderr(logging.Handler):
 
 
 def inform(text: str) -> None:
-    """Say how a run goes.
-
-    Not collective; callers choose the rank that speaks.
-
-    Parameters
-    ----------
-    text : str
-        One line.
-    """
+    """Say how a run goes, in one line; callers choose the rank that speaks."""
     _prepared().info("%s", text)
 
 
 def warn(text: str) -> None:
-    """Say what a user should look at, though the run goes on.
-
-    Not collective; callers choose the rank that speaks.
-
-    Parameters
-    ----------
-    text : str
-        One line.
-    """
+    """Say what a user should look at, though the run goes on; callers choose the rank that speaks."""
     _prepared().warning("%s", text)
 
 

@@ -21,13 +21,7 @@ _LEAST_SHARE = 2**23
 
 
 class Readers(AbstractContextManager["Readers"]):
-    """The share of a process of the cores of its node, as threads that read.  Not collective.
-
-    Parameters
-    ----------
-    processes : int
-        How many processes read on this node.
-    """
+    """The share of one of so many processes of the cores of its node, as threads that read."""
 
     def __init__(self, processes: int = 1) -> None:
         cores = min(len(own_cores()), cpu_quota())
@@ -39,20 +33,7 @@ class Readers(AbstractContextManager["Readers"]):
             self._pool.shutdown()
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """The results of a function for all items, in their order.
-
-        Parameters
-        ----------
-        function : callable
-            Runs in several threads at once.
-        items : iterable
-            Its arguments.
-
-        Returns
-        -------
-        list
-            One result for each item.
-        """
+        """The results of a function for all items, in their order; it runs in several threads at once."""
         if self._pool is None:
             return [function(item) for item in items]
         futures = [self._pool.submit(function, item) for item in items]
@@ -60,17 +41,7 @@ class Readers(AbstractContextManager["Readers"]):
         return [future.result() for future in futures]
 
     def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
-        """Call a function for all items: each thread takes some that lie side by side, of about as many bytes.
-
-        Parameters
-        ----------
-        function : callable
-            Runs in several threads at once.
-        items : sequence
-            Its arguments.
-        sizes : sequence of int
-            How many bytes each reads.
-        """
+        """Call a function for all items: each thread takes some side by side, of about as many bytes of `sizes`."""
         ends = list(accumulate(sizes))
         threads = min(self._threads, ends[-1] // _LEAST_SHARE) if ends else 0
         if threads < 2:
@@ -88,21 +59,9 @@ class Readers(AbstractContextManager["Readers"]):
 
 
 def read_into(file: int, place: int, out: Any) -> None:
-    """Read bytes of a file into memory.  Not collective.
+    """Fill contiguous memory with bytes of a file from `place` on; the position of its descriptor stays where it is.
 
-    Parameters
-    ----------
-    file : int
-        Its descriptor, whose position stays where it is.
-    place : int
-        The first byte.
-    out : buffer
-        Contiguous, writable; it is filled.
-
-    Raises
-    ------
-    OSError
-        If the disk fails, or the file ends before.
+    OSError if the disk fails, or the file ends before.
     """
     left = memoryview(out).cast("B")
     # One call reads at most 2 GiB, and may read less than requested.

@@ -35,19 +35,7 @@ _FLOATS = {2: (15, 10, 5, 0, 10, 15), 4: (31, 23, 8, 0, 23, 127), 8: (63, 52, 11
 
 @dataclass(frozen=True)
 class Source:
-    """A box of a virtual data set, and the elements of a 1-D data set of a file beside it that are in the box.
-
-    Parameters
-    ----------
-    box : Box
-        Of the virtual data set.
-    file : str
-        Name of the file.
-    dataset : str
-        Path of the data set in it.
-    start : int
-        Its first element in the box; the others follow.
-    """
+    """A box of a virtual data set, and what it has: the elements from `start` on of a 1-D data set of a file."""
 
     box: Box
     file: str
@@ -57,21 +45,11 @@ class Source:
 
 @dataclass(frozen=True)
 class VirtualDataset:
-    """A data set of little-endian floating-point numbers; NaN where no mapping leads.
-
-    Parameters
-    ----------
-    name : str
-        Its link in its group.
-    shape : tuple of int
-        Elements in each dimension.
-    sources : sequence of Source
-        None if it has no elements.
-    """
+    """A data set of little-endian floating-point numbers; NaN where no mapping leads."""
 
     name: str
     shape: tuple[int, ...]
-    sources: Sequence[Source]
+    sources: Sequence[Source]  # none if it has no elements
 
 
 def group_address(group: h5py.Group) -> int:
@@ -80,14 +58,9 @@ def group_address(group: h5py.Group) -> int:
 
 
 def fill_groups(file: io.FileIO, groups: Iterable[tuple[int, np.dtype, Iterable[VirtualDataset]]]) -> None:
-    """Put virtual data sets into empty groups of an HDF5 file.  Not collective.
+    """Put virtual data sets into empty groups of an HDF5 file that h5py made with ``libver="earliest"`` and closed.
 
-    Parameters
-    ----------
-    file : FileIO
-        h5py made it with ``libver="earliest"`` and closed it.
-    groups : iterable of (int, dtype, iterable of VirtualDataset)
-        For each group its `group_address`, and its data sets: the dtype of all, and at least one, with different names.
+    For each group its `group_address`, the dtype of its data sets, and at least one of them, with different names.
     """
     file.seek(0)
     image = file.read()
@@ -234,19 +207,9 @@ def _checksummed(blocks: Sequence[bytes]) -> list[bytes]:
 
 
 def lookup3(rows: np.ndarray) -> np.ndarray:
-    """The hash that HDF5 calls a checksum, of each row.  Not collective.
+    """The hash that HDF5 calls a checksum, of each row of bytes, as uint32.
 
     Bob Jenkins, lookup3.c, function hashlittle with an initial value of 0.
-
-    Parameters
-    ----------
-    rows : 2-D array of uint8
-        With at least one column.
-
-    Returns
-    -------
-    array of uint32
-        One for each row.
     """
     length = rows.shape[1]
     words = np.zeros((len(rows), -(-length // 12) * 12), np.uint8)
