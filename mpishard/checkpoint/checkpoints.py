@@ -44,7 +44,7 @@ class Measured:
 
 
 class Pace:
-    """Decides when to save, so that saves take a share of the time; the caller exchanges the results of `measured`."""
+    """Saves so often that they take no more than a share of the run's time, between 0 and 1."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.share = share
@@ -59,14 +59,18 @@ class Pace:
         self._began, self._ended = began, self.clock()
         self._saved, self._next = step, step + 1
 
-    def ask_soon(self) -> None:
-        """Exchange measurements after the next step, since the ranks have changed."""
+    def ranks_changed(self) -> None:
+        """Exchange measurements after the next step: other ranks take part from now on."""
         self._next = 1
+
+    def due(self, step: int, world: Axis) -> bool:
+        """Whether a save is due after the step.  Collective."""
+        return self.asks(step) and self.decide(step, world.allgather_object(self.measured(step)))
 
     def asks(self, step: int) -> bool:
         """Whether the ranks exchange measurements after this step; the same on all ranks."""
         if step < self._asked:  # another run begins
-            self.ask_soon()
+            self._next = 1
         self._asked = step
         return step >= self._next
 
@@ -91,7 +95,7 @@ class Pace:
 
 
 class InSteps:
-    """Saves after every so many steps, or never; the interface of `ShareOfTime`."""
+    """Saves after every so many steps, or never; the interface of `Pace`."""
 
     def __init__(self, every: int | None) -> None:
         self.every = every
@@ -111,33 +115,10 @@ class InSteps:
         """Note that other ranks take part from now on."""
 
 
-class ShareOfTime:
-    """Saves so often that they take no more than a share of the run's time, between 0 and 1."""
-
-    def __init__(self, share: float) -> None:
-        self.pace: Pace = Pace(share)
-
-    def due(self, step: int, world: Axis) -> bool:
-        """Whether a save is due after the step.  Collective."""
-        return self.pace.asks(step) and self.pace.decide(step, world.allgather_object(self.pace.measured(step)))
-
-    def clock(self) -> float:
-        """Seconds since any fixed moment."""
-        return self.pace.clock()
-
-    def note(self, step: int, began: float) -> None:
-        """Note that a save after `step`, which began at the time `began`, is over."""
-        self.pace.note(step, began)
-
-    def ranks_changed(self) -> None:
-        """Exchange measurements after the next step: other ranks take part from now on."""
-        self.pace.ask_soon()
-
-
-def save_interval(every: float | None) -> InSteps | ShareOfTime:
+def save_interval(every: float | None) -> InSteps | Pace:
     """What decides when to save, by `Checkpoints`' option `every`."""
     check_every(every)
-    return InSteps(every) if every is None or _in_steps(every) else ShareOfTime(float(every))
+    return InSteps(every) if every is None or _in_steps(every) else Pace(float(every))
 
 
 def check_every(every: float | None) -> None:

@@ -30,7 +30,6 @@ from mpishard.checkpoint.pieces import (
     USER_BLOCK,
     VERSION,
     Contents,
-    Origin,
     StoredPiece,
     file_inside,
     naming,
@@ -197,8 +196,8 @@ def read_index(folder: Path) -> Contents:
         check_pieces(tensors, kinds, pieces)
         for file in sorted({piece.file for piece in pieces}):
             file_inside(folder, file)
-    origin = Origin(own["id"], own["generation"], own["saved"], own["mpishard_version"])
-    return Contents(folder, origin, facts, tensors, kinds, tuple(pieces))
+    written = own["id"], own["generation"], own["saved"], own["mpishard_version"]
+    return Contents(folder, *written, facts, tensors, kinds, tuple(pieces))
 
 
 def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:

@@ -77,45 +77,18 @@ class StoredPiece:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Which checkpoint an index belongs to, and what wrote it."""
-
-    id: str
-    generation: int
-    saved: str = ""  # ISO 8601, UTC
-    mpishard_version: str = ""
-
-
-@dataclass(frozen=True)
 class Contents:
     """The contents of a checkpoint, without the values."""
 
     folder: Path
-    origin: Origin
+    id: str
+    generation: int
+    saved: str  # ISO 8601, UTC
+    mpishard_version: str
     facts: dict[str, Any]
     tensors: dict[str, tuple[int, ...]]  # in the order of the model
     kinds: dict[str, np.dtype]  # by names such as "parameters" and "optimizer/exp_avg"
     pieces: tuple[StoredPiece, ...]  # together they cover each element of each tensor and kind once
-
-    @property
-    def id(self) -> str:
-        """`Origin.id`."""
-        return self.origin.id
-
-    @property
-    def generation(self) -> int:
-        """`Origin.generation`."""
-        return self.origin.generation
-
-    @property
-    def saved(self) -> str:
-        """`Origin.saved`."""
-        return self.origin.saved
-
-    @property
-    def mpishard_version(self) -> str:
-        """`Origin.mpishard_version`."""
-        return self.origin.mpishard_version
 
 
 class Values(Protocol):

@@ -96,8 +96,8 @@ def test_other_ranks_than_before():
     old, new = Pace(0.5, lambda: 10.0), Pace(0.5, lambda: 3.0)
     old.note(7, began=8.0)
     assert not old.asks(7) and new.asks(8)
-    old.ask_soon()
-    new.ask_soon()
+    old.ranks_changed()
+    new.ranks_changed()
     all_measured = [new.measured(8), old.measured(8)]
     assert all_measured == [None, Measured(stall=2.0, elapsed=2.0, step=0.0)]
     assert [pace.decide(8, all_measured) for pace in (new, old)] == [False, False]
