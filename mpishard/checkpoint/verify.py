@@ -19,6 +19,8 @@ from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.pieces import INDEX, Contents, damages
 from mpishard.io.readers import Readers
 
+_MOST_NAMES = 5
+
 # Statistics of one tensor, and differences of two tensors, computed block by block.
 
 
@@ -113,11 +115,6 @@ def _apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     relative[apart == 0] = 0
     relative[np.isinf(apart)] = np.inf
     return float(apart.max()), float(relative.max())
-
-
-# Examines the checkpoints at a path for the command line, and finds what is wrong with each.
-
-_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Many virtual data sets at once, in the bytes of the HDF5 file format.
 
-The HDF5 library takes 50 to 90 microseconds to make one, most of it for property lists: 5 seconds for the 60,000 of a
-checkpoint with 20,000 tensors.  The bytes are simple, and the same in all versions of the library from 1.10 on, which
-reads them: a group of symbols (sections III.A.1, III.B, III.C and III.D of the HDF5 File Format Specification, version
-3.0), an object header a data set (IV.A.1.a), and the mappings in global heaps (III.E).  Everything else in a file is
-left to the library.
+The HDF5 library takes long to make one: with its calls instead, a save of 148 tensors and two slots of AdamW (89 MB)
+takes 132 to 157 ms of CPU time instead of 69, and one of 2000 tensors of 40 elements 1.2 s instead of 0.12.  The bytes
+are simple, and the same in all versions of the library from 1.10 on, which reads them: a group of symbols (sections
+III.A.1, III.B, III.C and III.D of the HDF5 File Format Specification, version 3.0), an object header a data set
+(IV.A.1.a), and the mappings in global heaps (III.E).  Everything else in a file is left to the library.
 """
 
 from __future__ import annotations
