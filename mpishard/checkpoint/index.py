@@ -90,8 +90,8 @@ def write_index(
     texts = {name: json.dumps(table) for name, table in tables.items()}
     check_facts(facts)
     for kind in kinds:
-        check_kind(kind)
-    by_tensor = check_pieces(tensors, kinds, pieces)
+        _check_kind(kind)
+    by_tensor = _check_pieces(tensors, kinds, pieces)
     groups: dict[str, int] = {}
 
     def add_tensors(disk: DiskFile) -> None:
@@ -193,7 +193,7 @@ def read_index(folder: Path) -> Contents:
             facts = {name: hdf5.attribute(h5, name) for name in h5.attrs if name not in own}
             facts |= {name + _JSON: value for name, value in texts.items()}
             facts |= {name: _numbers(h5, name) for name in history}
-        check_pieces(tensors, kinds, pieces)
+        _check_pieces(tensors, kinds, pieces)
         for file in sorted({piece.file for piece in pieces}):
             file_inside(folder, file)
     written = own["id"], own["generation"], own["saved"], own["mpishard_version"]
@@ -247,7 +247,7 @@ def _tensors(table: Any) -> dict[str, tuple[int, ...]]:
 def _kinds(table: Any) -> dict[str, np.dtype]:
     found = {}
     for kind, dtype in table.items():
-        check_kind(kind)
+        _check_kind(kind)
         if dtype not in [known.name for known in DTYPES]:
             raise ValueError(f"its {kind} are {dtype}; this mpishard reads {', '.join(map(str, DTYPES))}")
         found[kind] = np.dtype(dtype)
@@ -298,7 +298,7 @@ def check_virtual_datasets(contents: Contents) -> None:
     """
     path = contents.folder / INDEX
     with refusing(path), hdf5.open_to_read(path, locking=False) as h5:
-        check_links(h5, _expected(h5, contents.tensors, contents.kinds))
+        _check_links(h5, _expected(h5, contents.tensors, contents.kinds))
         found = {
             piece
             for kind, dtype in contents.kinds.items()
@@ -306,7 +306,7 @@ def check_virtual_datasets(contents: Contents) -> None:
             for piece in _mapped(h5, kind, name, shape, dtype)
         }
         for one in found ^ set(contents.pieces):
-            with naming_tensor(one.kind, one.name):
+            with _naming_tensor(one.kind, one.name):
                 raise ValueError("its virtual data set takes other values than its table of pieces says")
 
 
@@ -324,7 +324,7 @@ def _expected(h5: h5py.File, tensors: Iterable[str], kinds: Iterable[str]) -> se
 def _mapped(h5: h5py.File, kind: str, name: str, shape: tuple[int, ...], dtype: np.dtype) -> list[StoredPiece]:
     """The pieces of a virtual data set."""
     dataset = h5py.h5d.open(h5.id, f"{kind}/{link_name(name)}".encode())
-    with naming_tensor(kind, name):
+    with _naming_tensor(kind, name):
         pieces: list[StoredPiece] = []
         if 0 in shape:
             hdf5.check_lies_here(dataset)
@@ -344,22 +344,22 @@ def _source(plist: h5py.h5p.PropDCID, number: int, kind: str, name: str) -> Stor
     if not _PIECES.fullmatch(file):
         raise ValueError(f"it takes values from {file!r}, which is no file of pieces in this folder")
     dataset = plist.get_virtual_dsetname(number).replace("%%", "%")
-    run = box_of(plist.get_virtual_srcspace(number))
+    run = _box_of(plist.get_virtual_srcspace(number))
     if dataset != f"/{kind}" or len(run) != 1:
         raise ValueError(f"it takes values from {dataset!r} of {file}; wanted a run of /{kind}")
-    return StoredPiece(kind, name, box_of(plist.get_virtual_vspace(number)), file, run[0][0])
+    return StoredPiece(kind, name, _box_of(plist.get_virtual_vspace(number)), file, run[0][0])
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_kind(kind: str) -> None:
+def _check_kind(kind: str) -> None:
     """Raise ValueError unless `kind` can be the group of an array, such as ``"optimizer/exp_avg"``."""
     if not _KIND.fullmatch(kind):
         raise ValueError(f"{kind!r} cannot be the kind of an array; wanted a name, or two with a slash between")
 
 
-def check_links(h5: h5py.File, expected: set[str]) -> None:
+def _check_links(h5: h5py.File, expected: set[str]) -> None:
     """Raise ValueError unless a file has exactly these groups and data sets, each with one hard link.
 
     HDF5 visits each object once, so the visit ends even if links form a circle.
@@ -382,7 +382,7 @@ def check_links(h5: h5py.File, expected: set[str]) -> None:
         raise ValueError(problem)
 
 
-def box_of(space: h5py.h5s.SpaceID) -> Box:
+def _box_of(space: h5py.h5s.SpaceID) -> Box:
     """The selection of a data space; ValueError unless it is one box."""
     if space.get_simple_extent_type() == h5py.h5s.SCALAR:
         return ()
@@ -445,12 +445,12 @@ def _end_to_end(whole: Box, boxes: Sequence[Box]) -> bool:
     return [start for start, _ in runs] == ends[:-1] and ends[-1] == box_size(whole)
 
 
-def naming_tensor(kind: str, name: str) -> AbstractContextManager[None]:
+def _naming_tensor(kind: str, name: str) -> AbstractContextManager[None]:
     """Add the name of the tensor to a ValueError."""
     return naming(f"{kind} of tensor {name!r}")
 
 
-def check_pieces(
+def _check_pieces(
     tensors: Mapping[str, Sequence[int]], kinds: Iterable[str], pieces: Iterable[StoredPiece]
 ) -> dict[tuple[str, str], list[StoredPiece]]:
     """Group the pieces by kind and tensor; ValueError unless they cover each element once."""
@@ -465,7 +465,7 @@ def check_pieces(
         boxes = [part.box for part in parts]
         if boxes == [wholes[name]] and 0 not in tensors[name]:
             continue
-        with naming_tensor(kind, name):
+        with _naming_tensor(kind, name):
             if covers.get(name) != boxes:
                 check_cover(tensors[name], boxes)
                 covers[name] = boxes
