@@ -306,7 +306,7 @@ def _grid(n: int) -> Array:
 
 
 def _problem(name: str, residuals: Residuals, start: object, minimum: float, *others: float) -> Problem:
-    return Problem(name, np.array(start, float), sum_of_squares(residuals), minimum, others=others)
+    return Problem(name, np.array(start, float), sum_of_squares(residuals), minimum, others=others, residuals=residuals)
 
 
 _HALF = np.full(10, 0.5)

@@ -31,6 +31,8 @@ class Problem:
         Bounds; None for a problem without.
     others : tuple of float
         Values of further local minima, and of infima at infinity, at which methods end as well.
+    residuals : callable, optional
+        Whose squares the function sums.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Problem:
     lower: Array | None = None
     upper: Array | None = None
     others: tuple[float, ...] = ()
+    residuals: Residuals | None = None
 
     @property
     def n(self) -> int:

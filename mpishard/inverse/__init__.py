@@ -1,6 +1,6 @@
-"""Inverse problems: a function and its gradient minimised with SciPy's conventions, on one process or on a mesh.
+"""Inverse problems: functions and sums of squares minimised with SciPy's conventions, on one process or on a mesh.
 
-A name's module is imported when it is first asked for: `minimize` without a mesh does without MPI.
+A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
 
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
     from mpishard.inverse.ensemble import map_runs
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
+    from mpishard.inverse.least_squares import least_squares
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
     from mpishard.inverse.result import OptimizeResult
@@ -28,6 +29,7 @@ __all__ = [
     "backward_in_time",
     "check_adjoint",
     "check_gradient",
+    "least_squares",
     "map_runs",
     "minimize",
     "regularized",
@@ -40,6 +42,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "adjoint_check": "AdjointCheck check_adjoint",
             "ensemble": "map_runs",
             "gradient_check": "GradientCheck check_gradient",
+            "least_squares": "least_squares",
             "minimization": "minimize",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",
             "result": "OptimizeResult",

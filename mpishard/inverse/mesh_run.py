@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from mpishard.arguments import shown
 from mpishard.backend.exact_norm import largest
+from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_evaluations import MethodEvaluations
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
@@ -18,6 +20,7 @@ from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.inverse.comparison import Comparison, check_alike, exchange
 from mpishard.inverse.functions import Unknowns
 from mpishard.launch.signals import Interrupts
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.parameters.flat import FlatParameters
@@ -44,6 +47,14 @@ def agreed(mesh: Any, problem: Exception | None) -> None:
         mesh.world.raise_if_any(problem)
     else:
         raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
+
+
+def same_start(mesh: Mesh, start: np.ndarray, settings: Mapping[str, Any]) -> None:
+    """Give all ranks the start of rank 0, in place, and raise on all if settings differ.  Collective over the mesh."""
+    known = {name: text_of(value) for name, value in settings.items()}
+    agree_on_settings(mesh.world, {"x0": f"{start.size} elements"} | known)
+    tell_of_other_starts(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
+    mesh.world.broadcast(start, label="x0")
 
 
 class MeshRun:

@@ -1,0 +1,321 @@
+"""The residuals of a least-squares problem as users give them: by rows, with their Jacobian and their loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.arguments import shown
+from mpishard.backend import exact_dot, exact_gram
+from mpishard.backend.exact_gram import Gram
+from mpishard.backend.exact_norm import largest
+
+if TYPE_CHECKING:
+    from mpishard.comm.axis import Axis
+
+Array = Any
+DIFFERENCES = {"2-point": 1 / 2, "3-point": 1 / 3, "cs": 1 / 2}  # powers of the rounding error for the step
+_EPSILON = float(np.finfo(np.float64).eps)
+
+
+# Losses: of z, the square of a residual over its scale, the value and its first two derivatives.
+
+
+def _soft_l1(z: Array) -> tuple[Array, Array, Array]:
+    root = np.sqrt(1 + z)
+    return 2 * (root - 1), 1 / root, -0.5 / (root * (1 + z))
+
+
+def _huber(z: Array) -> tuple[Array, Array, Array]:
+    root = np.sqrt(np.maximum(z, 1))
+    inside = z <= 1
+    return np.where(inside, z, 2 * root - 1), 1 / root, np.where(inside, 0.0, -0.5 / (root * np.maximum(z, 1)))
+
+
+def _cauchy(z: Array) -> tuple[Array, Array, Array]:
+    slope = 1 / (1 + z)
+    return np.log1p(z), slope, -slope * slope
+
+
+def _arctan(z: Array) -> tuple[Array, Array, Array]:
+    square = 1 + z * z
+    return np.arctan(z), 1 / square, -2 * z / (square * square)
+
+
+LOSSES: dict[str, Callable[[Array], tuple[Array, Array, Array]]] = {
+    "soft_l1": _soft_l1,
+    "huber": _huber,
+    "cauchy": _cauchy,
+    "arctan": _arctan,
+}
+
+
+class Loss:
+    """A loss of SciPy's, by name or as a function, with the scale of the residuals."""
+
+    def __init__(self, loss: str | Callable[[Array], Any], scale: float) -> None:
+        if not callable(loss) and loss not in ("linear", *LOSSES):
+            names = ", ".join(map(repr, ("linear", *LOSSES)))
+            raise ValueError(f"loss={shown(loss)} must be one of {names}, or a function of z that returns 3 rows")
+        self._function = LOSSES.get(loss) if isinstance(loss, str) else loss
+        self._scale = scale
+        self.is_linear = loss == "linear"
+
+    def _rows(self, f: Array) -> tuple[Array, Array, Array]:
+        assert self._function is not None
+        z = (f / self._scale) ** 2
+        found = self._function(z)
+        if not isinstance(found, tuple):
+            found = np.asarray(found)
+            if found.shape != (3, len(f)):
+                raise ValueError(
+                    f"loss returned the shape {found.shape} for {len(f)} residuals; return (3, {len(f)}): the loss of "
+                    "z and its first two derivatives"
+                )
+        return found[0], found[1], found[2]
+
+    def values(self, f: Array) -> Array:
+        """What is summed, twice the cost, for each residual; for the linear loss the residuals, to be squared."""
+        return f if self.is_linear else np.ascontiguousarray(self._scale**2 * self._rows(f)[0], np.float64)
+
+    def weights(self, f: Array) -> tuple[Array, Array]:
+        """The factors of the residuals in the gradient, and those of rows of the Jacobian in the Hessian.
+
+        References
+        ----------
+        B. Triggs, P. F. McLauchlan, R. I. Hartley, A. W. Fitzgibbon: Bundle adjustment, a modern synthesis.  Vision
+        Algorithms: Theory and Practice, LNCS 1883, 298-372 (2000), section 4.3.
+        """
+        if self.is_linear:
+            return np.ones(len(f)), np.ones(len(f))
+        _, first, second = self._rows(f)
+        return first, np.maximum(first + 2 * second * (f / self._scale) ** 2, _EPSILON)
+
+
+# What a user gives.
+
+
+class ResidualFunctions:
+    """The residuals and their Jacobian on this rank.
+
+    Parameters
+    ----------
+    fun, jac : callable
+        As for `least_squares`; `jac` also the name of a finite difference.
+    args, kwargs : tuple, mapping
+        Further arguments of both.
+    steps : 1-D array or None
+        Relative steps of differences.
+    lower, upper : 1-D array
+        Bounds, which differences do not leave.
+    """
+
+    def __init__(
+        self, fun: Any, jac: Any, args: Any, kwargs: Any, steps: Array | None, lower: Array, upper: Array
+    ) -> None:
+        if not callable(fun):
+            raise TypeError(f"fun={shown(fun)} must be a function that returns the residuals")
+        if not (callable(jac) or (isinstance(jac, str) and jac in DIFFERENCES)):
+            names = ", ".join(map(repr, DIFFERENCES))
+            raise ValueError(f"jac={shown(jac)} must be a function that returns the Jacobian, or one of {names}")
+        if not (kwargs is None or isinstance(kwargs, Mapping)):
+            raise TypeError(f"kwargs={shown(kwargs)} must be a dictionary of names and values")
+        self._fun, self._jac = fun, jac
+        self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
+        self._steps, self._lower, self._upper = steps, lower, upper
+        self.rows = -1  # of the first call
+
+    def residuals(self, x: Any, *samples: Array) -> Array:
+        """As a float64 array of one dimension, as many in each call unless there are samples."""
+        found = _numbers("fun", self._fun(_copy(x), *samples, *self._args, **self._kwargs))
+        if found.ndim > 1:
+            raise ValueError(f"fun must return the residuals in one dimension, but their shape is {found.shape}")
+        found = np.array(found.reshape(-1), np.float64)
+        if not samples:
+            if self.rows < 0:
+                self.rows = len(found)
+            if len(found) != self.rows:
+                raise ValueError(f"fun returned {len(found)} residuals, but {self.rows} at x0; return as many")
+        return found
+
+    def jacobian(self, x: Any, f: Array, *samples: Array) -> Any:
+        """A float64 array (residuals, unknowns), or what else `jac` has returned: sparse rows, or an operator."""
+        if not callable(self._jac):
+            return self._differences(x, f, *samples)
+        found = self._jac(_copy(x), *samples, *self._args, **self._kwargs)
+        size = x.size
+        if hasattr(found, "tocsr") or hasattr(found, "rmatvec"):
+            shape = tuple(found.shape)
+        else:
+            found = _numbers("jac", found).astype(np.float64, copy=False)
+            if found.size == len(f) * size and found.ndim < 2:
+                found = found.reshape(len(f), size)
+            shape = found.shape
+        if shape != (len(f), size):
+            raise ValueError(
+                f"jac returned the shape {shape}, but there are {len(f)} residuals of {size} unknowns; return "
+                f"({len(f)}, {size})"
+            )
+        return found
+
+    def _differences(self, x: Array, f: Array, *samples: Array) -> Array:
+        """The Jacobian by finite differences inside of the bounds."""
+        power = DIFFERENCES[self._jac]
+        sign = np.where(x < 0, -1.0, 1.0)
+        steps = _EPSILON**power * sign * np.maximum(1.0, abs(x))
+        if self._steps is not None:
+            given = self._steps * sign * abs(x)
+            steps = np.where((x + given) - x == 0, steps, given)
+        jacobian = np.empty((len(f), x.size))
+        for k in range(x.size):
+            jacobian[:, k] = self._column(x, f, k, float(steps[k]), *samples)
+        return jacobian
+
+    def _column(self, x: Array, f: Array, k: int, step: float, *samples: Array) -> Array:
+        if self._jac == "cs":
+            point = x.astype(np.complex128)
+            point[k] += abs(step) * 1j
+            found = np.asarray(self._fun(point, *samples, *self._args, **self._kwargs))
+            return found.reshape(-1).imag / abs(step)
+        below, above = float(x[k] - self._lower[k]), float(self._upper[k] - x[k])
+        away = 1.0 if above >= below else -1.0  # from the nearer bound
+        if self._jac == "2-point":
+            if not -below <= step <= above:
+                step = -step if abs(step) <= max(below, above) else away * max(below, above)
+            found, moved = self._moved(x, k, step, *samples)
+            return (found - f) / moved
+        step = abs(step)
+        if step <= min(below, above):
+            (after, one), (before, other) = self._moved(x, k, step, *samples), self._moved(x, k, -step, *samples)
+            return (after - before) / (one - other)
+        step = away * min(step, 0.5 * max(below, above))
+        (near, one), (far, two) = self._moved(x, k, step, *samples), self._moved(x, k, 2 * step, *samples)
+        # The slope at 0 of the parabola through three points.
+        return (near - f) / one * (two / (two - one)) - (far - f) / two * (one / (two - one))
+
+    def _moved(self, x: Array, k: int, step: float, *samples: Array) -> tuple[Array, float]:
+        """The residuals where one unknown has moved, and by how much it has."""
+        point = x.copy()
+        point[k] += step
+        return self.residuals(point, *samples), float(point[k] - x[k])
+
+
+def _copy(x: Any) -> Any:
+    """A point that `fun` may change; parameters with names stay what they are."""
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
+def _numbers(what: str, found: Any) -> np.ndarray:
+    try:
+        array = np.asarray(found)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} must return an array of numbers, got {shown(found)}") from None
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{what} must return real numbers in host memory, got {array.dtype} in {type(found).__name__}")
+    return array
+
+
+# Rows on ranks.
+
+
+class Rows:
+    """The residuals of all ranks, each of which has its own rows: `Residuals` of a method for few unknowns.
+
+    Parameters
+    ----------
+    functions : ResidualFunctions
+        Of this rank.
+    loss : Loss
+    world : Axis or None
+        The ranks; None for a process alone.
+
+    Attributes
+    ----------
+    f : 1-D array
+        This rank's residuals at the point of the last cost.
+    accepted : 1-D array
+        This rank's residuals at the point of the last products.
+    jacobian : 2-D array
+        This rank's rows at the point of the last products, weighted by the loss.
+    """
+
+    def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | None) -> None:
+        self._functions, self._loss, self._world = functions, loss, world
+        self.f: Array = np.empty(0)
+        self.accepted: Array = self.f
+        self.jacobian: Array = np.empty((0, 0))
+        exact_dot.expect(np.dtype(np.float64))
+
+    def cost(self, x: Array) -> float:
+        """Infinite or NaN where the residuals of a rank are not finite.  Collective."""
+        problem: BaseException | None = None
+        values, top = np.empty(0), 0.0
+        try:
+            self.f = self._functions.residuals(x)
+            with np.errstate(all="ignore"):
+                values = self._loss.values(self.f)
+            top = largest(values)
+        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        self.raise_if_any(problem)
+        (top,) = self._maxima(np.array([top if math.isfinite(top) else math.inf])).tolist()
+        if not math.isfinite(top):
+            return math.inf
+        other, bound = (values, top * top) if self._loss.is_linear else (np.ones(len(values)), top)
+        words = exact_dot.dot_words(values, other, bound, [(0, len(values))])
+        return 0.5 * exact_dot.values(self._total(words).reshape(1, 2), [bound])[0]
+
+    def gram(self, x: Array) -> Gram:
+        """See `Residuals`.  Collective."""
+        problem: BaseException | None = None
+        columns, tops = np.empty((0, x.size + 1)), np.zeros(x.size + 1)
+        try:
+            jacobian = self._functions.jacobian(x, self.f)
+            if hasattr(jacobian, "toarray"):
+                jacobian = _numbers("jac", jacobian.toarray()).astype(np.float64, copy=False)
+            of_gradient, of_hessian = self._loss.weights(self.f)
+            roots = np.sqrt(of_hessian)
+            columns = np.empty((len(self.f), x.size + 1))
+            np.multiply(jacobian, roots[:, None], out=columns[:, :-1])
+            columns[:, -1] = self.f * (of_gradient / roots)
+            tops = abs(columns).max(axis=0, initial=0.0)
+        except (Exception, SystemExit) as error:
+            problem = error
+        self.raise_if_any(problem)
+        tops = self._maxima(np.where(np.isfinite(tops), tops, np.inf))
+        wrong = np.flatnonzero(tops >= exact_gram.LARGEST)
+        if len(wrong):
+            column = int(wrong[0])
+            what = f"column {column} of the Jacobian" if column < x.size else "the residuals"
+            raise ValueError(
+                f"{what} at an iterate has elements that are not finite, or larger than {exact_gram.LARGEST:.1g}; "
+                "scale them, or check jac with jac='3-point'"
+            )
+        self.accepted, self.jacobian = self.f, columns[:, :-1]
+        exponents = exact_gram.exponents(tops)
+        words = exact_gram.gram_words(columns, exponents)
+        return exact_gram.gram(self._total(words), exponents)
+
+    def raise_if_any(self, problem: BaseException | None) -> None:
+        """Raise on all ranks if any has a problem.  Collective."""
+        if self._world is not None:
+            self._world.raise_if_any(problem)
+        elif problem is not None:
+            raise problem
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank.  Collective."""
+        return bool(self._maxima(np.array([float(flag)]))[0])
+
+    def _maxima(self, numbers: np.ndarray) -> np.ndarray:
+        if self._world is not None:
+            self._world.all_reduce(numbers, op="max", label="dots")
+        return numbers
+
+    def _total(self, words: np.ndarray) -> np.ndarray:
+        if self._world is not None:
+            self._world.all_reduce(words.reshape(-1), label="dots")
+        return words

@@ -1,0 +1,442 @@
+"""Sums of squares of few unknowns, minimised in a trust region: with bounds by reflections, or Levenberg-Marquardt.
+
+All ranks have all unknowns, and take the same steps from the same numbers: of the residuals and the Jacobian a method
+sees the cost and the products of the columns of ``[J f]``, sums over all rows that are exact (`exact_gram`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mpishard.backend import exact_gram
+from mpishard.backend.exact_gram import Gram
+from mpishard.minimizers import small
+
+# Why a method has ended: SciPy's status numbers.
+LIMIT, GRADIENT, COST, STEP, COST_AND_STEP = 0, 1, 2, 3, 4
+_NEWTON_TRIALS = 10  # of the multiplier of a region
+_SINGULAR = 2.0**-64  # of the largest diagonal element, added to a singular matrix
+
+
+def dot(one: np.ndarray, other: np.ndarray) -> float:
+    """The dot product, rounded once."""
+    return small.dot(one.tolist(), other.tolist())
+
+
+def norm(vector: np.ndarray) -> float:
+    """The 2-norm; NaN if it is too large."""
+    return math.sqrt(dot(vector, vector))
+
+
+def largest(vector: np.ndarray) -> float:
+    """The largest absolute element."""
+    return float(abs(vector).max())
+
+
+class Residuals(Protocol):
+    """What is minimised: half of the sum of the squares of the residuals, or of the losses of their squares."""
+
+    def cost(self, x: np.ndarray) -> float:
+        """At a point, on all ranks the same.  Collective."""
+        ...
+
+    def gram(self, x: np.ndarray) -> Gram:
+        """The products of the columns of ``[J f]`` at the last cost's point; the same on all ranks.  Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """When a method ends, and its scale.
+
+    Parameters
+    ----------
+    ftol, xtol, gtol : float
+        Ends below these; 0 for never.
+    max_nfev : int
+        The most evaluations of the cost.
+    scale : 1-D array or None
+        The characteristic sizes of the unknowns; None: from the columns of the Jacobian.
+    """
+
+    ftol: float
+    xtol: float
+    gtol: float
+    max_nfev: int
+    scale: np.ndarray | None
+
+
+@dataclass
+class State:
+    """Where a method is.
+
+    Parameters
+    ----------
+    x : 1-D array
+        The last iterate.
+    cost : float
+        There.
+    gradient : 1-D array
+        There.
+    optimality : float
+        The largest element of the gradient, with bounds scaled by the distance to them.
+    iterations, nfev, njev : int
+        Accepted steps, costs and Jacobians.
+    status : int or None
+        Why it has ended; None until then.
+    """
+
+    x: np.ndarray
+    cost: float
+    gradient: np.ndarray
+    optimality: float = math.nan
+    iterations: int = 0
+    nfev: int = 0
+    njev: int = 0
+    status: int | None = None
+
+
+class Model:
+    """The quadratic model ``g's + s'As / 2`` of the cost, in scaled variables; A is positive semidefinite.
+
+    Parameters
+    ----------
+    products : Gram
+        Of the columns of ``[J f]``.
+    scale : 1-D array
+        By what scaled variables are multiplied.
+    diagonal : 1-D array
+        Is added to the diagonal of A.
+    """
+
+    def __init__(self, products: Gram, scale: np.ndarray, diagonal: np.ndarray) -> None:
+        parts = Gram(*(np.ascontiguousarray(part[:-1, :-1]) for part in products))
+        self._matrix = parts.scaled(scale).with_diagonal(diagonal)
+        self._right = exact_gram.vector_product((products.high[:-1, -1], products.low[:-1, -1]), scale)
+        self.gradient: np.ndarray = self._right[0] + self._right[1]
+
+    def value(self, step: np.ndarray) -> float:
+        """Of the model."""
+        return dot(self.gradient, step) + 0.5 * self._matrix.form(step, step)
+
+    def best_along(self, start: np.ndarray, direction: np.ndarray, least: float, most: float) -> tuple[float, float]:
+        """The factor of the direction in these limits where the model is lowest, and its value there."""
+        square = 0.5 * self._matrix.form(direction, direction)
+        slope = dot(self.gradient, direction) + self._matrix.form(start, direction)
+        factors = [least, most]
+        if square > 0 and least < -0.5 * slope / square < most:
+            factors.append(-0.5 * slope / square)
+        constant = self.value(start)
+        values = [constant + factor * (slope + factor * square) for factor in factors]
+        lowest = min(range(len(values)), key=values.__getitem__)
+        return factors[lowest], values[lowest]
+
+    def step(self, radius: float, multiplier: float, tolerance: float, slack: float) -> tuple[np.ndarray, float]:
+        """The step to the minimum in a ball, and its multiplier, by which another search may begin.
+
+        Parameters
+        ----------
+        radius : float
+            Of the ball.
+        multiplier : float
+            Where the search begins.
+        tolerance : float
+            By what share of the radius the length of a step at the boundary may differ from it.
+        slack : float
+            By what share of it the step to the minimum of the model may be longer.
+
+        References
+        ----------
+        J. J. More: The Levenberg-Marquardt algorithm: implementation and theory.  Numerical Analysis, Lecture Notes in
+        Mathematics 630, 105-116 (1978), section 5.
+        """
+        step, length, square = self._solve(0.0)
+        is_singular = not math.isfinite(length)
+        if is_singular:  # a little more is the shortest of many minima
+            step, length, square = self._solve(_SINGULAR * float(self._matrix.high.diagonal().max()))
+        if length <= (1 + slack) * radius:
+            return step, 0.0
+        upper = norm(self.gradient) / radius
+        if not (0 < upper < math.inf and math.isfinite(length)):
+            return np.zeros(len(self.gradient)), 0.0
+        lower = 0.0 if is_singular else (length - radius) * length / square
+        for _ in range(_NEWTON_TRIALS):
+            if not lower < multiplier < upper:
+                multiplier = max(0.001 * upper, math.sqrt(lower * upper))
+            found, length, square = self._solve(multiplier)
+            if not math.isfinite(length):
+                break
+            step, excess = found, length - radius
+            if abs(excess) <= tolerance * radius:
+                break
+            newton = excess * length / square
+            if excess < 0:
+                upper = multiplier
+            lower = max(lower, multiplier + newton)
+            multiplier += length / radius * newton
+        return step, multiplier
+
+    def _solve(self, multiplier: float) -> tuple[np.ndarray, float, float]:
+        """The minimum with so much added to the diagonal, its length, and the square by which the length changes."""
+        matrix = self._matrix
+        if multiplier:
+            matrix = matrix.with_diagonal(np.full(len(self.gradient), multiplier))
+        step, square = exact_gram.solve(matrix, self._right)
+        length = norm(step)
+        return -step, length if math.isfinite(length) else math.inf, square
+
+
+# Trust region reflective.
+
+
+def reflective(
+    residuals: Residuals, start: np.ndarray, lower: np.ndarray, upper: np.ndarray, options: Options
+) -> Iterator[State]:
+    """Yield where it is after the first evaluation and each iteration, in a trust region inside of bounds.
+
+    Collective over the ranks of the residuals.  Variables are scaled by the distance to the bound to which descent
+    leads; a step to the outside is reflected, and the best of it, of the step cut short and of the gradient is taken.
+
+    References
+    ----------
+    M. A. Branch, T. F. Coleman, Y. Li: A subspace, interior, and conjugate gradient method for large-scale
+    bound-constrained minimization problems.  SIAM Journal on Scientific Computing 21, 1-23 (1999).
+    """
+    x = strictly_inside(start, lower, upper, 1e-10)
+    state = State(x, residuals.cost(x), np.zeros(len(x)), nfev=1)
+    require_finite(state.cost)
+    products, units = _linearized(residuals, state, options, None)
+    distance, slope = _distances(x, state.gradient, lower, upper)
+    scaled = np.where(slope != 0, distance * units, distance)
+    radius = norm(x * units / np.sqrt(scaled)) or 1.0
+    multiplier = 0.0
+    while True:
+        distance, slope = _distances(x, state.gradient, lower, upper)
+        state.optimality = largest(state.gradient * distance)
+        if state.optimality < options.gtol:
+            state.status = GRADIENT
+        elif state.status is None and state.nfev >= options.max_nfev:
+            state.status = LIMIT
+        yield state
+        if state.status is not None:
+            return
+        scaled = np.where(slope != 0, distance * units, distance)
+        scale = np.sqrt(scaled) / units
+        model = Model(products, scale, state.gradient * slope / units)
+        inside = max(0.995, 1 - state.optimality)
+        decrease = -1.0
+        while decrease <= 0 and state.nfev < options.max_nfev and state.status is None:
+            free, multiplier = model.step(radius, multiplier, 0.01, 0.0)
+            length = norm(free)
+            if multiplier and length > 0.9 * radius:  # a shorter one is the minimum of a singular model
+                free *= radius / length
+            step, expected = _within_bounds(model, x, free, scale, radius, lower, upper, inside)
+            trial = strictly_inside(x + scale * step, lower, upper, 0.0)
+            cost, length = residuals.cost(trial), norm(step)
+            state.nfev += 1
+            if not math.isfinite(cost):
+                radius = 0.25 * length
+                if not radius > 0:
+                    state.status = STEP
+                continue
+            decrease = state.cost - cost
+            ratio = _ratio(decrease, expected)
+            before = radius
+            if ratio < 0.25:
+                radius = 0.25 * length
+            elif ratio > 0.75 and length > 0.95 * radius:
+                radius *= 2
+            multiplier *= before / radius if radius else 1.0
+            moved, far = norm(scale * step), norm(x)
+            state.status = _converged(decrease, state.cost, moved, far, ratio, options)
+        if decrease > 0:
+            x = trial
+            state.x, state.cost = x, cost
+            state.iterations += 1
+            products, units = _linearized(residuals, state, options, units)
+
+
+def _linearized(
+    residuals: Residuals, state: State, options: Options, units: np.ndarray | None
+) -> tuple[Gram, np.ndarray]:
+    """The products of the columns at the point of the state, which gets the gradient; and the inverse scale."""
+    products = residuals.gram(state.x)
+    state.njev += 1
+    state.gradient = products.high[:-1, -1] + products.low[:-1, -1]
+    if options.scale is not None:
+        return products, 1 / options.scale
+    columns = np.sqrt(products.high.diagonal()[:-1])
+    if units is None:
+        return products, np.where(columns == 0, 1.0, columns)
+    return products, np.maximum(units, columns)
+
+
+def _distances(
+    x: np.ndarray, gradient: np.ndarray, lower: np.ndarray, upper: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The distance to the bound to which descent leads, and its derivative; 1 and 0 where there is none."""
+    up = (gradient < 0) & np.isfinite(upper)
+    down = (gradient > 0) & np.isfinite(lower)
+    distance = np.where(up, upper - x, np.where(down, x - lower, 1.0))
+    return distance, np.where(up, -1.0, np.where(down, 1.0, 0.0))
+
+
+def _within_bounds(
+    model: Model,
+    x: np.ndarray,
+    free: np.ndarray,
+    scale: np.ndarray,
+    radius: float,
+    lower: np.ndarray,
+    upper: np.ndarray,
+    inside: float,
+) -> tuple[np.ndarray, float]:
+    """The scaled step that is tried for one that may leave the bounds, and the decrease that the model says."""
+    whole = x + scale * free
+    if ((lower <= whole) & (whole <= upper)).all():
+        return free, -model.value(free)
+    share, hit = _to_bound(x, scale * free, lower, upper)
+    candidates = []
+    reflected = np.where(hit, -free, free)
+    edge = share * free
+    beyond, _ = _to_bound(x + scale * edge, scale * reflected, lower, upper)
+    reach = min(beyond, _to_sphere(edge, reflected, radius))
+    if reach > 0:
+        least = (1 - inside) * share / reach
+        most = inside * beyond if reach == beyond else reach
+        if least <= most:
+            factor, value = model.best_along(edge, reflected, least, most)
+            candidates.append((value, edge + factor * reflected))
+    cut = inside * edge
+    candidates.append((model.value(cut), cut))
+    downhill = -model.gradient
+    beyond, _ = _to_bound(x, scale * downhill, lower, upper)
+    sphere = radius / norm(downhill)
+    most = inside * beyond if beyond < sphere else sphere
+    factor, value = model.best_along(np.zeros(len(x)), downhill, 0.0, most)
+    candidates.append((value, factor * downhill))
+    value, step = min(candidates, key=lambda candidate: candidate[0])
+    return step, -value
+
+
+def _to_bound(x: np.ndarray, step: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[float, np.ndarray]:
+    """By which factor a step reaches the first bound, and which elements do."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.where(step == 0, np.inf, np.maximum((lower - x) / step, (upper - x) / step))
+    first = float(factors.min())
+    return first, (factors == first) & (step != 0)
+
+
+def _to_sphere(start: np.ndarray, direction: np.ndarray, radius: float) -> float:
+    """By which factor a direction reaches the boundary of the region from a point in it."""
+    square, mixed = dot(direction, direction), dot(start, direction)
+    rest = radius * radius - dot(start, start)
+    root = math.sqrt(max(mixed * mixed + square * rest, 0.0))
+    if not square:
+        return 0.0
+    return rest / (mixed + root) if mixed > 0 else (root - mixed) / square
+
+
+def strictly_inside(x: np.ndarray, lower: np.ndarray, upper: np.ndarray, share: float) -> np.ndarray:
+    """The point with elements at or beyond a bound moved inside: by a share of the bound, or to the next float64."""
+    with np.errstate(invalid="ignore"):  # of infinities, which are not used
+        near = np.where(np.isfinite(lower), share * np.maximum(1, abs(lower)), 0)
+        far = np.where(np.isfinite(upper), share * np.maximum(1, abs(upper)), 0)
+        low = lower + near if share else np.nextafter(lower, upper)
+        high = upper - far if share else np.nextafter(upper, lower)
+        moved = np.where(x <= lower + near, low, np.where(x >= upper - far, high, x))
+        return np.where((moved < lower) | (moved > upper), 0.5 * (lower + upper), moved)
+
+
+def _ratio(decrease: float, expected: float) -> float:
+    if expected > 0:
+        return decrease / expected
+    return 1.0 if decrease == expected == 0 else 0.0
+
+
+def _converged(decrease: float, cost: float, moved: float, far: float, ratio: float, options: Options) -> int | None:
+    """Which test the last trial ends; None for none."""
+    by_cost = decrease < options.ftol * cost and ratio > 0.25
+    by_step = moved < options.xtol * (options.xtol + far)
+    if by_cost and by_step:
+        return COST_AND_STEP
+    return COST if by_cost else STEP if by_step else None
+
+
+def require_finite(cost: float) -> None:
+    """Raise ValueError if the cost of the start is not finite."""
+    if not math.isfinite(cost):
+        raise ValueError("the residuals are not finite at x0; give a start where the function is defined")
+
+
+# Levenberg-Marquardt.
+
+
+def levenberg_marquardt(residuals: Residuals, start: np.ndarray, options: Options) -> Iterator[State]:
+    """Yield where it is after the first evaluation and each iteration, by the algorithm of Levenberg and Marquardt.
+
+    Collective over the ranks of the residuals.
+
+    References
+    ----------
+    J. J. More: The Levenberg-Marquardt algorithm: implementation and theory.  Numerical Analysis, Lecture Notes in
+    Mathematics 630, 105-116 (1978); its implementation and its constants: J. J. More, B. S. Garbow, K. E. Hillstrom:
+    User guide for MINPACK-1.  Argonne National Laboratory, ANL-80-74 (1980).
+    """
+    x = start.copy()
+    state = State(x, residuals.cost(x), np.zeros(len(x)), nfev=1)
+    require_finite(state.cost)
+    products, units = _linearized(residuals, state, options, None)
+    radius = 100 * (norm(x * units) or 1.0)
+    multiplier, is_first = 0.0, True
+    while True:
+        state.optimality = largest(state.gradient)
+        columns = np.sqrt(products.high.diagonal()[:-1])
+        length = math.sqrt(products.high[-1, -1])
+        cosines = np.divide(abs(state.gradient), columns * length, out=np.zeros(len(x)), where=columns * length > 0)
+        if state.status is None and cosines.max() <= options.gtol:
+            state.status = GRADIENT
+        elif state.status is None and state.nfev >= options.max_nfev:
+            state.status = LIMIT
+        yield state
+        if state.status is not None:
+            return
+        model = Model(products, 1 / units, np.zeros(len(x)))
+        accepted = False
+        while not accepted and state.nfev < options.max_nfev and state.status is None:
+            step, multiplier = model.step(radius, multiplier, 0.1, 0.1)
+            far = norm(step)
+            if is_first:
+                radius, is_first = min(radius, far), False
+            trial = x + step / units
+            cost = residuals.cost(trial)
+            state.nfev += 1
+            # Both relative to the cost, and the slope of the cost along the step.
+            linear = 0.5 * max(2 * (model.value(step) - dot(model.gradient, step)), 0.0) / state.cost
+            pull = 0.5 * multiplier * far * far / state.cost
+            decrease = 1 - cost / state.cost if 0.01 * cost < state.cost else -1.0
+            expected, slope = linear + 2 * pull, -(linear + pull)
+            ratio = decrease / expected if expected else 0.0
+            if ratio <= 0.25:
+                shrink = 0.5 if decrease >= 0 else 0.5 * slope / (slope + 0.5 * decrease)
+                if not 0.01 * cost < state.cost or shrink < 0.1:
+                    shrink = 0.1
+                radius, multiplier = shrink * min(radius, far / 0.1), multiplier / shrink
+            elif multiplier == 0 or ratio >= 0.75:
+                radius, multiplier = 2 * far, 0.5 * multiplier
+            accepted = ratio >= 1e-4
+            size = norm((trial if accepted else x) * units)
+            by_cost = abs(decrease) <= options.ftol and expected <= options.ftol and 0.5 * ratio <= 1
+            by_step = radius <= options.xtol * size
+            if by_cost or by_step:
+                state.status = COST_AND_STEP if by_cost and by_step else COST if by_cost else STEP
+        if accepted:
+            x = trial
+            state.x, state.cost = x, cost
+            state.iterations += 1
+            products, units = _linearized(residuals, state, options, units)

@@ -1,0 +1,196 @@
+"""`least_squares` on one process: SciPy's answers in about as many evaluations, its arguments and its errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mgh import PROBLEMS
+from residual_problems import Bundle, Curve, Diffusion
+
+from mpishard import least_squares
+from mpishard.inverse.residuals import LOSSES, Loss
+
+CURVE, FIELD = Curve(), Diffusion()
+LIMITS = ([-1, 0, 0, -1], [1, 5, 2, 1])
+
+
+def rosenbrock(x):
+    return np.array([10 * (x[1] - x[0] ** 2), 1 - x[0]])
+
+
+def scipys(*given, **named):
+    optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
+    return optimize.least_squares(*given, **named)
+
+
+@pytest.mark.parametrize("method", ["trf", "lm"])
+def test_as_good_as_scipy_in_as_many_evaluations(method):
+    counts = np.zeros(2, int)
+    for problem in PROBLEMS:
+        values, jacobian = (lambda x, k=k, f=problem.residuals: f(x)[k] for k in (0, 1))
+        if method == "lm" and len(values(problem.start)) < problem.n:
+            continue
+        with np.errstate(all="ignore"):
+            found = least_squares(values, problem.start, jacobian, method=method, max_nfev=3000)
+            peer = scipys(values, problem.start, jacobian, method=method, max_nfev=3000)
+        assert found.success and found.cost <= (1 + 1e-7) * peer.cost + 1e-16, problem.name
+        counts += found.nfev, peer.nfev
+    assert counts[0] <= 1.2 * counts[1]
+
+
+@pytest.mark.parametrize("loss", ["linear", *LOSSES])
+@pytest.mark.parametrize("limits", [(-np.inf, np.inf), LIMITS], ids=["free", "bounds"])
+def test_outliers(loss, limits):
+    given = {"loss": loss, "f_scale": 0.1, "bounds": limits}
+    found = least_squares(CURVE.residuals, CURVE.start, CURVE.jacobian, **given)
+    peer = scipys(CURVE.residuals, CURVE.start, CURVE.jacobian, **given)
+    assert found.status == peer.status and found.cost == pytest.approx(peer.cost, rel=1e-9)
+    assert np.allclose(found.x, peer.x, rtol=1e-5) and abs(found.nfev - peer.nfev) <= 1
+    assert np.allclose(found.jac, peer.jac, rtol=1e-4, atol=1e-6) and np.allclose(found.grad, peer.grad, atol=1e-4)
+    assert loss == "linear" or np.allclose(found.x, CURVE.truth, atol=0.05)
+
+
+def test_bounds_of_a_field():
+    given = {"bounds": (FIELD.lower, FIELD.upper)}
+    found = least_squares(FIELD.residuals, FIELD.start, FIELD.jacobian, **given)
+    peer = scipys(FIELD.residuals, FIELD.start, FIELD.jacobian, **given)
+    assert found.cost == pytest.approx(peer.cost, rel=1e-8) and np.allclose(found.x, peer.x, atol=1e-3)
+    assert found.nfev <= peer.nfev + 1 and np.array_equal(found.active_mask, peer.active_mask)
+    assert (found.x > FIELD.lower).all() and (found.x < FIELD.upper).all() and found.active_mask.any()
+
+
+def test_a_bundle_of_sparse_rows():
+    pytest.importorskip("scipy.sparse", reason="SciPy is not installed (extra: test)")
+    bundle = Bundle(points=20, cameras=4, views=3)
+    found = least_squares(bundle.residuals, bundle.start, bundle.sparse, x_scale="jac", ftol=1e-10)
+    peer = scipys(bundle.residuals, bundle.start, bundle.sparse, x_scale="jac", ftol=1e-10)
+    assert found.cost == pytest.approx(peer.cost, rel=1e-7) and found.nfev <= peer.nfev + 2
+
+
+@pytest.mark.parametrize("condition", [1e8, 1e12])
+@pytest.mark.parametrize("method", ["trf", "lm"])
+def test_an_ill_conditioned_problem(condition, method):
+    """The square of the condition number is beyond float64; the step is as good as by orthogonal factors."""
+    random = np.random.default_rng(1)
+    left, right = (np.linalg.qr(random.standard_normal(shape))[0] for shape in ((60, 6), (6, 6)))
+    matrix = (left * np.logspace(0, -np.log10(condition), 6)) @ right.T
+    given = dict(x_scale=1.0, method=method, ftol=1e-15, xtol=1e-15, gtol=None)
+    found = least_squares(lambda x: matrix @ (x - 1), np.zeros(6), lambda x: matrix, **given)
+    assert abs(found.x - 1).max() <= 1e-15 * condition
+    assert abs(matrix @ (found.x - 1)).max() <= 1e-14
+
+
+@pytest.mark.parametrize("jac", ["2-point", "3-point", "cs"])
+@pytest.mark.parametrize("limits", [(-np.inf, np.inf), ([-2, 1.5], 2), ([-1.2, 1.6], [1e-9 - 1.2, 2])])
+def test_differences_stay_in_the_bounds(jac, limits):
+    points = []
+
+    def watched(x):
+        points.append(np.real(x).copy())
+        return rosenbrock(x)
+
+    found = least_squares(watched, [-1.2, 1.7], jac, limits)
+    peer = scipys(rosenbrock, [-1.2, 1.7], jac, limits)
+    assert (np.array(points) >= limits[0]).all() and (np.array(points) <= limits[1]).all()
+    assert found.cost == pytest.approx(peer.cost, rel=1e-6, abs=1e-12) and abs(found.nfev - peer.nfev) <= 2
+
+
+def test_a_parabola_through_three_points():
+    """At a bound the 3-point difference is one-sided, and still exact for parabolas."""
+    found = least_squares(lambda x: 1 + 3 * x + 5 * x * x, [1.0], "3-point", (1.0 - 1e-15, 3), max_nfev=1)
+    assert found.jac[0, 0] == pytest.approx(13, rel=1e-9) and found.status == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_derivatives_of_losses(name):
+    z, h = np.linspace(0, 3, 31)[1:] + 0.013, 1e-5
+    (value, first, second), (after, *_), (before, *_) = (LOSSES[name](each) for each in (z, z + h, z - h))
+    assert np.allclose((after - before) / (2 * h), first, rtol=1e-8)
+    slopes = (LOSSES[name](z + h)[1] - LOSSES[name](z - h)[1]) / (2 * h)
+    assert np.allclose(slopes, second, rtol=1e-7) and (value <= z).all()
+
+
+def test_a_loss_of_ones_own_is_the_one_by_name():
+    def cauchy(z):
+        return np.stack([np.log1p(z), 1 / (1 + z), -1 / (1 + z) ** 2])
+
+    given = [CURVE.residuals, CURVE.start, CURVE.jacobian]
+    own, named = (least_squares(*given, loss=loss, f_scale=0.1) for loss in (cauchy, "cauchy"))
+    assert np.allclose(own.x, named.x, rtol=1e-9) and own.nfev == named.nfev
+
+
+def test_arguments_reach_both_functions():
+    def fun(x, a, b=0.0):
+        return a * x - b
+
+    found = least_squares(fun, 1.0, lambda x, a, b: np.array([[a]]), args=(2.0,), kwargs={"b": 6.0})
+    assert found.x == pytest.approx([3]) and found.fun.shape == (1,) and found.jac.shape == (1, 1)
+
+
+def test_residuals_that_are_not_finite_shorten_the_step():
+    found = least_squares(lambda x: np.where(x < 0.5, np.log(np.maximum(x, 1e-300)) + 3, np.nan), [0.4])
+    assert found.success and found.x == pytest.approx([np.exp(-3)], rel=1e-6)
+
+
+def test_the_callback_sees_iterates_and_stops():
+    seen = []
+
+    def callback(intermediate_result):
+        seen.append((intermediate_result.nit, intermediate_result.cost))
+        if len(seen) == 3:
+            raise StopIteration
+
+    found = least_squares(rosenbrock, [-1.2, 1], callback=callback)
+    assert [nit for nit, _ in seen] == [1, 2, 3] and found.status == -2 and not found.success
+    assert found.cost == seen[-1][1] and found.nit == 3
+
+
+def test_what_it_shows(capfd):
+    least_squares(rosenbrock, [-1.2, 1], verbose=2, max_nfev=5)
+    shown = capfd.readouterr().err
+    assert "cost" in shown and "max_nfev" in shown and len(shown.splitlines()) >= 4
+
+
+WRONG = [
+    ({"fun": 3}, TypeError, "fun=3 must be a function"),
+    ({"jac": "4-point"}, ValueError, "2-point"),
+    ({"method": "dogbox"}, ValueError, "'trf' or 'lm'"),
+    ({"method": "lm", "bounds": (0, 3)}, ValueError, "takes no bounds"),
+    ({"method": "lm", "loss": "huber"}, ValueError, "linear"),
+    ({"loss": "l1"}, ValueError, "soft_l1"),
+    ({"loss": lambda z: z}, ValueError, r"\(3, 2\)"),
+    ({"f_scale": 0}, ValueError, "f_scale"),
+    ({"bounds": ([0, 0, 0], 1)}, ValueError, "shape"),
+    ({"bounds": (2, 1)}, ValueError, "cross"),
+    ({"bounds": ([1, 0], [1, 2])}, ValueError, "below the upper one"),
+    ({"bounds": 3}, ValueError, "must be"),
+    ({"bounds": (2, 3)}, ValueError, "x0 is outside"),
+    ({"x_scale": -1}, ValueError, "positive"),
+    ({"x_scale": "auto"}, ValueError, "'jac'"),
+    ({"ftol": -1}, ValueError, "ftol"),
+    ({"max_nfev": 0}, ValueError, "max_nfev"),
+    ({"verbose": 3}, ValueError, "0, 1 or 2"),
+    ({"kwargs": 3}, TypeError, "kwargs"),
+    ({"x0": [np.nan, 1]}, ValueError, "finite"),
+    ({"fun": lambda x: np.array([np.nan, 1.0])}, ValueError, "not finite at x0"),
+    ({"fun": lambda x: x[:, None] * x}, ValueError, "one dimension"),
+    ({"fun": lambda x: ["a", "b"]}, TypeError, "real numbers"),
+    ({"jac": lambda x: np.ones((3, 2))}, ValueError, r"\(3, 2\).*2 residuals of 2 unknowns"),
+    ({"jac": lambda x: np.full((2, 2), np.inf)}, ValueError, "column 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "text"), WRONG)
+def test_bad_input_raises_one_clear_error(change, error, text):
+    with pytest.raises(error, match=text):
+        least_squares(**({"fun": rosenbrock, "x0": [0.5, 0.5]} | change))
+
+
+def test_the_number_of_residuals_stays():
+    with pytest.raises(ValueError, match="returned 3 residuals, but 2 at x0"):
+        least_squares(lambda x: np.ones(2 if (x == 1).all() else 3), [1.0])
+
+
+def test_weights_of_the_loss_are_positive():
+    first, second = Loss("cauchy", 1.0).weights(np.array([0.0, 10.0, 1e100]))
+    assert (second > 0).all() and first[0] == 1
