@@ -1,8 +1,8 @@
-"""python benchmarks/least_squares.py [--shift S]
+"""python benchmarks/least_squares.py [--shift S] [--points P]
 
 Final costs and numbers of evaluations of `mpishard.least_squares` and of SciPy's, with the same arguments: on the
-problems of Moré, Garbow and Hillstrom by both methods, on a curve with outliers by all losses, and on a coefficient of
-a PDE between bounds.
+problems of Moré, Garbow and Hillstrom by both methods, on a curve with outliers by all losses, on a coefficient of a
+PDE between bounds, and on a bundle adjustment of P points with sparse rows, where SciPy's steps are those of LSMR.
 
 A cost is as good as SciPy's if it is at most 1e-7 of it, ten times `ftol`, or 1e-16 above.  Where both end in different
 local minima, that is marked; evaluations are compared where they end in the same one.
@@ -57,6 +57,16 @@ def further_cases(shift: float) -> Iterator[Case]:
         yield Case(f"coefficient, x_scale={scale}", field.residuals, field.jacobian, field.start + shift, arguments)
 
 
+def bundle_cases(points: int) -> Iterator[Case]:
+    """Many unknowns."""
+    from residual_problems import Bundle
+
+    bundle = Bundle(points=points)
+    for arguments in ({}, {"x_scale": "jac"}, {"loss": "soft_l1", "f_scale": 1e-3, "x_scale": "jac"}):
+        name = f"bundle, {', '.join(map(str, arguments.values())) or 'linear'}"
+        yield Case(name, bundle.residuals, bundle.sparse, bundle.start, arguments)
+
+
 def compare(title: str, cases: Iterator[Case]) -> bool:
     """Print a line a problem and the sums; whether all costs are as good and the evaluations within 1.2."""
     from scipy.optimize import least_squares
@@ -87,6 +97,7 @@ def compare(title: str, cases: Iterator[Case]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, default=1000, help="of the bundle")
     parser.add_argument("--shift", type=float, default=0.0, help="is added to all starts")
     given = parser.parse_args()
     try:
@@ -99,6 +110,7 @@ def main() -> None:
         compare("method='trf'", mgh_cases("trf", given.shift)),
         compare("method='lm'", mgh_cases("lm", given.shift)),
         compare("outliers and bounds", further_cases(given.shift)),
+        compare(f"bundle of {given.points} points", bundle_cases(given.points)),
     ]
     sys.exit(0 if all(good) else 1)
 

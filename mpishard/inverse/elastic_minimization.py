@@ -16,7 +16,7 @@ from mpishard.inverse.comparison import check_alike, digest, exchange
 from mpishard.inverse.functions import Callback, Functions, Unknowns
 from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, result_of
 from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer
+from mpishard.minimizers.minimizer import Minimizer, Progress
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training import OptimizationProblem
 
@@ -111,6 +111,8 @@ class ElasticMinimization:
         self._evaluations = 0  # of the last row
         self._elastic = ElasticOptimizer(method, mesh, **options)
         self._maxtime = loop.maxtime
+        self.progress = Progress()  # at the end
+        self.stop_reason = ""
 
     def run(self, checkpoints: Any, resume: bool, record: Any) -> OptimizeResult:
         """Take steps until the method, the callback or a signal ends the minimisation.
@@ -150,6 +152,7 @@ class ElasticMinimization:
         )
         minimizer, method = self._minimizer, self._elastic.optimizer.rule
         assert isinstance(method, Method)
+        self.progress, self.stop_reason = minimizer.progress, found.stop_reason
         gradient = self._whole(minimizer.row("base_gradient"))
         result = result_of(self._unknowns.shown_to_user(), gradient, found.stop_reason, method, minimizer.progress)
         if self._mesh.rank == 0:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arguments import integer, number, shown
-from mpishard.inverse.functions import Callback, Unknowns
+from mpishard.arguments import integer, mapping, number, shown
+from mpishard.inverse.elastic_options import elastic_options
+from mpishard.inverse.functions import Callback, Functions, Unknowns, size_of
+from mpishard.inverse.gauss_newton import GaussNewtonFunctions
+from mpishard.inverse.minimization import ElasticArguments, solve
 from mpishard.inverse.residuals import Loss, ResidualFunctions, Rows
-from mpishard.inverse.result import OptimizeResult
+from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
 from mpishard.io import log
 from mpishard.minimizers.elements import whole_bounds, whole_elements
-from mpishard.minimizers.least_squares import Options, State, levenberg_marquardt, reflective
+from mpishard.minimizers.gauss_newton import GaussNewton
+from mpishard.minimizers.least_squares import (
+    Options,
+    State,
+    levenberg_marquardt,
+    reflective,
+    require_finite,
+    strictly_inside,
+)
 
 if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
+    from mpishard.record import RunRecord
 
 Array = Any
 _CALLBACK = -2
@@ -30,6 +45,9 @@ _MESSAGES = {
     4: "converged: the last step was below both ftol={ftol:g} and xtol={xtol:g}",
 }
 _METHODS = ("trf", "lm")
+_TR_OPTIONS = ("forcing", "forcing_power", "maxcg", "initial_radius", "max_radius")
+# Of the reasons for which the loop of `minimize` ends; the others are failures.
+_STATUS = {"gradient": 1, "decrease": 2, "step": 3, "evaluations": 0, "callback": _CALLBACK, "signal": _CALLBACK}
 _HEAD = f"{'iteration':>9} {'evaluations':>11} {'cost':>17} {'optimality':>11}"
 
 
@@ -45,50 +63,73 @@ def least_squares(
     x_scale: Any = None,
     loss: str | Callable[[Array], Any] = "linear",
     f_scale: float = 1.0,
+    *,
     diff_step: Any = None,
+    tr_solver: str | None = None,
+    tr_options: Mapping[str, Any] | None = None,
     max_nfev: int | None = None,
     verbose: int = 0,
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     callback: Callable[..., Any] | None = None,
-    *,
     mesh: Mesh | None = None,
+    preconditioner: Any = None,
+    samples: int | None = None,
+    elastic: bool | Mapping[str, Any] = False,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = False,
+    record: RunRecord | None = None,
 ) -> OptimizeResult:
     """Minimise the sum of the squares of residuals, or of a loss of them that outliers do not rule.
 
     The arguments and the result are those of ``scipy.optimize.least_squares``.  With a mesh it is collective: the rows
-    are divided over its ranks, all ranks have all unknowns and take the same steps, and these have the same bits on any
-    number of ranks.  Without one it uses no MPI.
+    are divided over its ranks, and all take the same steps.  Without one it uses no MPI.
+
+    There are two ways to find a step.  ``tr_solver="exact"`` is for few unknowns, which all ranks have, and Jacobians
+    whose elements are known.  ``tr_solver="cg"`` is for many: a Gauss-Newton method whose steps come from conjugate
+    gradients with products of the Jacobian and its adjoint, in the loop of `minimize`, which divides its vectors over
+    the ranks, saves, resumes and outlives ranks.
 
     Parameters
     ----------
     fun : callable
         ``fun(x, *args, **kwargs)`` returns the residuals, an array of one dimension.  On a mesh those of this rank: any
         number, which may differ between ranks, and be 0; as many in each call.  All ranks call it for the same points.
-    x0 : array
-        The start, seen as flat, in float64.  Ranks start from that of rank 0, with a warning if theirs differ.
+    x0 : array or FlatParameters
+        The start.  An array is copied and seen as flat, in float64; ranks start from that of rank 0, with a warning if
+        theirs differ.  A FlatParameters is for ``"cg"``, is changed in place, and may be split over the tensor axis:
+        then products of the Jacobian take and give this rank's slices.
     jac : {"2-point", "3-point", "cs"} or callable
         ``jac(x, *args, **kwargs)`` returns the derivatives of the residuals of this rank, of shape (residuals,
-        unknowns), as an array or as sparse rows (what has ``toarray``).  A name: by finite differences in the bounds,
-        or by complex steps.
+        unknowns): an array; sparse rows, as SciPy's; or an operator with ``shape``, ``matvec(v)`` and ``rmatvec(u)``,
+        as ``scipy.sparse.linalg.LinearOperator``, for ``"cg"``.  Those of the last two points are kept and used.  A
+        name: by finite differences inside of the bounds, or by complex steps.
     bounds : pair or scipy.optimize.Bounds
         ``(lower, upper)``, each a number or an array as long as `x0`; the start must be between them.  For ``"trf"``.
+        Of a FlatParameters as for `minimize`.
     method : {"trf", "lm"}
-        Trust region reflective, or the Levenberg-Marquardt algorithm of MINPACK, for the linear loss without bounds.
+        A trust region: reflective (``"exact"``) or with projected steps (``"cg"``).  Or the Levenberg-Marquardt
+        algorithm of MINPACK, ``"exact"``, for the linear loss without bounds.
     ftol, xtol, gtol : float or None
         It ends where a step decreases the cost by less than `ftol` of it; where a step is shorter than ``xtol * (xtol +
         |x|)``; where the largest element of the gradient, with bounds scaled by the distance to them, is below `gtol`.
         For ``"lm"`` `xtol` is of the radius of the region, and `gtol` of the cosine between the residuals and columns
-        of the Jacobian.  None: never.
+        of the Jacobian; for ``"cg"`` `xtol` is of the largest elements, and `gtol` of the projected gradient.  None:
+        never.
     x_scale : float, array, "jac" or None
-        Characteristic sizes of the unknowns; ``"jac"``: from the norms of the columns of the Jacobian.  None: 1 for
-        ``"trf"``, ``"jac"`` for ``"lm"``.
+        Characteristic sizes of the unknowns; ``"jac"``: from the norms of the columns of the Jacobian, for ``"cg"`` of
+        that at the start.  None: 1 for ``"trf"``, ``"jac"`` for ``"lm"``.
     loss : {"linear", "soft_l1", "huber", "cauchy", "arctan"} or callable
         Of ``z = (f / f_scale)**2``, or a function of z that returns the loss and two derivatives, (3, residuals).
     f_scale : float
         From where on residuals count as outliers.
     diff_step : float, array or None
         Steps of finite differences, relative to x.
+    tr_solver : {None, "exact", "cg"}
+        None: ``"cg"`` where `jac` returns sparse rows or an operator, or one of the arguments for it is given.
+    tr_options : mapping, optional
+        For ``"cg"``: ``forcing``, ``forcing_power``, ``maxcg``, ``initial_radius`` and ``max_radius`` of
+        `TruncatedNewton`; ``forcing`` is 0.01 here.
     max_nfev : int or None
         The most evaluations, not counting those for differences; None for 100 times the unknowns.
     verbose : {0, 1, 2}
@@ -100,13 +141,23 @@ def least_squares(
         StopIteration or returning True, on any rank.
     mesh : Mesh, optional
         The ranks that minimise together, over all of its axes.
+    preconditioner : float, array, mapping or callable, optional
+        For ``"cg"``: an approximation of the inverse of ``J'J``, a positive diagonal or a function of a vector, as in
+        `mpishard.minimizers.Method`.
+    samples, elastic : optional
+        For ``"cg"``, as for `minimize`: a run that outlives its ranks.  With `samples` it is ``fun(x, samples, *args,
+        **kwargs)`` and ``jac(x, samples, ...)`` that return the residuals and the rows of these samples; without,
+        each rank computes all rows.
+    checkpoints, resume, record : optional
+        For ``"cg"``, as for `minimize`.
 
     Returns
     -------
     OptimizeResult
-        With ``x``; ``cost``, of all ranks; ``fun`` and ``jac``, the residuals and the rows of this rank, the latter
-        weighted by the loss as SciPy's; ``grad``, ``optimality``, ``active_mask``, ``nfev``, ``njev``, ``nit``,
-        ``status``, ``message`` and ``success``.
+        With ``x``; ``cost``, of all ranks; ``fun`` and ``jac``, the residuals and the Jacobian of this rank, for
+        ``"exact"`` weighted by the loss as SciPy's, with `samples` left out; ``grad``, ``optimality``, ``active_mask``
+        (of an array), ``nfev``, ``njev``, ``nit``, ``status``, ``message``, ``success``; for ``"cg"`` ``nhev``, the
+        number of products.  ``njev`` is ``nfev`` for ``"cg"``, which also needs the gradient of a trial.
 
     Raises
     ------
@@ -118,19 +169,24 @@ def least_squares(
 
     Notes
     -----
-    An iteration needs the products of the columns of ``[J f]`` with each other.  They are summed without rounding and
-    rounded once to twice the digits of float64, and systems with them are solved in these digits; so a step is as
-    accurate as one from a QR decomposition, also where the condition number of J is ``1e14``, and its bits do not
-    depend on the split.  For n unknowns and m rows on a rank this costs ``9 m n**2`` multiplications and an all-reduce
-    of ``40 n**2`` bytes a Jacobian, and about ``10 n**3`` operations a trial on every rank: it is for up to some
-    hundreds of unknowns.
+    The steps have the same bits on any number of ranks, however the rows are split, as long as those of each row do.
+    But an operator adds up the rows of its rank itself, and these sums are rounded: then the bits depend on the split,
+    unless `samples` say which rows are added together, or the unknowns are split and the rows with them.
+
+    An ``"exact"`` iteration needs the products of the columns of ``[J f]`` with each other.  They are summed without
+    rounding and rounded once to twice the digits of float64, and systems with them are solved in these digits; so a
+    step is as accurate as one from a QR decomposition, also where the condition number of J is ``1e14``.  For n
+    unknowns and m rows on a rank this costs ``9 m n**2`` multiplications and an all-reduce of ``40 n**2`` bytes a
+    Jacobian, and about ``10 n**3`` operations a trial on every rank: it is for up to some hundreds of unknowns.
 
     References
     ----------
     M. A. Branch, T. F. Coleman, Y. Li: A subspace, interior, and conjugate gradient method for large-scale
     bound-constrained minimization problems.  SIAM Journal on Scientific Computing 21, 1-23 (1999).  J. J. More: The
     Levenberg-Marquardt algorithm: implementation and theory.  Numerical Analysis, Lecture Notes in Mathematics 630,
-    105-116 (1978).  B. Triggs et al.: Bundle adjustment, a modern synthesis.  LNCS 1883, 298-372 (2000).
+    105-116 (1978).  T. Steihaug: The conjugate gradient method and trust regions in large scale optimization.  SIAM
+    Journal on Numerical Analysis 20, 626-637 (1983).  B. Triggs et al.: Bundle adjustment, a modern synthesis.  LNCS
+    1883, 298-372 (2000).
 
     Examples
     --------
@@ -143,6 +199,9 @@ def least_squares(
     """
     problem: Exception | None = None
     settings: _Settings | None = None
+    large: _Large | None = None
+    further = {"preconditioner": preconditioner, "samples": samples, "elastic": elastic, "checkpoints": checkpoints}
+    further |= {"resume": resume, "record": record}
     try:
         settings = _Settings.checked(
             Unknowns(x0), bounds, method, (ftol, xtol, gtol), x_scale, loss, f_scale, diff_step, max_nfev, verbose
@@ -150,6 +209,8 @@ def least_squares(
         watcher = Callback(callback)
         functions = ResidualFunctions(fun, jac, args, kwargs, settings.steps, settings.lower, settings.upper)
         losses = Loss(loss, settings.f_scale)
+        chosen = _solver(tr_solver, method, jac, settings.is_named, further)
+        large = _Large.checked(settings, x0, tr_options, mesh, **further)
     except (TypeError, ValueError) as error:
         problem = error
     world = None
@@ -158,21 +219,40 @@ def least_squares(
 
         agreed(mesh, problem)
         assert settings is not None
-        given: dict[str, Any] = {
-            "jac": jac,
-            "loss": loss,
-            "method": method,
-            "f_scale": f_scale,
-            "bounds": settings.bounds,
-        }
-        given |= vars(settings.options)
-        same_start(mesh, settings.start, given)
+        if not (elastic or settings.is_named):  # these start together by themselves
+            given: dict[str, Any] = {"jac": jac, "loss": loss, "method": method, "f_scale": f_scale}
+            given |= {"bounds": (settings.lower, settings.upper), "tr_solver": tr_solver}
+            same_start(mesh, settings.start, given | vars(settings.options))
         world = mesh.world
     elif problem is not None:
         raise problem
-    assert settings is not None
+    assert settings is not None and large is not None
     rows = Rows(functions, losses, world)
+    if chosen is None:
+        chosen = "exact" if rows.are_dense_at(settings.start) else "cg"
+    if chosen == "cg":
+        return large.run(functions, losses, watcher)
     return _run(settings, rows, watcher, speaks=mesh is None or mesh.rank == 0)
+
+
+def _solver(given: Any, method: str, jac: Any, is_named: bool, further: Mapping[str, Any]) -> str | None:
+    """How steps are found: "exact" or "cg"; None: by what `jac` returns."""
+    if given not in (None, "exact", "cg"):
+        raise ValueError(
+            f"tr_solver={shown(given)} must be None, 'exact' or 'cg', conjugate gradients with products of the Jacobian"
+        )
+    wants = [name for name, value in further.items() if value is not None and value is not False]
+    wants += ["x0 with names"] if is_named else []
+    if not (wants or given == "cg"):
+        return "exact" if method == "lm" or not callable(jac) else given
+    what = wants[0] if wants else "tr_solver='cg'"
+    if method == "lm":
+        raise ValueError(f"{what} is not for method='lm'; method='trf' takes it")
+    if given == "exact":
+        raise ValueError(f"{what} is not for tr_solver='exact'; tr_solver='cg' takes it")
+    if not callable(jac) and is_named:
+        raise ValueError(f"jac={shown(jac)} is for arrays; an x0 with names needs a function that returns the Jacobian")
+    return "cg"
 
 
 @dataclass(frozen=True)
@@ -187,6 +267,8 @@ class _Settings:
     f_scale: float
     steps: np.ndarray | None
     verbose: int
+    bounds: Any  # as they were given
+    is_named: bool  # whether the start is a FlatParameters, whose bounds are checked where it is minimised
 
     @classmethod
     def checked(
@@ -202,13 +284,15 @@ class _Settings:
         max_nfev: Any,
         verbose: Any,
     ) -> _Settings:
-        if unknowns.parameters is not None:
-            raise TypeError("x0 must be an array; a FlatParameters is minimised by mpishard.minimize")
-        start, size = np.asarray(unknowns.flat, np.float64), unknowns.size
+        is_named, size = unknowns.parameters is not None, unknowns.size
+        start = np.array(unknowns.flat, np.float64)
         if method not in _METHODS:
             raise ValueError(f"method={shown(method)} must be 'trf' or 'lm'; there is no other")
-        lower, upper = _bounds(bounds, unknowns)
-        _check_start(start, lower, upper)
+        lower, upper = np.full(size, -np.inf), np.full(size, np.inf)
+        if not is_named:
+            lower, upper = _bounds(bounds, unknowns)
+            _check_start(start, lower, upper)
+            start = strictly_inside(start, lower, upper, 1e-10)
         if method == "lm":
             if np.isfinite(lower).any() or np.isfinite(upper).any():
                 raise ValueError("method='lm' takes no bounds; method='trf' does")
@@ -219,26 +303,17 @@ class _Settings:
         ends = (
             0.0 if each is None else number(name, each, least=0) for name, each in zip(names, tolerances, strict=True)
         )
-        most = 100 * size if max_nfev is None else integer("max_nfev", max_nfev, least=1)
+        most = (
+            100 * sum(spec.size for spec in unknowns.specs)
+            if max_nfev is None
+            else integer("max_nfev", max_nfev, least=1)
+        )
         if integer("verbose", verbose, least=0) > 2:
             raise ValueError(f"verbose={verbose} must be 0, 1 or 2")
         scale = _scale(x_scale, method, unknowns)
         steps = None if diff_step is None else whole_elements("diff_step", diff_step, unknowns.specs, _FLOAT, missing=0)
-        return cls(
-            start,
-            lower,
-            upper,
-            method,
-            Options(next(ends), next(ends), next(ends), most, scale),
-            f_scale,
-            steps,
-            verbose,
-        )
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """Both, as one array."""
-        return np.stack([self.lower, self.upper])
+        options = Options(next(ends), next(ends), next(ends), most, scale)
+        return cls(start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_named)
 
     def iterate(self, rows: Rows) -> Iterator[State]:
         """The method at work."""
@@ -251,8 +326,9 @@ class _Settings:
         share = self.options.xtol
         mask = np.zeros(len(x), int)
         below, above = x - self.lower, self.upper - x
-        low = np.isfinite(self.lower) & (below <= np.minimum(above, share * np.maximum(1, abs(self.lower))))
-        high = np.isfinite(self.upper) & (above <= np.minimum(below, share * np.maximum(1, abs(self.upper))))
+        with np.errstate(invalid="ignore"):  # of infinities, which are not used
+            low = np.isfinite(self.lower) & (below <= np.minimum(above, share * np.maximum(1, abs(self.lower))))
+            high = np.isfinite(self.upper) & (above <= np.minimum(below, share * np.maximum(1, abs(self.upper))))
         mask[low], mask[high] = -1, 1
         return mask
 
@@ -308,6 +384,121 @@ def _scale(x_scale: Any, method: str, unknowns: Unknowns) -> np.ndarray | None:
     return scale
 
 
+@dataclass(frozen=True)
+class _Large:
+    """A minimisation of many unknowns by conjugate gradients, in the loop of `minimize`."""
+
+    settings: _Settings
+    x0: Any
+    method: GaussNewton
+    scales_by_columns: bool
+    mesh: Mesh | None
+    elastic: ElasticArguments | None
+    checkpoints: Checkpoints | None
+    resume: bool
+    record: RunRecord | None
+
+    @classmethod
+    def checked(
+        cls,
+        settings: _Settings,
+        x0: Any,
+        tr_options: Any,
+        mesh: Mesh | None,
+        preconditioner: Any,
+        samples: Any,
+        elastic: Any,
+        checkpoints: Any,
+        resume: Any,
+        record: Any,
+    ) -> _Large:
+        if mesh is None and (checkpoints is not None or resume or record is not None):
+            raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
+        given = {} if tr_options is None else dict(mapping("tr_options", tr_options, "names to values"))
+        for name in given:
+            if name not in _TR_OPTIONS:
+                raise ValueError(f"tr_options has no option {name!r}; its options are {', '.join(_TR_OPTIONS)}")
+        options, named = settings.options, settings.is_named
+        by_columns = preconditioner is None and options.scale is None and settings.method != "lm"
+        if preconditioner is not None and not (options.scale is not None and (options.scale == 1).all()):
+            raise ValueError("x_scale and preconditioner are both the scale of the unknowns; give one of them")
+        if by_columns and (samples is not None or named):
+            what = "samples=" if samples is not None else "an x0 with names"
+            raise ValueError(f"x_scale='jac' is not for {what}; give x_scale as numbers, or preconditioner=")
+        if preconditioner is None and options.scale is not None and (options.scale != 1).any():
+            preconditioner = options.scale**2
+        if not named:
+            limits = np.isfinite(settings.lower).any() or np.isfinite(settings.upper).any()
+            bounds: Any = (settings.lower, settings.upper) if limits else None
+        else:
+            bounds = pair_of_bounds(settings.bounds, size_of(x0))
+        method = GaussNewton(
+            gtol=options.gtol,
+            ftol=options.ftol,
+            xtol=options.xtol,
+            maxiter=sys.maxsize,
+            maxfun=options.max_nfev,
+            bounds=bounds,
+            preconditioner=preconditioner,
+            **given,
+        )
+        workers, count = elastic_options(elastic, samples, None, mesh)
+        start = x0 if named else settings.start
+        arguments = None if workers is None else ElasticArguments(Unknowns(start), workers, count)
+        return cls(settings, start, method, by_columns, mesh, arguments, checkpoints, resume, record)
+
+    def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
+        """Collective over the mesh."""
+        world = None if self.mesh is None or self.elastic is not None else self.mesh.world
+        place = self.x0.place if self.settings.is_named else None
+        split = place is not None and place.tensor_size * place.pipeline_size > 1
+        squares = GaussNewtonFunctions(functions, loss, world, parts=split)
+        method = self.method
+        if self.scales_by_columns:
+            method = replace(method, preconditioner=squares.column_scale(self.x0))
+
+        def told(intermediate_result: OptimizeResult) -> bool:
+            seen = intermediate_result
+            return callback(lambda: OptimizeResult(x=seen.x, cost=seen.fun, nit=seen.nit, nfev=seen.nfev))
+
+        ended = solve(
+            Functions(squares.value_and_gradient, True, squares.product, ()),
+            method,
+            self.x0,
+            Callback(told if callback.is_given else None),
+            LoopOptions(disp=self.settings.verbose == 2),
+            bounds=None,
+            mesh=self.mesh,
+            reduction="sum" if split else None,
+            elastic=self.elastic,
+            checkpoints=self.checkpoints,
+            resume=self.resume,
+            record=self.record,
+        )
+        found, progress = ended.result, ended.progress
+        if ended.reason == "not finite" and not progress.iterations:
+            require_finite(math.inf)
+        status = _STATUS.get(ended.reason, -1)
+        result = OptimizeResult(x=found.x, cost=found.fun)
+        if self.elastic is None or self.elastic.samples is None:
+            here = squares.linearized(found.x)
+            result |= {"fun": here.f, "jac": here.jacobian}
+        if not self.settings.is_named:
+            result["active_mask"] = self.settings.active_mask(found.x)
+        message = _message(status, self.settings.options, progress.projected_norm) if status >= 0 else found.message
+        if self.settings.verbose == 1 and (self.mesh is None or self.mesh.rank == 0):
+            log.inform(message)
+        result |= {"grad": found.jac, "optimality": progress.projected_norm, "nit": progress.iterations}
+        result |= {"nfev": progress.evaluations, "njev": progress.evaluations, "nhev": progress.products}
+        return OptimizeResult(**result, status=status, success=status > 0, message=message)
+
+
+def _message(status: int, options: Options, optimality: float) -> str:
+    return _MESSAGES[status].format(
+        ftol=options.ftol, xtol=options.xtol, gtol=options.gtol, max_nfev=options.max_nfev, optimality=optimality
+    )
+
+
 def _run(settings: _Settings, rows: Rows, callback: Callback, speaks: bool) -> OptimizeResult:
     """Iterate until the method or the callback ends it.  Collective."""
     shows = settings.verbose == 2 and speaks
@@ -323,10 +514,7 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, speaks: bool) -> O
             status = _CALLBACK
             break
     assert status is not None
-    options = settings.options
-    message = _MESSAGES[status].format(
-        ftol=options.ftol, xtol=options.xtol, gtol=options.gtol, max_nfev=options.max_nfev, optimality=state.optimality
-    )
+    message = _message(status, settings.options, state.optimality)
     if settings.verbose and speaks:
         log.inform(message)
     return OptimizeResult(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import no_others
 from mpishard.inverse.elastic_options import elastic_options
@@ -13,6 +13,7 @@ from mpishard.inverse.functions import Callback, Functions, Unknowns, size_of
 from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, make_method, pair_of_bounds
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Progress
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
@@ -162,18 +163,71 @@ def minimize(
     if problem is not None:
         raise problem
     assert functions is not None
-    if unknowns is not None and workers is not None and mesh is not None:
+    ended = solve(
+        functions,
+        chosen,
+        x0,
+        watcher,
+        loop,
+        bounds=bounds,
+        mesh=mesh,
+        reduction=reduction,
+        elastic=None if unknowns is None else ElasticArguments(unknowns, workers or {}, samples),
+        checkpoints=checkpoints,
+        resume=resume,
+        record=record,
+    )
+    return ended.result
+
+
+class ElasticArguments(NamedTuple):
+    """What an elastic run needs besides: the start, the options of `ElasticOptimizer`, and the number of samples."""
+
+    unknowns: Unknowns
+    options: dict[str, Any]
+    samples: int | None
+
+
+class Ended(NamedTuple):
+    """What came of a minimisation, and why it has ended, in a word."""
+
+    result: OptimizeResult
+    progress: Progress
+    reason: str
+
+
+def solve(
+    functions: Functions,
+    method: Method,
+    x0: Any,
+    callback: Callback,
+    loop: LoopOptions,
+    *,
+    bounds: Any,
+    mesh: Mesh | None,
+    reduction: str | None,
+    elastic: ElasticArguments | None,
+    checkpoints: Checkpoints | None,
+    resume: bool,
+    record: RunRecord | None,
+) -> Ended:
+    """Minimise by a method, with arguments that are checked.  Collective over the mesh."""
+    if elastic is not None and mesh is not None:
         from mpishard.inverse.elastic_minimization import ElasticMinimization
 
-        run = ElasticMinimization(functions, unknowns, chosen, mesh, samples, workers, watcher, loop)
-        return run.run(checkpoints, resume, record)
-    optimizer = ReverseCommunication(chosen, x0, bounds=bounds, mesh=mesh, reduction=reduction)
+        run = ElasticMinimization(
+            functions, elastic.unknowns, method, mesh, elastic.samples, elastic.options, callback, loop
+        )
+        result = run.run(checkpoints, resume, record)
+        return Ended(result, run.progress, run.stop_reason)
+    optimizer = ReverseCommunication(method, x0, bounds=bounds, mesh=mesh, reduction=reduction)
     files: RunFiles | None = None
     if mesh is not None:
         from mpishard.inverse.run_files import RunFiles
 
         files = RunFiles(optimizer.run, checkpoints, resume, record)
-    return _Loop(optimizer, functions, watcher, loop, files).run()
+    result = _Loop(optimizer, functions, callback, loop, files).run()
+    return Ended(result, optimizer.progress, optimizer.stop_reason)
 
 
 class _Loop:

@@ -127,9 +127,21 @@ class ResidualFunctions:
         self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
         self._steps, self._lower, self._upper = steps, lower, upper
         self.rows = -1  # of the first call
+        self._first: tuple[bytes, Array, Any] | None = None  # what was evaluated to choose a method
+
+    def is_dense_at(self, x: Array) -> bool:
+        """Whether the Jacobian at the start is an array; what was evaluated is not evaluated again."""
+        if not callable(self._jac):
+            return True
+        f = self.residuals(x)
+        jacobian = self.jacobian(x, f)
+        self._first = x.tobytes(), f, jacobian
+        return isinstance(jacobian, np.ndarray)
 
     def residuals(self, x: Any, *samples: Array) -> Array:
         """As a float64 array of one dimension, as many in each call unless there are samples."""
+        if self._first is not None and self._first[0] == _flat(x).tobytes():
+            return self._first[1]
         found = _numbers("fun", self._fun(_copy(x), *samples, *self._args, **self._kwargs))
         if found.ndim > 1:
             raise ValueError(f"fun must return the residuals in one dimension, but their shape is {found.shape}")
@@ -143,11 +155,16 @@ class ResidualFunctions:
 
     def jacobian(self, x: Any, f: Array, *samples: Array) -> Any:
         """A float64 array (residuals, unknowns), or what else `jac` has returned: sparse rows, or an operator."""
+        if self._first is not None:
+            key, _, found = self._first
+            self._first = None
+            if key == _flat(x).tobytes():
+                return found
         if not callable(self._jac):
             return self._differences(x, f, *samples)
         found = self._jac(_copy(x), *samples, *self._args, **self._kwargs)
-        size = x.size
-        if hasattr(found, "tocsr") or hasattr(found, "rmatvec"):
+        size = size_on_rank(x)
+        if hasattr(found, "tocsr") or (hasattr(found, "rmatvec") and hasattr(found, "matvec")):
             shape = tuple(found.shape)
         else:
             found = _numbers("jac", found).astype(np.float64, copy=False)
@@ -203,6 +220,15 @@ class ResidualFunctions:
         return self.residuals(point, *samples), float(point[k] - x[k])
 
 
+def size_on_rank(x: Any) -> int:
+    """The number of unknowns of a point on this rank."""
+    return int(_flat(x).size)
+
+
+def _flat(x: Any) -> Array:
+    return x.flat if hasattr(x, "pieces") else x
+
+
 def _copy(x: Any) -> Any:
     """A point that `fun` may change; parameters with names stay what they are."""
     return x.copy() if isinstance(x, np.ndarray) else x
@@ -219,6 +245,22 @@ def _numbers(what: str, found: Any) -> np.ndarray:
 
 
 # Rows on ranks.
+
+
+def sum_of_losses(loss: Loss, values: Array, world: Axis | None) -> float:
+    """The sum of `Loss.values` over all ranks, rounded once; infinite where one is not finite.  Collective."""
+    tops = np.array([largest(values)])
+    tops[~np.isfinite(tops)] = np.inf
+    if world is not None:
+        world.all_reduce(tops, op="max", label="dots")
+    top = float(tops[0])
+    if not math.isfinite(top):
+        return math.inf
+    other, bound = (values, top * top) if loss.is_linear else (np.ones(len(values)), top)
+    words = exact_dot.dot_words(values, other, bound, [(0, len(values))])
+    if world is not None:
+        world.all_reduce(words, label="dots")
+    return exact_dot.values(words.reshape(1, 2), [bound])[0]
 
 
 class Rows:
@@ -252,21 +294,15 @@ class Rows:
     def cost(self, x: Array) -> float:
         """Infinite or NaN where the residuals of a rank are not finite.  Collective."""
         problem: BaseException | None = None
-        values, top = np.empty(0), 0.0
+        values = np.empty(0)
         try:
             self.f = self._functions.residuals(x)
             with np.errstate(all="ignore"):
                 values = self._loss.values(self.f)
-            top = largest(values)
         except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
             problem = error
         self.raise_if_any(problem)
-        (top,) = self._maxima(np.array([top if math.isfinite(top) else math.inf])).tolist()
-        if not math.isfinite(top):
-            return math.inf
-        other, bound = (values, top * top) if self._loss.is_linear else (np.ones(len(values)), top)
-        words = exact_dot.dot_words(values, other, bound, [(0, len(values))])
-        return 0.5 * exact_dot.values(self._total(words).reshape(1, 2), [bound])[0]
+        return 0.5 * sum_of_losses(self._loss, values, self._world)
 
     def gram(self, x: Array) -> Gram:
         """See `Residuals`.  Collective."""
@@ -274,6 +310,11 @@ class Rows:
         columns, tops = np.empty((0, x.size + 1)), np.zeros(x.size + 1)
         try:
             jacobian = self._functions.jacobian(x, self.f)
+            if hasattr(jacobian, "rmatvec"):
+                raise ValueError(
+                    "this method needs the elements of the Jacobian, and jac returned an operator; method='trf' with "
+                    "tr_solver='cg' takes one"
+                )
             if hasattr(jacobian, "toarray"):
                 jacobian = _numbers("jac", jacobian.toarray()).astype(np.float64, copy=False)
             of_gradient, of_hessian = self._loss.weights(self.f)
@@ -298,6 +339,16 @@ class Rows:
         exponents = exact_gram.exponents(tops)
         words = exact_gram.gram_words(columns, exponents)
         return exact_gram.gram(self._total(words), exponents)
+
+    def are_dense_at(self, x: Array) -> bool:
+        """Whether the Jacobian at the start is an array on all ranks.  Collective."""
+        problem, is_dense = None, True
+        try:
+            is_dense = self._functions.is_dense_at(x)
+        except (Exception, SystemExit) as error:
+            problem = error
+        self.raise_if_any(problem)
+        return not self.any(not is_dense)
 
     def raise_if_any(self, problem: BaseException | None) -> None:
         """Raise on all ranks if any has a problem.  Collective."""

@@ -130,6 +130,66 @@ with mpishard.Mesh() as mesh:
     assert report.read_text() == "[True, True, True]\n[True, True]\n", output
 
 
+def test_least_squares_goes_on_with_the_same_bits(tmp_path):
+    """A rank is shot within the residuals of an iteration, then one within a product with its Jacobian."""
+    script = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+slopes = np.random.default_rng(5).standard_normal((40, 21))
+targets = np.arctan(slopes @ np.linspace(-1, 1, 21))
+iteration, deadly = 0, ("nowhere", 0)
+
+def shoot(where):
+    if (where, MPI.COMM_WORLD.rank) == deadly and iteration >= 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def residuals(x, samples):
+    shoot("residuals")
+    return np.arctan(slopes[samples] @ x) - targets[samples]
+
+class Jacobian:
+    def __init__(self, x, samples):
+        self.rows = slopes[samples] / (1 + (slopes[samples] @ x) ** 2)[:, None]
+        self.shape = self.rows.shape
+
+    def matvec(self, v):
+        shoot("product")
+        return self.rows @ v
+
+    def rmatvec(self, u):
+        return self.rows.T @ u
+
+def callback(intermediate_result):
+    global iteration
+    iteration = intermediate_result.nit
+
+def fitted(mesh):
+    found = mpishard.least_squares(
+        residuals, np.zeros(21), Jacobian, bounds=(-1.5, 0.9), callback=callback, mesh=mesh, samples=40,
+        loss="soft_l1", f_scale=0.1, elastic={"respawn": False}, max_nfev=7, tr_options={"maxcg": 6})
+    assert found.nfev == 7 and found.nit > 3, found
+    return found.x.tobytes(), found.grad.tobytes(), found.cost, found.nfev, found.nhev, found.message
+
+with mpishard.Mesh(MPI.COMM_SELF) as alone:
+    undisturbed = fitted(alone)
+with mpishard.Mesh() as mesh:
+    for deadly in (("residuals", 1), ("product", 0)):
+        iteration = 0
+        same = mesh.world.allgather_object(fitted(mesh) == undisturbed)
+        if mesh.rank == 0:
+            with open(sys.argv[1], "a") as file:
+                print(same, file=file)
+"""
+    report = tmp_path / "report"
+    words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
+    output, _ = faults.execute(words, 100, lambda: report.exists() and len(report.read_text().splitlines()) == 2)
+    assert report.exists(), output
+    assert report.read_text() == "[True, True, True]\n[True, True]\n", output
+
+
 def test_an_error_of_mpi_that_tells_of_no_death_ends_the_run(tmp_path):
     script = """
 import numpy as np

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from residual_problems import Bundle, Curve, Diffusion
 
-from mpishard import least_squares
+import mpishard
+from mpishard import FlatParameters, ParameterSpec, least_squares
+from mpishard.record import Run
 
 CURVE, FIELD = Curve(), Diffusion()
 BUNDLE = Bundle(points=12, cameras=4, views=3)
@@ -20,6 +22,18 @@ CASES = {
     "bundle": (BUNDLE, {"x_scale": "jac", "max_nfev": 6}),
 }
 SAME = ["x", "cost", "grad", "optimality", "active_mask", "nfev", "njev", "status", "message"]
+
+
+MANY = {
+    "bundle": (BUNDLE, "sparse", {"tr_options": {"maxcg": 20}, "max_nfev": 5}),
+    "bundle, soft_l1": (BUNDLE, "sparse", {"loss": "soft_l1", "f_scale": 3e-3, "x_scale": "jac", "max_nfev": 5}),
+    "field": (
+        FIELD,
+        "jacobian",
+        {"bounds": (FIELD.lower, FIELD.upper), "tr_solver": "cg", "tr_options": {"maxcg": 6}, "max_nfev": 6},
+    ),
+    "outliers": (CURVE, "jacobian", {"loss": "cauchy", "f_scale": 0.1, "tr_solver": "cg", "x_scale": "jac"}),
+}
 
 
 def own_rows(mesh, rows):
@@ -96,3 +110,148 @@ def test_any_rank_stops(mesh):
 
     result = least_squares(CURVE.residuals, CURVE.start, CURVE.jacobian, callback=callback, mesh=mesh)
     assert result.status == -2 and result.nit == 1
+
+
+# Many unknowns, by products.
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_products_of_rows_have_the_bits_of_one_process(mesh, same_on_all, case):
+    problem, name, given = MANY[case]
+    if name == "sparse":
+        pytest.importorskip("scipy.sparse", reason="SciPy is not installed (extra: test)")
+    jacobian = getattr(problem, name)
+    alone = least_squares(problem.residuals, problem.start, jacobian, **given)
+    own = own_rows(mesh, len(problem.residuals(problem.start)))
+    result = least_squares(
+        lambda x: problem.residuals(x)[own], problem.start, lambda x: jacobian(x)[own], mesh=mesh, **given
+    )
+    assert all(np.array_equal(result[name], alone[name]) for name in [*SAME, "nhev"]) and same_on_all(result.x)
+    assert np.array_equal(result.fun, alone.fun[own]) and alone.nhev > 4 and alone.nfev > 4
+
+
+def observed_by(mesh, bundle=BUNDLE):
+    """The observations of a bundle that this rank has."""
+    return np.arange(bundle.observations)[mesh.rank :: mesh.size]
+
+
+def test_operators_of_own_rows(mesh, same_on_all):
+    """What an operator adds up itself has other roundings: the same minimum, the same on all ranks."""
+    own = observed_by(mesh)
+    alone = least_squares(BUNDLE.residuals, BUNDLE.start, BUNDLE.jacobian)
+    result = least_squares(
+        lambda x: BUNDLE.residuals(x, own), BUNDLE.start, lambda x: BUNDLE.jacobian(x, own), mesh=mesh
+    )
+    assert np.allclose(result.x, alone.x, atol=1e-7) and same_on_all(result.x) and result.nfev == alone.nfev
+
+
+def test_errors_in_products_are_raised_on_all(mesh):
+    last = mesh.size - 1
+
+    class Failing:
+        def __init__(self, matrix):
+            self.matrix, self.shape = matrix, matrix.shape
+
+        def matvec(self, v):
+            if mesh.rank == last:
+                raise RuntimeError("no product")
+            return self.matrix @ v
+
+        def rmatvec(self, u):
+            return self.matrix.T @ u
+
+    with pytest.raises(RuntimeError, match="no product"):
+        least_squares(CURVE.residuals, CURVE.start, lambda x: Failing(CURVE.jacobian(x)), mesh=mesh)
+    Failing.matvec = lambda self, v: self.matrix @ v
+    Failing.rmatvec = lambda self, u: (self.matrix.T @ u)[: 3 if mesh.rank == last else None]
+    with pytest.raises(ValueError, match="rmatvec of the Jacobian returned 3 elements"):
+        least_squares(CURVE.residuals, CURVE.start, lambda x: Failing(CURVE.jacobian(x)), mesh=mesh)
+
+
+SMALL = Bundle(points=5, cameras=3, views=3)
+GIVEN = {"loss": "soft_l1", "f_scale": 3e-3, "tr_options": {"maxcg": 5}, "max_nfev": 7}
+
+
+def test_elastic_runs_have_the_bits_of_one_rank(comm, mesh, same_on_all):
+    def run(mesh, **more):
+        points = []
+        given = {**GIVEN, "callback": points.append, "mesh": mesh, "elastic": True, **more}
+        jacobian = SMALL.jacobian if "samples" in more else SMALL.jacobian_rows
+        return points, least_squares(SMALL.residuals, SMALL.start, jacobian, **given)
+
+    with mpishard.Mesh(comm.Split(comm.rank)) as alone:
+        for more in ({"samples": SMALL.observations}, {}):
+            points, result = run(mesh, **more)
+            expected, found = run(alone, **more)
+            assert np.array_equal(points, expected) and same_on_all(result.x) and result.nfev == 7
+            assert all(np.array_equal(result[name], found[name]) for name in SAME)
+            assert ("fun" in result) == (not more)
+
+
+def test_it_is_saved_and_goes_on(mesh, folder, same_on_all):
+    """Killed within an iteration, it continues with the next evaluation or product, with the same bits."""
+    own, calls = observed_by(mesh, SMALL), []
+
+    def fun(x):
+        calls.append(x)
+        if len(calls) == stop and mesh.rank == mesh.size - 1:
+            raise RuntimeError("a node is gone")
+        return SMALL.residuals(x, own)
+
+    def run(**files):
+        return least_squares(fun, SMALL.start, lambda x: SMALL.jacobian_rows(x, own), mesh=mesh, **GIVEN, **files)
+
+    stop = 0
+    whole = run(tr_solver="cg")
+    assert whole.nfev == 7
+    calls.clear()
+    stop = 4
+    with mpishard.Checkpoints(folder / "c", mesh, every=3) as checkpoints:
+        files = {"checkpoints": checkpoints, "resume": True}
+        with pytest.raises(RuntimeError, match="a node is gone"):
+            run(**files)
+        stop = 0
+        with mpishard.RunRecord(folder / "r", mesh) as record:
+            result = run(record=record, **files)
+        again = run(**files)
+    assert all(np.array_equal(result[name], whole[name]) for name in SAME) and same_on_all(result.x)
+    assert np.array_equal(again.x, result.x) and again.message == result.message
+    if mesh.rank == 0:
+        steps = Run.read(folder / "r").metrics["step"]
+        assert 1 < steps[0] and steps[-1] == result.nfev + result.nhev
+
+
+def test_unknowns_that_are_split(comm, same_on_all):
+    """A field in slabs: the residuals are those of a step that smooths, and each rank has those of its rows."""
+    rows, width = 3 * comm.size, 4
+
+    def bend(values):
+        return values + 0.1 * values**3
+
+    def run(mesh, first, last, field):
+        target = bend(np.sin(np.arange(float(rows * width))).reshape(rows, width)[first:last])
+
+        class Slab:
+            def __init__(self, values):
+                self.slope = (1 + 0.3 * values**2).reshape(-1)
+                self.shape = (self.slope.size,) * 2
+
+            def matvec(self, v):
+                return self.slope * v
+
+            rmatvec = matvec
+
+        fun = lambda p: (bend(p["field"]) - target).reshape(-1)  # noqa: E731
+        return least_squares(fun, field, lambda p: Slab(p["field"].copy()), mesh=mesh, bounds={"field": (-0.9, 2)})
+
+    spec = ParameterSpec("field", (rows, width), tensor_dim=0)
+    whole = FlatParameters([spec], np.float64)
+    alone = run(None, 0, rows, whole)
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        field = FlatParameters([spec], np.float64, place=mesh.place)
+        (first, last), _ = field.box("field")
+        result = run(mesh, first, last, field)
+        assert result.x is field and np.array_equal(field["field"], whole["field"][first:last])
+        names = ["cost", "optimality", "nfev", "nhev", "status", "message"]
+        assert all(result[name] == alone[name] for name in names) and same_on_all(result.cost)
+        assert result.success and field["field"].min() >= -0.9 and alone.nfev > 3

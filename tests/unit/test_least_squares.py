@@ -7,6 +7,7 @@ import pytest
 from mgh import PROBLEMS
 from residual_problems import Bundle, Curve, Diffusion
 
+import mpishard
 from mpishard import least_squares
 from mpishard.inverse.residuals import LOSSES, Loss
 
@@ -56,15 +57,90 @@ def test_bounds_of_a_field():
     peer = scipys(FIELD.residuals, FIELD.start, FIELD.jacobian, **given)
     assert found.cost == pytest.approx(peer.cost, rel=1e-8) and np.allclose(found.x, peer.x, atol=1e-3)
     assert found.nfev <= peer.nfev + 1 and np.array_equal(found.active_mask, peer.active_mask)
+    many = least_squares(FIELD.residuals, FIELD.start, FIELD.jacobian, tr_solver="cg", **given)
+    # A projection ends at bounds, and holds an element more that trust region reflective only comes near to.
+    assert many.cost == pytest.approx(peer.cost, rel=1e-7) and (many.active_mask >= peer.active_mask).all()
     assert (found.x > FIELD.lower).all() and (found.x < FIELD.upper).all() and found.active_mask.any()
 
 
-def test_a_bundle_of_sparse_rows():
+@pytest.mark.parametrize("solver", [None, "exact"])
+@pytest.mark.parametrize("given", [{}, {"x_scale": "jac"}, {"loss": "soft_l1", "f_scale": 3e-3}], ids=str)
+def test_a_bundle_of_sparse_rows(solver, given):
     pytest.importorskip("scipy.sparse", reason="SciPy is not installed (extra: test)")
-    bundle = Bundle(points=20, cameras=4, views=3)
-    found = least_squares(bundle.residuals, bundle.start, bundle.sparse, x_scale="jac", ftol=1e-10)
-    peer = scipys(bundle.residuals, bundle.start, bundle.sparse, x_scale="jac", ftol=1e-10)
-    assert found.cost == pytest.approx(peer.cost, rel=1e-7) and found.nfev <= peer.nfev + 2
+    bundle = Bundle(points=12, cameras=4, views=3)
+    ends = {"ftol": 1e-10, **given}
+    found = least_squares(bundle.residuals, bundle.start, bundle.sparse, tr_solver=solver, **ends)
+    peer = scipys(bundle.residuals, bundle.start, bundle.sparse, **ends)
+    assert found.success and found.cost <= (1 + 1e-6) * peer.cost and found.nfev <= 1.2 * peer.nfev + 1
+    assert ("nhev" in found) == (solver is None)
+    if solver is None:  # an operator, and an array, take the same steps to rounding
+        ends["tr_solver"] = "cg"
+        for jacobian in (bundle.jacobian, bundle.jacobian_rows):
+            if jacobian == bundle.jacobian_rows or "x_scale" not in given:
+                same = least_squares(bundle.residuals, bundle.start, jacobian, **ends)
+                assert same.nfev == found.nfev and np.allclose(same.x, found.x, atol=1e-7)
+
+
+class Operator:
+    """A Jacobian of which only products are known."""
+
+    def __init__(self, matrix):
+        self.matrix, self.shape = matrix, matrix.shape
+
+    def matvec(self, v):
+        return self.matrix @ v
+
+    def rmatvec(self, u):
+        return self.matrix.T @ u
+
+
+@pytest.mark.parametrize("loss", ["linear", *LOSSES])
+def test_products_alone_come_to_the_same_minimum(loss):
+    given = {"loss": loss, "f_scale": 0.1, "bounds": ([-1, 0, 0, -1], [0.45, 5, 2, 1]), "ftol": 1e-12}
+    few = least_squares(CURVE.residuals, CURVE.start, CURVE.jacobian, **given)
+    evaluated = []
+
+    def jacobian(x):
+        evaluated.append(x.copy())
+        return Operator(CURVE.jacobian(x))
+
+    many = least_squares(CURVE.residuals, CURVE.start, jacobian, **given)
+    assert many.success and many.cost == pytest.approx(few.cost, rel=1e-7) and np.allclose(many.x, few.x, atol=1e-4)
+    assert np.array_equal(many.active_mask, few.active_mask)
+    assert len(evaluated) == len({each.tobytes() for each in evaluated}) == many.nfev == many.njev
+    assert many.optimality <= 1e-8 or many.status in (2, 3)
+    assert np.allclose(many.grad, few.grad, atol=1e-3) and np.array_equal(many.fun, CURVE.residuals(many.x))
+
+
+def test_a_preconditioner_saves_products():
+    random = np.random.default_rng(0)
+    sizes = np.logspace(0, 3, 30)
+    matrix = random.standard_normal((80, 30)) * sizes
+    fun, jacobian = (lambda x: matrix @ (x - 1)), (lambda x: Operator(matrix))
+    counts = []
+    for given in (
+        {},
+        {"preconditioner": 1 / sizes**2},
+        {"preconditioner": lambda v: v / sizes**2},
+        {"x_scale": 1 / sizes},
+    ):
+        found = least_squares(fun, np.zeros(30), jacobian, gtol=1e-6, ftol=None, xtol=None, **given)
+        assert np.allclose(found.x, 1, atol=1e-6) and found.status == 1
+        counts.append(found.nhev)
+    assert max(counts[1:]) < counts[0] / 3
+
+
+def test_tolerances_of_products():
+    """Those of SciPy: relative to the cost, also where that is small."""
+    matrix = np.random.default_rng(2).standard_normal((20, 5))
+    fun = lambda x: 1e-6 * (matrix @ np.tanh(x) - 1)  # noqa: E731
+    jacobian = lambda x: Operator(1e-6 * matrix / np.cosh(x) ** 2)  # noqa: E731
+    found = least_squares(fun, np.zeros(5), jacobian, gtol=None, xtol=None)
+    peer = least_squares(fun, np.zeros(5), lambda x: jacobian(x).matrix, gtol=None, xtol=None)
+    assert found.status == peer.status == 2 and found.cost == pytest.approx(peer.cost, rel=1e-7)
+    by_step = least_squares(fun, np.zeros(5), jacobian, gtol=None, ftol=None, xtol=1e-3)
+    assert by_step.status == 3 and by_step.nfev <= found.nfev + 1
+    assert least_squares(fun, np.zeros(5), jacobian, gtol=None, max_nfev=2).status == 0
 
 
 @pytest.mark.parametrize("condition", [1e8, 1e12])
@@ -177,6 +253,22 @@ WRONG = [
     ({"fun": lambda x: ["a", "b"]}, TypeError, "real numbers"),
     ({"jac": lambda x: np.ones((3, 2))}, ValueError, r"\(3, 2\).*2 residuals of 2 unknowns"),
     ({"jac": lambda x: np.full((2, 2), np.inf)}, ValueError, "column 0"),
+    ({"tr_solver": "lsmr"}, ValueError, "'exact' or 'cg'"),
+    ({"tr_solver": "cg", "method": "lm"}, ValueError, "not for method='lm'"),
+    ({"tr_solver": "exact", "preconditioner": 1.0}, ValueError, "preconditioner is not for tr_solver='exact'"),
+    ({"preconditioner": 1.0, "x_scale": 2.0}, ValueError, "give one of them"),
+    ({"tr_options": {"damp": 1}}, ValueError, "forcing"),
+    ({"tr_options": 3}, TypeError, "tr_options"),
+    ({"tr_options": {"forcing": 2}}, ValueError, "forcing"),
+    ({"samples": 3}, ValueError, "elastic"),
+    ({"elastic": True}, ValueError, "mesh"),
+    ({"resume": True}, ValueError, "for a mesh"),
+    ({"jac": lambda x: Operator(np.ones((2, 2))), "x_scale": "jac"}, ValueError, "x_scale='jac' needs the columns"),
+    ({"jac": lambda x: Operator(np.ones((2, 2))), "method": "lm"}, ValueError, "needs the elements"),
+    ({"jac": lambda x: Operator(np.ones((3, 2)))}, ValueError, "returned the shape"),
+    ({"fun": lambda x: np.array([np.nan, 1.0]), "tr_solver": "cg"}, ValueError, "not finite at x0"),
+    ({"x0": mpishard.FlatParameters.of({"a": np.ones(2)}), "method": "lm"}, ValueError, "x0 with names"),
+    ({"x0": mpishard.FlatParameters.of({"a": np.ones(2)})}, ValueError, "needs a function"),
 ]
 
 
