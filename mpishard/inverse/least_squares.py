@@ -209,7 +209,7 @@ def least_squares(
         watcher = Callback(callback)
         functions = ResidualFunctions(fun, jac, args, kwargs, settings.steps, settings.lower, settings.upper)
         losses = Loss(loss, settings.f_scale)
-        chosen = _solver(tr_solver, method, jac, settings.is_named, further)
+        chosen = _solver(tr_solver, method, jac, settings.is_named, further | {"tr_options": tr_options})
         large = _Large.checked(settings, x0, tr_options, mesh, **further)
     except (TypeError, ValueError) as error:
         problem = error

@@ -258,6 +258,7 @@ WRONG = [
     ({"tr_solver": "exact", "preconditioner": 1.0}, ValueError, "preconditioner is not for tr_solver='exact'"),
     ({"preconditioner": 1.0, "x_scale": 2.0}, ValueError, "give one of them"),
     ({"tr_options": {"damp": 1}}, ValueError, "forcing"),
+    ({"tr_options": {}, "method": "lm"}, ValueError, "tr_options is not for method='lm'"),
     ({"tr_options": 3}, TypeError, "tr_options"),
     ({"tr_options": {"forcing": 2}}, ValueError, "forcing"),
     ({"samples": 3}, ValueError, "elastic"),
