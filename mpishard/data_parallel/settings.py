@@ -142,15 +142,19 @@ class Settings:
 def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
     """All settings that decide the steps of a rule or method; a function of the step appears as its values."""
     settings = {"rule": type(rule).__qualname__}
-    settings |= {field.name: text_of(getattr(rule, field.name)) for field in fields(rule) if field.compare}
+    # Values that other code changes between two steps are compared by themselves.
+    live = rule.live if isinstance(rule, Rule) else None
+    held = [field.name for field in fields(rule) if field.compare and (live is None or field.name not in live.names)]
+    settings |= {name: text_of(getattr(rule, name)) for name in held}
     if isinstance(rule, Method):
         return settings
     settings.pop("lr", None)  # compared by value below: a number and a schedule may give the same rates
     settings["slots"] = ", ".join(f"{slot} from {text_of(rule.initial(slot))}" for slot in rule.slots)
     settings["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"
-    if rule.live is None:
+    if live is None or "lr" not in live.names:
         settings |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
-    settings |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
+    if live is None:
+        settings |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
     return {f"{of}{name}": text for name, text in settings.items()}
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 
 class LiveValues(Protocol):
     """Such values of one rule; each step uses those of that moment, which must be the same on all ranks."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The fields of the rule that follow the values.  Not collective."""
+        ...
 
     @property
     def by_name(self) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,16 +20,16 @@ from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
 from mpishard.torch.buffers import MODES
+from mpishard.torch.live_groups import LiveGroups, ParameterGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
 from mpishard.torch.module import ModuleState, ModuleTensors, check_unchanged, state_of
-from mpishard.torch.torch_rule import TorchRule, rule_of_optimizer
+from mpishard.torch.torch_rule import rule_of_optimizer
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 # What takes the place of a PyTorch optimizer in a training loop of the user's own.
 
 _SHOWN = 5
 _CLIP_EPSILON = 1e-6  # as PyTorch's
-_OF_TORCH = ("defaults", "state", "add_param_group")  # what schedulers look for
 
 
 def _sums_over(optimizer: ShardedOptimizer) -> int:
@@ -39,11 +39,14 @@ def _sums_over(optimizer: ShardedOptimizer) -> int:
     return strategy.axis.size if whole and strategy.parameters.loss_scale == 1 else 0
 
 
-class ModuleOptimizer:
+class ModuleOptimizer(torch.optim.Optimizer):
     """Trains a PyTorch module on all ranks of a mesh; made by `as_distributed`.
 
     The module is used as before.  After ``loss.backward()`` call `step`.  Every method is collective over the mesh
     unless its docstring says otherwise.
+
+    It is an optimizer of PyTorch for whatever takes one: the schedulers of ``torch.optim.lr_scheduler``,
+    ``torch.amp.GradScaler``, hooks, loops such as Lightning's.
 
     Parameters
     ----------
@@ -51,6 +54,8 @@ class ModuleOptimizer:
         Of the module.
     optimizer : ShardedOptimizer
         Bound to its parameters.
+    groups : ParameterGroups
+        Of its rule.
 
     Attributes
     ----------
@@ -60,10 +65,15 @@ class ModuleOptimizer:
         Names of the parameters that got no gradient on this rank in the last step.  Their gradient here counts as zero.
     """
 
-    def __init__(self, state: ModuleState, optimizer: ShardedOptimizer) -> None:
+    def __init__(self, state: ModuleState, optimizer: ShardedOptimizer, groups: ParameterGroups) -> None:
         self._state = state
         self.optimizer = optimizer
         self.unused_parameters: list[str] = []
+        self._groups = groups
+        self._rule = optimizer.rule
+        self._is_made = False
+        super().__init__([*groups.groups], groups.defaults)
+        self._is_made = True
         state.hooks.keeps = state.hooks.scales = True
         state.hooks.sums_over = partial(_sums_over, optimizer)
         state.hooks.clear()
@@ -95,36 +105,78 @@ class ModuleOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As ``torch.amp.GradScaler`` looks for them, which needs ``zero=0``; not collective.
+        """The groups of parameters, with the values that the next step uses; not collective.
+
+        Schedulers and users set them between two steps; a step compares them over the ranks.  Where the rule has a
+        schedule, ``lr`` shows the rate of the last step and cannot be set.
 
         Returns
         -------
         list of dict
-            Those of the optimizer of PyTorch that `as_distributed` was given; for a rule one group with the parameters
-            alone, as a rule has no values that a scheduler could set.
+            Those of the optimizer of PyTorch that `as_distributed` was given; for a rule such as ``AdamW(lr=1e-3)`` one
+            with its fields as values, or one for each other values of its `groups`.
         """
-        rule = self.optimizer.rule
-        if isinstance(rule, TorchRule) and rule.live is not None:
-            return rule.live.groups
-        return [{"params": list(self._state.hooks.tensors.values())}]
+        return self._groups.groups
 
-    def step(self, *, count: float | None = None) -> None:
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups.groups = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise RuntimeError: the parameters of a step are those of the module when it was made distributed.
+
+        Parameters
+        ----------
+        param_group : dict
+            As PyTorch has it.
+
+        Raises
+        ------
+        RuntimeError
+            Always.
+        """
+        if self._is_made:
+            raise RuntimeError(
+                "a group cannot be added to what as_distributed returned, which has all parameters of the module: call "
+                "close(), make a torch optimizer with all groups, or a rule with groups=[ParameterGroup(...)], and "
+                "call as_distributed again"
+            )
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a ModuleOptimizer belongs to its mesh and cannot be copied or pickled; save its state_dict()")
+
+    def step(self, closure: Any = None, *, count: float | None = None) -> Any:
         """Average the gradients over the ranks, and update the parameters; the gradients are cleared.
 
         Parameters
         ----------
+        closure : callable, optional
+            Called first: makes the gradients, and returns the loss.
         count : float, optional
             Divides the sum of the gradients of all ranks: the global number of samples where the loss is a sum over
             samples.  Default: the number of data ranks, for a loss that is a mean over a rank's samples, as with
             DistributedDataParallel.
 
+        Returns
+        -------
+        object
+            What `closure` returned; else None.
+
         Raises
         ------
         ValueError
-            On every rank, if the module of any rank was changed since `as_distributed`; nothing is updated then.
+            On every rank, if the module of any rank was changed since `as_distributed`, or values of `param_groups`
+            differ between ranks or are unfit; nothing is updated then.
         FloatingPointError
             On every rank, if any gradient is NaN or infinite, as for `ShardedOptimizer.step`.
         """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.optimizer.rule is not self._rule:
+            self._follow_rule()
         first = not self.optimizer.clock
         self.unused_parameters = self._state.hooks.unused
         ranks = self._state.hooks.complete()
@@ -135,6 +187,7 @@ class ModuleOptimizer:
             arrays.ready(self.parameters.held)  # PyTorch may go on in another stream of a GPU
         finally:
             self._state.hooks.clear()
+        self._groups.show(self.optimizer.steps)
         if first and self.unused_parameters and self.optimizer.mesh.rank == 0:
             shown = ", ".join(self.unused_parameters[:_SHOWN])
             more = len(self.unused_parameters) - _SHOWN
@@ -142,6 +195,17 @@ class ModuleOptimizer:
                 f"no gradient reached {len(self.unused_parameters)} of {len(self.parameters)} parameters on rank 0: "
                 f"{shown}{f' and {more} more' if more > 0 else ''}; it counts as zero (see unused_parameters)"
             )
+        return loss
+
+    def _follow_rule(self) -> None:
+        """Give the groups the values of a rule that has taken the place of the one before."""
+        groups = groups_of(self.optimizer.rule, self._state.hooks.tensors)
+        for old, new in zip(self.param_groups, groups.groups, strict=False):
+            new.update({name: value for name, value in old.items() if name not in new})
+        self._groups, self.defaults = groups, groups.defaults
+        if isinstance(groups, RuleGroups):
+            self.optimizer.rule = groups.rule
+        self._rule = self.optimizer.rule
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, foreach: bool | None = None) -> Any:
         """Scale all gradients so that their global norm is at most `max_norm`, for any `zero`; as FSDP's method.
@@ -223,14 +287,21 @@ class ModuleOptimizer:
         ValueError
             Before the first step.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
-        return {"mpishard": image}
+        state_dict: dict[str, Any] = {"mpishard": image}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on this or another number of ranks.
 
-        As PyTorch does, this gives the learning rates and other values of the saved parameter groups to those of a
-        torch optimizer.  Load the state of its scheduler after this.
+        As PyTorch does, this gives the learning rates and other values of the saved parameter groups to those here: of
+        a torch optimizer, and of a rule where something had changed them; else the rule's own hold.  Load the state of
+        a scheduler after this.
 
         Parameters
         ----------
@@ -242,9 +313,16 @@ class ModuleOptimizer:
         ValueError
             On every rank, if it is of another rule or another module, or damaged.
         """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         image = state_dict.get("mpishard")
         data = b"" if image is None else image.cpu().numpy().tobytes()
         self.optimizer.deserialize(data)
+        self._groups.show(self.optimizer.steps)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:
         """Write a checkpoint of parameters, buffers and optimizer state, which any number of ranks can load.
@@ -266,7 +344,7 @@ class ModuleOptimizer:
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Read the newest complete checkpoint into the module and the optimizer.
 
-        The parameter groups of a torch optimizer get their saved values, as by `load_state_dict`.
+        The parameter groups get their saved values, as by `load_state_dict`.
 
         Parameters
         ----------
@@ -280,17 +358,8 @@ class ModuleOptimizer:
         """
         facts = load_checkpoint(folder, self.parameters, self.optimizer)
         self._state.hooks.clear()
+        self._groups.show(self.optimizer.steps)
         return facts
-
-    if not TYPE_CHECKING:  # a type checker shall know that these are not there
-
-        def __getattr__(self, name: str) -> Any:
-            of_torch = (
-                ": a scheduler of PyTorch takes the torch optimizer that was given to as_distributed in the place of a "
-                "rule"
-            )
-            told = of_torch if name in _OF_TORCH else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{told}", name=name, obj=self)
 
 
 # `as_distributed` for PyTorch modules.
@@ -345,7 +414,7 @@ def as_distributed(
     """
     config = configuration_of(mesh)
     problem: Exception | None = None
-    optimizer, tensors, own = None, None, {}
+    optimizer, tensors, groups, own = None, None, None, {}
     try:
         tensors = ModuleTensors.of(module)
         array_module(tensors.device)  # raises for a device that has no arrays
@@ -353,21 +422,27 @@ def as_distributed(
         if isinstance(rule, torch.optim.Optimizer):
             rule = rule_of_optimizer(rule, {id(p): name for name, p in tensors.trained.items()})
         optimizer = optimizer_for("a PyTorch module", rule, config, zero)
+        groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         own = {"zero": str(zero), "buffers": buffers, **tensors.described}
     except Exception as error:  # of a class of the user's, too
         problem = error
     agree_on_settings(config.mesh.world, own, problem, what="module and arguments of as_distributed")
-    assert optimizer is not None and tensors is not None
+    assert optimizer is not None and tensors is not None and groups is not None
     torch.set_num_threads(config.mesh.blas_threads)
     state = state_of(module, tensors, buffers)
+    before: Any = optimizer.rule
     try:
+        if isinstance(groups, RuleGroups):
+            optimizer.rule = groups.rule
         optimizer.bind(state.parameters)
         arrays.ready(state.parameters.held)  # PyTorch may go on in another stream of a GPU
     except BaseException:
+        if isinstance(groups, RuleGroups):
+            optimizer.rule = before
         state.release()
         raise
-    if isinstance(rule, TorchRule) and rule.live is not None:
-        rule.live.claim()
-    return ModuleOptimizer(state, optimizer)
+    if isinstance(groups, LiveGroups):
+        groups.claim()
+    return ModuleOptimizer(state, optimizer, groups)

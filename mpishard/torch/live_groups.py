@@ -1,23 +1,126 @@
-"""The parameter groups of an optimizer of PyTorch, whose values schedulers and users change between two steps."""
+"""Parameter groups of an optimizer of PyTorch or of a rule; schedulers and users change their values between steps."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpishard.comm.agreement import fingerprint
+from mpishard.optim import Rule
 from mpishard.torch.element_wise import STEP, WAY_OUT, arguments_of, slots_of
 
 # How a step is computed, and not which: not compared, and not restored.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
+_FIXED = ("groups", "ema_decay")  # of a rule
 
 
-class LiveGroups:
-    """The groups of one optimizer of PyTorch, as they are now; the `LiveValues` of its rule.
+class ParameterGroups:
+    """Groups of parameters, each with the values of its steps, which schedulers and users change between two steps.
+
+    The base of those that are the `LiveValues` of a rule; by itself it has the groups of a rule without such values.
+
+    Attributes
+    ----------
+    what : str
+        Whose groups they are, for messages.
+    groups : list of dict
+        As ``param_groups`` of an optimizer of PyTorch.
+    defaults : dict
+        The values of a group that has none of its own.
+    names : frozenset of str
+        The fields of the rule that follow the groups.
+    """
+
+    way_out = (
+        "give the same on every rank; if it is a value of param_groups, set it there: a scheduler such as "
+        "ReduceLROnPlateau needs one number on all ranks, such as the mean of their losses by mesh.world.all_reduce"
+    )
+
+    def __init__(self, what: str, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        self.what = what
+        self.groups = groups
+        self.defaults = defaults
+        self.names: frozenset[str] = frozenset({"lr"})
+        self._sizes = [len(group["params"]) for group in groups]
+        # The values that are compared between ranks.
+        self._options = list(defaults)
+        self._last: list[dict[str, Any]] = []
+        self._fingerprint = 0
+
+    def show(self, step: int) -> None:
+        """Let the groups show the learning rates of a step, where the rule has a schedule."""
+
+    @property
+    def saved(self) -> list[dict[str, Any]]:
+        """All values of each group but its parameters, for `restore`; also those that only schedulers use."""
+        return [
+            {name: _as_json(value) for name, value in group.items() if _is_saved(name, value)} for group in self.groups
+        ]
+
+    # -- what LiveValues has ----------------------------------------------------------------------------------------
+
+    @property
+    def by_name(self) -> dict[str, str]:
+        """The values of all groups now, as text."""
+        return {
+            f"{name} of param_groups[{number}]": _text(value)
+            for number, values in enumerate(self._values())
+            for name, value in values.items()
+        }
+
+    @property
+    def fingerprint(self) -> int:
+        """A number of 62 bits that depends on all of `by_name`."""
+        values = self._values()
+        if values != self._last:
+            self._last, self._fingerprint = values, fingerprint(self.by_name)
+        return self._fingerprint
+
+    def check(self) -> None:
+        """Raise ValueError unless the groups have as many parameters as at the beginning."""
+        sizes = [len(group["params"]) for group in self.groups]
+        if sizes != self._sizes:
+            raise ValueError(
+                f"{self.what} has parameter groups of {sizes} parameters, and had {self._sizes} when the module was "
+                "made distributed; call add_param_group before as_distributed"
+            )
+
+    def restore(self, configuration: Mapping[str, Any]) -> str:
+        """Take the values of all groups, as PyTorch's `load_state_dict` does."""
+        saved, groups = configuration.get("live"), self.groups
+        if not isinstance(saved, list) or not all(isinstance(each, Mapping) for each in saved):
+            return ""  # of a rule without such values: what differs is reported as for other rules
+        if len(saved) != len(groups):
+            return (
+                f"the saved state has {len(saved)} parameter groups and {self.what} {len(groups)}: their "
+                "learning rates and other values stay as they are here"
+            )
+        for group, values in zip(groups, saved, strict=True):
+            for name, value in values.items():
+                if not _is_saved(name, value) or (name == "lr" and "lr" not in self.names):
+                    continue  # a schedule has its rate
+                if isinstance(group.get(name), torch.Tensor) and isinstance(value, float | int):
+                    group[name].fill_(value)
+                else:
+                    group[name] = tuple(value) if isinstance(value, list) else value
+        return ""
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _values(self) -> list[dict[str, Any]]:
+        """What decides a step, of each group."""
+        return [{name: _plain(group[name]) for name in self._options} for group in self.groups]
+
+
+class LiveGroups(ParameterGroups):
+    """The groups of one optimizer of PyTorch, as they are now.
 
     Parameters
     ----------
@@ -42,11 +145,6 @@ class LiveGroups:
         different arrays.
     """
 
-    way_out = (
-        "give the same on every rank; if it is a value of param_groups, set it there: a scheduler such as "
-        "ReduceLROnPlateau needs one number on all ranks, such as the mean of their losses by mesh.world.all_reduce"
-    )
-
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
         self.kind = kind = type(optimizer)
         self._optimizer = optimizer
@@ -58,9 +156,9 @@ class LiveGroups:
         if "lr" not in groups[0]:
             raise TypeError(f"this {kind.__name__} has no learning rate 'lr' in its parameter groups; {WAY_OUT}")
         _check_parameters(groups, names)
-        self._options = [name for name in groups[0] if name in arguments_of(kind) and name != "params"]
-        self._compared_options = [name for name in self._options if name not in _HOW]
-        self._sizes = [len(group["params"]) for group in groups]
+        super().__init__(f"this {kind.__name__}", groups, optimizer.defaults)
+        self._arguments = [name for name in groups[0] if name in arguments_of(kind) and name != "params"]
+        self._options = [name for name in self._arguments if name not in _HOW]
         self.number_of: dict[str, int] = {
             names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names
         }
@@ -73,8 +171,6 @@ class LiveGroups:
                 )
         self._known: set[tuple[bool, ...]] = {self._switches(number) for number in range(len(groups))}
         self._checked: list[dict[str, Any]] = []
-        self._compared: list[dict[str, Any]] = []
-        self._fingerprint = 0
 
     def claim(self) -> None:
         """Let the optimizer take no step by itself any more, and free its state.  Not collective."""
@@ -84,8 +180,12 @@ class LiveGroups:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The groups as they are, with their parameters.  Not collective."""
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        groups: list[dict[str, Any]] = self._optimizer.param_groups  # `load_state_dict` replaces the list
         return groups
+
+    @groups.setter
+    def groups(self, groups: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = groups
 
     def arguments(self, number: int) -> dict[str, Any]:
         """The arguments of the class for a group, as plain values.  Not collective.
@@ -101,7 +201,7 @@ class LiveGroups:
             By name.
         """
         group = self._optimizer.param_groups[number]
-        return {name: _plain(group[name]) for name in self._options}
+        return {name: _plain(group[name]) for name in self._arguments}
 
     def rate(self, number: int) -> float:
         """The learning rate of a group.  Not collective.
@@ -118,83 +218,27 @@ class LiveGroups:
         """
         return float(self._optimizer.param_groups[number]["lr"])
 
-    @property
-    def saved(self) -> list[dict[str, Any]]:
-        """All values of each group but its parameters, for `restore`; also those that only schedulers use."""
-        return [
-            {name: _as_json(value) for name, value in group.items() if _is_saved(name, value)}
-            for group in self._optimizer.param_groups
-        ]
-
-    # -- what LiveValues has ----------------------------------------------------------------------------------------
-
-    @property
-    def by_name(self) -> dict[str, str]:
-        """The values of all groups now, as text."""
-        return {
-            f"{name} of param_groups[{number}]": _text(value)
-            for number, values in enumerate(self._values())
-            for name, value in values.items()
-        }
-
-    @property
-    def fingerprint(self) -> int:
-        """A number of 62 bits that depends on all of `by_name`."""
-        values = self._values()
-        if values != self._compared:
-            self._compared, self._fingerprint = values, fingerprint(self.by_name)
-        return self._fingerprint
-
     def check(self) -> None:
         """Raise ValueError unless the groups are those of the beginning, and a step can use their values."""
-        optimizer, what = self._optimizer, f"this {self.kind.__name__}"
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        if sizes != self._sizes:
-            raise ValueError(
-                f"{what} has parameter groups of {sizes} parameters, and had {self._sizes} when the module was made "
-                "distributed; call add_param_group before as_distributed"
-            )
+        super().check()
+        optimizer = self._optimizer
         if any(optimizer.state.values()):
             raise ValueError(
-                f"{what} has got a state of its own since the module was made distributed, which no step uses; call "
-                "load_state_dict of what as_distributed returned, with what its state_dict returned"
+                f"{self.what} has got a state of its own since the module was made distributed, which no step uses; "
+                "call load_state_dict of what as_distributed returned, with what its state_dict returned"
             )
         values = self._values()
         for number, rate in enumerate(each["lr"] for each in values):
             if not 0.0 <= rate < math.inf:
-                raise ValueError(f"lr of param_groups[{number}] of {what} must be at least 0 and finite, got {rate}")
+                raise ValueError(
+                    f"lr of param_groups[{number}] of {self.what} must be at least 0 and finite, got {rate}"
+                )
             if values != self._checked and self._switches(number) not in self._known:
                 self._check_slots(number)
         self._checked = values
         optimizer._opt_called = True  # or schedulers would warn that no step was taken
 
-    def restore(self, configuration: Mapping[str, Any]) -> str:
-        """Take the values of all groups, as PyTorch's `load_state_dict` does."""
-        saved, groups = configuration.get("live"), self._optimizer.param_groups
-        if not isinstance(saved, list) or not all(isinstance(each, Mapping) for each in saved):
-            return ""  # of a rule without such values: what differs is reported as for other rules
-        if len(saved) != len(groups):
-            return (
-                f"the saved state has {len(saved)} parameter groups and this {self.kind.__name__} {len(groups)}: their "
-                "learning rates and other values stay as they are here"
-            )
-        for group, values in zip(groups, saved, strict=True):
-            for name, value in values.items():
-                if not _is_saved(name, value):
-                    continue
-                if isinstance(group.get(name), torch.Tensor) and isinstance(value, float | int):
-                    group[name].fill_(value)
-                else:
-                    group[name] = tuple(value) if isinstance(value, list) else value
-        return ""
-
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _values(self) -> list[dict[str, Any]]:
-        """What decides a step, of each group."""
-        return [
-            {name: _plain(group[name]) for name in self._compared_options} for group in self._optimizer.param_groups
-        ]
 
     def _switches(self, number: int) -> tuple[bool, ...]:
         """Which options of a group are on: only these decide what it keeps."""
@@ -206,11 +250,197 @@ class LiveGroups:
     def _check_slots(self, number: int) -> None:
         """Raise ValueError unless a group with other options keeps no more than before."""
         if more := [slot for slot in slots_of(self.kind, self._probed(number)) if slot not in self.slots]:
-            raise ValueError(
-                f"param_groups[{number}] of this {self.kind.__name__} was changed, and needs {_listed(more)} now, "
-                "which did not exist when the module was made distributed; set such options before as_distributed"
-            )
+            raise ValueError(_needs_more(number, self.what, more))
         self._known.add(self._switches(number))
+
+
+class FollowsGroups(Rule):
+    """Mixed into the class of a rule: its values are those of `RuleGroups`, as they are at each step."""
+
+    _live: RuleGroups | None = None
+
+    @property
+    def live(self) -> RuleGroups | None:
+        """The groups; None in a copy, as `dataclasses.replace` makes it."""
+        return self._live
+
+    def by_tensor(self, names: Sequence[str]) -> list[Rule]:
+        """The rule of each tensor, see `Rule.by_tensor`: that of its group."""
+        if self._live is None:
+            return super().by_tensor(names)
+        return self._live.by_tensor(names)
+
+    def configuration(self) -> dict[str, Any]:
+        """The values, and those of all groups where something has changed them."""
+        plain = super().configuration()
+        return {**plain, "live": self._live.saved} if self._live is not None and self._live.was_changed else plain
+
+
+class RuleGroups(ParameterGroups):
+    """The groups of a rule of mpishard, with its fields as values: one, or one for each other values of its `groups`.
+
+    Parameters
+    ----------
+    rule : Rule
+        Such as ``AdamW(lr=1e-3)``; where it follows other groups its values as they are.
+    tensors : mapping of str to Parameter
+        Those that it updates.
+
+    Attributes
+    ----------
+    rule : Rule
+        A copy, of a class of the same name, that follows these groups.
+
+    Raises
+    ------
+    ValueError
+        If a pattern of the rule's `groups` matches no tensor.
+    """
+
+    def __init__(self, rule: Rule, tensors: Mapping[str, Any]) -> None:
+        self.rule: Rule = copy.copy(rule)
+        kind = type(rule).__mro__[2] if isinstance(rule, FollowsGroups) else type(rule)
+        self.rule.__dict__.pop("_live", None)
+        object.__setattr__(self.rule, "__class__", kind)
+        by_tensor = self.rule.by_tensor(list(tensors))
+        # One for each group, changed in place when its group is.
+        self._rules = list({id(each): each for each in by_tensor}.values())
+        self._first = [copy.copy(each) for each in self._rules]
+        number_of = {id(each): number for number, each in enumerate(self._rules)}
+        self._number_of = {name: number_of[id(each)] for name, each in zip(tensors, by_tensor, strict=True)}
+        groups: list[dict[str, Any]] = [{"params": [], **_values_of(each)} for each in self._rules]
+        for name, p in tensors.items():
+            groups[self._number_of[name]]["params"].append(p)
+        super().__init__(f"the {kind.__name__}", groups, _values_of(self.rule))
+        self._scheduled = callable(rule.lr)
+        self._shown = [group["lr"] for group in groups]
+        self.names = frozenset({*self.defaults, "options"})
+        if self._scheduled:
+            self.names -= {"lr"}
+            self._options.remove("lr")
+        self._checked = self._values()
+        self._saved_first = self.saved
+        self.rule.__dict__["_live"] = self
+        object.__setattr__(self.rule, "__class__", _following(kind))
+
+    def by_tensor(self, names: Sequence[str]) -> list[Rule]:
+        """The rule of each tensor.  Raises ValueError for a name of another module."""
+        if other := [name for name in names if name not in self._number_of]:
+            raise ValueError(f"parameter {other[0]!r} is in no parameter group of {self.what}")
+        return [self._rules[self._number_of[name]] for name in names]
+
+    def show(self, step: int) -> None:
+        """Let the groups show the learning rates of a step, where the rule has a schedule."""
+        if self._scheduled:
+            self._shown = [each.learning_rate(max(1, step)) for each in self._rules]
+            for group, rate in zip(self.groups, self._shown, strict=True):
+                group["lr"] = rate
+
+    @property
+    def saved(self) -> list[dict[str, Any]]:
+        """All values of each group but its parameters, for `restore`; also those that only schedulers use."""
+        left_out = ("lr",) if self._scheduled else ()
+        return [{name: value for name, value in each.items() if name not in left_out} for each in super().saved]
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether a group has other values than at the beginning, or more of them, as a scheduler keeps there."""
+        return self.saved != self._saved_first
+
+    def check(self) -> None:
+        """Raise ValueError unless the groups are those of the beginning, and a step can use their values."""
+        super().check()
+        if self._scheduled:
+            for number, (group, shown) in enumerate(zip(self.groups, self._shown, strict=True)):
+                if group["lr"] != shown:
+                    raise ValueError(
+                        f"lr of param_groups[{number}] was set to {group['lr']}, but {self.what} has a schedule, "
+                        f"{self._first[number].lr!r}; give the rule a number, such as lr={shown:g}, to set it"
+                    )
+        values = self._values()
+        if values == self._checked:
+            return
+        for number, (rule, own) in enumerate(zip(self._rules, values, strict=True)):
+            rule.__dict__.update(self._checked_rule(number, own).__dict__)
+        self._checked = values
+
+    def restore(self, configuration: Mapping[str, Any]) -> str:
+        """Take the values of all groups, where something had changed them before they were saved."""
+        problem = super().restore(configuration)
+        self.check()
+        return problem
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _checked_rule(self, number: int, values: dict[str, Any]) -> Rule:
+        """A rule with other values, as its class makes it."""
+        first = self._first[number]
+        try:
+            made = _changed(first, values)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"param_groups[{number}]: {error}") from None
+        if more := [slot for slot in made.slots if slot not in first.slots]:
+            raise ValueError(_needs_more(number, self.what, more))
+        if made.slots != first.slots or made.kernel != first.kernel:
+            raise ValueError(
+                f"param_groups[{number}] of {self.what} was changed, and has another formula now; set such options "
+                "before as_distributed"
+            )
+        return made
+
+
+@functools.cache
+def _following(kind: type) -> type:
+    """The class of rules of a class that follow groups."""
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (FollowsGroups, kind), names)
+
+
+def _values_of(rule: Rule) -> dict[str, Any]:
+    """The values of a rule that a group has: its numbers, with the learning rate of the first step."""
+    own = [each.name for each in fields(rule) if each.init and each.compare]
+    found: dict[str, Any] = getattr(rule, "values", {name: getattr(rule, name) for name in own})
+    found = {**found, "lr": rule.learning_rate(1)}
+    return {name: value for name, value in found.items() if name not in _FIXED and _is_saved(name, value)}
+
+
+def groups_of(rule: Any, tensors: Mapping[str, Any]) -> ParameterGroups:
+    """The parameter groups of a rule: those that it follows, or new ones.
+
+    Parameters
+    ----------
+    rule : Rule or Method
+        Of an optimizer.
+    tensors : mapping of str to Parameter
+        Those that are trained.
+
+    Returns
+    -------
+    ParameterGroups
+        `LiveGroups` or `RuleGroups`, or one group without values where the rule has none that could change.
+    """
+    if isinstance(rule, Rule) and isinstance(rule.live, LiveGroups):
+        return rule.live
+    if isinstance(rule, Rule) and (type(rule).by_tensor in _KNOWN or hasattr(rule, "with_values")):
+        return RuleGroups(rule, tensors)
+    return ParameterGroups(f"the {type(rule).__name__}", [{"params": list(tensors.values())}], {})
+
+
+_KNOWN = (Rule.by_tensor, FollowsGroups.by_tensor)
+
+
+def _changed(rule: Rule, values: Mapping[str, Any]) -> Rule:
+    """A rule with other values, checked."""
+    own: Any = getattr(rule, "with_values", None)  # a `TorchRule` has its values in a mapping
+    made: Rule = replace(rule, **values) if own is None else own(values)
+    return made
+
+
+def _needs_more(number: int, what: str, more: Sequence[str]) -> str:
+    return (
+        f"param_groups[{number}] of {what} was changed, and needs {_listed(more)} now, which did not exist when the "
+        "module was made distributed; set such options before as_distributed"
+    )
 
 
 def _check_parameters(groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:

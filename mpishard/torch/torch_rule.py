@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ class TorchRule(Rule):
         Its other arguments.
     weight_decay : float
         As PyTorch's; 0 where the class has none.
-    live : LiveGroups, optional
+    of_optimizer : LiveGroups, optional
         The groups of an optimizer, whose options are used as they are at each step, since schedulers change them.
     group : int
         The number of its group, of which this is the rule.
@@ -49,14 +50,19 @@ class TorchRule(Rule):
     kind: type
     options: Mapping[str, Any]
     weight_decay: float = 0.0
-    live: LiveGroups | None = field(default=None, compare=False, repr=False)
+    of_optimizer: LiveGroups | None = field(default=None, compare=False, repr=False)
     group: int = field(default=0, compare=False, repr=False)
     _slots: tuple[str, ...] = field(default=(), init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        slots = slots_of(self.kind, self._arguments(1e-3)) if self.live is None else self.live.slots
+        slots = slots_of(self.kind, self._arguments(1e-3)) if self.of_optimizer is None else self.of_optimizer.slots
         object.__setattr__(self, "_slots", slots)
+
+    @property
+    def live(self) -> LiveGroups | None:
+        """The groups of an optimizer of PyTorch; None of a class alone."""
+        return self.of_optimizer
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -74,15 +80,16 @@ class TorchRule(Rule):
 
     def by_tensor(self, names: Sequence[str]) -> list[Rule]:
         """The rule of each tensor, see `Rule.by_tensor`: that of its group."""
-        if self.live is None:
+        groups = self.of_optimizer
+        if groups is None:
             return super().by_tensor(names)
-        numbers = [self.live.number_of.get(name) for name in names]
+        numbers = [groups.number_of.get(name) for name in names]
         if None in numbers:
             raise ValueError(f"parameter {names[numbers.index(None)]!r} is in no parameter group of the optimizer")
         of_group: dict[int | None, Rule] = {0: self}
         for number in numbers:
             if number is not None and number not in of_group:
-                of_group[number] = replace(self, lr=_LiveRate(self.live, number), group=number)
+                of_group[number] = replace(self, lr=_LiveRate(groups, number), group=number)
         return [of_group[number] for number in numbers]
 
     def configuration(self) -> dict[str, Any]:
@@ -92,7 +99,7 @@ class TorchRule(Rule):
         given = {name: value for name, value in plain.items() if value is not None}
         groups = {"groups": "; ".join(map(str, self.groups))} if self.groups else {}
         average = {} if self.ema_decay is None else {"ema_decay": self.ema_decay}
-        live = {} if self.live is None else {"live": self.live.saved}
+        live = {} if self.of_optimizer is None else {"live": self.of_optimizer.saved}
         return {"rule": f"torch.optim.{self.kind.__name__}", **given, **groups, **average, **live}
 
     def update(
@@ -125,10 +132,30 @@ class TorchRule(Rule):
                 slot.copy_(found)
         finish_stream(values)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """All arguments of the class, for groups of parameters."""
+        defaults = {name: each.default for name, each in arguments_of(self.kind).items() if name != "params"}
+        return {**defaults, **self._arguments(self.learning_rate(1))}
+
+    def with_values(self, values: Mapping[str, Any]) -> TorchRule:
+        """The same class with other arguments, which PyTorch checks in the step."""
+        own = dict(values)
+        lr, decay = own.pop("lr", self.lr), own.pop("weight_decay", self.weight_decay)
+        options = {**self.options, **own}
+        if [*map(bool, options.values()), bool(decay)] != [*map(bool, self.options.values()), bool(self.weight_decay)]:
+            return replace(self, lr=lr, options=options, weight_decay=decay)
+        made = copy.copy(self)  # keeps the same arrays, which are not looked for again
+        for name, value in (("lr", lr), ("options", options), ("weight_decay", decay)):
+            object.__setattr__(made, name, value)
+        if not callable(lr):
+            made._check("lr")
+        return made
+
     def _arguments(self, lr: float) -> dict[str, Any]:
         """The arguments of the class now."""
-        if self.live is not None:
-            return {**self.live.arguments(self.group), "lr": lr}
+        if self.of_optimizer is not None:
+            return {**self.of_optimizer.arguments(self.group), "lr": lr}
         decays = self.weight_decay or "weight_decay" in arguments_of(self.kind)
         return {"lr": lr, **self.options, **({"weight_decay": self.weight_decay} if decays else {})}
 
@@ -191,7 +218,7 @@ def rule_of_optimizer(optimizer: Any, names: Mapping[int, str]) -> TorchRule:
         See `LiveGroups`.
     """
     live = LiveGroups(optimizer, names)
-    return TorchRule(_LiveRate(live, 0), live.kind, {}, live=live)
+    return TorchRule(_LiveRate(live, 0), live.kind, {}, of_optimizer=live)
 
 
 class _LiveRate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,9 +326,13 @@ def test_an_optimizer_takes_no_step_by_itself() -> None:
         optimizer = mpishard.torch.as_distributed(made, mesh, theirs, zero=2)
         settings = optimizer.optimizer.settings
         assert optimizer.param_groups is theirs.param_groups
-        with pytest.raises(AttributeError, match="no attribute 'add_param_group': .* takes the torch optimizer that"):
-            optimizer.add_param_group  # noqa: B018
-        assert not hasattr(optimizer, "others")
+        assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults is theirs.defaults
+        with pytest.raises(
+            RuntimeError, match="cannot be added .* call close.., make a torch optimizer with all groups"
+        ):
+            optimizer.add_param_group({"params": [parameter(1)]})
+        with pytest.raises(TypeError, match="belongs to its mesh and cannot be copied or pickled; save its state_dict"):
+            copy.deepcopy(optimizer)
         backward(made)
         with pytest.raises(RuntimeError, match="but the last one within optimizer.no_sync.., or call optimizer.step"):
             backward(made)

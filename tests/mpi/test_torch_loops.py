@@ -1,0 +1,260 @@
+"""What is made for optimizers of PyTorch takes that of mpishard: schedulers, hooks, closures; beside PyTorch alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import ParameterGroup
+
+torch = pytest.importorskip("torch")
+from torch.optim import lr_scheduler  # noqa: E402
+from torch_models import images, loss_of, samples_of, smooth  # noqa: E402
+
+STEPS = 8
+
+
+def sequential(optimizer):
+    parts = [lr_scheduler.LinearLR(optimizer, 0.25, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2, factor=0.3),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: step / 4),
+    "sequential": sequential,
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+}
+RULES = {
+    "adamw": (mpishard.AdamW(lr=0.02, weight_decay=0.1), torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    "sgd": (mpishard.SGD(lr=0.2, momentum=0.9), torch.optim.SGD, {"lr": 0.2, "momentum": 0.9}),
+    "rule_of": (
+        mpishard.torch.rule_of(torch.optim.Adamax, 0.02, eps=1e-6),
+        torch.optim.Adamax,
+        {"lr": 0.02, "eps": 1e-6},
+    ),
+}
+
+
+def advance(scheduler, loss):
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def doubles():
+    x, y = images()
+    return smooth().double(), x.double(), y
+
+
+def alone(mesh, make_optimizer, make_scheduler, steps=STEPS):
+    """The losses and rates of PyTorch alone, which has the samples of all ranks."""
+    module, x, y = doubles()
+    optimizer = make_optimizer(module)
+    scheduler = make_scheduler(optimizer)
+    history = []
+    for step in range(steps):
+        order = np.concatenate(mesh.world.allgather_object(samples_of(mesh, step)))
+        optimizer.zero_grad()
+        loss = loss_of(module, x, y, order)
+        loss.backward()
+        optimizer.step()
+        history.append([loss.item(), *(group["lr"] for group in optimizer.param_groups)])
+        advance(scheduler, round(loss.item(), 6))
+    return np.array(history)
+
+
+def take_steps(mesh, module, optimizer, scheduler, steps):
+    """Ours; the scheduler gets the mean of the ranks' losses."""
+    (x, y), history = images(), []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(module, x.double(), y, samples_of(mesh, step))
+        loss.backward()
+        optimizer.step()
+        mean = float(np.mean(mesh.world.allgather_object(loss.item())))
+        history.append([mean, *(group["lr"] for group in optimizer.param_groups)])
+        advance(scheduler, round(mean, 6))
+    return history
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_pytorch_take_our_optimizer(mesh, name, rule):
+    """Made for a rule, and for an optimizer of PyTorch: rates and losses of PyTorch alone."""
+    ours, kind, options = RULES[rule]
+    wanted = alone(mesh, lambda module: kind(module.parameters(), **options), SCHEDULERS[name])
+    for number, given in enumerate([ours, lambda module: kind(module.parameters(), **options)]):
+        module, _, _ = doubles()
+        made = given(module) if number else given
+        optimizer = mpishard.torch.as_distributed(module, mesh, made, zero=(len(name) + number) % 3)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        scheduler = SCHEDULERS[name](optimizer)
+        np.testing.assert_allclose(take_steps(mesh, module, optimizer, scheduler, range(STEPS)), wanted, rtol=1e-9)
+    assert ours == RULES[rule][0] and ours.lr == options["lr"]  # the rule that was given is as it was
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_each_group_of_a_rule_has_its_own_schedule(mesh, zero):
+    def grouped(module):
+        groups = [{"params": [module[1].weight, module[3].weight]}]
+        groups += [{"params": [module[1].bias, module[3].bias], "weight_decay": 0.0, "lr": 0.005}]
+        return torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)
+
+    def schedule(optimizer):
+        return lr_scheduler.LambdaLR(optimizer, [lambda step: step / 4, lambda step: 0.5**step])
+
+    module, _, _ = doubles()
+    groups = [ParameterGroup("*.bias", weight_decay=0, lr_factor=0.25)]
+    optimizer = mpishard.torch.as_distributed(
+        module, mesh, mpishard.AdamW(0.02, weight_decay=0.1, groups=groups), zero=zero
+    )
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+    found = take_steps(mesh, module, optimizer, schedule(optimizer), range(STEPS))
+    np.testing.assert_allclose(found, alone(mesh, grouped, schedule), rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize("scheduler", ["one cycle", "step"])
+def test_a_run_with_a_scheduler_continues(mesh, folder, how, scheduler):
+    """From its files: the rates and losses of a run without a break."""
+    rule = RULES["sgd"][0]
+    wanted = alone(
+        mesh, lambda module: torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9), SCHEDULERS[scheduler]
+    )
+    module, _, _ = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=1)
+    first = SCHEDULERS[scheduler](optimizer)
+    take_steps(mesh, module, optimizer, first, range(3))
+    saved = module.state_dict(), optimizer.state_dict(), first.state_dict()
+    if how == "checkpoint":
+        optimizer.save_checkpoint(folder)
+    again, _, _ = doubles()
+    optimizer = mpishard.torch.as_distributed(again, mesh, mpishard.SGD(lr=0.7, momentum=0.9))
+    second = SCHEDULERS[scheduler](optimizer)
+    if how == "checkpoint":
+        optimizer.load_checkpoint(folder)
+    else:
+        again.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    second.load_state_dict(saved[2])
+    found = take_steps(mesh, again, optimizer, second, range(3, STEPS))
+    np.testing.assert_allclose(found, wanted[3:], rtol=1e-9)
+    mesh.world.barrier()
+
+
+def test_a_rule_that_nothing_has_changed_keeps_what_it_was_given(mesh):
+    module, x, y = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.25))
+    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5))
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.param_groups[0]["lr"] = 0.125
+    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    before, gradient = optimizer.parameters.flat.copy(), None
+    gradient = optimizer.parameters.gradients.flat.copy()
+    optimizer.step()
+    np.testing.assert_allclose(optimizer.parameters.flat, before - 0.125 * gradient, rtol=1e-12)
+    optimizer.optimizer.rule = mpishard.SGD(lr=1.0)  # a setter of mpishard: the groups follow
+    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1.0 and optimizer.optimizer.rule.lr == 1.0
+
+
+def test_a_schedule_of_a_rule_is_shown(mesh):
+    """And cannot be set, as by a scheduler: on any rank."""
+    module, x, y = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=lambda step: 1 / step))
+    for step in range(1, 4):
+        loss_of(module, x, y, samples_of(mesh, 0)).backward()
+        optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == 1 / step
+    before = optimizer.parameters.flat.copy()
+    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    if mesh.rank == mesh.size - 1:
+        optimizer.param_groups[0]["lr"] = 0.125
+    with pytest.raises(ValueError, match="was set to 0.125, but the SGD has a schedule, .* give the rule a number"):
+        optimizer.step()
+    assert np.array_equal(optimizer.parameters.flat, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": -1.0}, r"param_groups\[0\]: SGD: lr=-1.0 must be"),
+        ({"momentum": 0.9}, r"param_groups\[0\] of the SGD was changed, and needs momentum_buffer now"),
+        ({"weight_decay": "much"}, r"param_groups\[0\]: SGD: weight_decay='much' must be"),
+    ],
+)
+def test_values_that_a_rule_cannot_have_are_refused_on_all_ranks(mesh, change, message):
+    module, x, y = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=1)
+    before = optimizer.parameters.flat.copy()
+    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    was = {name: optimizer.param_groups[0][name] for name in change}
+    if mesh.rank == mesh.size - 1:
+        optimizer.param_groups[0].update(change)
+    with pytest.raises((TypeError, ValueError), match=message):
+        optimizer.step()
+    assert np.array_equal(optimizer.parameters.flat, before)
+    optimizer.param_groups[0].update(was)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["lr", "betas"])
+def test_values_of_one_rank_are_refused_on_all(mesh, name):
+    if mesh.size == 1:
+        pytest.skip("needs two ranks, which differ")
+    module, x, y = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.AdamW(lr=0.5))
+    for step in range(2):
+        loss_of(module, x, y, samples_of(mesh, step)).backward()
+        before = optimizer.parameters.flat.copy()
+        if not step:
+            optimizer.step()
+    other, shown = {"lr": (0.25, r"0\.25"), "betas": ((0.5, 0.9), r"\(0\.5, 0\.9\)")}[name]
+    if mesh.rank == 0:
+        optimizer.param_groups[0][name] = other
+    way_out = "if it is a value of param_groups, set it there"
+    with pytest.raises(ValueError, match=rf"but {name} of param_groups\[0\] is {shown} on rank 0, [^;]*: .*{way_out}"):
+        optimizer.step()
+    assert np.array_equal(optimizer.parameters.flat, before)
+
+
+def test_closures_and_hooks(mesh):
+    """Those of an optimizer of PyTorch, in its order."""
+    module, x, y = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1))
+    seen = []
+    optimizer.register_step_pre_hook(lambda which, args, kwargs: seen.append(("before", which is optimizer)))
+    optimizer.register_step_post_hook(lambda which, args, kwargs: seen.append(("after", which is optimizer)))
+    optimizer.register_state_dict_pre_hook(lambda which: seen.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda which, state: {**state, "more": 7})
+    optimizer.register_load_state_dict_pre_hook(lambda which, state: seen.append(state.pop("more")))
+    optimizer.register_load_state_dict_post_hook(lambda which: seen.append("loaded"))
+
+    def closure():
+        seen.append("closure")
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(module, x, y, samples_of(mesh, 0))
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        losses = [optimizer.step(closure).item(), optimizer.step(closure=closure).item()]
+    assert losses[1] < losses[0]
+    one = [("before", True), "closure", ("after", True)]
+    assert seen == one + one
+    state = optimizer.state_dict()
+    assert state["more"] == 7
+    optimizer.load_state_dict(state)
+    assert seen[6:] == ["saving", 7, "loaded"] and state["more"] == 7
