@@ -1,6 +1,6 @@
 """PyTorch modules on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`, `rule_of` for rules.
 
-`convert_sync_batchnorm` lets batch norms see the samples of all ranks.
+`convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches.
 
 PyTorch is imported with the first of these names.
 """
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpishard.torch.batch_norm import convert_sync_batchnorm
     from mpishard.torch.distributed import ModuleOptimizer, as_distributed
+    from mpishard.torch.join import join
     from mpishard.torch.problem import problem
     from mpishard.torch.torch_rule import rule_of
 
-__all__ = ["ModuleOptimizer", "as_distributed", "convert_sync_batchnorm", "problem", "rule_of"]
+__all__ = ["ModuleOptimizer", "as_distributed", "convert_sync_batchnorm", "join", "problem", "rule_of"]
 
 _MODULE_OF = {
     "ModuleOptimizer": "distributed",
     "as_distributed": "distributed",
     "convert_sync_batchnorm": "batch_norm",
+    "join": "join",
     "problem": "problem",
     "rule_of": "torch_rule",
 }

@@ -48,6 +48,11 @@ def convert_sync_batchnorm(module: Any, mesh: Mesh) -> Any:
     return _converted(module, _Ranks(axis))
 
 
+def sums_over_ranks(module: Any) -> bool:
+    """Whether a module has batch norms that `convert_sync_batchnorm` has made, and more than one rank."""
+    return any(isinstance(each, _OverRanks) and each._ranks.axis.size > 1 for each in module.modules())
+
+
 class _Ranks:
     """The ranks that sum; copies of a layer sum over the same."""
 

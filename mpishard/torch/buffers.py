@@ -73,12 +73,15 @@ class Buffers:
     ----------
     mode : str
         As given.
+    ranks : sequence of int or None
+        Those whose values count in `synchronize`, in their order; None: all.
     """
 
     def __init__(self, tensors: Mapping[str, Any], mode: str, owners: Sequence[BufferOwner] = ()) -> None:
         self._tensors = dict(tensors)
         self._owners = list(owners)
         self.mode: str = mode
+        self.ranks: Sequence[int] | None = None
         by_dtype: dict[Any, list[Any]] = {}
         for tensor in self._tensors.values():
             if tensor.numel():
@@ -188,12 +191,15 @@ class Buffers:
         """
         if self.mode == "local" or axis.size == 1:
             return
+        ranks = range(axis.size) if self.ranks is None else self.ranks
         for flat, floating in self._flats:
             if self.mode == "average" and floating:
+                if axis.rank not in ranks:
+                    flat[...] = 0
                 axis.all_reduce(flat, label="buffers")
-                flat /= axis.size
+                flat /= len(ranks)
             else:
-                axis.broadcast(flat, label="buffers")
+                axis.broadcast(flat, root=ranks[0], label="buffers")
 
     def consolidate(self, axis: Axis) -> None:
         """`synchronize`, unless the values are equal: the mean of equal numbers may be another one, after rounding.

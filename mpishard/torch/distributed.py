@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpishard.backend import array as arrays
@@ -22,7 +23,7 @@ from mpishard.parameters.reducer import NoSync
 from mpishard.torch.buffers import MODES
 from mpishard.torch.live_groups import LiveGroups, ParameterGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
-from mpishard.torch.module import ModuleState, ModuleTensors, check_unchanged, state_of
+from mpishard.torch.module import CLIP, DROP, STEP, ModuleState, ModuleTensors, check_unchanged, state_of
 from mpishard.torch.torch_rule import rule_of_optimizer
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
@@ -177,9 +178,20 @@ class ModuleOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.optimizer.rule is not self._rule:
             self._follow_rule()
+        self._take_step(count)
+        return loss
+
+    def _take_step(self, count: float | None) -> None:
         first = not self.optimizer.clock
-        self.unused_parameters = self._state.hooks.unused
-        ranks = self._state.hooks.complete()
+        hooks = self._state.hooks
+        self.unused_parameters = hooks.unused
+        hooks.end_sums()
+        ranks = hooks.complete()
+        if hooks.tell is not None:
+            given: Any = count.item() if isinstance(count, np.generic) else count
+            hooks.tell(STEP, lambda: (given, self._groups.saved))
+        if count is None:
+            count = hooks.divide_by or None
         if ranks and (count is None or isinstance(count, (int, float))):  # another count is refused below
             count = (ranks if count is None else count) / ranks
         try:
@@ -195,7 +207,6 @@ class ModuleOptimizer(torch.optim.Optimizer):
                 f"no gradient reached {len(self.unused_parameters)} of {len(self.parameters)} parameters on rank 0: "
                 f"{shown}{f' and {more} more' if more > 0 else ''}; it counts as zero (see unused_parameters)"
             )
-        return loss
 
     def _follow_rule(self) -> None:
         """Give the groups the values of a rule that has taken the place of the one before."""
@@ -237,10 +248,13 @@ class ModuleOptimizer(torch.optim.Optimizer):
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, foreach=foreach)
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type}: ranks divide the gradients, and measure their 2-norm alone")
-        binding = self.optimizer.state.binding
+        hooks, binding = self._state.hooks, self.optimizer.state.binding
         strategy = binding.strategy
+        hooks.end_sums()
+        if hooks.tell is not None:
+            hooks.tell(CLIP, lambda: (float(max_norm),))
         strategy.reducer.finalize()
-        divisor = strategy.axis.size * self.parameters.loss_scale
+        divisor = (hooks.divide_by or strategy.axis.size) * self.parameters.loss_scale
         norm = binding.on_rank.inspection.norm(True, False) / divisor
         factor = min(1.0, float(max_norm) / (norm + _CLIP_EPSILON))
         for gradient in strategy.gradients():
@@ -258,6 +272,10 @@ class ModuleOptimizer(torch.optim.Optimizer):
             As PyTorch has it; gradients are dropped either way.
         """
         if self.parameters.gradients.has_content:
+            hooks = self._state.hooks
+            if hooks.tell is not None and hooks.has_begun_sums:
+                hooks.end_sums()
+                hooks.tell(DROP)
             self.parameters.reset_gradients()
         self._state.hooks.clear()
 
@@ -271,7 +289,16 @@ class ModuleOptimizer(torch.optim.Optimizer):
         -------
         context manager
             For one ``with`` statement.
+
+        Raises
+        ------
+        RuntimeError
+            Under ZeRO-2 within `mpishard.torch.join`.
         """
+        if self._state.hooks.tell is not None and self.parameters.gradients.on_demand:
+            raise RuntimeError(
+                "no_sync() under zero=2 sums over ranks in each pass, which join has not: use zero=0 or 1 within join"
+            )
         return self.parameters.gradients.no_sync()
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Its tensors are checked, and hooks hand each gradient over when autograd has fin
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,6 +29,10 @@ Array = Any
 #
 # Where every rank gets all sums (`GradientHooks.sums_over`), a callback at the end of the pass waits for them.  Then
 # ``p.grad`` is what DistributedDataParallel leaves there: the mean over ranks, which a loop may change before the step.
+
+
+# What ranks that have batches say within `mpishard.torch.join` before they do it.
+PASS, CLIP, STEP, DROP = range(1, 5)
 
 
 class SpreadGradient(torch.Tensor):
@@ -63,12 +68,19 @@ class GradientHooks:
     sums_over : callable
         Gives the number of ranks whose mean ``p.grad`` is after a backward pass, where every rank gets all sums; else
         0: gradients are on their way then, and a change of ``p.grad`` is refused.
+    tell : callable or None
+        Within `mpishard.torch.join` called before what needs all ranks, with what that is.
+    divide_by : int
+        What a mean divides by; 0: the number of ranks.
     """
 
     def __init__(self, parameters: FlatParameters, tensors: Mapping[str, Any]) -> None:
         self.keeps: bool = False
         self.scales: bool = False
         self.sums_over: Callable[[], int] = lambda: 0
+        self.tell: Callable[..., None] | None = None
+        self.divide_by: int = 0
+        self._told_pass = False
         self._parameters = parameters
         self.tensors = dict(tensors)
         self._seen: set[str] = set()
@@ -101,17 +113,29 @@ class GradientHooks:
         self._seen.clear()
         self._kept.clear()
         self._earlier = None
+        self._told_pass = False
         for p in self.tensors.values():
             p.grad = None
 
-    def complete(self) -> int:
-        """Wait for the sums of this step, and leave their means in ``p.grad``; what `sums_over` gives.  Collective.
+    @property
+    def mean_gradients(self) -> Array:
+        """What ``p.grad`` has after `complete`, as one flat array, with what was assigned to it since."""
+        with contextlib.suppress(ValueError):  # which the step raises, on all ranks
+            self.take_changes()
+        return self._parameters.gradients.flat
 
-        Returns at once where that is 0, or it is done.
+    def complete(self) -> int:
+        """Wait for the sums of this step, and leave their means in ``p.grad``; returns what these were divided by.
+
+        Returns at once where that is done, or `sums_over` is 0, which is the result then.  Collective.
         """
         reducer, ranks = self._parameters.gradients, self.sums_over()
-        if not ranks or reducer.reduced:
-            return ranks
+        if not ranks:
+            return 0
+        if reducer.reduced:
+            return self.divide_by or ranks
+        self.begin_sums()
+        ranks = self.divide_by or ranks
         reducer.finalize()
         flat = as_tensor(reducer.flat)
         if ranks > 1:
@@ -128,6 +152,31 @@ class GradientHooks:
             if not moved and (self._seen or p.grad is None):
                 p.grad = view
         return ranks
+
+    @property
+    def has_begun_sums(self) -> bool:
+        """Whether `begin_sums` has said so in this step."""
+        return self._told_pass
+
+    def begin_sums(self) -> None:
+        """Say once in a step that the sums over ranks begin.  Collective within `mpishard.torch.join`."""
+        if self.tell is not None and not self._told_pass:
+            self._told_pass = True
+            self.tell(PASS)
+
+    def end_sums(self) -> None:
+        """Start those sums that no gradient has started, before something else is told.  Collective."""
+        if self.tell is not None:
+            self.begin_sums()
+            self._parameters.gradients.end_pass()
+
+    def pass_without_samples(self) -> None:
+        """Take part in a pass of other ranks.  Collective."""
+        if self._parameters.gradients.has_content:  # of a pass before, which the others have dropped or kept
+            self._parameters.reset_gradients()
+            self.clear()
+        self._parameters.gradients.end_pass()
+        self.complete()
 
     def _finish_pass(self) -> None:
         self.complete()
@@ -188,6 +237,7 @@ class GradientHooks:
                     self._earlier[piece.start : piece.start + piece.size].copy_(grad.detach().reshape(-1))
         self._parameters.reset_gradients()
         self._kept.clear()
+        self._told_pass = False
         for p in self.tensors.values():
             p.grad = None
 
@@ -195,6 +245,7 @@ class GradientHooks:
         """Move a gradient from autograd to the flat gradients, and say that it is complete in this pass."""
         reducer = self._parameters.gradients
         if self.keeps and reducer.is_last_pass:
+            self.begin_sums()
             current = torch._C._current_graph_task_id()
             if current != self._pass and self.sums_over():
                 self._pass = current
