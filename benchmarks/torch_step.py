@@ -37,11 +37,12 @@ MODELS = ("conv", "transformer", "gpt2")
 KINDS = {
     "ddp": "mpishard.torch, zero=0",
     "no-overlap": "mpishard.torch, zero=0, without overlap",
+    "zero1": "mpishard.torch, zero=1",
     "zero2": "mpishard.torch, zero=2",
     "torch-ddp": "PyTorch DDP (gloo)",
     "torch-fsdp2": "PyTorch FSDP2 (gloo)",
 }
-PAIRS = [("ddp", "torch-ddp"), ("no-overlap", "torch-ddp"), ("zero2", "torch-fsdp2")]
+PAIRS = [("ddp", "torch-ddp"), ("no-overlap", "torch-ddp"), ("zero1", "torch-ddp"), ("zero2", "torch-fsdp2")]
 
 
 def make(model: str) -> tuple[Any, list[Any]]:
@@ -141,7 +142,7 @@ def with_mpishard(kind: str, module: Any) -> tuple[int, Callable[[], Any], Any]:
     mesh = mpishard.Mesh()
     overlap = kind != "no-overlap"
     config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, overlap_communication=overlap)
-    zero = 2 if kind == "zero2" else 0
+    zero = {"zero1": 1, "zero2": 2}.get(kind, 0)
     optimizer = mpishard.torch.as_distributed(module, config, mpishard.AdamW(lr=LEARNING_RATE), zero=zero)
     return mesh.rank, mesh.world.barrier, optimizer
 

@@ -38,7 +38,8 @@ class Inspection:
         self._strategy = strategy
         self._team = strategy.team
         self._elements = sum(spec.size for spec in parameters.specs)
-        self._sums_are_everywhere = strategy.sums_are_everywhere and parameters.size <= _SHORT
+        looks_at_all = strategy.sums_are_everywhere and (strategy.mesh.size == 1 or not strategy.divides_state)
+        self._sums_are_everywhere = looks_at_all and parameters.size <= _SHORT
         parts = strategy.ownership.owned_parts if self._sums_are_everywhere else strategy.ownership.counted_parts
         self._spans = Ranges([Range(*span) for span in spans_of(parts)])
         same = strategy.mesh.size == 1 and strategy.reducer.keeps_memory

@@ -7,7 +7,13 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.strategies import DataParallel, ShardedGradients, ShardedParameters, ShardedState
+from mpishard.data_parallel.strategies import (
+    DataParallel,
+    ShardedGradients,
+    ShardedParameters,
+    ShardedState,
+    ShardedStateOnly,
+)
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
@@ -46,6 +52,23 @@ class ZeRO1Optimizer(ShardedOptimizer):
     """
 
     strategy: type[Strategy] = ShardedState
+
+
+class ZeRO1WithGradients(ZeRO1Optimizer):
+    """ZeRO stage 1 in which each rank gets all sums of gradients, for code that reads or changes them before a step.
+
+    A step sends 1.5 times the bytes: an all-reduce of gradients and an all-gather of parameters.  Creation is not
+    collective.
+
+    Parameters
+    ----------
+    rule : Rule
+        The update rule.
+    config : ShardingConfiguration or Mesh
+        Without compression and `reproducible`.
+    """
+
+    strategy: type[Strategy] = ShardedStateOnly
 
 
 class ZeRO2Optimizer(ShardedOptimizer):

@@ -29,7 +29,46 @@ Range = tuple[int, int]
 IN_PARTS_FROM: dict[str, int] = {"Open MPI": 2**20}
 
 
-class DataParallel(Strategy):
+class WholeSums(Strategy):
+    """Gradients are all-reduced: every data rank gets all sums, in the gradient buffer."""
+
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
+        if self.axis.size == 1:
+            return None
+        if self.blocks:
+            self.axis.all_reduce(gradient, label="gradients")
+            return None
+        if self._is_in_parts(gradient):
+            own = self.target(bucket, gradient)
+            return self.axis.start_reduce_scatter(gradient, own, self._counts[bucket.index], label="gradients")
+        return self.axis.start_all_reduce(gradient, label="gradients")
+
+    def _is_in_parts(self, gradient: Array) -> bool:
+        """Whether `start_plain` reduce-scatters a bucket, so that `finish` gathers it, in place of all-reducing it."""
+        least = IN_PARTS_FROM.get(probe().library)
+        return least is not None and gradient.nbytes >= least and not arrays.is_device(gradient) and self.axis.size > 1
+
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        pieces = self._counts[bucket.index]
+        start = sum(pieces[: self.axis.rank])
+        return gradient[start : start + pieces[self.axis.rank]]
+
+    def owned(self, bucket: Bucket) -> Array:
+        return self.target(bucket, self.reducer.memory.of_bucket(bucket))
+
+    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        """Wait for the sums of buckets, and write each whole sum into its gradient."""
+        super().finish(started)
+        gathers = [
+            self.axis.start_all_gather(gradient, counts=self._counts[bucket.index], label="gradients")
+            for bucket, gradient, _ in started
+            if self._is_in_parts(gradient)
+        ]
+        for gather in gathers:
+            gather.wait()
+
+
+class DataParallel(WholeSums):
     """DDP: every data rank holds all parameters and state; gradients are all-reduced."""
 
     gathers_gradients = True
@@ -61,45 +100,17 @@ class DataParallel(Strategy):
     def sums_are_everywhere(self) -> bool:
         return self.mesh.size == self.axis.size and self.compressed is None and not self.workers_differ
 
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
-        if self.axis.size == 1:
-            return None
-        if self.blocks:
-            self.axis.all_reduce(gradient, label="gradients")
-            return None
-        if self._is_in_parts(gradient):
-            own = self.target(bucket, gradient)
-            return self.axis.start_reduce_scatter(gradient, own, self._counts[bucket.index], label="gradients")
-        return self.axis.start_all_reduce(gradient, label="gradients")
-
-    def _is_in_parts(self, gradient: Array) -> bool:
-        """Return True if `start_plain` reduce-scatters a bucket and `finish` gathers it, in place of an all-reduce."""
-        least = IN_PARTS_FROM.get(probe().library)
-        return least is not None and gradient.nbytes >= least and not arrays.is_device(gradient) and self.axis.size > 1
-
-    def target(self, bucket: Bucket, gradient: Array) -> Array:
-        pieces = self._counts[bucket.index]
-        start = sum(pieces[: self.axis.rank])
-        return gradient[start : start + pieces[self.axis.rank]]
-
-    def owned(self, bucket: Bucket) -> Array:
-        return self.target(bucket, self.reducer.memory.of_bucket(bucket))
-
     def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for the sums of buckets, and write each whole sum into its gradient."""
+        gathers_ordered = self.ordered is not None or (self.compressed is not None and self.compresses)
+        if self.hierarchical is None and not gathers_ordered:
+            super().finish(started)
+            return
         arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in started]
         if self.hierarchical is not None:
             self.hierarchical.finish(arrived, compresses=self.compresses)
-        elif self.ordered is not None or (self.compressed is not None and self.compresses):
-            self._gather([(bucket, gradient) for bucket, gradient, _ in arrived if not self._waits_for_uses(bucket)])
         else:
-            gathers = [
-                self.axis.start_all_gather(gradient, counts=self._counts[bucket.index], label="gradients")
-                for bucket, gradient, _ in arrived
-                if self._is_in_parts(gradient)
-            ]
-            for gather in gathers:
-                gather.wait()
+            self._gather([(bucket, gradient) for bucket, gradient, _ in arrived if not self._waits_for_uses(bucket)])
 
     def add_uses(self) -> None:
         super().add_uses()
@@ -192,6 +203,20 @@ class ShardedState(Strategy):
         ]
         for gathered in pending:
             gathered.wait()
+
+
+class ShardedStateOnly(WholeSums, ShardedState):
+    """ZeRO-1 whose gradients are all-reduced, for code that reads or changes them between backward pass and step.
+
+    A step sends half as many bytes again as with `ShardedState`.  Neither compressed nor in a fixed order.
+    """
+
+    @property
+    def sums_are_everywhere(self) -> bool:
+        return self.mesh.size == self.axis.size
+
+    def gradients(self) -> list[Array]:
+        return [self.owned(bucket) for bucket in self.buckets]
 
 
 class ShardedGradients(ShardedState):

@@ -16,6 +16,7 @@ from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.models import configuration_of, optimizer_for
+from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
@@ -222,7 +223,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """Scale all gradients so that their global norm is at most `max_norm`, for any `zero`; as FSDP's method.
 
         ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same where ``p.grad`` has values: under
-        ``zero=0``.
+        ``zero=0`` and ``zero=1``.
 
         Parameters
         ----------
@@ -422,7 +423,8 @@ def as_distributed(
         values that its parameter groups have then, as a scheduler sets them; or an optimizer of this mesh with options
         of its own, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
-        What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too.
+        What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too.  Under 0 and 1 ``p.grad`` is the
+        mean over ranks after a backward pass, as under DDP, and what a loop makes of it is what steps.
     buffers : {"broadcast", "average", "local"}
         What becomes of persistent buffers, such as the running averages of batch norms, after each step: all ranks take
         those of rank 0, as with DistributedDataParallel; or the mean over ranks, where they are floating-point; or they
@@ -449,6 +451,8 @@ def as_distributed(
         if isinstance(rule, torch.optim.Optimizer):
             rule = rule_of_optimizer(rule, {id(p): name for name, p in tensors.trained.items()})
         optimizer = optimizer_for("a PyTorch module", rule, config, zero)
+        if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
+            optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")

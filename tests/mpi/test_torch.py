@@ -80,12 +80,13 @@ def replaced(module, optimizer):
 
 @pytest.mark.parametrize("change", [None, clipped_by_torch, clipped_by_the_optimizer, changed, replaced])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_after_a_backward_pass_are_those_of_ddp(mesh, gloo, kind, change):
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_after_a_backward_pass_are_those_of_ddp(mesh, gloo, kind, change, zero):
     """And what a loop makes of them is what steps; and several passes before a step add up."""
     module, x, y = make(kind)
     theirs = gloo(copy.deepcopy(module), find_unused_parameters=kind == "transformer")
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.5, momentum=0.9)
-    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5, momentum=0.9))
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5, momentum=0.9), zero=zero)
     for step in range(4):
         for each, which in ((theirs, sgd), (module, optimizer)):
             which.zero_grad()
@@ -123,14 +124,14 @@ def test_the_norm_of_all_gradients_is_that_of_ddp(mesh, gloo, zero, maximum):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("given", [torch.optim.SGD, mpishard.SGD])
-def test_a_gradient_scaler_of_pytorch(mesh, gloo, given):
+@pytest.mark.parametrize(("given", "zero"), [(torch.optim.SGD, 0), (mpishard.SGD, 0), (mpishard.SGD, 1)])
+def test_a_gradient_scaler_of_pytorch(mesh, gloo, given, zero):
     """Beside DDP, with a step whose gradients are infinite on one rank: all leave it out."""
     module, x, y = make("convolutional")
     theirs = gloo(copy.deepcopy(module))
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.5, momentum=0.9)
     rule = given(*[module.parameters()] * (given is torch.optim.SGD), lr=0.5, momentum=0.9)
-    optimizer = mpishard.torch.as_distributed(module, mesh, rule)
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=zero)
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
     for step in range(5):
         for each, which, scaler in zip((theirs, module), (sgd, optimizer), scalers, strict=True):
