@@ -365,8 +365,11 @@ class RuleGroups(ParameterGroups):
         self._checked = values
 
     def restore(self, configuration: Mapping[str, Any]) -> str:
-        """Take the values of all groups, where something had changed them before they were saved."""
+        """Take the values of all groups, if something had changed them before they were saved; else the rule's own."""
         problem = super().restore(configuration)
+        if not isinstance(configuration.get("live"), list):
+            for group, first in zip(self.groups, self._first, strict=True):
+                group.update({name: value for name, value in _values_of(first).items() if name in self.names})
         self.check()
         return problem
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -258,3 +260,23 @@ def test_closures_and_hooks(mesh):
     assert state["more"] == 7
     optimizer.load_state_dict(state)
     assert seen[6:] == ["saving", 7, "loaded"] and state["more"] == 7
+
+
+@pytest.mark.parametrize("given", ["rule", "torch"])
+def test_finding_a_learning_rate_leaves_no_trace(mesh, given):
+    """As tools do that save the state before the first step, raise the rate until the loss grows, and load it again."""
+    runs = []
+    for finds in (True, False):
+        module, x, y = doubles()
+        rule = RULES["sgd"][0] if given == "rule" else torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
+        optimizer = mpishard.torch.as_distributed(module, mesh, rule)
+        if finds:
+            saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-4
+            take_steps(mesh, module, optimizer, lr_scheduler.ExponentialLR(optimizer, 3.0), range(4))
+            module.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        constant = lr_scheduler.ConstantLR(optimizer, 1.0)
+        runs.append(take_steps(mesh, module, optimizer, constant, range(3)))
+    assert runs[0] == runs[1] and runs[0][0][1] == 0.2
