@@ -9,7 +9,9 @@ import pytest
 
 import mpishard
 from mpishard import LocalSGDOptimizer, ShardingConfiguration
+from mpishard.comm.capabilities import probe
 from mpishard.compression import Int8Compressor
+from mpishard.data_parallel import strategies
 
 torch = pytest.importorskip("torch")
 from torch_models import KINDS, RULE, SAMPLES, images, loss_of, make, samples_of, smooth  # noqa: E402
@@ -103,6 +105,22 @@ def test_gradients_after_a_backward_pass_are_those_of_ddp(mesh, gloo, kind, chan
             which.step()
     for p, q in zip(module.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_that_are_summed_in_parts(mesh, monkeypatch, zero):
+    """As large ones are under Open MPI: the gradients and the parameters are those of a sum at once."""
+    runs = []
+    for least in (2**62, 0):
+        monkeypatch.setattr(strategies, "IN_PARTS_FROM", {probe().library: least})
+        module, x, y = make("transformer")
+        optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero)
+        for step in range(2):
+            loss_of(module, x, y, samples_of(mesh, step)).backward()
+            gradients = torch.cat([p.grad.reshape(-1) for p in optimizer.param_groups[0]["params"]])
+            optimizer.step()
+        runs.append((gradients, torch.from_numpy(optimizer.parameters.flat.copy())))
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
