@@ -14,7 +14,6 @@ import numpy as np
 from mpishard.backend import exact_dot
 from mpishard.backend.array import is_device, module_of
 from mpishard.backend.compiled import HostFunction, inner, prefetch
-from mpishard.backend.exact_changes import changed_words
 from mpishard.backend.exact_dot import CARRY, Spans
 
 Array = Any
@@ -35,60 +34,92 @@ class Factor(NamedTuple):
     of_free: bool | None = None  # the elements that count: those where the mask is True, or False; None: all
 
 
-class Changes(NamedTuple):
-    """Products of rows with each other of which the change is wanted, as other elements count."""
-
-    before: Array  # the mask before, of bool
-    pairs: Sequence[tuple[int, int]]  # the numbers of the rows of each product
-    tops: Sequence[float]  # for each a bound on the products of elements
-
-
 def words_with(
     rows: Array,
     indices: Sequence[int],
     factors: Sequence[Factor],
     spans: Spans,
     free: Array | None = None,
-    changes: Changes | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """The words of the dot products of some rows with up to four vectors, over the elements in `spans`.
 
-    `free` is the mask, where a factor has one. Returns the words, int64 (factors, rows, 2), and those of the products
-    in `changes` over the free elements less those over the elements that were free before, int64 (changes, 2).
+    `free` is the mask, where a factor has one. Returns int64 (factors, rows, 2).
     """
     words = np.zeros((len(factors), len(indices), 2), np.int64)
-    if changes is None or free is None:
-        changes = Changes(None, (), ())
     if is_device(rows):
         for found, factor in zip(words, factors, strict=True):
             found[...] = exact_dot.row_dot_words(rows, indices, _masked(factor, free), factor.tops, spans)
-        return words, changed_words(rows, changes.pairs, changes.tops, changes.before, free, spans)
-    places = {index: place for place, index in enumerate(indices)}
-    pairs = np.array([(places[one], places[other]) for one, other in changes.pairs], np.int64).reshape(-1, 2)
-    changed = np.zeros((len(pairs), 2), np.int64)
+        return words
     if len(indices) and len(spans):
-        nothing = np.empty(0, np.uint8)
         vectors = [factor.vector for factor in factors] + [factors[0].vector[:0]] * (_MOST - len(factors))
-        masks = (nothing if mask is None else mask.view(np.uint8) for mask in (changes.before, free))
+        mask = np.empty(0, np.uint8) if free is None else free.view(np.uint8)
         which = np.array([_ALL if factor.of_free is None else factor.of_free for factor in factors], np.int64)
         magic = np.stack([exact_dot.magic_numbers(factor.tops) for factor in factors])
-        of_changes = exact_dot.magic_numbers(changes.tops).reshape(-1, 2)
         numbers = np.array(indices, np.int64), np.array(spans, np.int64)
-        buffers = np.empty((2 * _MOST + 1 + len(indices), _BLOCK)), np.empty((3, _BLOCK), np.int64)
+        buffers = np.empty((2 * _MOST + len(indices), _BLOCK)), np.empty((3, _BLOCK), np.int64)
         marked = np.empty(_BLOCK, np.uint8)
         marks = np.empty((4, 2)), np.empty((4, 2), np.int64)
-        of_rows = rows, *vectors, *masks, which, *numbers, magic, words
-        _rows_with((*of_rows, pairs, of_changes, changed, *buffers, marked, *marks))
-    return words, changed
+        _rows_with((rows, *vectors, mask, which, *numbers, magic, words, *buffers, marked, *marks))
+    return words
+
+
+def sorted_words(
+    rows: Array,
+    indices: Sequence[int],
+    index: Array,
+    starts: np.ndarray,
+    factors: Sequence[Array],
+    tops: Sequence[Sequence[float]],
+) -> np.ndarray:
+    """The words of the dot products of some rows with vectors, over each of several groups of elements.
+
+    Parameters
+    ----------
+    rows : 2-D array
+        Contiguous, float32 or float64.
+    indices : sequence of int
+        Numbers of the rows.
+    index : 1-D array of int64
+        The elements, those of one group end to end; like the rows in kind.
+    starts : int64 array (groups + 1,)
+        Where in `index` each group begins, and the last one ends.
+    factors : sequence of float64 arrays
+        The elements of each vector at `index`.
+    tops : sequence of sequences of float
+        For each vector and row a bound on the products.
+
+    Returns
+    -------
+    int64 array (groups, vectors, rows, 2)
+        The second words are in ``[0, 2**34)``.
+    """
+    words = [np.zeros((len(starts) - 1, len(indices), 2), np.int64) for _ in factors]
+    magic = [exact_dot.magic_numbers(each) for each in tops]
+    part = slice(int(starts[0]), int(starts[-1]))
+    if part.start == part.stop or not len(indices):
+        return np.stack(words, axis=1)
+    if is_device(rows):
+        for k, row in enumerate(indices):
+            values = rows[row][index[part]].astype(np.float64)
+            for found, factor, marks in zip(words, factors, magic, strict=True):
+                found[:, k] = exact_dot.group_words(values * factor[part], starts - part.start, marks[k])
+        return np.stack(words, axis=1)
+    picked, numbers = np.empty((len(indices), _BLOCK)), np.array(indices, np.int64)
+    for found, factor, marks in zip(words, factors, magic, strict=True):
+        _sorted((rows, numbers, index, starts, factor, marks, picked, found))
+    return np.stack(words, axis=1)
 
 
 def expect(dtype: np.dtype) -> None:
-    """Announce a call of `words_with` with writeable NumPy arrays of this dtype."""
+    """Announce calls of `words_with` and `sorted_words` with writeable NumPy arrays of this dtype."""
     rows, number, flag = np.empty((0, 0), dtype), np.empty(0, np.int64), np.empty(0, np.uint8)
-    words, pairs = np.empty((0, 0, 2), np.int64), np.empty((0, 2), np.int64)
+    words, pairs, wide = np.empty((0, 0, 2), np.int64), np.empty((0, 2), np.int64), np.empty((0, 0))
     marks = pairs.view(np.float64), pairs
-    arrays = flag, flag, number, number, pairs, words.view(np.float64), words, pairs, *marks, *marks, flag, *marks
-    _rows_with.expect((rows, *(rows.reshape(-1),) * _MOST, *arrays))
+    magic = words.view(np.float64)
+    _rows_with.expect(
+        (rows, *(rows.reshape(-1),) * _MOST, flag, number, number, pairs, magic, words, *marks, flag, *marks)
+    )
+    _sorted.expect((rows, number, number, number, np.empty(0), wide, wide, words))
 
 
 def _masked(factor: Factor, free: Array | None) -> Array:
@@ -198,24 +229,19 @@ def _rows_with_loop(
     vector1: np.ndarray,
     vector2: np.ndarray,
     vector3: np.ndarray,
-    before: np.ndarray,
     mask: np.ndarray,
     which: np.ndarray,
     indices: np.ndarray,
     spans: np.ndarray,
     magic: np.ndarray,
     words: np.ndarray,
-    pairs: np.ndarray,
-    of_changes: np.ndarray,
-    changed: np.ndarray,
     buffers: np.ndarray,
     places: np.ndarray,
     marked: np.ndarray,
     marks: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    factors, few, sign = buffers[:_MOST], buffers[_MOST : 2 * _MOST], buffers[2 * _MOST]
-    picked = buffers[2 * _MOST + 1 :]
+    factors, few, picked = buffers[:_MOST], buffers[_MOST : 2 * _MOST], buffers[2 * _MOST :]
     index, dense, sparse = places[0], places[1], places[2]
     for s in range(len(spans)):
         stop = spans[s, 1]
@@ -275,23 +301,26 @@ def _rows_with_loop(
                         few[d, i] = factors[v, index[i]]
                     for k in range(indices.size):
                         _add_one(picked[k, :count], few[d, :count], magic[v, k], words[v, k])
-            if len(pairs):
-                now, then = mask[begin : begin + size], before[begin : begin + size]
-                for i in range(size):
-                    marked[i] = now[i] ^ then[i]
-                count = _find(marked[:size], index)
-                if count:
-                    for i in range(count):
-                        sign[i] = np.int64(now[index[i]]) - np.int64(then[index[i]])
-                    _gather(rows, indices, begin, index[:count], picked)
-                    last = -1
-                    for p in range(len(pairs)):
-                        one, other = pairs[p, 0], pairs[p, 1]
-                        if other != last:  # those of one row follow each other
-                            last = other
-                            for i in range(count):
-                                few[0, i] = picked[other, i] * sign[i]
-                        _add_one(picked[one, :count], few[0, :count], of_changes[p], changed[p])
+
+
+def _sorted_loop(
+    rows: np.ndarray,
+    indices: np.ndarray,
+    index: np.ndarray,
+    starts: np.ndarray,
+    factor: np.ndarray,
+    magic: np.ndarray,
+    picked: np.ndarray,
+    words: np.ndarray,
+) -> None:
+    most = picked.shape[1]
+    for group in range(starts.size - 1):
+        for begin in range(starts[group], starts[group + 1], most):
+            end = min(begin + most, starts[group + 1])
+            _gather(rows, indices, 0, index[begin:end], picked)
+            for k in range(indices.size):
+                _add_one(picked[k, : end - begin], factor[begin:end], magic[k], words[group, k])
 
 
 _rows_with = HostFunction(_rows_with_loop)
+_sorted = HostFunction(_sorted_loop)

@@ -26,8 +26,16 @@ from mpishard.minimizers.stopping import FAILURES
 _OUTCOMES = {
     "": (-1, "not ended: it wants another evaluation"),
     "gradient": (0, "converged: the projected gradient's largest element {projected_norm:.3g} <= gtol={gtol:g}"),
-    "decrease": (0, "converged: the last iteration decreased the value by less than ftol={ftol:g}, relatively"),
-    "step": (0, "converged: the last iteration moved no element by more than xtol={xtol:g}, relatively"),
+    "decrease": (
+        0,
+        "converged: the last iteration decreased the value by less than ftol={ftol:g}, relatively; the projected "
+        "gradient's largest element is {projected_norm:.3g}",
+    ),
+    "step": (
+        0,
+        "converged: the last iteration moved no element by more than xtol={xtol:g}, relatively; the projected "
+        "gradient's largest element is {projected_norm:.3g}",
+    ),
     "iterations": (1, "stopped: the number of iterations reached maxiter={maxiter}"),
     "evaluations": (1, "stopped: the number of evaluations reached maxfun={maxfun}"),
     "seconds": (1, "stopped: the time maxtime is over"),
@@ -40,6 +48,10 @@ _ASYMMETRIC = 1e-3
 _NOT_SYMMETRIC = (
     "the Hessian products are not symmetric, a'(H b) and b'(H a) differ by {:.1g} of their size, which conjugate "
     "gradients need; mpishard.check_gradient(fun, x, hessp=hessp) tests them"
+)
+# Such trials are shortened, and a minimum at the edge of such a region may be taken for one of the function.
+_NOT_FINITE = (
+    "the value or gradient was NaN or infinite at {} trial points of line searches, whose steps were shortened"
 )
 
 
@@ -115,6 +127,8 @@ def result_of(
     values = {name: getattr(method, name) for name in ("gtol", "ftol", "xtol", "maxiter", "maxfun")}
     if progress.asymmetry > _ASYMMETRIC and reason != "gradient":
         culprits += "; " * bool(culprits) + _NOT_SYMMETRIC.format(progress.asymmetry)
+    if progress.not_finite and reason != "not finite":
+        culprits += "; " * bool(culprits) + _NOT_FINITE.format(progress.not_finite)
     message = text.format(projected_norm=progress.projected_norm, **values) + (f": {culprits}" if culprits else "")
     return OptimizeResult(
         x=x,

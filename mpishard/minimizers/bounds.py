@@ -52,30 +52,61 @@ def keep_free(h, x, lower, upper, /, reach):
     return h
 
 
-@elementwise
-def divide(work, d, free, x, h, lower, upper, /, reach):
-    """Which elements are free; ``h`` where they are, else 0; the step to the bound where an element is held, else 0."""
-    end = x - reach * h
-    free = (0.0 if end <= lower else 1.0) if h > 0.0 else ((0.0 if end >= upper else 1.0) if h < 0.0 else 1.0)
-    free = free if lower < upper else 0.0
-    work = h if free > 0.0 else 0.0
-    d = 0.0 if free > 0.0 else (lower - x if h > 0.0 else (upper - x if h < 0.0 else 0.0))
-    return work, d, free
+# The path of steepest descent, ``P(x - t h)`` with h the (scaled) gradient.
 
 
 @elementwise
-def cut(d, x, h, lower, upper, /, reach, factor):
-    """The step ``P(x + factor d) - x`` of free elements; of others that to the bound.
+def meet(work, d, x, h, lower, upper, /, never):
+    """``h`` where an element moves, else 0; and the t at which it meets its bound: 0 where it does not move."""
+    d = (x - lower) / h if h > 0.0 else ((x - upper) / h if h < 0.0 else never)
+    d = d if h != 0.0 else (0.0 if x <= lower else (0.0 if x >= upper else d))
+    d = d if d > 0.0 else 0.0
+    d = d if lower < upper else 0.0
+    work = h if d > 0.0 else 0.0
+    return work, d
+
+
+@elementwise
+def divide(work, d, free, /, length):
+    """Which elements have not met their bounds; 0 in place of h where they have."""
+    free = 1.0 if d > length else 0.0
+    work = work if d > length else 0.0
+    return work, free
+
+
+@elementwise
+def cut(d, free, x, g, lower, upper, /):
+    """The step ``P(x + d) - x`` of free elements; of others that to the bound.
 
     The second of the largest numbers is one over the step length at which the first element meets its bound.
     """
-    end = x - reach * h
-    d = factor * d
+    held = lower - x if g > 0.0 else (upper - x if g < 0.0 else 0.0)
     d = lower - x if x + d <= lower else (upper - x if x + d >= upper else d)
-    d = (lower - x if end <= lower else d) if h > 0.0 else ((upper - x if end >= upper else d) if h < 0.0 else d)
-    d = d if lower < upper else 0.0
+    d = d if free > 0.0 else held
     close = d / (upper - x) if d > 0.0 else (d / (lower - x) if d < 0.0 else 0.0)
-    return d, largest(d), largest(close)
+    return d, free, largest(d), largest(close)
+
+
+@elementwise
+def overshoot(d, work, free, x, lower, upper, /, length):
+    """The way ``d`` from the Cauchy point of free elements to ``x + d``, and one over the part of it that bounds leave.
+
+    ``work`` is what steepest descent subtracts in a step of length 1.
+    """
+    d = d + length * work if free > 0.0 else 0.0
+    up = upper - (x - length * work)
+    down = (x - length * work) - lower
+    up = up if up > 0.0 else 0.0
+    down = down if down > 0.0 else 0.0
+    over = (d / up if up < d else 0.0) if d > 0.0 else ((-d / down if down < -d else 0.0) if d < 0.0 else 0.0)
+    return d, free, largest(over)
+
+
+@elementwise
+def shorten(d, work, /, length, part):
+    """The step to the Cauchy point, and from there this part of the way ``d``."""
+    d = part * d - length * work
+    return d
 
 
 @elementwise

@@ -77,6 +77,8 @@ class Descent(Minimizer):
         (top,) = self.space.largest(gradient)
         finite = math.isfinite(value) and math.isfinite(top)
         self.progress = replace(self.progress, evaluations=self.progress.evaluations + 1, accepted=False)
+        if self._search is not None and not finite:
+            self.progress = replace(self.progress, not_finite=self.progress.not_finite + 1)
         if self._search is not None:
             self._go_on(self._search, value, gradient, top, finite)
         elif finite:
@@ -137,6 +139,10 @@ class Descent(Minimizer):
 
     def _measured(self, tops: list[float]) -> None:
         """Take the largest elements of `_to_measure`."""
+
+    def _doubts_end(self) -> bool:
+        """Whether to go on, maybe in another way, where the last iteration has changed too little."""
+        return False
 
     @abstractmethod
     def _turn(self) -> tuple[float, float, float, float]:
@@ -204,6 +210,8 @@ class Descent(Minimizer):
         )
         self._search = None
         reason = converged(self.method, self.progress, value_before, step * self._direction_top, base_top)
+        if reason in ("decrease", "step") and self._doubts_end():
+            reason = ""
         reason = reason or failure or exhausted(self.method, self.progress)
         if reason:
             self._end(reason)

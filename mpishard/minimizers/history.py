@@ -7,15 +7,16 @@ equation 3.1): from dot products with all pairs follow, on every rank alike, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend import exact_changes, exact_dot
-from mpishard.backend.exact_rows import Changes, Factor, words_with
+from mpishard.backend.exact_rows import Factor, words_with
 from mpishard.minimizers import small
+from mpishard.minimizers.cauchy import Curvature, Path
 from mpishard.minimizers.space import Space
 
 Array = Any
@@ -89,7 +90,7 @@ class History:
         """
         new = self._take_new()
         factors = [self._factor(vector, top), *([self._factor(*self.newest_y)] if new >= 0 else [])]
-        words, _ = words_with(self.rows, self._all_rows, factors, self.space.spans)
+        words = words_with(self.rows, self._all_rows, factors, self.space.spans)
         found, *of_new = self._values(self._parts(factors, words))
         size = len(self.order)
         if of_new:
@@ -109,12 +110,6 @@ class History:
         """The newest y and its largest element."""
         row = self.most + self.order[-1]
         return self.rows[row], self._tops[row]
-
-    @property
-    def reach(self) -> float:
-        """About half of the length of the newest s over that of its y, from their largest elements; 0 without pairs."""
-        newest = self._new if self._new >= 0 else (self.order[-1] if self.order else -1)
-        return 0.5 * self._tops[newest] / self._tops[self.most + newest] if newest >= 0 else 0.0
 
     def curvature(self) -> float:
         """s'y of the newest pair."""
@@ -330,7 +325,8 @@ class Gram:
         self.order.remove(pair)
         self.bounds = {pairs: top for pairs, top in self.bounds.items() if pair not in pairs}
         for entry in [entry for entry in self._words if pair in entry]:
-            del self._words[entry], self._values[entry]
+            del self._words[entry]
+            self._values.pop(entry, None)
 
     def bound(self, tops: Mapping[tuple[int, int], float]) -> None:
         """Add to `bounds`; the next `update` computes these products anew."""
@@ -361,15 +357,13 @@ class Gram:
             self._space.add(words)
         self.take(words)
 
-    def prepare(self, free: Array | None = None, words: np.ndarray | None = None) -> np.ndarray:
+    def prepare(self, free: Array | None = None) -> np.ndarray:
         """The first half of `update`, for a caller that adds up words of several kinds at once.  Not collective.
 
         Parameters
         ----------
         free : 1-D array of bool, optional
             As for `update`.
-        words : int64 array (products, 2), optional
-            Of `follow`, from a caller that has computed them.
 
         Returns
         -------
@@ -377,33 +371,25 @@ class Gram:
             Words of this rank, as many as on all others; `take` wants their sums.
         """
         self._sort()
-        if words is None:
-            words = self._words_over(free)
+        words = self._words_over(free)
         self._free = free
         return words
 
-    def follow(self) -> tuple[list[tuple[int, int]], list[float], Array] | None:
-        """What `prepare` would compute if all pairs but the youngest are known over some free elements.
+    @property
+    def mask(self) -> Array | None:
+        """The elements over which products are known; None before the first `update`, or for all."""
+        return self._free
 
-        Not collective.
+    def learn(self, words: np.ndarray) -> None:
+        """Take the products of the youngest pair over the elements `mask`, as sums over the ranks, from elsewhere.
 
-        Returns
-        -------
-        pairs : list of (int, int)
-            The products that are known already: numbers of their rows.
-        tops : list of float
-            Bounds on the products of elements.
-        before : 1-D array of bool
-            The free elements over which they are known.
-
-        Or None, if more than the youngest pair is new, or nothing is known.  The words that `prepare` takes are those
-        of the youngest y with each s, then with each y, over the new elements, if that pair is new; and after them, for
-        each of these products, of the new elements less those of the old ones.
+        Parameters
+        ----------
+        words : int64 array (products, 2)
+            Of the youngest y with each s, then with each y.
         """
-        self._sort()
-        if self._free is None or not self._old or any(entry[2] != self.order[-1] for entry in self._new):
-            return None
-        return list(map(self._row_numbers, self._old)), list(map(self._top, self._old)), self._free
+        entries = [entry for entry in self._entries() if entry[2] == self.order[-1]]
+        self._words.update(zip(entries, exact_dot.normalized(words), strict=True))
 
     def take(self, words: np.ndarray) -> None:
         """The second half of `update`.
@@ -505,16 +491,38 @@ class Gram:
         return matrix
 
 
-# The pairs of a quasi-Newton method where only some elements are free: its Hessian of the free elements, inverted.
+# The pairs of a quasi-Newton method with bounds: its Hessian, and that of the free elements, inverted.
 #
-# This is the subspace minimisation of L-BFGS-B (Byrd, Lu, Nocedal and Zhu, "A limited memory algorithm for bound
-# constrained optimization", 1995, section 5.1): not the inverse of the whole Hessian is restricted to the free
-# elements, but the Hessian, and this is inverted.  So pairs remain of use, whatever elements were free when they were
-# made.
+# This is L-BFGS-B (Byrd, Lu, Nocedal and Zhu, "A limited memory algorithm for bound constrained optimization", 1995):
+# the generalised Cauchy point of section 4, and the subspace minimisation of section 5.1.  Not the inverse of the whole
+# Hessian is restricted to the free elements, but the Hessian, and this is inverted.  So pairs remain of use, whatever
+# elements were free when they were made.
+
+
+class CauchyPoint(NamedTuple):
+    """How far steepest descent leads, and the sums that the subspace minimisation takes of it.
+
+    Parameters
+    ----------
+    length : float
+        Of the path; NaN if the pairs define no model, to rounding.
+    words, tops : int64 array (rows, 2), list of float
+        The words of the products of each s and each y with the gradient of the elements that have not met their
+        bounds, over all ranks; and the bounds of products with which they were made.
+    arrived : float64 array (rows,)
+        The products of each s and each y with the steps of the others.
+    """
+
+    length: float
+    words: np.ndarray
+    tops: list[float]
+    arrived: np.ndarray
 
 
 class ReducedHistory(History):
-    """The newest m pairs (s, y), and their dot products over free elements and over the others.
+    """The newest m pairs (s, y), and their dot products over all elements, over free ones and over the others.
+
+    Of S'Y it knows the products of an s with no younger y; the others are known over the free elements only.
 
     Parameters
     ----------
@@ -534,6 +542,7 @@ class ReducedHistory(History):
 
     def forget(self) -> None:
         super().forget()
+        self.ss = [[0.0] * self.most for _ in range(self.most)]
         for gram in self._grams:
             gram.clear()
 
@@ -543,52 +552,92 @@ class ReducedHistory(History):
 
     def to_metadata(self) -> dict[str, Any]:
         bounds = [[[*pairs, top] for pairs, top in gram.bounds.items()] for gram in self._grams]
-        return {**super().to_metadata(), "bounds": bounds}
+        return {**super().to_metadata(), "ss": [list(row) for row in self.ss], "bounds": bounds}
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
+        if "ss" not in metadata and "order" in metadata:
+            raise ValueError(
+                "the saved history of L-BFGS-B is of a release without the generalised Cauchy point, whose next points "
+                "are others; go on with that release, or take the parameters alone as a start"
+            )
         try:
             of_grams = [{(int(i), int(j)): float(top) for i, j, top in bounds} for bounds in metadata["bounds"]]
+            ss = [[float(value) for value in row] for row in metadata["ss"]]
         except (KeyError, TypeError) as error:
             raise ValueError(f"the history of a quasi-Newton method cannot be restored: {error!r}") from None
         super().restore(metadata)
+        self.ss = ss
         for gram in self._grams:
             gram.clear()
         self._follow()
         for gram, bounds in zip(self._grams, of_grams, strict=True):
             gram.bound(bounds)
 
+    def cauchy_point(
+        self,
+        descent: Array,
+        breakpoints: Array,
+        steps: Callable[[Array], Array],
+        top: float,
+        initial_scaling: float | None,
+    ) -> CauchyPoint:
+        """The minimum of the model along the path of steepest descent, which bends where elements meet their bounds.
+
+        Before, the new pair is taken in, if there is one and its curvature is positive.  Collective.
+
+        Parameters
+        ----------
+        descent, breakpoints, steps : array, array, callable
+            As of `mpishard.minimizers.cauchy.Path`.
+        top : float
+            The `largest` of the descent.
+        initial_scaling : float or None
+            Gamma, the size of the initial inverse Hessian; None for s'y / y'y of the newest pair.
+        """
+        words, tops = self._products_with(descent, top)
+        gamma = self._gamma(initial_scaling)
+        curvature = self._curvature(gamma)
+        while curvature.lower is None:  # the pairs depend on each other, to rounding
+            words, tops = self._drop(0, words, tops)
+            curvature = self._curvature(gamma)
+        rows = self._all_rows
+        if not rows:
+            return CauchyPoint(self._gamma(initial_scaling), words[:0], [], np.zeros(0))
+        path = Path(self.space, self.rows, rows, curvature, 1 / gamma, descent, breakpoints, steps, words, tops)
+        length = path.minimize([self._tops[row] for row in rows])
+        return CauchyPoint(length, path.words[:-1], tops[:-1], path.arrived)
+
     def reduced_times(
-        self, free: Array, g: Array, step: Array, tops: tuple[float, float], initial_scaling: float | None
-    ) -> tuple[float, list[float], list[float], float]:
-        """The step of the free elements to the minimum of the quadratic model, where the others take a step of theirs.
+        self, free: Array, g: Array, point: CauchyPoint, initial_scaling: float | None
+    ) -> tuple[float, list[float], list[float]]:
+        """The step of the free elements to the minimum of the quadratic model, where the others are at their bounds.
 
         Collective: one all-reduce.
 
         Parameters
         ----------
         free : 1-D array of bool
-            This rank's free elements.
+            This rank's elements that have not met their bounds at the Cauchy point.
         g : 1-D array
             The gradient of free elements, 0 for others.
-        step : 1-D array
-            The step of the other elements, 0 for free ones.
-        tops : (float, float)
-            Bounds on the `largest` of both.
+        point : CauchyPoint
         initial_scaling : float or None
-            Gamma, the size of the initial inverse Hessian; None for s'y / y'y of the newest pair.
+            As for `cauchy_point`.
 
         Returns
         -------
         gamma : float
         of_s, of_y : list of float
             Coefficients, oldest first: the step is ``-gamma g`` and the sum over the pairs, of the free elements.
-        product : float
-            Of this sum and g.
         """
-        sg, yg, sz, yz = self._products_over(free, g, step, tops)
-        if not self.order:
-            return initial_scaling or 1.0, [], [], 0.0
-        gamma = initial_scaling or self.gamma()
+        gamma, size = self._gamma(initial_scaling), len(self.order)
+        if not size:
+            return gamma, [], []
+        sums = self._sum([gram.prepare(free) for gram in self._grams])
+        for gram in self._grams:
+            gram.take(sums.pop(0))
+        (of_g,) = self._values([(self._all_rows, g, point.words, point.tops)], [point.words])
+        sg, yg, sz, yz = of_g[:size], of_g[size:], point.arrived[:size], point.arrived[size:]
         curvatures = np.array([self.sy[pair][pair] for pair in self.order])
         # With D = diag(s'y), the step z of the others, and sums over free (F) and other elements (A), solve for the
         # coefficients: gamma a of y, b of s.
@@ -603,9 +652,23 @@ class ReducedHistory(History):
         # In pairs that are scaled so that s'y = 1 the numbers are of one size.
         scale = np.tile(1 / np.sqrt(curvatures), 2)
         solution = np.array(small.solve(scale[:, None] * matrix * scale, (scale * right).tolist())) * scale
-        size = len(curvatures)
-        of_s, of_y = solution[size:].tolist(), (gamma * solution[:size]).tolist()
-        return gamma, of_s, of_y, small.dot([*of_s, *of_y], [*sg, *yg])
+        return gamma, solution[size:].tolist(), (gamma * solution[:size]).tolist()
+
+    def _curvature(self, gamma: float) -> Curvature:
+        size = len(self.order)
+        sy, ss = (np.array([[of[i][j] for j in self.order] for i in self.order]) for of in (self.sy, self.ss))
+        return Curvature(sy.reshape(size, size), ss.reshape(size, size), 1 / gamma)
+
+    def _drop(self, place: int, words: np.ndarray, tops: list[float]) -> tuple[np.ndarray, list[float]]:
+        """Forget the pair at this place of the order; the words and tops of products with all rows without its own."""
+        gone = place, len(self.order) + place
+        pair = self.order.pop(place)
+        for gram in self._grams:
+            gram.drop(pair)
+        return np.delete(words, gone, axis=0), [top for k, top in enumerate(tops) if k not in gone]
+
+    def _gamma(self, initial_scaling: float | None) -> float:
+        return initial_scaling or (self.gamma() if self.order else 1.0)
 
     def _follow(self) -> None:
         """Let the Gram matrices have the pairs of this history."""
@@ -619,64 +682,48 @@ class ReducedHistory(History):
                 self._free.add(pair, s_top, y_top)
                 self._held.add(pair, y_top, s_top)
 
-    def _products_over(
-        self, free: Array, g: Array, step: Array, tops: tuple[float, float]
-    ) -> tuple[list[float], list[float], list[float], list[float]]:
-        """The products of s and y with g, and with the step; the Gram matrices follow the free elements.
+    def _products_with(self, vector: Array, top: float) -> tuple[np.ndarray, list[float]]:
+        """The words of each s, each y and the vector with the vector, over all ranks, and the bounds of the products.
 
         Takes the new pair in, as `products`.
         """
-        new, size = self._take_new(), len(self.order)
-        factors = [self._factor(g, tops[0]), self._factor(step, tops[1])]
-        of_grams, words = self._words_of_grams(free, new, factors)
-        parts = self._parts(factors, words)
+        new, rows = self._take_new(), self._all_rows
+        size, known = len(self.order), self._free.mask
+        factors = [self._factor(vector, top)]
         if new >= 0:
-            parts.append(self._words([new, self.most + new], *self.newest_y))
-        on_grams = [gram.prepare(free, words) for gram, words in zip(self._grams, of_grams, strict=True)]
-        sums = self._sum([*on_grams, *(words for _, _, words, _ in parts)])
-        for gram in self._grams:
-            gram.take(sums.pop(0))
-        # The step of the others is often 0, which is no reason for a second look.
-        of_step = exact_dot.values(sums.pop(1), parts.pop(1)[-1])
-        doubtful = new >= 0 and exact_dot.is_doubtful(sums[1][0], parts[1][-1][0], self.space.total)
-        of_g, *of_new = self._values(parts, sums)
-        if of_new:
-            self.sy[new][new], self.yy[new][new] = of_new[0]
-        sz, yz = self._without_negative(new, of_step[:size], of_step[size:])
-        if len(sz) < size:
-            for gram in self._grams:
-                gram.drop(new)
-            return of_g[: size - 1], of_g[size:-1], sz, yz
-        if doubtful:
+            s, y = self.rows[new], self.rows[self.most + new]
+            factors.append(self._factor(s, self._tops[new]))
+            if known is not None:
+                # Over the elements that were free before; the Gram matrices follow when the new ones are known.
+                factors += [self._factor(y, self._tops[self.most + new], True)]
+                factors += [self._factor(s, self._tops[new], False)]
+        found = words_with(self.rows, rows, factors, self.space.spans, known)
+        parts = self._parts(factors[:2], found)
+        square = np.zeros((1, 2), np.int64)
+        square[0] = exact_dot.dot_words(vector, vector, top * top, self.space.spans)
+        parts.append(([], vector, square, [top * top]))
+        if new >= 0:
+            parts.append(self._words([self.most + new], *self.newest_y))
+        sums = self._sum([*(words for _, _, words, _ in parts), *found[2:]])
+        rows_with = [(self.rows[row], vector) for row in rows]
+        words, tops = self.space.refined(rows_with, sums[0], parts[0][-1])
+        if new < 0:
+            return np.concatenate([words, sums[1]]), [*tops, top * top]
+        if known is not None:
+            self._free.learn(sums[4])
+            # The pairs of s with s and s with y come in the order of y with s and y with y.
+            self._held.learn(np.roll(sums[5], size, axis=0))
+        doubtful = exact_dot.is_doubtful(sums[1][2 * size - 1], parts[1][-1][-1], self.space.total)
+        of_s, of_y = self._values([parts[1], parts[3]], [sums[1], sums[3]])
+        self.yy[new][new] = of_y[0]
+        for place, pair in enumerate(self.order):
+            self.ss[new][pair] = self.ss[pair][new] = of_s[place]
+            self.sy[new][pair] = of_s[size + place]
+        if not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
+            words, tops = self._drop(size - 1, words, tops)
+        elif doubtful:
             self._bound(new)
-            for gram in self._grams:
-                gram.update(free)
-        return of_g[:size], of_g[size:], sz, yz
-
-    def _words_of_grams(
-        self, free: Array, new: int, factors: Sequence[Factor]
-    ) -> tuple[list[np.ndarray | None], np.ndarray]:
-        """The words of all rows with some factors, and those that both Gram matrices want, in one pass over the rows.
-
-        None where a Gram matrix must compute its own.
-        """
-        rows, spans = self._all_rows, self.space.spans
-        follows = [gram.follow() for gram in self._grams]
-        if None in follows:
-            return [None, None], words_with(self.rows, rows, factors, spans)[0]
-        (pairs, tops, before), (of_held, tops_of_held, _) = (known for known in follows if known is not None)
-        if new >= 0:
-            s_row, y_row = new, self.most + new
-            with_y = self._factor(self.rows[y_row], self._tops[y_row], True)
-            with_s = self._factor(self.rows[s_row], self._tops[s_row], False)
-            factors = [*factors, with_y, with_s]
-        changes = Changes(before, [*pairs, *of_held], [*tops, *tops_of_held])
-        words, changed = words_with(self.rows, rows, factors, spans, free, changes)
-        # The pair of s with s and s with y comes in the order of y with s and y with y.
-        of_new = [words[2], np.roll(words[3], len(self.order), axis=0)] if new >= 0 else [changed[:0]] * 2
-        # What becomes free is no longer held.
-        of_old = changed[: len(pairs)], -changed[len(pairs) :]
-        return [np.concatenate(each) for each in zip(of_new, of_old, strict=True)], words
+        return np.concatenate([words, sums[2]]), [*tops, top * top]
 
     def _bound(self, new: int) -> None:
         """Bound the products of s and y of the new pair and the others by what they are.  Collective."""

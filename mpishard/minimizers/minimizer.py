@@ -46,6 +46,8 @@ class Progress:
         Whether the last call of `tell` has ended an iteration.
     asymmetry : float
         The most by which Hessian products ``a'(H b)`` and ``b'(H a)`` have differed, as a share of ``|a| |H b|``.
+    not_finite : int
+        Evaluations in line searches whose value or gradient was NaN or infinite.
     """
 
     iterations: int = 0
@@ -57,6 +59,7 @@ class Progress:
     step_length: float = 0.0
     accepted: bool = False
     asymmetry: float = 0.0
+    not_finite: int = 0
 
 
 class Minimizer(ABC):

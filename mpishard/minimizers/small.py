@@ -62,6 +62,69 @@ def solve(matrix: np.ndarray, right: Sequence[float]) -> list[float]:
     return solution
 
 
+def cholesky(matrix: np.ndarray) -> np.ndarray | None:
+    """The lower triangular L with ``L L' = matrix``.
+
+    Parameters
+    ----------
+    matrix : float64 array (n, n)
+        Symmetric.
+
+    Returns
+    -------
+    float64 array (n, n)
+        None if the matrix is not positive definite, to rounding.
+    """
+    size = len(matrix)
+    rows = [[0.0] * size for _ in range(size)]
+    for i, row in enumerate(rows):
+        for j in range(i):
+            row[j] = (float(matrix[i, j]) - dot(row[:j], rows[j][:j])) / rows[j][j]
+        square = float(matrix[i, i]) - dot(row[:i], row[:i])
+        if not 0 < square < math.inf:
+            return None
+        row[i] = math.sqrt(square)
+    return np.array(rows).reshape(size, size)
+
+
+def solve_lower(lower: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Solve ``lower X = right`` for several right sides.
+
+    Parameters
+    ----------
+    lower : float64 array (n, n)
+        Lower triangular, without zeros on its diagonal.
+    right : float64 array (n, sides)
+
+    Returns
+    -------
+    float64 array (n, sides)
+    """
+    solution = np.array(right, np.float64)
+    for k in range(len(lower)):
+        solution[k] /= lower[k, k]
+        solution[k + 1 :] -= lower[k + 1 :, k, None] * solution[k]
+    return solution
+
+
+def times(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The product of two small matrices, summed in the order of the columns of the first.
+
+    Parameters
+    ----------
+    matrix : float64 array (n, k)
+    right : float64 array (k, sides)
+
+    Returns
+    -------
+    float64 array (n, sides)
+    """
+    product = np.zeros((len(matrix), right.shape[1]))
+    for k, row in enumerate(right):
+        product += matrix[:, k, None] * row
+    return product
+
+
 def power(base: float, exponent: float) -> float:
     """A power by multiplications and square roots only, which round alike everywhere, unlike ``**``.
 

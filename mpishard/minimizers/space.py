@@ -99,11 +99,15 @@ class Space(ABC):
         list of float
             Each rounded once; NaN where `top` is not below ``2**1000``.
         """
+        return self.values(pairs, self._summed(pairs, tops), tops)
+
+    def _summed(self, pairs: Sequence[Pair], tops: Sequence[float]) -> np.ndarray:
+        """The words of the dot products over all ranks.  One all-reduce."""
         words = np.zeros((len(pairs), 2), np.int64)
         for k, ((one, other), top) in enumerate(zip(pairs, tops, strict=True)):
             words[k] = exact_dot.dot_words(one, other, top, self.spans)
         self.add(words)
-        return self.values(pairs, words, tops)
+        return words
 
     def values(self, pairs: Sequence[Pair], words: np.ndarray, tops: Sequence[float]) -> list[float]:
         """The dot products of pairs of vectors, of words that were summed over the ranks.
@@ -125,16 +129,34 @@ class Space(ABC):
         list of float
             As of `dots`.
         """
-        found = exact_dot.values(words, tops)
+        return exact_dot.values(*self.refined(pairs, words, tops))
+
+    def refined(
+        self, pairs: Sequence[Pair], words: np.ndarray, tops: Sequence[float]
+    ) -> tuple[np.ndarray, list[float]]:
+        """Such words and tops, those of doubtful sums made again.
+
+        Parameters
+        ----------
+        pairs, words, tops : sequence, int64 array, sequence
+            As for `values`.
+
+        Returns
+        -------
+        words : int64 array (pairs, 2)
+        tops : list of float
+        """
+        found, bounds = np.array(words), list(tops)
         few = [k for k, top in enumerate(tops) if exact_dot.is_doubtful(words[k], top, self.total)]
         if few:
             products = self.largest_products([pairs[k] for k in few])
             finer = {k: top for k, top in zip(few, products, strict=True) if top < _MUCH_LESS * tops[k]}
             if finer:
-                again = self.dots([pairs[k] for k in finer], list(finer.values()))
-                for k, value in zip(finer, again, strict=True):
-                    found[k] = value
-        return found
+                again = self._summed([pairs[k] for k in finer], list(finer.values()))
+                again, of_again = self.refined([pairs[k] for k in finer], again, list(finer.values()))
+                for place, k in enumerate(finer):
+                    found[k], bounds[k] = again[place], of_again[place]
+        return found, bounds
 
     def largest_products(self, pairs: Sequence[Pair]) -> list[float]:
         """The largest absolute value of the products of the elements of each pair of vectors.  One all-reduce."""

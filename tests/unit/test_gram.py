@@ -10,7 +10,7 @@ import pytest
 from mpishard.backend import jit
 from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact_dot import combine
-from mpishard.backend.exact_rows import Factor, words_with
+from mpishard.backend.exact_rows import Factor, sorted_words, words_with
 from mpishard.minimizers.history import Gram
 from mpishard.minimizers.space import LocalSpace
 
@@ -191,4 +191,5 @@ def test_kernels_are_called_as_announced(monkeypatch, dtype):
     space.dots([(rows[0], rows[1])], space.largest(rows[0]))
     combine(rows, [0, 1], [1.0, 2.0], rows[2], 1.0, rows[3])
     words_with(rows, [0], [Factor(rows[2], [1.0])], space.spans)
-    assert called == announced and len(called) == 5
+    sorted_words(rows, [0], np.arange(3), np.array([0, 3]), [np.ones(3)], [[1.0]])
+    assert called == announced and len(called) == 6

@@ -1,0 +1,290 @@
+"""The generalised Cauchy point: how far the projected path of steepest descent leads, by the quadratic model.
+
+The path is ``P(x - t g)``, a line that bends where an element meets its bound: at its breakpoint.  Along it the model
+``g'z + z'Bz / 2`` with ``B = theta I - W M W'`` is a quadratic function between two breakpoints, whose slope follows
+from a few sums: of g'g and W'g over the elements that still move, and of W'z over those that have met their bounds
+(Byrd, Lu, Nocedal and Zhu, 1995, section 4).
+
+The elements are on many ranks.  A list of all breakpoints in order would have to be gathered, with a row of W for each;
+instead the breakpoints are put into bins, and the sums over each bin are added over the ranks.  The bin in which the
+slope changes its sign is divided again, until it has one breakpoint.  The sums are whole numbers of a quantum, so they
+are those of a sorted list, whoever has the elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.backend import exact_dot
+from mpishard.backend.exact_norm import largest
+from mpishard.backend.exact_rows import sorted_words
+from mpishard.minimizers import small
+from mpishard.minimizers.space import Space
+
+Array = Any
+_BINS = 32
+
+
+class Curvature:
+    """``W M W'`` of the pairs in their order, by products with W: ``u' W M W' v`` is a difference of two dot products.
+
+    Parameters
+    ----------
+    sy, ss : float64 array (m, m)
+        S'Y on and below its diagonal, and S'S.
+    theta : float
+        The size of the initial Hessian.
+
+    Attributes
+    ----------
+    lower : float64 array (m, m) or None
+        The Cholesky factor of ``theta S'S + L D^-1 L'``, in pairs that are scaled so that s'y = 1; None if rounding
+        has left none.
+    """
+
+    def __init__(self, sy: np.ndarray, ss: np.ndarray, theta: float) -> None:
+        self._scale = 1 / np.sqrt(np.diag(sy))
+        self._theta = theta
+        self._below = self._scale[:, None] * np.tril(sy, -1) * self._scale
+        size = self._scale[:, None] * ss * self._scale * theta
+        self.lower = small.cholesky(size + small.times(self._below, self._below.T))
+
+    def halves(self, of_s: np.ndarray, of_y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For vectors with these products with S and Y, float64 (m, vectors), what `product` takes."""
+        assert self.lower is not None
+        first = self._scale[:, None] * of_y
+        second = self._theta * self._scale[:, None] * of_s + small.times(self._below, first)
+        return first, small.solve_lower(self.lower, second)
+
+
+def product(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """``u' W M W' v`` for each of several u and v, of their `Curvature.halves`."""
+    total = np.zeros(one[0].shape[1])
+    for sign, u, v in zip((-1.0, 1.0), one, other, strict=True):
+        for each, of_other in zip(u, v, strict=True):
+            total += sign * (each * of_other)
+    return total
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the slope depends on, between two breakpoints.
+
+    Parameters
+    ----------
+    moving : int64 array (rows + 1, 2)
+        The words of the products of the rows, and of the steepest descent itself, with the steepest descent of the
+        elements that still move.
+    arrived : int64 array (rows, 2)
+        The words of the products of the rows with the steps of those that have met their bounds.
+    """
+
+    moving: np.ndarray
+    arrived: np.ndarray
+
+
+class Path:
+    """The path of steepest descent from a point, and the model along it.  Methods are collective.
+
+    Parameters
+    ----------
+    space : Space
+    rows : 2-D array
+        S and Y are among its rows.
+    indices : sequence of int
+        Their numbers: all s, then all y.
+    curvature : Curvature
+    theta : float
+        The size of the initial Hessian.
+    descent : 1-D array
+        What steepest descent subtracts in a step of length 1: the gradient, 0 where an element cannot move.
+    breakpoints : 1-D array
+        The length at which each element meets its bound: 0 for those that cannot move, infinite where there is none.
+    steps : callable
+        ``steps(index)``: the steps of some of these elements to their bounds.
+    words, tops : int64 array (rows + 1, 2), sequence of float
+        The words of the products of the rows, and of the descent, with the descent, over all ranks; and the bounds of
+        the products with which they were made.
+
+    Attributes
+    ----------
+    words : int64 array (rows + 1, 2)
+        After `minimize` the words over the elements that do not meet their bounds.
+    arrived : float64 array (rows,)
+        After `minimize` the products of the rows with the steps of the others.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        rows: Array,
+        indices: Sequence[int],
+        curvature: Curvature,
+        theta: float,
+        descent: Array,
+        breakpoints: Array,
+        steps: Any,
+        words: np.ndarray,
+        tops: Sequence[float],
+    ) -> None:
+        self._space, self._rows, self._indices = space, rows, list(indices)
+        self._curvature, self._theta = curvature, theta
+        self._descent, self._breakpoints, self._steps = descent, breakpoints, steps
+        self.words, self._tops = words, list(tops)
+        self.arrived = np.zeros(len(self._indices))
+        self._step_tops = [0.0] * len(self._indices)
+        self._least = 0.0  # curvature along the path
+
+    def minimize(self, row_tops: Sequence[float]) -> float:
+        """The length of the path to the first minimum of the model that the bins show; NaN if there is none.
+
+        Parameters
+        ----------
+        row_tops : sequence of float
+            The largest element of each row.
+        """
+        low, high, square = 0.0, 0.0, float(exact_dot.approximate_values(self.words[-1:], self._tops[-1:])[0])
+        self._least = self._space.epsilon * self._theta * square
+        while True:
+            slope, bend = self._line()
+            minimum = self._rounded(-slope / bend) if bend > 0 else math.nan
+            if not minimum < math.inf:
+                return math.nan
+            if minimum <= low:
+                return low
+            high = self._rounded(max(minimum, 2 * low))
+            found = self._between(low, high)
+            first, last, top = self._space.maxima(*found.ends, found.largest_step)
+            if last < 0 or -first > minimum:
+                return minimum
+            self._step_tops = [top * each for each in row_tops]
+            before = self.arrived
+            start = Sums(self.words, np.zeros((len(self._indices), 2), np.int64))
+            length, end = self._scan(found, 0, found.index.size, start, -first, last, high)
+            self.words = end.moving
+            self.arrived = before + exact_dot.approximate_values(end.arrived, self._step_tops)
+            if not math.isnan(length):
+                return length
+            low = high
+
+    def _line(self) -> tuple[float, float]:
+        """Slope at length 0 and bend of the quadratic function of the present elements."""
+        slopes, bends = self._lines(self.words[None], np.zeros((1, len(self._indices), 2), np.int64))
+        return float(slopes[0]), float(bends[0])
+
+    def _lines(self, moving: np.ndarray, arrived: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slope at length 0 and bend of the quadratic functions of several sets of elements."""
+        sums = exact_dot.approximate_values(moving, self._tops)
+        with_steps = self.arrived + exact_dot.approximate_values(arrived, self._step_tops)
+        m, square = len(self._indices) // 2, sums[:, -1]
+        of_descent = self._curvature.halves(sums[:, :m].T, sums[:, m:-1].T)
+        of_steps = self._curvature.halves(with_steps[:, :m].T, with_steps[:, m:].T)
+        bends = np.maximum(self._theta * square - product(of_descent, of_descent), self._least)
+        return product(of_descent, of_steps) - square, bends
+
+    def _rounded(self, length: float) -> float:
+        """A length that the dtype of the breakpoints has, so that all compare with it alike."""
+        with np.errstate(over="ignore"):
+            return float(self._breakpoints.dtype.type(length))
+
+    def _below(self, breakpoint: float) -> float:
+        """The longest length below a breakpoint."""
+        of_dtype = self._breakpoints.dtype.type
+        return float(np.nextafter(of_dtype(breakpoint), of_dtype(0)))
+
+    def _between(self, low: float, high: float) -> _Found:
+        """This rank's elements, of those that count, with breakpoints beyond `low` up to `high`."""
+        module = arrays.module_of(self._breakpoints)
+        parts = []
+        for start, stop in self._space.spans:
+            lengths = self._breakpoints[start:stop]
+            parts.append(module.flatnonzero((lengths > low) & (lengths <= high) & (lengths < math.inf)) + start)
+        index = module.concatenate(tuple(parts)) if parts else arrays.empty(0, np.int64, like=self._breakpoints)
+        return _Found(index, self._breakpoints, self._descent, self._steps)
+
+    def _scan(
+        self, found: _Found, begin: int, end: int, start: Sums, first: float, last: float, beyond: float
+    ) -> tuple[float, Sums]:
+        """The minimum among the breakpoints from `first` to `last`, or between the last one and `beyond`.
+
+        Returns its length, NaN if the model still falls at `beyond`, and the sums there.
+        """
+        edges = _edges(first, last)
+        inner = begin + np.searchsorted(found.lengths[begin:end], edges, side="right")
+        starts = np.concatenate([[begin], inner, [end]]).astype(np.int64)
+        words = self._words(found, starts)
+        self._space.add(words)
+        filled = starts[:-1] < starts[1:]
+        ends = np.full((2, len(edges) + 1), -math.inf)
+        ends[0, filled], ends[1, filled] = -found.lengths[starts[:-1][filled]], found.lengths[starts[1:][filled] - 1]
+        if len(edges):
+            self._space.maximize(ends.reshape(-1))
+        else:
+            ends[:, 0] = -first, last
+        left = exact_dot.normalized((start.moving - np.cumsum(words[:, 0], axis=0)).reshape(-1, 2))
+        left = left.reshape(words[:, 0].shape)
+        gone = start.arrived + np.cumsum(words[:, 1, :-1], axis=0)
+        gone = exact_dot.normalized(gone.reshape(-1, 2)).reshape(gone.shape)
+        slopes, bends = self._lines(left, gone)
+        here = start
+        bins = [b for b in range(len(starts) - 1) if ends[1, b] >= 0]
+        for place, b in enumerate(bins):
+            low, high = -float(ends[0, b]), float(ends[1, b])
+            after = Sums(left[b], gone[b])
+            slope, bend = float(slopes[b]), float(bends[b])
+            if not slope + high * bend < 0:
+                if low == high or slope != slope:
+                    return high, after
+                return self._scan(found, int(starts[b]), int(starts[b + 1]), here, low, high, high)
+            is_last = place + 1 == len(bins)
+            following = beyond if is_last else -float(ends[0, bins[place + 1]])
+            if not slope + following * bend < 0:
+                return max(high, min(self._rounded(-slope / bend), self._below(following))), after
+            here = after
+        return math.nan, here
+
+    def _words(self, found: _Found, starts: np.ndarray) -> np.ndarray:
+        """The words over each bin of this rank, (bins, 2, rows + 1, 2): with the descent, and with the steps."""
+        count = len(self._indices)
+        words = np.zeros((len(starts) - 1, 2, count + 1, 2), np.int64)
+        tops = self._tops[:-1], self._step_tops
+        words[:, :, :-1] = sorted_words(
+            self._rows, self._indices, found.index, starts, (found.descent, found.steps), tops
+        )
+        own = self._descent.reshape(1, -1)
+        words[:, :1, -1:] = sorted_words(own, (0,), found.index, starts, (found.descent,), [self._tops[-1:]])
+        return words
+
+
+class _Found:
+    """Elements in the order of their breakpoints, with what the sums take of them."""
+
+    def __init__(self, index: Array, breakpoints: Array, descent: Array, steps: Any) -> None:
+        lengths = breakpoints[index]
+        order = arrays.module_of(index).argsort(lengths)
+        self.index = index[order]
+        self.lengths = arrays.to_host(lengths[order]).astype(np.float64)
+        self.descent = descent[self.index].astype(np.float64)
+        of_dtype = steps(self.index)
+        self.steps = of_dtype.astype(np.float64)
+        self.largest_step = largest(of_dtype) if index.size else 0.0
+        if not math.isfinite(self.largest_step):
+            self.largest_step = math.inf
+        self.ends = (-float(self.lengths[0]), float(self.lengths[-1])) if index.size else (-math.inf, -math.inf)
+
+
+def _edges(first: float, last: float) -> np.ndarray:
+    """The ends of all bins but the last one between two positive numbers, each once.
+
+    The integers of the bits of floats are in the order of the floats, and about their logarithms where these are far
+    apart: so it takes a few divisions to tell any two floats from each other.
+    """
+    low, high = (int(np.float64(each).view(np.int64)) for each in (first, last))
+    edges = sorted({low + (high - low) * place // _BINS for place in range(1, _BINS)} - {high})
+    return np.array(edges, np.int64).view(np.float64)
