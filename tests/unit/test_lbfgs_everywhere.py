@@ -10,8 +10,8 @@ import pytest
 from bounded_problems import BOUNDED
 from devices import Device
 from mgh import PROBLEMS
-from minimizer_runs import check_ranks, excess, minimized, of_the_set, rosenbrock
-from problems import Problem
+from minimizer_runs import Problem, check_ranks, excess, minimized, of_the_set, rosenbrock
+from problems import Problem as ProblemOfSet
 
 from mpishard.backend import array as arrays
 from mpishard.minimizers.lbfgs import LBFGS
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"gtol": 1e-9, "ftol": 0.0, "maxiter": 3000, "maxfun":
 
 
 @pytest.mark.parametrize(("problems", "method"), [(PROBLEMS, LBFGS), (BOUNDED, LBFGSB)], ids=["free", "bounded"])
-def test_as_good_as_scipy_in_as_many_evaluations(problems: Sequence[Problem], method: type[LBFGS]) -> None:
+def test_as_good_as_scipy_in_as_many_evaluations(problems: Sequence[ProblemOfSet], method: type[LBFGS]) -> None:
     optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
     worse, ours, theirs = [], 0, 0
     for problem in problems:
@@ -66,6 +66,26 @@ def test_same_bits_on_any_ranks(cuts: list[int], search: str, bounded: bool) -> 
     # each division of breakpoints into bins, of which there are few.
     for_path = 5 * (steps.iterations + 1) if bounded else 0
     assert spaces[0].all_reduces <= 2 * steps.evaluations + 4 * (steps.iterations + 1) + for_path
+
+
+@pytest.mark.parametrize("cuts", [[0, 7, 600], [0, 400, 400, 600], [0, 100, 251, 400, 400, 600]])
+def test_same_bits_where_many_elements_meet_their_bounds(cuts: list[int]) -> None:
+    """Breakpoints by hundreds, of which many coincide, on parts of different sizes, one of them empty."""
+    size = 600
+    form, goal = np.geomspace(1, 1e3, size), np.resize([3.0, -2.5, 0.5, 4.0, 0.0], size)
+
+    def gradient(x: np.ndarray) -> tuple[float, np.ndarray]:
+        rest, shared = x - goal, float(np.sum(x[::3]))
+        g = form * rest
+        g[::3] += 0.1 * shared
+        return float(0.5 * np.sum(form * rest * rest) + 0.05 * shared**2), g
+
+    problem = Problem(gradient, lambda x, v: form * v, np.zeros(size))
+    limits = Limits(lower=np.resize([-1.0, -np.inf, 0.0], size), upper=np.resize([1.0, 2.0], size))
+    method = LBFGSB(history=5, maxiter=30, ftol=0, gtol=0)
+    check_ranks(method, problem, limits, cuts)
+    point = minimized(method, problem, limits).point
+    assert ((point == limits.lower) | (point == limits.upper)).sum() > size // 3
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
