@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
     from mpishard.inverse.ensemble import map_runs
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
-    from mpishard.inverse.least_squares import least_squares
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
+    from mpishard.inverse.sum_of_squares import least_squares
     from mpishard.inverse.time_steps import backward_in_time
 
 __all__ = [
@@ -42,7 +42,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "adjoint_check": "AdjointCheck check_adjoint",
             "ensemble": "map_runs",
             "gradient_check": "GradientCheck check_gradient",
-            "least_squares": "least_squares",
+            "sum_of_squares": "least_squares",
             "minimization": "minimize",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",
             "result": "OptimizeResult",
