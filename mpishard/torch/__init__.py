@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpishard.torch.batch_norm import convert_sync_batchnorm
     from mpishard.torch.distributed import ModuleOptimizer, as_distributed
-    from mpishard.torch.join import join
     from mpishard.torch.problem import problem
     from mpishard.torch.torch_rule import rule_of
+    from mpishard.torch.uneven_batches import join
 
 __all__ = ["ModuleOptimizer", "as_distributed", "convert_sync_batchnorm", "join", "problem", "rule_of"]
 
@@ -21,7 +21,7 @@ _MODULE_OF = {
     "ModuleOptimizer": "distributed",
     "as_distributed": "distributed",
     "convert_sync_batchnorm": "batch_norm",
-    "join": "join",
+    "join": "uneven_batches",
     "problem": "problem",
     "rule_of": "torch_rule",
 }

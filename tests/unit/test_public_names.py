@@ -160,6 +160,7 @@ def test_type_checkers_and_python_find_the_same_names_in_packages(name: str) -> 
     package = importlib.import_module(f"mpishard.{name}")
     for each, module in names_for_type_checkers(package).items():
         assert getattr(package, each) is getattr(importlib.import_module(module or ""), each)
+        assert module != f"mpishard.{name}.{each}", "once imported, a module hides the name of the package"
     assert sorted(names_for_type_checkers(package)) == sorted(package.__all__) == sorted(dir(package))
     with pytest.raises(AttributeError, match=f"module 'mpishard.{name}' has no attribute 'Missing'"):
         _ = package.Missing
