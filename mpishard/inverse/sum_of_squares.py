@@ -82,8 +82,9 @@ def least_squares(
 ) -> OptimizeResult:
     """Minimise the sum of the squares of residuals, or of a loss of them that outliers do not rule.
 
-    The arguments and the result are those of ``scipy.optimize.least_squares``.  With a mesh it is collective: the rows
-    are divided over its ranks, and all take the same steps.  Without one it uses no MPI.
+    The arguments and the result are those of ``scipy.optimize.least_squares``, without the method ``"dogbox"``,
+    `jac_sparsity` and `workers`.  With a mesh it is collective: the rows are divided over its ranks, and all take the
+    same steps.  Without one it uses no MPI.
 
     There are two ways to find a step.  ``tr_solver="exact"`` is for few unknowns, which all ranks have, and Jacobians
     whose elements are known.  ``tr_solver="cg"`` is for many: a Gauss-Newton method whose steps come from conjugate

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from mgh import PROBLEMS
@@ -193,6 +196,27 @@ def test_a_loss_of_ones_own_is_the_one_by_name():
     given = [CURVE.residuals, CURVE.start, CURVE.jacobian]
     own, named = (least_squares(*given, loss=loss, f_scale=0.1) for loss in (cauchy, "cauchy"))
     assert np.allclose(own.x, named.x, rtol=1e-9) and own.nfev == named.nfev
+
+
+def test_unknowns_of_very_different_sizes_need_a_scale():
+    """Meyer's, whose solution has elements of 0.006 and of 6181, by products alone."""
+    meyer = next(problem for problem in PROBLEMS if "Meyer" in problem.name)
+    jacobian = lambda x: Operator(meyer.residuals(x)[1])  # noqa: E731
+    scale = 1 / np.sqrt((meyer.residuals(meyer.start)[1] ** 2).sum(axis=0))
+    found = least_squares(lambda x: meyer.residuals(x)[0], meyer.start, jacobian, x_scale=scale, max_nfev=1000)
+    assert 2 * found.cost == pytest.approx(meyer.minimum, rel=1e-6)
+
+
+def test_without_a_mesh_there_is_no_mpi():
+    script = """
+import sys
+import numpy as np
+from mpishard import least_squares
+for solver in ("exact", "cg"):
+    least_squares(lambda x: x * x - 2, [1.0], lambda x: np.diag(2 * x), tr_solver=solver)
+assert "mpi4py.MPI" not in sys.modules and "h5py" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
 
 
 def test_arguments_reach_both_functions():
