@@ -280,3 +280,26 @@ def test_finding_a_learning_rate_leaves_no_trace(mesh, given):
         constant = lr_scheduler.ConstantLR(optimizer, 1.0)
         runs.append(take_steps(mesh, module, optimizer, constant, range(3)))
     assert runs[0] == runs[1] and runs[0][0][1] == 0.2
+
+
+@pytest.mark.parametrize("kind", ["lamb", "average", "local"])
+def test_rates_that_are_set_are_those_of_a_schedule(mesh, kind):
+    """Where a step looks at whole tensors, keeps an average of the parameters, or is taken by workers."""
+    runs = []
+    for lr in (0.02, lambda step: 0.02 * 0.5 ** (step - 1)):
+        rule = mpishard.LAMB(lr) if kind == "lamb" else mpishard.AdamW(lr, ema_decay=0.9 if kind == "average" else None)
+        config = mpishard.ShardingConfiguration(mesh)
+        if kind == "local":
+            rule = mpishard.LocalSGDOptimizer(rule, config, sync_every=2)
+        module, _, _ = doubles()
+        optimizer = mpishard.torch.as_distributed(module, config, rule, zero=0 if kind == "local" else 1)
+        sets = lr_scheduler.ExponentialLR(optimizer, 0.5) if lr == 0.02 else None
+        (x, y) = images()
+        for step in range(4):
+            loss_of(module, x.double(), y, samples_of(mesh, step)).backward()
+            optimizer.step()
+            assert optimizer.param_groups[0]["lr"] == 0.02 * 0.5**step
+            if sets is not None:
+                sets.step()
+        runs.append(optimizer.parameters.flat.copy())
+    assert np.array_equal(*runs)
