@@ -201,10 +201,11 @@ class Path:
     def _between(self, low: float, high: float) -> _Found:
         """This rank's elements, of those that count, with breakpoints beyond `low` up to `high`."""
         module = arrays.module_of(self._breakpoints)
+        high = min(high, float(np.finfo(self._breakpoints.dtype).max))
         parts = []
         for start, stop in self._space.spans:
             lengths = self._breakpoints[start:stop]
-            parts.append(module.flatnonzero((lengths > low) & (lengths <= high) & (lengths < math.inf)) + start)
+            parts.append(module.flatnonzero((lengths > low) & (lengths <= high)) + start)
         index = module.concatenate(tuple(parts)) if parts else arrays.empty(0, np.int64, like=self._breakpoints)
         return _Found(index, self._breakpoints, self._descent, self._steps)
 
