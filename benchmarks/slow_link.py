@@ -263,8 +263,7 @@ def launch(hosts: Sequence[Any], kind: str, folder: str, steps: int, target: flo
             for rank in range(RANKS)
         ]
     elif hosts:
-        from mpishard.launch.hosts import Host
-        from mpishard.launch.launchers import find_launcher
+        from mpishard.launch.launchers import Host, find_launcher
 
         launcher = find_launcher()
         environment = launcher.environment(children.environment(), RANKS, RANKS)

@@ -144,7 +144,7 @@ def run(case: Case, folder: Path) -> None:
     import mpishard
     from mpishard import nn
     from mpishard.checkpoint import Checkpoints
-    from mpishard.elastic import recruiter
+    from mpishard.elastic import requests
     from mpishard.elastic.spawning import SpawnRequest
 
     notes.leave(f"rank-{me}", str(os.getpid()))
@@ -190,7 +190,7 @@ def run(case: Case, folder: Path) -> None:
             notes.leave("recruits")
             return recruitments[-1]
 
-        recruiter.SpawnRequest = recruit  # type: ignore[assignment, misc]
+        requests.SpawnRequest = recruit  # type: ignore[assignment, misc]
 
         def grow(state: Any) -> None:
             """Training does not wait for those who are on their way; here it does, or it would end before."""
@@ -307,7 +307,7 @@ def strike(
     """
     from mpishard.checkpoint import save as saving
     from mpishard.data_parallel import update
-    from mpishard.elastic import agreements, healing, joining, membership, resizing, spawning, transactions
+    from mpishard.elastic import membership, resizing, spawning, transactions
 
     together = ("resize", "heal")  # in which spares take part
     faults = list(enumerate(case.faults))
@@ -367,7 +367,7 @@ def strike(
     within(mesh.data, "start_all_gather", "all-gather")
     within(update, "apply_rule", "update")
     within(mesh.world if case.moves else mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
-    before(agreements.Agreements, "agree_as_workers", "agreement")
+    before(transactions.Agreements, "agree_as_workers", "agreement")
     before(transactions.Transactions, "commit", "committed")
     # An exception in the writing of files is the disk's and no fault of the process.
     raises = all(fault.kind in ("exception", "exit") for _, fault in here)
@@ -383,8 +383,8 @@ def strike(
         before(membership.Membership, "call_in", "called")
     before(membership.Membership, "take_in", "meeting")
     within(membership, "meet", "joined")
-    within(joining.JoiningProcess, "join", "joined")
-    tell = joining.JoiningProcess._tell
+    within(spawning.JoiningProcess, "join", "joined")
+    tell = spawning.JoiningProcess._tell
 
     def telling(self: Any, tag: int, text: str = "") -> None:
         if tag == spawning.COMES:
@@ -396,15 +396,15 @@ def strike(
         if tag == spawning.COMES:
             hit("meeting")
 
-    joining.JoiningProcess._tell = telling  # type: ignore[method-assign]
+    spawning.JoiningProcess._tell = telling  # type: ignore[method-assign]
     before(resizing, "reshard_state", "heal", lambda **_: bool(deaths))
-    heal = healing.Healing.heal
+    heal = resizing.Healing.heal
 
     def note_healing(self: Any) -> Any:
         deaths.append(self)
         return heal(self)
 
-    healing.Healing.heal = note_healing  # type: ignore[method-assign]
+    resizing.Healing.heal = note_healing  # type: ignore[method-assign]
     return hit
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from mpishard.launch import supervisor_main
-from mpishard.launch.hosts import HostSettings, parse_hosts
+from mpishard.launch.launchers import HostSettings, parse_hosts
 from mpishard.launch.restart_policy import Limits, Policy
 from mpishard.launch.supervisor import Job
 

@@ -21,18 +21,13 @@ from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.elastic.agreements import Agreements
-from mpishard.elastic.healing import Healing
 from mpishard.elastic.membership import Membership, Order, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
-from mpishard.elastic.parts import Elasticity, Parts
+from mpishard.elastic.parts import Decisions, Elasticity, Parts, WorkerMesh
 from mpishard.elastic.phases import Event, Phase, next_phase
-from mpishard.elastic.recruiter import Recruiter
-from mpishard.elastic.resizing import Resizing
-from mpishard.elastic.run_status import RunStatus
-from mpishard.elastic.step_decisions import Decisions
-from mpishard.elastic.transactions import Transactions
-from mpishard.elastic.worker_mesh import WorkerMesh
+from mpishard.elastic.requests import Recruiter
+from mpishard.elastic.resizing import Healing, Resizing
+from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
 from mpishard.layout.tensors import WHOLE
 from mpishard.training import Scaling

@@ -2,13 +2,23 @@
 
 One communicator holds all of them.  It changes only when a process dies (ULFM: revoke and shrink) or spawned processes
 join.  For every new number of workers the mesh is split from it again.  The calls are those of Bland et al.,
-"Post-failure recovery of MPI communication capability" (2013).
+"Post-failure recovery of MPI communication capability" (2013).  `Roles`, a pure function of facts that all have, says
+who works; `Watch` kills processes that are stopped, so that ULFM handles them like the dead.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
+import signal
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -19,12 +29,193 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import spawned_cell
-from mpishard.elastic.guarded_calls import in_time
-from mpishard.elastic.joining import JoiningProcess
-from mpishard.elastic.roles import Member, Roles
-from mpishard.elastic.spawning import SpawnRequest, meet
-from mpishard.elastic.stopped_processes import this_process
+from mpishard.elastic.spawning import JoiningProcess, SpawnRequest, in_time, meet
+from mpishard.io.log import warn
 from mpishard.layout.tensors import ModelParallelRank
+
+# Every process of an elastic run watches its peers on the same host in ``/proc``, in a thread that makes no call of
+# MPI, and kills a peer that stays stopped.  If all processes of a host are stopped, none is left to kill them.  A
+# process under a debugger counts as running.  Linux only.
+
+_POLL_S = 0.25
+
+
+class Peer(NamedTuple):
+    """A process of the run; `host` and `started` distinguish it from others with the same process id, `number`."""
+
+    host: str
+    number: int
+    started: str
+
+
+def this_process() -> Peer:
+    """The identification of this process by which peers watch it."""
+    host = ""
+    with contextlib.suppress(OSError):  # without /proc no process is watched
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return Peer(host, os.getpid(), _look(os.getpid())[1])
+
+
+class Watch:
+    """Watches the processes of this host, as a context manager, and kills one that is stopped for `limit` s."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._own = this_process()
+        self._peers: tuple[Peer, ...] = ()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
+
+    def follow(self, peers: Iterable[Peer]) -> None:
+        """Replace the watched processes by those of `peers` that are on this host."""
+        own = self._own
+        self._peers = tuple(each for each in peers if own.host and each.host == own.host and each != own)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        poll = min(_POLL_S, self.limit / 4)
+        since: dict[Peer, float] = {}
+        last = time.monotonic()
+        while not self._end.wait(poll):
+            now = time.monotonic()
+            if now - last > 4 * poll:
+                # This process itself did not run: perhaps the whole job was stopped and has just been continued.
+                since.clear()
+            last = now
+            stopped = [each for each in self._peers if _look(each.number) == ("T", each.started)]
+            since = {each: since.get(each, now) for each in stopped}
+            for each, began in since.items():
+                if now - began >= self.limit:
+                    _end(each, now - began)
+
+
+def _end(peer: Peer, seconds: float) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(peer.number, signal.SIGKILL)
+        warn(f"process {peer.number} has been stopped for {seconds:.1f} s and is ended")
+
+
+def _look(number: int) -> tuple[str, str]:
+    """State of a process ("T": stopped), and its start in clock ticks since the boot; empty if it is gone."""
+    try:
+        # The fields follow the program's name, which is in brackets and may contain any character.
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
+
+
+class Member(NamedTuple):
+    """Facts of a process that all others get."""
+
+    identity: int | None  # stays the same for the whole run; None: not assigned yet
+    free: int  # identities below it may be taken
+    post: int  # model-parallel rank
+    workers: int  # the number of workers that it wants; 0 if it does not know
+    leaves: bool  # it has been asked to leave
+    ends: bool  # it knows that the run ends
+    lost: bool  # it knows that a process has died
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The processes of a run in an order in which those of the workers come first, as `Mesh.rebind` expects them.
+
+    `workers` is the number of workers, `cell` the number of processes in each.  The other fields have one entry for
+    each process.
+    """
+
+    workers: int
+    cell: int
+    ranks: tuple[int, ...]  # axis ranks
+    posts: tuple[int, ...]  # model-parallel ranks
+    # A process keeps its identity for the whole run, while its place in this order changes.
+    identities: tuple[int, ...]
+    left: tuple[bool, ...]  # it has been asked to leave, and waits for the end of the run
+    peers: tuple[Peer, ...]
+
+    @classmethod
+    def assign(cls, members: Sequence[Member], tensor_size: int, pipeline_size: int) -> Roles:
+        """Choose the processes of as many workers as the members (by axis rank) want, or of fewer if there are too few.
+
+        A process without an identity gets a new one, and takes the number of workers from the others.  A process that
+        leaves becomes part of a worker only if the run ends.
+        """
+        cell = tensor_size * pipeline_size
+        free = max(member.free for member in members)
+        identities = []
+        for member in members:
+            identities.append(free if member.identity is None else member.identity)
+            free += member.identity is None
+        ordered = sorted(range(len(members)), key=lambda rank: members[rank].leaves)
+        ends = any(member.ends for member in members)
+        limit = _whole((member.post for member in members if ends or not member.leaves), cell)
+        workers = min(max(member.workers for member in members), limit)
+        posts = [[rank for rank in ordered if members[rank].post == post] for post in range(cell)]
+        chosen = [
+            posts[stage * tensor_size + tensor][worker]
+            for stage in range(pipeline_size)
+            for worker in range(workers)
+            for tensor in range(tensor_size)
+        ]
+        ranks = chosen + [rank for rank in ordered if rank not in chosen]
+        return cls(
+            workers,
+            cell,
+            tuple(ranks),
+            posts=tuple(members[rank].post for rank in ranks),
+            identities=tuple(identities[rank] for rank in ranks),
+            left=tuple(members[rank].leaves for rank in ranks),
+            peers=tuple(members[rank].peer for rank in ranks),
+        )
+
+    def with_leaving(self, leaving: Iterable[bool]) -> Roles:
+        """The same roles in which further processes, the first ones in order, are about to leave."""
+        asked = list(leaving)
+        asked += [False] * (self.size - len(asked))
+        return replace(self, left=tuple(a or b for a, b in zip(self.left, asked, strict=True)))
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return len(self.ranks)
+
+    @property
+    def working(self) -> int:
+        """Number of processes that are part of a worker."""
+        return self.workers * self.cell
+
+    @property
+    def able(self) -> int:
+        """Number of workers that the processes that stay can make."""
+        return _whole((post for post, leaves in zip(self.posts, self.left, strict=True) if not leaves), self.cell)
+
+    @property
+    def most(self) -> int:
+        """Number of workers that all processes can make."""
+        return _whole(self.posts, self.cell)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no worker is about to leave."""
+        return not any(self.left[: self.working])
+
+
+def _whole(posts: Iterable[int], cell: int) -> int:
+    """Number of complete cells that processes of these posts make."""
+    numbers = Counter(posts)
+    return min(numbers[post] for post in range(cell))
+
 
 _ORDER = 1
 # How long a spare sleeps between two checks for an order.

@@ -19,24 +19,56 @@ from mpishard.data_parallel.optimizers import optimizer_of
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
-from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.loop import ElasticLoop
-from mpishard.elastic.membership import is_joining
+from mpishard.elastic.membership import Watch, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
-from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.elastic.parts import Elasticity
-from mpishard.elastic.stopped_processes import Watch
-from mpishard.elastic.worker_target import WorkerTarget
+from mpishard.elastic.requests import Outside, WorkerTarget
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
+from mpishard.nn.described import MODEL, architecture_of
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
+from mpishard.training.objective import Objective
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.elastic.auto_layouts import AutoLayouts
+
+
+class MeshLimits:
+    """Says why a mesh is impossible; called as `MeshChoice.why_not`.  `problem` is for the optimizer's present mesh."""
+
+    def __init__(self, optimizer: ShardedOptimizer, problem: Objective[Any]) -> None:
+        start, config = problem.start, optimizer.config
+        self._batch_size = problem.batch_size
+        self._is_model = isinstance(start, FlatParameters)
+        self._tensor = config.mesh.tensor.size
+        same_bits = config.reproducible and not config.allow_different_bits
+        self._keeps_tensor = same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
+        architecture = problem.facts.get(MODEL)
+        self._architecture = None if architecture is None else architecture_of(architecture)
+
+    def __call__(self, sizes: MeshSizes) -> str:
+        """The reason, in words; empty if the mesh is possible."""
+        if sizes.data > self._batch_size:
+            return f"batch_size={self._batch_size} gives some of {sizes.data} data ranks no sample"
+        if not self._is_model and sizes.ranks > sizes.data:
+            return "a function of a flat array cannot be split over tensor or pipeline ranks"
+        if self._architecture is not None:
+            try:
+                self._architecture.check(sizes.tensor, sizes.pipeline)
+            except ValueError as error:
+                return str(error)
+        if self._keeps_tensor and sizes.tensor != self._tensor:
+            return (
+                f"with reproducible=True a model without shards keeps its tensor size of {self._tensor}, since "
+                f"{sizes.tensor} changes the bits: make it with shards=, a multiple of all tensor sizes, or give "
+                "ShardingConfiguration(..., allow_different_bits=True)"
+            )
+        return ""
 
 
 class ElasticOptimizer:

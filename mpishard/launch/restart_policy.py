@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mpishard.launch.exit_code import INTERRUPTED
-from mpishard.launch.hosts import Host
 from mpishard.launch.job_notes import Failure, Heal, JobNotes, Notes
+from mpishard.launch.launchers import Host
 
 # Signals that end ranks; MPICH's launcher returns their plain numbers.
 _SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)

@@ -20,9 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from mpishard.launch.hosts import Host, HostMonitor, HostSettings, check_shell, parse_hosts, sweep
 from mpishard.launch.job_notes import JobNotes
-from mpishard.launch.launchers import Launcher, find_launcher
+from mpishard.launch.launchers import (
+    Host,
+    HostMonitor,
+    HostSettings,
+    Launcher,
+    check_shell,
+    find_launcher,
+    parse_hosts,
+    sweep,
+)
 from mpishard.launch.processes import Leftovers, Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.launch.python_command import with_runner
 from mpishard.launch.restart_policy import (

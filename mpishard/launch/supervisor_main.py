@@ -18,7 +18,7 @@ def main() -> int:
     package.__path__ = [str(here.parent)]
     sys.modules["mpishard"] = package
 
-    from mpishard.launch.hosts import HostSettings
+    from mpishard.launch.launchers import HostSettings
     from mpishard.launch.restart_policy import Limits, Policy
     from mpishard.launch.supervisor import Job, Supervisor
 

@@ -27,8 +27,8 @@ if spawned and case == "ends":
     raise SystemExit
 import numpy as np
 from mpi4py import MPI
-from mpishard.elastic.joining import JoiningProcess
-from mpishard.elastic.guarded_calls import in_time
+from mpishard.elastic.spawning import JoiningProcess
+from mpishard.elastic.spawning import in_time
 from mpishard.elastic.spawning import SpawnRequest, meet
 
 world = MPI.COMM_WORLD

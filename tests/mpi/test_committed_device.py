@@ -9,7 +9,7 @@ import standin
 from mpishard import ParameterSpec
 from mpishard.backend import array as arrays
 from mpishard.comm.deferred import DEFERRED
-from mpishard.elastic.committed_state import Committed
+from mpishard.elastic.transactions import Committed
 from mpishard.layout.run_state import RunState, Shard
 from mpishard.layout.tensors import Piece
 

@@ -20,10 +20,9 @@ from mpishard import LBFGS, AdamW, OptimizationProblem, ShardingConfiguration, n
 from mpishard.checkpoint import Checkpoints
 from mpishard.comm.channel import Channel
 from mpishard.elastic import loop
-from mpishard.elastic.committed_state import Committed
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.elastic.phases import Phase, next_phase
-from mpishard.elastic.transactions import Transactions
+from mpishard.elastic.transactions import Committed, Transactions
 from mpishard.parameters.flat import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))

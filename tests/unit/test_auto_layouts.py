@@ -15,7 +15,7 @@ from mpishard import (
     ZeRO3Optimizer,
     nn,
 )
-from mpishard.elastic.mesh_limits import MeshLimits
+from mpishard.elastic.optimizer import MeshLimits
 from mpishard.estimate import TYPICAL, Workload, layouts, table
 
 

@@ -18,7 +18,7 @@ from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel import bit_facts
 from mpishard.data_parallel.bit_facts import ARITHMETIC, DIFFERENT_BITS, BitFacts
 from mpishard.elastic.mesh_choice import MeshSizes
-from mpishard.elastic.mesh_limits import MeshLimits
+from mpishard.elastic.optimizer import MeshLimits
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 

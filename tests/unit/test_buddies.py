@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.elastic.buddies import buddies, needs_copy
+from mpishard.elastic.transactions import buddies, needs_copy
 
 
 @pytest.mark.parametrize(

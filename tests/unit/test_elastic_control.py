@@ -14,10 +14,9 @@ import pytest
 
 from mpishard.cli.app import main
 from mpishard.elastic import control as controls
-from mpishard.elastic.control import Control, ControlFolder, request_resize
-from mpishard.elastic.discovery import Discovery, count_slots
+from mpishard.elastic.control import Control, ControlFolder, Discovery, count_slots, request_resize
+from mpishard.elastic.membership import Peer, Watch, this_process
 from mpishard.elastic.mesh_choice import MeshSizes
-from mpishard.elastic.stopped_processes import Peer, Watch, this_process
 from mpishard.io.files import NotPrivateError
 from mpishard.launch.signals import Signals
 
@@ -228,7 +227,7 @@ class TestDiscovery:
             count_slots(text)
 
     def test_news_come_once(self, monkeypatch):
-        monkeypatch.setattr("mpishard.elastic.discovery._POLL_S", 0.01)
+        monkeypatch.setattr("mpishard.elastic.control._ASK_S", 0.01)
         wanted = [3]
         discovery = Discovery(lambda: wanted[0])
         until(lambda: discovery.news() == 3)
@@ -239,7 +238,7 @@ class TestDiscovery:
         discovery.close()
 
     def test_what_the_run_has_heard_already_is_no_news(self, monkeypatch):
-        monkeypatch.setattr("mpishard.elastic.discovery._POLL_S", 0.01)
+        monkeypatch.setattr("mpishard.elastic.control._ASK_S", 0.01)
         wanted, asked = [3], threading.Semaphore(0)
 
         def ask():
@@ -258,7 +257,7 @@ class TestDiscovery:
         discovery.close()
 
     def test_a_file_a_program_and_a_failure(self, tmp_path, monkeypatch, capfd):
-        monkeypatch.setattr("mpishard.elastic.discovery._POLL_S", 0.01)
+        monkeypatch.setattr("mpishard.elastic.control._ASK_S", 0.01)
         path = tmp_path / "hosts"
         discovery = Discovery(path)
         until(lambda: discovery.news() is None and "No such file" in capfd.readouterr().err)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpishard.elastic.run_status import ResizeMetadata, RunStatus
+from mpishard.elastic.transactions import ResizeMetadata, RunStatus
 from mpishard.training.progress import RunProgress
 
 

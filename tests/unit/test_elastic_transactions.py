@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 from mpi4py import MPI
 
-from mpishard.elastic import agreements
-from mpishard.elastic.run_status import RunStatus
-from mpishard.elastic.transactions import Transactions
+from mpishard.elastic import transactions as agreements
+from mpishard.elastic.transactions import RunStatus, Transactions
 from mpishard.training.run import StepOutcome
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mpishard.launch.hosts import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
+from mpishard.launch.launchers import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 
 pytestmark = pytest.mark.faults
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpishard.elastic import recruiter
-from mpishard.elastic.worker_target import WorkerTarget
+from mpishard.elastic import requests
+from mpishard.elastic.requests import WorkerTarget
 from mpishard.layout.tensors import ModelParallelRank
 
 
@@ -24,7 +24,7 @@ class Spawns:
 @pytest.fixture
 def made(monkeypatch):
     Spawns.made = []
-    monkeypatch.setattr(recruiter, "SpawnRequest", Spawns)
+    monkeypatch.setattr(requests, "SpawnRequest", Spawns)
     return Spawns.made
 
 
@@ -43,7 +43,7 @@ def target():
 
 
 def make(membership, target, first_run=True, respawn=True):
-    return recruiter.Recruiter(membership, target, ModelParallelRank(tensor_size=2), first_run, respawn)
+    return requests.Recruiter(membership, target, ModelParallelRank(tensor_size=2), first_run, respawn)
 
 
 def test_processes_for_the_workers_that_are_missing(made, membership, target):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mpishard.launch.hosts import parse_hosts
 from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
+from mpishard.launch.launchers import parse_hosts
 from mpishard.launch.restart_policy import History, JobOutcome, Policy, Start, Stop, decide
 
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)

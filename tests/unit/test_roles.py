@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpishard.elastic.roles import Member, Roles
-from mpishard.elastic.stopped_processes import Peer
+from mpishard.elastic.membership import Member, Peer, Roles
 
 
 def members(posts, workers, *, leaves=(), ends=(), identities=None):

@@ -3,7 +3,7 @@
 import pytest
 
 from mpishard.elastic.mesh_choice import MeshSizes
-from mpishard.elastic.worker_target import WorkerTarget
+from mpishard.elastic.requests import WorkerTarget
 
 
 class Asks:

@@ -1,0 +1,242 @@
+"""From requests for workers to processes: requests from outside, the number that all ranks agree on, new processes.
+
+Signals, other shells and `discover` are asked by `Outside`; `WorkerTarget` has the agreed number; the first worker's
+`Recruiter` spawns processes if there are fewer workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from mpishard.arguments import integer
+from mpishard.comm.axis import Axis
+from mpishard.comm.capabilities import heals_in_place
+from mpishard.elastic.control import FIXED, Control, ControlFolder, Discovery, Wanted
+from mpishard.elastic.membership import Membership, is_joining
+from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
+from mpishard.elastic.spawning import SpawnRequest
+from mpishard.io import log
+from mpishard.launch.signals import Signals
+from mpishard.layout.tensors import ModelParallelRank
+
+
+class Outside:
+    """Receives requests while it is entered as a context manager.
+
+    Creation is collective over `axis`, all processes of the run.  Raises ValueError or OSError on every rank if the
+    control folder (`folder`: of the run) cannot be made or belongs to another user.  `discover` is the source of a
+    `Discovery`; `choice` is given for a run that may change its mesh.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        min_workers: int,
+        max_workers: int,
+        folder: Path | None,
+        discover: Callable[[], int] | str | os.PathLike[str] | None,
+        choice: MeshChoice | None = None,
+    ) -> None:
+        self.signals: Signals = Signals()
+        self._axis = axis
+        self._limits = min_workers, max_workers
+        self._discovery = None if discover is None else Discovery(discover)
+        self._control: Control | None = None
+        if folder is not None:
+            control, problem = ControlFolder(folder), None
+            if axis.rank == 0 and not is_joining():
+                try:
+                    control.make()
+                except (ValueError, OSError) as error:
+                    problem = error
+            axis.raise_if_any(problem)
+            refuse = (lambda sizes: FIXED) if choice is None else choice.refuse
+            self._control = Control(control, min_workers, max_workers, refuse)
+
+    def __enter__(self) -> Outside:
+        self.signals.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.signals.__exit__(kind, error, trace)
+        if self._discovery is not None:
+            self._discovery.close()
+        if self._control is None or self._axis.rank or is_joining():
+            return
+        if kind is None or not heals_in_place():  # after an error here the other processes continue and need the folder
+            self._control.close()
+
+    @property
+    def discovered(self) -> int:
+        """The last number that the run got from `discover`, -1 if none; another rank that asks next must have it."""
+        return -1 if self._discovery is None else self._discovery.known
+
+    @discovered.setter
+    def discovered(self, number: int) -> None:
+        if self._discovery is not None:
+            self._discovery.known = number
+
+    def wanted(self, workers: int, step: int, waits: bool, mesh: str = "") -> Wanted | None:
+        """The number of workers or the mesh of a new request, or None.  The first worker calls this after each step.
+
+        `waits` is true while the run waits for workers to join; `mesh` is the present one, of a run that may change it.
+        """
+        found = None if self._discovery is None else self._discovery.news()
+        if found is not None:
+            found = min(max(found, self._limits[0]), self._limits[1])
+        asked = None if self._control is None else self._control.poll(workers, step, waits, mesh)
+        return found if asked is None else asked
+
+
+# The parts of a request, from the lowest bits: workers, tensor and pipeline size of a mesh, and the request's number.
+_WORKERS, _SIZE = 2**24, 2**10
+_NUMBER = _WORKERS * _SIZE * _SIZE
+
+
+class WorkerTarget:
+    """The wanted number of workers, within limits; the last request of any rank counts.
+
+    `workers` is the number at the beginning; 0 in a joining process, which gets the number from the run.  `request` and
+    `agreed` are this rank's last request, and the last one that all ranks know.  A request is an integer: the number of
+    the request in the high bits; then the pipeline and tensor size, 0 if no mesh was asked for; and the number of
+    workers in the low ones.  So the largest of all requests is the last.  `most` limits the workers: `max_workers`, or
+    fewer if a batch has fewer samples.
+    """
+
+    def __init__(self, workers: int, min_workers: int, max_workers: int) -> None:
+        self.min_workers = min_workers
+        self.max_workers = self.most = max_workers
+        self.request: int = workers
+        self.agreed: int = workers
+
+    @property
+    def agreed_size(self) -> int:
+        """The number of workers on which all ranks have agreed."""
+        return self.agreed % _WORKERS
+
+    @property
+    def agreed_mesh(self) -> MeshSizes | None:
+        """The mesh on which all ranks have agreed, of `agreed_size` ranks; None if no mesh was asked for."""
+        tensor, pipeline = self.agreed // _WORKERS % _SIZE, self.agreed // _WORKERS // _SIZE % _SIZE
+        return MeshSizes(self.agreed_size // (tensor * pipeline), tensor, pipeline) if tensor else None
+
+    @staticmethod
+    def encoded(workers: int, mesh: MeshSizes | None) -> int:
+        """A request without its number."""
+        return workers if mesh is None else mesh.ranks + _WORKERS * (mesh.tensor + _SIZE * mesh.pipeline)
+
+    def resize(self, workers: int, mesh: MeshSizes | None = None) -> None:
+        """Request a number of workers, see `ElasticOptimizer.resize`, or as many as a mesh has."""
+        workers = integer("workers", workers)
+        if mesh is not None and max(mesh.tensor, mesh.pipeline) >= _SIZE:
+            raise ValueError(f"the mesh {mesh} has a tensor or pipeline size above {_SIZE - 1}")
+        if not self.min_workers <= workers <= self.max_workers:
+            raise ValueError(
+                f"resize({workers}) is outside of min_workers={self.min_workers} to max_workers={self.max_workers}"
+            )
+        if workers > self.most:
+            raise ValueError(
+                f"resize({workers}): batch_size={self.most} gives some of them no sample; ask for at most {self.most}"
+            )
+        # Requests are numbered, so that the last one counts, whichever rank made it.  The numbers of requests are even,
+        # so that a request made before a death is newer than the smaller (odd) number that `cap_workers` sets after it.
+        number = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2
+        self.request = number * _NUMBER + self.encoded(int(workers), mesh)
+
+    def adopt_request(self, request: int) -> None:
+        """Set the number of workers to a request that all ranks have agreed on."""
+        self.agreed = max(request, self.agreed)
+
+    def cap_workers(self, processes: int) -> None:
+        """Lower the number of workers to `processes`, after deaths; `resize` may request more again."""
+        if processes < self.agreed_size:
+            self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
+
+    def look_outside(self, outside: Outside, workers: int, step: int, there: int = 0, mesh: str = "") -> None:
+        """Take over a request from outside of the script as this rank's.  The first worker calls this after each step.
+
+        `there` is the number of workers that there could be, `mesh` the present one, of a run that may change it.
+        """
+        wanted = outside.wanted(workers, step, self.agreed_size > max(workers, there), mesh)
+        if isinstance(wanted, MeshSizes):
+            self.resize(wanted.ranks, wanted)
+        elif wanted is not None:
+            self.resize(wanted)
+
+
+class Recruiter:
+    """Owns the request for processes that are being spawned; only the first worker has one.
+
+    The spawned processes get the tensor and pipeline size of `place`; they can join only the first run of this process
+    (`first_run`).  With `respawn`, processes are spawned to replace the dead.  `last_disruption` is the last step
+    before a process died or joined, -1 without one; all processes know it.
+    """
+
+    def __init__(
+        self, membership: Membership, target: WorkerTarget, place: ModelParallelRank, first_run: bool, respawn: bool
+    ) -> None:
+        self.last_disruption: int = -1
+        self._respawn = respawn
+        self._membership = membership
+        self._target = target
+        self._place = place
+        self._first_run = first_run
+        self._request: SpawnRequest | None = None
+
+    @property
+    def is_starting(self) -> bool:
+        """True while spawned processes may still be starting, which takes the cores."""
+        return self._request is not None and self._request.is_new
+
+    def recruit(self) -> int:
+        """Request processes if workers are missing, and return the number of spawned workers that are ready to join."""
+        membership, request = self._membership, self._request
+        missing = self._target.agreed_size - membership.roles.able
+        if missing <= 0:
+            self.dismiss()
+        elif request is not None and request.problem:
+            self._request = None
+            self._do_without(request.problem)
+        elif request is not None:
+            return request.processes // membership.roles.cell if request.here else 0
+        elif not self._first_run:
+            self._do_without("they would begin with the first call of `optimize` in their script, and this is another")
+        else:
+            cell = self._place.tensor_size, self._place.pipeline_size
+            self._request = SpawnRequest(missing * membership.roles.cell, cell)
+        return 0
+
+    def hand_over(self) -> SpawnRequest | None:
+        """Return the request whose processes are ready; the caller owns it from now on."""
+        request, self._request = self._request, None
+        return request
+
+    def dismiss(self) -> None:
+        if self._request is not None:
+            self._request.give_up()
+            self._request = None
+
+    def note_death(self, step: int, last_disruption: int) -> None:
+        """Note that processes have died after a step, and want no others in their place if that would not help.
+
+        A fault that recurs at one step, or kills every new worker, would otherwise spawn new ones forever.
+        `last_disruption` is the newest of all survivors.
+        """
+        if not self._respawn or step <= last_disruption:
+            self._target.cap_workers(self._membership.roles.able)
+        self.last_disruption = step
+
+    def say_none_come(self, problem: str) -> None:
+        workers = self._membership.roles.able
+        log.warn(f"the run goes on with {workers} workers, no more could be spawned: {problem}")
+
+    def _do_without(self, problem: str) -> None:
+        """Report the problem and request no more workers than there are, unless a newer request has come."""
+        self.say_none_come(problem)
+        if self._target.request <= self._target.agreed:
+            self._target.resize(self._membership.roles.able)
