@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpishard.backend.exact_changes import changed_words
-from mpishard.backend.exact_dot import combine, row_dot_words
+from mpishard.backend.exact import combine, row_dot_words
+from mpishard.backend.exact_rows import changed_words
 
 
 def compare(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> tuple[float, float]:

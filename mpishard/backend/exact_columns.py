@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.backend.compiled import HostFunction
-from mpishard.backend.exact_dot import CARRY
+from mpishard.backend.exact import CARRY
 
 _HIGH, _LOW = 30, 64  # binary places of the two words
 _MASK = 2**CARRY - 1

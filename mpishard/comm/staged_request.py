@@ -17,8 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.backend.kinds import Event, backend_of
-from mpishard.backend.pinned import Slab
-from mpishard.backend.streams import copy_streams, record_current
+from mpishard.backend.streams import Slab, copy_streams, record_current
 from mpishard.comm.channel import Fields, Request
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger

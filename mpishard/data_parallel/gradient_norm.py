@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend import exact_norm
+from mpishard.backend import exact
 from mpishard.backend.ranges import Range, Ranges
 from mpishard.comm.ledger import users_level
 from mpishard.data_parallel.largest_gradients import LargestGradients
@@ -91,11 +91,11 @@ class Inspection:
         if not math.isfinite(top) or not measure:
             return math.nan if math.isfinite(top) else math.inf
         squares = np.zeros(2)
-        for part in exact_norm.sums_of_squares(gradients, self._spans, [top], [self._elements]):
+        for part in exact.sums_of_squares(gradients, self._spans, [top], [self._elements]):
             squares += part
         if not self._sums_are_everywhere:
             self._team.all_reduce(squares, label="control")
-        return exact_norm.norm(squares, top)
+        return exact.norm(squares, top)
 
     def culprits(self, step: int, what: str = "gradient") -> str:
         """A message that names the tensors and samples that were not finite, and their ranks.  Collective."""

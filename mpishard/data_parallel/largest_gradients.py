@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact_norm
-from mpishard.backend.device_norms import LargestValues
+from mpishard.backend import exact
+from mpishard.backend.exact import LargestValues
 from mpishard.backend.ranges import Range, Ranges
 from mpishard.layout.tensors import Piece
 from mpishard.parameters.buckets import Bucket
@@ -54,9 +54,9 @@ class LargestGradients:
                 ranges = self._of_bucket[bucket.index] = Ranges(self._parts(bucket))
             self._on_device(gradient).take([gradient], ranges, bucket.first)
             self._looked[bucket.index] = bucket
-        elif not self._nonfinite and not math.isfinite(exact_norm.largest(gradient)):
+        elif not self._nonfinite and not math.isfinite(exact.largest(gradient)):
             for piece, (_, start, stop, _) in zip(self._tensors(bucket), self._parts(bucket), strict=True):
-                if not math.isfinite(exact_norm.largest(gradient[start:stop])):
+                if not math.isfinite(exact.largest(gradient[start:stop])):
                     self._nonfinite = piece.name
                     return
 
@@ -69,7 +69,7 @@ class LargestGradients:
 
     def _of_spans(self, gradients: Sequence[Array]) -> list[float]:
         if not gradients or not arrays.runs_cuda(gradients[0]):
-            return exact_norm.largest_of(gradients, self._spans)
+            return exact.largest_of(gradients, self._spans)
         values = self._on_device(gradients[0])
         values.take(gradients, self._spans, len(self._pieces))
         found = values.values()

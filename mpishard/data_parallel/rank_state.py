@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact_norm
+from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.gradient_norm import Inspection
@@ -59,7 +59,7 @@ class RankState:
                 moving_average.expect(parameters.dtype)
             if config.max_gradient_value is not None:
                 clip_by_value.expect(parameters.dtype)
-            exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)
+            exact.expect_norms(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)
         # The state of the rule: each array holds the ranges in ``strategy.ownership.own`` end to end.
         self.slots = make_slots(rule, size, parameters.dtype, like=like)
 

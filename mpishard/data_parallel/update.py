@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact_norm
+from mpishard.backend import exact
 from mpishard.backend.array import Kernel
 from mpishard.backend.ranges import Ranges
 from mpishard.comm.axis import Axis
@@ -42,15 +42,15 @@ def norms(
     `axis`, the team of a strategy.
     """
     tops = np.zeros(len(specs))
-    for part, top in zip(parts.all, exact_norm.largest_of(arrays, parts), strict=True):
+    for part, top in zip(parts.all, exact.largest_of(arrays, parts), strict=True):
         tops[part.choice] = max(tops[part.choice], top)
     axis.all_reduce(tops, op="max", label="norms")
     sums = np.zeros((len(specs), 2))
-    found = exact_norm.sums_of_squares(arrays, parts, tops.tolist(), [spec.size for spec in specs])
+    found = exact.sums_of_squares(arrays, parts, tops.tolist(), [spec.size for spec in specs])
     for part, squares in zip(parts.all, found, strict=True):
         sums[part.choice] += squares
     axis.all_reduce(sums, label="norms")
-    return [exact_norm.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]
+    return [exact.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]
 
 
 # An update: finish the sums of the gradients, agree on whether to use them, clip, and step along them.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpishard.backend.device_libraries import device_libraries
+from mpishard.backend.optional_library import device_libraries
 from mpishard.version import installed
 
 # CuPy's packages, all with the same files: by name the major version of CUDA, empty of one that pip has built.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import shown
-from mpishard.backend.exact_norm import largest
+from mpishard.backend.exact import largest
 from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_evaluations import MethodEvaluations

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpishard.arguments import integer, number, shown
 from mpishard.backend import array as arrays
-from mpishard.backend import exact_dot
+from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import Unknowns, has_names
@@ -288,9 +288,9 @@ class RegularizationTerm(ABC):
         largest = largest if np.isfinite(largest) else np.inf
         (top,) = axis.all_reduce(np.array([largest]), op="max", label="control").tolist()
         ones = arrays.module_of(flat).ones_like(flat)
-        words = exact_dot.dot_words(flat, ones, top, [(0, flat.size)])
+        words = exact.dot_words(flat, ones, top, [(0, flat.size)])
         axis.all_reduce(words, label="control")
-        return exact_dot.values(words.reshape(1, 2), [top])[0] * cells.volume
+        return exact.values(words.reshape(1, 2), [top])[0] * cells.volume
 
 
 class _Cells:

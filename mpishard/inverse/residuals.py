@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.arguments import shown
-from mpishard.backend import exact_dot, exact_gram
+from mpishard.backend import exact, exact_gram
+from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import Gram
-from mpishard.backend.exact_norm import largest
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
@@ -257,10 +257,10 @@ def sum_of_losses(loss: Loss, values: Array, world: Axis | None) -> float:
     if not math.isfinite(top):
         return math.inf
     other, bound = (values, top * top) if loss.is_linear else (np.ones(len(values)), top)
-    words = exact_dot.dot_words(values, other, bound, [(0, len(values))])
+    words = exact.dot_words(values, other, bound, [(0, len(values))])
     if world is not None:
         world.all_reduce(words, label="dots")
-    return exact_dot.values(words.reshape(1, 2), [bound])[0]
+    return exact.values(words.reshape(1, 2), [bound])[0]
 
 
 class Rows:
@@ -289,7 +289,7 @@ class Rows:
         self.f: Array = np.empty(0)
         self.accepted: Array = self.f
         self.jacobian: Array = np.empty((0, 0))
-        exact_dot.expect(np.dtype(np.float64))
+        exact.expect_dots(np.dtype(np.float64))
 
     def cost(self, x: Array) -> float:
         """Infinite or NaN where the residuals of a rank are not finite.  Collective."""

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact_dot
-from mpishard.backend.exact_norm import largest
+from mpishard.backend import exact
+from mpishard.backend.exact import largest
 from mpishard.backend.exact_rows import sorted_words
 from mpishard.minimizers import small
 from mpishard.minimizers.space import Space
@@ -149,7 +149,7 @@ class Path:
         row_tops : sequence of float
             The largest element of each row.
         """
-        low, high, square = 0.0, 0.0, float(exact_dot.approximate_values(self.words[-1:], self._tops[-1:])[0])
+        low, high, square = 0.0, 0.0, float(exact.approximate_values(self.words[-1:], self._tops[-1:])[0])
         self._least = self._space.epsilon * self._theta * square
         while True:
             slope, bend = self._line()
@@ -168,7 +168,7 @@ class Path:
             start = Sums(self.words, np.zeros((len(self._indices), 2), np.int64))
             length, end = self._scan(found, 0, found.index.size, start, -first, last, high)
             self.words = end.moving
-            self.arrived = before + exact_dot.approximate_values(end.arrived, self._step_tops)
+            self.arrived = before + exact.approximate_values(end.arrived, self._step_tops)
             if not math.isnan(length):
                 return length
             low = high
@@ -180,8 +180,8 @@ class Path:
 
     def _lines(self, moving: np.ndarray, arrived: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Slope at length 0 and bend of the quadratic functions of several sets of elements."""
-        sums = exact_dot.approximate_values(moving, self._tops)
-        with_steps = self.arrived + exact_dot.approximate_values(arrived, self._step_tops)
+        sums = exact.approximate_values(moving, self._tops)
+        with_steps = self.arrived + exact.approximate_values(arrived, self._step_tops)
         m, square = len(self._indices) // 2, sums[:, -1]
         of_descent = self._curvature.halves(sums[:, :m].T, sums[:, m:-1].T)
         of_steps = self._curvature.halves(with_steps[:, :m].T, with_steps[:, m:].T)
@@ -228,10 +228,10 @@ class Path:
             self._space.maximize(ends.reshape(-1))
         else:
             ends[:, 0] = -first, last
-        left = exact_dot.normalized((start.moving - np.cumsum(words[:, 0], axis=0)).reshape(-1, 2))
+        left = exact.normalized((start.moving - np.cumsum(words[:, 0], axis=0)).reshape(-1, 2))
         left = left.reshape(words[:, 0].shape)
         gone = start.arrived + np.cumsum(words[:, 1, :-1], axis=0)
-        gone = exact_dot.normalized(gone.reshape(-1, 2)).reshape(gone.shape)
+        gone = exact.normalized(gone.reshape(-1, 2)).reshape(gone.shape)
         slopes, bends = self._lines(left, gone)
         here = start
         bins = [b for b in range(len(starts) - 1) if ends[1, b] >= 0]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact_changes, exact_dot
+from mpishard.backend import exact, exact_rows
 from mpishard.backend.exact_rows import Factor, words_with
 from mpishard.minimizers import small
 from mpishard.minimizers.cauchy import Curvature, Path
@@ -164,7 +164,7 @@ class History:
     def combine(self, of_s: Sequence[float], of_y: Sequence[float], vector: Array, factor: float, out: Array) -> None:
         """``out = factor vector + a sum over the pairs``; no coefficients are zeros.  Not collective."""
         indices = [*(self.order if of_s else ()), *(self._rows_of_y if of_y else ())]
-        exact_dot.combine(self.rows, indices, [*of_s, *of_y], vector, factor, out)
+        exact.combine(self.rows, indices, [*of_s, *of_y], vector, factor, out)
 
     def to_metadata(self) -> dict[str, Any]:
         """All but the rows, as plain numbers and lists."""
@@ -215,7 +215,7 @@ class History:
     def _words(self, indices: Sequence[int], vector: Array, top: float) -> Words:
         """The products of some rows with a vector whose largest element is `top`, before they are summed."""
         tops = [self._tops[index] * top for index in indices]
-        return indices, vector, exact_dot.row_dot_words(self.rows, indices, vector, tops, self.space.spans), tops
+        return indices, vector, exact.row_dot_words(self.rows, indices, vector, tops, self.space.spans), tops
 
     def _factor(self, vector: Array, top: float, of_free: bool | None = None) -> Factor:
         """A vector that all rows are multiplied by; `top` bounds its elements."""
@@ -303,7 +303,7 @@ class Gram:
         self._new: list[Entry] = []
         self._old: list[Entry] = []
         if not arrays.is_device(rows):
-            exact_changes.expect(rows.dtype)
+            exact_rows.expect_changes(rows.dtype)
 
     def add(self, pair: int, s_top: float, y_top: float) -> None:
         """Take the rows of `pair` as the youngest pair; if it was there before, its old content is forgotten.
@@ -389,7 +389,7 @@ class Gram:
             Of the youngest y with each s, then with each y.
         """
         entries = [entry for entry in self._entries() if entry[2] == self.order[-1]]
-        self._words.update(zip(entries, exact_dot.normalized(words), strict=True))
+        self._words.update(zip(entries, exact.normalized(words), strict=True))
 
     def take(self, words: np.ndarray) -> None:
         """The second half of `update`.
@@ -401,9 +401,9 @@ class Gram:
         """
         entries = (*self._new, *self._old)
         start = [np.zeros(2, np.int64)] * len(self._new) + [self._words[entry] for entry in self._old]
-        totals = exact_dot.normalized(words + start) if entries else words
+        totals = exact.normalized(words + start) if entries else words
         self._words.update(zip(entries, totals, strict=True))
-        self._values.update(zip(entries, exact_dot.values(totals, list(map(self._top, entries))), strict=True))
+        self._values.update(zip(entries, exact.values(totals, list(map(self._top, entries))), strict=True))
 
     @property
     def sy(self) -> np.ndarray:
@@ -466,7 +466,7 @@ class Gram:
             tops = [self._top(entries[k]) for k in places]
             y = self._rows[self._y_rows[pair]]
             y = y if free is None else y * free
-            words[places] = exact_dot.row_dot_words(self._rows, indices, y, tops, self._space.spans)
+            words[places] = exact.row_dot_words(self._rows, indices, y, tops, self._space.spans)
         return words
 
     def _first(self, entries: Sequence[Entry], free: Array) -> np.ndarray:
@@ -482,7 +482,7 @@ class Gram:
     def _changed(self, entries: Sequence[Entry], before: Array | None, after: Array) -> np.ndarray:
         """The words over `after` less those over `before`, of this rank."""
         pairs, tops = list(map(self._row_numbers, entries)), list(map(self._top, entries))
-        return exact_changes.changed_words(self._rows, pairs, tops, before, after, self._space.spans)
+        return exact_rows.changed_words(self._rows, pairs, tops, before, after, self._space.spans)
 
     def _matrix(self, kind: str) -> np.ndarray:
         matrix = np.zeros((len(self.order), len(self.order)))
@@ -700,7 +700,7 @@ class ReducedHistory(History):
         found = words_with(self.rows, rows, factors, self.space.spans, known)
         parts = self._parts(factors[:2], found)
         square = np.zeros((1, 2), np.int64)
-        square[0] = exact_dot.dot_words(vector, vector, top * top, self.space.spans)
+        square[0] = exact.dot_words(vector, vector, top * top, self.space.spans)
         parts.append(([], vector, square, [top * top]))
         if new >= 0:
             parts.append(self._words([self.most + new], *self.newest_y))
@@ -713,7 +713,7 @@ class ReducedHistory(History):
             self._free.learn(sums[4])
             # The pairs of s with s and s with y come in the order of y with s and y with y.
             self._held.learn(np.roll(sums[5], size, axis=0))
-        doubtful = exact_dot.is_doubtful(sums[1][2 * size - 1], parts[1][-1][-1], self.space.total)
+        doubtful = exact.is_doubtful(sums[1][2 * size - 1], parts[1][-1][-1], self.space.total)
         of_s, of_y = self._values([parts[1], parts[3]], [sums[1], sums[3]])
         self.yy[new][new] = of_y[0]
         for place, pair in enumerate(self.order):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend import exact_dot, exact_norm, exact_rows
+from mpishard.backend import exact, exact_rows
 from mpishard.backend.array import is_device
 
 Array = Any
@@ -41,15 +41,15 @@ class Space(ABC):
     """
 
     def __init__(self, size: int, total: int, like: Array, spans: Sequence[tuple[int, int]]) -> None:
-        if total > exact_dot.MOST_TERMS:
-            raise ValueError(f"vectors have at most {exact_dot.MOST_TERMS} elements, but these have {total}")
+        if total > exact.MOST_TERMS:
+            raise ValueError(f"vectors have at most {exact.MOST_TERMS} elements, but these have {total}")
         self.size = size
         self.total = total
         self.like = like
         self.spans: tuple[tuple[int, int], ...] = tuple((start, stop) for start, stop in spans if start < stop)
         if not is_device(like):
-            exact_norm.expect(like.dtype, squares=False)
-            exact_dot.expect(like.dtype)
+            exact.expect_norms(like.dtype, squares=False)
+            exact.expect_dots(like.dtype)
             exact_rows.expect(like.dtype)
 
     @property
@@ -59,7 +59,7 @@ class Space(ABC):
 
     @abstractmethod
     def add(self, numbers: np.ndarray) -> None:
-        """Replace an int64 array by its sum over the ranks, for words of `exact_dot`.  One all-reduce."""
+        """Replace an int64 array by its sum over the ranks, for words of `exact`.  One all-reduce."""
 
     @abstractmethod
     def maximize(self, numbers: np.ndarray) -> None:
@@ -105,7 +105,7 @@ class Space(ABC):
         """The words of the dot products over all ranks.  One all-reduce."""
         words = np.zeros((len(pairs), 2), np.int64)
         for k, ((one, other), top) in enumerate(zip(pairs, tops, strict=True)):
-            words[k] = exact_dot.dot_words(one, other, top, self.spans)
+            words[k] = exact.dot_words(one, other, top, self.spans)
         self.add(words)
         return words
 
@@ -120,7 +120,7 @@ class Space(ABC):
         ----------
         pairs : sequence of (array, array)
         words : int64 array (pairs, 2)
-            The sums of `exact_dot.dot_words`.
+            The sums of `exact.dot_words`.
         tops : sequence of float
             With which these were made.
 
@@ -129,7 +129,7 @@ class Space(ABC):
         list of float
             As of `dots`.
         """
-        return exact_dot.values(*self.refined(pairs, words, tops))
+        return exact.values(*self.refined(pairs, words, tops))
 
     def refined(
         self, pairs: Sequence[Pair], words: np.ndarray, tops: Sequence[float]
@@ -147,7 +147,7 @@ class Space(ABC):
         tops : list of float
         """
         found, bounds = np.array(words), list(tops)
-        few = [k for k, top in enumerate(tops) if exact_dot.is_doubtful(words[k], top, self.total)]
+        few = [k for k, top in enumerate(tops) if exact.is_doubtful(words[k], top, self.total)]
         if few:
             products = self.largest_products([pairs[k] for k in few])
             finer = {k: top for k, top in zip(few, products, strict=True) if top < _MUCH_LESS * tops[k]}
@@ -161,7 +161,7 @@ class Space(ABC):
     def largest_products(self, pairs: Sequence[Pair]) -> list[float]:
         """The largest absolute value of the products of the elements of each pair of vectors.  One all-reduce."""
         tops = [
-            max((exact_dot.largest_product(a[start:stop], b[start:stop]) for start, stop in self.spans), default=0.0)
+            max((exact.largest_product(a[start:stop], b[start:stop]) for start, stop in self.spans), default=0.0)
             for a, b in pairs
         ]
         numbers = np.array(tops, np.float64)
@@ -175,7 +175,7 @@ class Space(ABC):
         return [int(number) for number in sums]
 
     def _largest(self, vector: Array) -> float:
-        tops = [exact_norm.largest(vector[start:stop]) for start, stop in self.spans]
+        tops = [exact.largest(vector[start:stop]) for start, stop in self.spans]
         return max((top if math.isfinite(top) else math.inf for top in tops), default=0.0)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.convert import convert
-from mpishard.backend.cublaslt import CublasLt, Shape, cublaslt_on_device
+from mpishard.backend.cublas import CublasLt, Shape, cublaslt_on_device
 from mpishard.nn import device_kernels
 from mpishard.nn.device_products import weights_stay
 from mpishard.nn.products import Matmul, rounded_dtype, rounded_weight, shared_operand

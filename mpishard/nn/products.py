@@ -91,7 +91,7 @@ class _OfRounded:
         if self.by_library:
             if a.ndim == 2:
                 return products.matmul_bfloat16(_bits(a, "left operand"), _bits(b, "right operand"), out)
-            return products.matmul(a, b, out)  # of attention: see `mpishard.backend.products.shapes`
+            return products.matmul(a, b, out)  # of attention: see `mpishard.backend.products.libraries`
         with np.errstate(over="ignore", invalid="ignore"):
             one, other = (each.astype(self._half).astype(each.dtype) for each in (a, b))
             return products.matmul(one, other, out)

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from mpishard.backend import compile_turns
+from mpishard.backend import jit
 
 HOLD = """
 import fcntl, sys
@@ -25,15 +25,15 @@ sys.stdin.read()
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(compile_turns, "_WAIT_S", 0.05)
+    monkeypatch.setattr(jit, "_WAIT_S", 0.05)
     return tmp_path / f"mpishard-{os.getuid()}.lock"
 
 
 @pytest.fixture
 def holder(path):
     """A process that holds the turn of "name" until its stdin is closed."""
-    assert compile_turns._file() is not None
-    command = [sys.executable, "-I", "-S", "-c", HOLD, str(path), str(compile_turns._byte("name"))]
+    assert jit._file() is not None
+    command = [sys.executable, "-I", "-S", "-c", HOLD, str(path), str(jit._byte("name"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
@@ -64,38 +64,38 @@ def open_to_all(path):
 @pytest.mark.parametrize("plant", [of_another_user, open_to_all, link, second_name, os.mkfifo, os.mkdir])
 def test_what_another_user_may_have_planted_is_not_used(path, plant):
     plant(path)
-    assert compile_turns._file() is None
+    assert jit._file() is None
     made = []
-    compile_turns.load_or_make("name", lambda: False, lambda: made.append(1))
+    jit.load_or_make("name", lambda: False, lambda: made.append(1))
     assert made == [1]
 
 
 def test_nobody_makes_anything_while_no_core_is_free(path, monkeypatch):
-    monkeypatch.setattr(compile_turns, "_WAIT_S", 30)
+    monkeypatch.setattr(jit, "_WAIT_S", 30)
     free, made = [False, False, True], []
-    monkeypatch.setattr(compile_turns, "core", lambda: contextlib.nullcontext(free.pop(0)))
-    compile_turns.load_or_make("name", lambda: False, lambda: made.append(list(free)))
+    monkeypatch.setattr(jit, "core", lambda: contextlib.nullcontext(free.pop(0)))
+    jit.load_or_make("name", lambda: False, lambda: made.append(list(free)))
     assert made == [[]]
 
 
 def test_a_lock_of_ours_is_used(path):
-    with compile_turns.attempt("name") as mine:
+    with jit.attempt("name") as mine:
         assert mine
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_nobody_waits_without_limit(holder):
-    with compile_turns.attempt("name") as mine, compile_turns.attempt("other") as other:
+    with jit.attempt("name") as mine, jit.attempt("other") as other:
         assert not mine and other
     made = []
-    compile_turns.load_or_make("name", lambda: False, lambda: made.append(1))
+    jit.load_or_make("name", lambda: False, lambda: made.append(1))
     assert made == [1]
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("done", [True, False])
 def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
-    monkeypatch.setattr(compile_turns, "_WAIT_S", 30)
+    monkeypatch.setattr(jit, "_WAIT_S", 30)
     waits, ended, found, made = threading.Event(), threading.Event(), [], []
 
     def load():
@@ -103,7 +103,7 @@ def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
         return ended.is_set() and done
 
     def wait():
-        compile_turns.load_or_make("name", load, lambda: made.append(1))
+        jit.load_or_make("name", load, lambda: made.append(1))
         found.append(1)
 
     thread = threading.Thread(target=wait, daemon=True)

@@ -65,21 +65,21 @@ def scaled(x):
 MODEL = """
 import numpy as np
 from mpishard import AdamW, nn
-from mpishard.backend import exact_norm, jit
+from mpishard.backend import exact, jit
 from mpishard.nn import compiling, kernels
 
 rule, flat = AdamW(), np.ones(4, np.float32)
 rule.kernel.expect(flat.dtype)
-exact_norm.expect(flat.dtype, squares=True)
+exact.expect_norms(flat.dtype, squares=True)
 model = nn.GPT(9, 8, width=8, layers=1, heads=2)
 model.loss_and_gradient(np.ones((2, 8), int), np.ones((2, 8), int))
 for kernel, annotations in kernels.GROUP.kernels:
     arrays, scalars = compiling.arguments_of(annotations, np.dtype("float32"))
     expected = jit.types_of((*arrays, *scalars))
     print(list(kernel.dispatcher().overloads) == [expected] or kernel.dispatcher())
-others = [rule.kernel._host, exact_norm._largest_bits, exact_norm._binned_squares]
+others = [rule.kernel._host, exact._largest_bits, exact._binned_squares]
 before = [list(function.dispatcher().overloads) for function in others]
-exact_norm.norm_of(flat)
+exact.norm_of(flat)
 rule.update(flat, flat.copy(), [flat.copy(), flat.copy()], 1)
 print(before == [list(function.dispatcher().overloads) for function in others], [len(types) for types in before])
 """

@@ -13,7 +13,7 @@ import pytest
 
 from mpishard.backend.array import Kernel, accumulate
 from mpishard.backend.cuda_source import DTYPES, PRELUDE, CudaSource
-from mpishard.backend.formula_source import sources_of
+from mpishard.backend.elementwise import sources_of
 from mpishard.optim import formulas
 
 PACKAGE = Path(__file__).parents[2] / "mpishard"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.backend.device_libraries import device_libraries
+from mpishard.backend.optional_library import device_libraries
 from mpishard.environment.findings import cupy_for
 
 

@@ -25,7 +25,7 @@ LIBRARIES = {"cupy": 20, "cupy_backends": 0, "cudnn": 5, "nvmath": 15}
 MEANINGS = {
     "mpishard/backend/kinds.py": {"self.module": "cupy"},
     "mpishard/backend/array.py": {"cupy": "cupy"},
-    "mpishard/backend/cublaslt.py": {"lt": CUBLASLT, "self._lt": CUBLASLT},
+    "mpishard/backend/cublas.py": {"lt": CUBLASLT, "self._lt": CUBLASLT},
     "mpishard/nn/cudnn_attention.py": {"cudnn": "cudnn", "self._cudnn": "cudnn", "graph": "cudnn.pygraph"},
     "mpishard/comm/nccl.py": {"nccl": NCCL},
     "mpishard/comm/nccl_queue.py": {

@@ -16,7 +16,7 @@ import standin
 
 from mpishard import nn
 from mpishard.backend import array as arrays
-from mpishard.backend import cublaslt
+from mpishard.backend import cublas
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 SIZES = 11, 20, 32, 2, 2
@@ -27,9 +27,9 @@ MODULE = arrays.module_of(standin.empty(1))
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The double in the place of cuBLASLt, with nothing proven yet."""
     found = {"library": fake_cublaslt}
-    unused = replace(cublaslt.LIBRARY)
+    unused = replace(cublas.LIBRARY)
     monkeypatch.setattr(unused, "module_for", lambda name: found["library"])
-    monkeypatch.setattr(cublaslt, "LIBRARY", unused)
+    monkeypatch.setattr(cublas, "LIBRARY", unused)
     monkeypatch.setattr(fake_cublaslt, "factor", 1.0)
     fake_cublaslt.executed.clear()
     return found
@@ -126,7 +126,7 @@ def test_text_generation_chooses_no_kernel_for_every_length() -> None:
 
 
 def test_no_more_shapes_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "MOST_SHAPES", 3)
+    monkeypatch.setattr(cublas, "MOST_SHAPES", 3)
     made = model(np.float16)
     for batch in (1, 2, 3, 4):
         run(made, batch)
@@ -134,7 +134,7 @@ def test_no_more_shapes_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_shape_left_for_the_proof_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "MOST_SHAPES", 1)
+    monkeypatch.setattr(cublas, "MOST_SHAPES", 1)
     run(model(np.float16))
     assert not fake_cublaslt.executed
 
@@ -196,7 +196,7 @@ def test_they_are_right_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(made)
-    found = cublaslt.cublaslt_on_device(made.parameters.flat)
+    found = cublas.cublaslt_on_device(made.parameters.flat)
     assert found is not None and half in found.proven
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from mpishard.backend import array as arrays
-from mpishard.backend.exact_dot import combine, dot_words, normalized, row_dot_words, values
+from mpishard.backend.exact import combine, dot_words, normalized, row_dot_words, values
 
 DTYPES = [np.float32, np.float64]
 

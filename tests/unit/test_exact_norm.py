@@ -13,8 +13,7 @@ from standin import StandIn, on_device
 from standin import empty as empty_on_device
 from waits import counted_waits
 
-from mpishard.backend.device_norms import LargestValues
-from mpishard.backend.exact_norm import largest, largest_of, norm, norm_of, sum_of_squares, sums_of_squares
+from mpishard.backend.exact import LargestValues, largest, largest_of, norm, norm_of, sum_of_squares, sums_of_squares
 from mpishard.backend.ranges import Range, Ranges
 
 

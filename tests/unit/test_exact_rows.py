@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpishard.backend.exact_dot import approximate_values, row_dot_words, values
+from mpishard.backend.exact import approximate_values, row_dot_words, values
 from mpishard.backend.exact_rows import Factor, sorted_words, words_with
 
 SIZE = 10_007

@@ -48,7 +48,7 @@ OUTSIDERS = {
     "cupy": {"backend.kinds"},
     "cupy_backends": {"backend.kinds"},
     "cudnn": {"nn.cudnn_attention"},
-    "nvmath": {"backend.cublaslt"},
+    "nvmath": {"backend.cublas"},
     "mpi4py": {"backend.process", "comm", "elastic", "environment", "estimate", "cli"},
     "matplotlib": {"cli", "inverse.gradient_check"},
     "rich": {"cli"},

@@ -9,7 +9,7 @@ import pytest
 
 from mpishard.backend import jit
 from mpishard.backend.compiled import HostFunction
-from mpishard.backend.exact_dot import combine
+from mpishard.backend.exact import combine
 from mpishard.backend.exact_rows import Factor, sorted_words, words_with
 from mpishard.minimizers.history import Gram
 from mpishard.minimizers.space import LocalSpace

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import standin
 
-from mpishard.backend.cublaslt import LIBRARY as CUBLASLT
+from mpishard.backend.cublas import LIBRARY as CUBLASLT
 from mpishard.backend.optional_library import OptionalLibrary
 from mpishard.nn.cudnn_attention import LIBRARY as CUDNN
 

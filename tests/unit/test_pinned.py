@@ -7,8 +7,8 @@ import pytest
 import standin
 
 from mpishard.backend import array as arrays
-from mpishard.backend import pinned, streams
-from mpishard.backend.pinned import PinnedPool
+from mpishard.backend import streams
+from mpishard.backend.streams import PinnedPool
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_slab_is_used_again_for_what_fits_it(like):
 
 def test_large_slabs_have_few_sizes_and_little_of_them_is_not_used():
     wanted = range(2**22 + 1, 2**26, 2**17)
-    sizes = [pinned._rounded(size) for size in wanted]
+    sizes = [streams._rounded(size) for size in wanted]
     assert len(set(sizes)) == 4 * 4
     assert all(size <= found < 1.25 * size for size, found in zip(wanted, sizes, strict=True))
 
@@ -49,7 +49,7 @@ def test_memory_that_a_copy_reads_is_not_given_out_as_free(like, monkeypatch):
     pool.give(slab, copied)
     other = pool.take(1000, like)
     assert other is not slab and other.free is None
-    monkeypatch.setattr(pinned, "KEPT_BYTES", 4096)  # no more than that: then the caller waits
+    monkeypatch.setattr(streams, "KEPT_BYTES", 4096)  # no more than that: then the caller waits
     assert pool.take(1000, like) is slab and slab.free is copied
     pool.give(slab, copied)
     copied.synchronize()
@@ -58,7 +58,7 @@ def test_memory_that_a_copy_reads_is_not_given_out_as_free(like, monkeypatch):
 
 
 def test_no_more_is_kept_than_the_limit(like, monkeypatch):
-    monkeypatch.setattr(pinned, "KEPT_BYTES", 3 * 8192)
+    monkeypatch.setattr(streams, "KEPT_BYTES", 3 * 8192)
     pool, backend = PinnedPool(), arrays.backend_of(like)
     slabs = [pool.take(size, like) for size in (8000, 8000, 8000, 8000, 16000)]
     for slab in slabs[:3]:

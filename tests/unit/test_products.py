@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from mpishard.backend import products
 from mpishard.backend.products import calls, choice, libraries, timing
 from mpishard.backend.products.choice import Choice, Common
-from mpishard.backend.products.libraries import MKL, NUMPY, ONEDNN
-from mpishard.backend.products.shapes import BATCHED, PLAIN, SCORES, TRANSPOSED, product_of
+from mpishard.backend.products.libraries import BATCHED, MKL, NUMPY, ONEDNN, PLAIN, SCORES, TRANSPOSED, product_of
 
 REAL = sorted(libraries.installed())
 

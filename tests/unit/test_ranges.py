@@ -13,10 +13,9 @@ import standin
 from waits import launches
 
 from mpishard.backend import array as arrays
-from mpishard.backend import formula_source
+from mpishard.backend import elementwise as formula_source
 from mpishard.backend.array import Kernel, elementwise, largest
-from mpishard.backend.device_table import DeviceTable
-from mpishard.backend.ranges import Range, Ranges
+from mpishard.backend.ranges import DeviceTable, Range, Ranges
 from mpishard.minimizers import bounds
 from mpishard.minimizers import formulas as lbfgs_formulas
 from mpishard.optim import formulas

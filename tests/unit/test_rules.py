@@ -12,7 +12,7 @@ import pytest
 from devices import Device
 
 from mpishard.backend import array as arrays
-from mpishard.backend.exact_norm import norm_of
+from mpishard.backend.exact import norm_of
 from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, ParameterGroup, RMSprop, Rule
 from mpishard.optim.lr_schedules import cosine
 

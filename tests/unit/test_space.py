@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mpishard.backend.exact_dot import MOST_TERMS
+from mpishard.backend.exact import MOST_TERMS
 from mpishard.minimizers.space import LocalSpace, Space
 
 

@@ -89,8 +89,7 @@ def _planned(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> A
 
 def _plan(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray, count: int) -> Any:
     from mpishard.backend.products.calls import callable_for
-    from mpishard.backend.products.libraries import load
-    from mpishard.backend.products.shapes import product_of
+    from mpishard.backend.products.libraries import load, product_of
 
     product = product_of(a, b, out)
     if product is None or not product.worth_a_call:

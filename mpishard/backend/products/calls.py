@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from mpishard.backend.process import own_cores
-from mpishard.backend.products.libraries import Library
-from mpishard.backend.products.shapes import Call, Product
+from mpishard.backend.products.libraries import Call, Library, Product
 
 # Multiplications for each thread from which a second one pays.
 _LARGE = 2**24

@@ -17,8 +17,19 @@ from threadpoolctl import threadpool_limits
 
 from mpishard.backend import process
 from mpishard.backend.products.choice import Choice
-from mpishard.backend.products.libraries import NUMPY, load, multiplies_bfloat16, processor, settings
-from mpishard.backend.products.shapes import BATCHED, KINDS, PLAIN, SCORES, TRANSPOSED, product_of
+from mpishard.backend.products.libraries import (
+    BATCHED,
+    KINDS,
+    NUMPY,
+    PLAIN,
+    SCORES,
+    TRANSPOSED,
+    load,
+    multiplies_bfloat16,
+    processor,
+    product_of,
+    settings,
+)
 
 # Sizes of products: (count, m, k, n), with count 0 for matrices.
 _TIMED = {
