@@ -100,7 +100,7 @@ def noted_warnings() -> list[str]:
 
 def counted_calls_of_cudnn() -> list[str]:
     """A list that gets longer with each forward pass of cuDNN's attention from now on."""
-    from mpishard.nn.cudnn_attention import CudnnAttention
+    from mpishard.nn.device_attention import CudnnAttention
 
     calls: list[str] = []
     forward = CudnnAttention.forward

@@ -11,9 +11,9 @@ import numpy as np
 import threadpoolctl
 
 import mpishard.backend.process
-import mpishard.nn.slices
+import mpishard.nn.tensor_parallel
 import mpishard.training.step_runner
-from mpishard.nn.slices import Slices
+from mpishard.nn.tensor_parallel import Slices
 
 
 @contextlib.contextmanager
@@ -50,14 +50,14 @@ def _threads(stack: contextlib.ExitStack) -> None:
 
 def _slices(stack: contextlib.ExitStack) -> None:
     """Slices, and blocks of rows, are added one after the other where a rank has all of a tree."""
-    merges = mpishard.nn.slices._merges
+    merges = mpishard.nn.tensor_parallel._merges
 
     def one_by_one(start: int, stop: int, total: int) -> Any:
         along_the_tree = merges(start, stop, total)
         count = stop - start
         return [0, *[1] * (count - 1)] if sum(along_the_tree) == count - 1 else along_the_tree
 
-    stack.enter_context(mock.patch.object(mpishard.nn.slices, "_merges", one_by_one))
+    stack.enter_context(mock.patch.object(mpishard.nn.tensor_parallel, "_merges", one_by_one))
 
 
 def _block(stack: contextlib.ExitStack) -> None:

@@ -18,9 +18,7 @@ from mpishard.cli.estimate_text import console, details, new_table, overview, si
 from mpishard.cli.machine import Network, Speeds
 from mpishard.estimate import TYPICAL, Cluster, Workload, layouts, model_state_bytes, table
 from mpishard.estimate.zero import STAGES
-from mpishard.nn.architecture import Architecture
-from mpishard.nn.decoder_architecture import DecoderArchitecture
-from mpishard.nn.llama_architecture import LlamaArchitecture
+from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
 from mpishard.pipeline.schedule import SCHEDULES
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

@@ -17,7 +17,7 @@ from mpishard.estimate.estimates import estimate
 from mpishard.estimate.layouts import Layout, layouts
 from mpishard.estimate.memory import Workload
 from mpishard.estimate.profile import TYPICAL, MachineProfile
-from mpishard.nn.described import MODEL, architecture_of
+from mpishard.nn.architecture import MODEL, architecture_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import Objective
 

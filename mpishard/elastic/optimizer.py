@@ -26,7 +26,7 @@ from mpishard.elastic.parts import Elasticity
 from mpishard.elastic.requests import Outside, WorkerTarget
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
-from mpishard.nn.described import MODEL, architecture_of
+from mpishard.nn.architecture import MODEL, architecture_of
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord

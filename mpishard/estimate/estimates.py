@@ -14,7 +14,7 @@ from mpishard.estimate.memory import BatchShape, Workload, virtual_stages_of
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.stages import Memory, Plan, StageEstimate
 from mpishard.estimate.times import Times, makespan
-from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.architecture import DecoderArchitecture
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mpishard.estimate.zero import STAGES
-from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.pipeline.schedule import SCHEDULES, check_chunks
 
 # MPI counts them by ints of C.

@@ -11,15 +11,15 @@ from typing import NamedTuple
 from mpishard.estimate.layouts import Layout
 from mpishard.layout.boxes import box_size, counts, nested_split, split
 from mpishard.layout.tensors import ModelParallelRank
+from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.attention import BLOCK, GROUP_SCORES
 from mpishard.nn.block import GatedMLP
-from mpishard.nn.decoder_architecture import DecoderArchitecture
-from mpishard.nn.device_mixing import BLOCK as DEVICE_BLOCK
-from mpishard.nn.device_mixing import group_sizes
-from mpishard.nn.device_products import ALIGNED, padded_extent
+from mpishard.nn.device_attention import BLOCK as DEVICE_BLOCK
+from mpishard.nn.device_attention import group_sizes
 from mpishard.nn.norms import LayerNorm
 from mpishard.nn.options import PipelineOptions
-from mpishard.nn.slices import most_sums, nodes_by_rank, summed_by_mpi
+from mpishard.nn.products import ALIGNED, padded_extent
+from mpishard.nn.tensor_parallel import most_sums, nodes_by_rank, summed_by_mpi
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD
 from mpishard.parameters.buckets import make_buckets, make_runs
 

@@ -28,7 +28,7 @@ from mpishard.estimate.times import (
     row_sum_traffic,
     tensor_traffic,
 )
-from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.parameters.block_pool import block_sizes
 
 # Buckets or units that have memory at once: one bucket is filled while another is sent, one unit is used while the next

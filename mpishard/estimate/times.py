@@ -12,9 +12,9 @@ from fractions import Fraction
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.memory import Activations, Holding, VirtualStage, sizes_of
 from mpishard.estimate.profile import MachineProfile
+from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.attention import BLOCK
-from mpishard.nn.decoder_architecture import DecoderArchitecture
-from mpishard.nn.slices import nodes_by_rank, summed_by_mpi
+from mpishard.nn.tensor_parallel import nodes_by_rank, summed_by_mpi
 from mpishard.pipeline.schedule import SCHEDULES, make_schedule, simulate
 
 # Bytes sent in a step by axis and purpose, counted as in the ledger: those of the ring algorithms.

@@ -9,25 +9,21 @@ from typing import TYPE_CHECKING
 from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
-    from mpishard.nn.architecture import Architecture
+    from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
     from mpishard.nn.attention import AttentionOptions, CausalSelfAttention
     from mpishard.nn.block import MLP, Block, GatedMLP, TransformerBlock
     from mpishard.nn.chunk import Chunk
     from mpishard.nn.decoder import Decoder
-    from mpishard.nn.decoder_architecture import DecoderArchitecture
-    from mpishard.nn.embeddings import Embedding, PositionEmbedding
     from mpishard.nn.gpt import GPT
     from mpishard.nn.layers import GELU, Dropout, Layer
     from mpishard.nn.linear import Linear, TiedLinear
     from mpishard.nn.llama import Llama
-    from mpishard.nn.llama_architecture import LlamaArchitecture
-    from mpishard.nn.loss import cross_entropy
     from mpishard.nn.norms import LayerNorm, RMSNorm
     from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
     from mpishard.nn.pretrained import export_pretrained, import_pretrained
     from mpishard.nn.rotary import RopeScaling, Rotary
     from mpishard.nn.tensor_parallel import TensorParallel
-    from mpishard.nn.units import EmbeddingUnit, OutputHead
+    from mpishard.nn.units import Embedding, EmbeddingUnit, OutputHead, PositionEmbedding, cross_entropy
     from mpishard.nn.workspace import Workspace
 
 __all__ = [
@@ -71,25 +67,21 @@ if not TYPE_CHECKING:  # a type checker has the names from above
     __getattr__ = names_when_used(
         __name__,
         {
-            "architecture": "Architecture",
+            "architecture": "Architecture DecoderArchitecture LlamaArchitecture",
             "attention": "AttentionOptions CausalSelfAttention",
             "block": "MLP Block TransformerBlock GatedMLP",
             "chunk": "Chunk",
             "decoder": "Decoder",
-            "decoder_architecture": "DecoderArchitecture",
             "layers": "Dropout GELU Layer",
-            "embeddings": "Embedding PositionEmbedding",
+            "units": "Embedding PositionEmbedding cross_entropy EmbeddingUnit OutputHead",
             "gpt": "GPT",
             "linear": "Linear TiedLinear",
             "llama": "Llama",
-            "llama_architecture": "LlamaArchitecture",
-            "loss": "cross_entropy",
             "norms": "LayerNorm RMSNorm",
             "options": "MemoryOptions PipelineOptions Precision",
             "pretrained": "export_pretrained import_pretrained",
             "rotary": "RopeScaling Rotary",
             "tensor_parallel": "TensorParallel",
-            "units": "EmbeddingUnit OutputHead",
             "workspace": "Workspace",
         },
     )

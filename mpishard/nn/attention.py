@@ -13,15 +13,13 @@ import numpy as np
 
 from mpishard.backend.convert import convert
 from mpishard.backend.kinds import backend_of
-from mpishard.nn.cache import KeyValueCache
-from mpishard.nn.cudnn_attention import Shape
-from mpishard.nn.fused_mixing import FusedMixing, choose_mixing, fused_mixing
+from mpishard.nn.device_attention import FusedMixing, Shape, choose_mixing, fused_mixing
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
 from mpishard.nn.norms import HeadNorms
 from mpishard.nn.products import rounded_dtype
 from mpishard.nn.rotary import Rotary
-from mpishard.nn.workspace import Workspace
+from mpishard.nn.workspace import KeyValueCache, Workspace
 
 Array = Any
 

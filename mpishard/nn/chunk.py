@@ -19,8 +19,8 @@ from mpishard.backend.convert import BITS
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank
+from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.block import TransformerBlock
-from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
 from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import Batch, EmbeddingUnit, OutputHead, Unit

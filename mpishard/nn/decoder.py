@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,23 +13,69 @@ import numpy as np
 from mpishard.arguments import integer, no_others, shown, whole_or_fields
 from mpishard.backend.array import check_module
 from mpishard.comm.axis import Axis
+from mpishard.comm.ledger import PRODUCT, Ledger
 from mpishard.comm.mesh import Mesh
+from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.block import TransformerBlock
-from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.chunk import Chunk, LocalChunks
-from mpishard.nn.decoder_architecture import DecoderArchitecture
-from mpishard.nn.device_products import weights_stay
 from mpishard.nn.generation import Generation, agreed_request, lengths_of_change, ranks_of_one_model
 from mpishard.nn.inputs import Inputs
+from mpishard.nn.layers import Layer
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model, shows_fields
-from mpishard.nn.products import check_compute_dtype, warn_if_slow
-from mpishard.nn.traced_products import TracedProducts
+from mpishard.nn.products import Matmul, check_compute_dtype, warn_if_slow, weights_stay
 from mpishard.nn.units import Batch
+from mpishard.nn.workspace import KeyValueCache
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.runtime import Pipeline
 from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
 
 Array = Any
+
+
+class TracedProducts:
+    """Notes the products of bound layers, and of those inside of them, in a ledger while a trace is taken.
+
+    Layers call a product that notes itself only in steps that are traced; a step that is not pays one comparison.
+    Products of device arrays are not noted: they are computed after the call has returned.
+    """
+
+    def __init__(self, layers: Sequence[Layer], ledger: Ledger) -> None:
+        self._layers = tuple(layers)
+        self._ledger = ledger
+        # By layer: the product that it was bound to; empty while none is noted.
+        self._plain: dict[Layer, Matmul] = {}
+
+    def follow_trace(self) -> None:
+        """Note the products from now on if a trace is taken now, else not; for the beginning of a step."""
+        if (self._ledger.spans is not None) == bool(self._plain):
+            return
+        if self._plain:
+            for layer, matmul in self._plain.items():
+                layer.matmul = matmul
+            self._plain = {}
+        else:
+            for layer in self._layers:
+                self._trace(layer)
+
+    def _trace(self, layer: Layer) -> None:
+        if layer.module is np and layer not in self._plain:
+            self._plain[layer] = layer.matmul
+            layer.matmul = _noted(layer.matmul, self._ledger)
+        for child in layer.children:
+            self._trace(child)
+
+
+def _noted(matmul: Matmul, ledger: Ledger) -> Matmul:
+    """The product, which notes its time and the extents of its operands."""
+
+    @functools.wraps(matmul)
+    def noted(a: Array, b: Array, out: Array) -> Array:
+        began = time.perf_counter()
+        product = matmul(a, b, out=out)
+        ledger.note(f"{' x '.join(map(str, a.shape))} by {b.shape[-1]}", PRODUCT, began)
+        return product
+
+    return noted
 
 
 class Decoder:

@@ -3,42 +3,198 @@
 Arrays are C-contiguous.  Sums are taken in an order that the shape alone decides: bits depend neither on timing nor on
 the device, nor on where in memory an array begins.  Results that only products take may be stored in half precision:
 the ``y`` of norms and activations, heads that are split or columns that are merged, and the ``rounded`` results of the
-softmax may have dtype float16, or uint16 for the bits of bfloat16, where the other arrays are float32.
-
-The functions of `mpishard.nn.device_heads` are found here, too, and one that ``formulas`` has not:
-`gelu_backward_of_rounded`.
+softmax may have dtype float16, or uint16 for the bits of bfloat16, where the other arrays are float32.  See
+``cuda/rows.cuh`` for how threads share rows, which the numbers here must fit.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from pathlib import Path
 from typing import Any, SupportsFloat
 
 import numpy as np
 
+from mpishard.backend import cuda_source
 from mpishard.backend.array import empty, module_of
+from mpishard.backend.cuda_source import CudaSource
+from mpishard.backend.kinds import backend_of
 from mpishard.backend.streams import PendingNumber
-from mpishard.nn.cuda_launch import (
-    HELD_PACKS,
-    WARP,
-    ceiling,
-    columns_of_pack,
-    launch,
-    most_shared,
-    processors,
-    row_blocks,
-    row_team,
-    tile_blocks,
-)
-from mpishard.nn.device_heads import (  # noqa: F401 - all functions of ``formulas`` are found here
-    causal_softmax,
-    causal_softmax_backward,
-    merge_heads,
-    rotate,
-    split_heads,
-    split_with_products,
-)
 
 Array = Any
+
+
+WARP = 32
+# Packs of a row that a thread of a team holds in registers.
+HELD_PACKS = 8
+# Bytes of shared memory that are kept for other arrays than ``extern`` ones.
+OTHER_SHARED = 8192
+# Of a block of tiles, or of rows that have a warp each.
+MOST_THREADS = 128
+
+
+@functools.cache
+def source(name: str) -> CudaSource:
+    """The file ``cuda/NAME.cu``."""
+    return CudaSource(Path(__file__).with_name("cuda") / f"{name}.cu")
+
+
+def launch(
+    file: str,
+    name: str,
+    like: Array,
+    stored: Array | None,
+    blocks: int,
+    threads: int,
+    *arguments: Any,
+    shared: int = 0,
+) -> None:
+    """Queue the function `name` of ``cuda/FILE.cu`` for computations in the dtype of `like`, float32 or float64.
+
+    `stored` is the result that may have another dtype, if any; `shared` is the size in bytes of each block's ``extern
+    __shared__`` array. Raises TypeError for arrays of other dtypes, ValueError for one that is not C-contiguous.
+    """
+    for each in arguments:
+        if hasattr(each, "flags") and not each.flags.c_contiguous:
+            raise ValueError(
+                f"{name} takes C-contiguous arrays, got one of shape {each.shape} with strides {each.strides}; copy it "
+                "to contiguous memory first"
+            )
+    function = source(file).function(name, REAL=like.dtype, STORED=(like if stored is None else stored).dtype)
+    cuda_source.launch(function, blocks, threads, *arguments, shared=shared)
+
+
+def processors(like: Array) -> int:
+    """Multiprocessors of the device."""
+    return backend_of(like).processors(like)
+
+
+def most_shared(like: Array) -> int:
+    """Bytes that the ``extern __shared__`` array of a block may have: all but what functions use besides."""
+    return backend_of(like).shared_memory(like) - OTHER_SHARED
+
+
+def ceiling(count: int, size: int) -> int:
+    """Number of parts of a size that hold a count."""
+    return -(-count // size)
+
+
+def columns_of_pack(like: Array, columns: int = 0) -> int:
+    """Elements of 16 bytes, which threads load and store at once; 1 where `columns` is no multiple of that."""
+    pack = 16 // like.dtype.itemsize
+    return 1 if columns % pack else pack
+
+
+def row_team(like: Array, columns: int, most: int, packs: int = HELD_PACKS) -> int:
+    """Threads of a row: few enough that each has several packs of it, enough to hold it if `most` do."""
+    held, team = packs * columns_of_pack(like), WARP
+    while team < most and team * held < columns:
+        team *= 2
+    return team
+
+
+def row_blocks(rows: int, team: int) -> tuple[int, int]:
+    """Blocks and threads, for teams of rows: several warps with a row each, or a block a row."""
+    return (ceiling(rows, MOST_THREADS // WARP), MOST_THREADS) if team == WARP else (rows, team)
+
+
+def tile_blocks(like: Array, rows: int, columns: int, each: int, pack: int | None = None) -> tuple[int, int]:
+    """Blocks and threads for tiles of `each` rows, of which a thread has a pack of columns."""
+    packs = ceiling(columns, columns_of_pack(like, columns) if pack is None else pack)
+    threads = min(MOST_THREADS, max(1, ceiling(packs, WARP)) * WARP)
+    return ceiling(packs, threads) * ceiling(rows, each), threads
+
+
+# Heads of attention.
+
+# Rows of a tile.
+ROWS_OF_HEADS = 8
+# Of a block of the softmax: queries, threads, and packs of scores that a thread holds in registers.
+QUERIES, SOFTMAX_THREADS, HELD_SCORES = 32, 512, 8
+# Heads of rows that a block takes.
+HEADS = 4
+
+
+def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
+    kinds, batch, heads, length, width = heads_sbhtd.shape
+    blocks, threads = tile_blocks(
+        x_nd, batch * length, heads * kinds * width, ROWS_OF_HEADS, columns_of_pack(x_nd, width)
+    )
+    given = x_nd, bias_d, heads_sbhtd, kinds, batch, heads, length, width, ROWS_OF_HEADS
+    launch("heads", "split_heads", x_nd, heads_sbhtd, blocks, threads, *given)
+
+
+def merge_heads(x_nd: Array, heads_sbhtd: Array) -> None:
+    kinds, batch, heads, length, width = heads_sbhtd.shape
+    columns = heads * kinds * width
+    blocks, threads = tile_blocks(
+        heads_sbhtd, batch * length, columns, ROWS_OF_HEADS, columns_of_pack(heads_sbhtd, width)
+    )
+    given = x_nd, heads_sbhtd, kinds, batch, heads, length, width, ROWS_OF_HEADS
+    launch("heads", "merge_heads", heads_sbhtd, x_nd, blocks, threads, *given)
+
+
+def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: Array) -> None:
+    kinds, batch, heads, length, width = dy_sbhtd.shape
+    blocks = ceiling(batch * length * heads * kinds, HEADS)
+    given = dy_nc, y_nc, dy_sbhtd, inner_sbht, kinds, batch, heads, length, width
+    launch("heads", "split_with_products", dy_nc, dy_sbhtd, blocks, HEADS * WARP, *given)
+
+
+def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int) -> None:
+    count, length, width = x_ntd.shape
+    rows, pairs = count * length, width // 2
+    blocks, threads = tile_blocks(x_ntd, rows, pairs, ROWS_OF_HEADS, columns_of_pack(x_ntd, pairs) if apart else 1)
+    given = x_ntd, cos_tp, sin_tp, -1 if backward else 1, rows, length, pairs, apart, ROWS_OF_HEADS
+    launch("heads", "rotate", x_ntd, None, blocks, threads, *given)
+
+
+def causal_softmax(
+    scores_gkq: Array,
+    logsum_gt: Array,
+    total_t: Array,
+    offset: int,
+    scale: float,
+    rounded_gkq: Array | None = None,
+) -> None:
+    group, keys, queries = scores_gkq.shape
+    blocks = group * ceiling(queries, QUERIES)
+    packs = ceiling(keys * QUERIES, SOFTMAX_THREADS * columns_of_pack(scores_gkq))  # of a thread
+    shared = max(0, packs - HELD_SCORES) * SOFTMAX_THREADS * 16
+    fits = columns_of_pack(scores_gkq, queries) > 1 and shared <= most_shared(scores_gkq)
+    shared = shared if fits else 0
+    given = logsum_gt, keys, queries, logsum_gt.shape[1], offset, scale, fits
+    if rounded_gkq is None:
+        name = "causal_softmax"
+        launch("softmax", name, scores_gkq, None, blocks, SOFTMAX_THREADS, scores_gkq, *given, shared=shared)
+    else:
+        name, both = "causal_softmax_rounded", (scores_gkq, rounded_gkq)
+        launch("softmax", name, *both, blocks, SOFTMAX_THREADS, *both, *given, shared=shared)
+
+
+def causal_softmax_backward(
+    scores_gkq: Array,
+    dscores_gtt: Array,
+    logsum_gt: Array,
+    inner_gt: Array,
+    scale: float,
+    rounded_gkq: Array | None = None,
+    drounded_gtt: Array | None = None,
+) -> None:
+    group, keys, queries = scores_gkq.shape
+    _, all_keys, length = dscores_gtt.shape
+    pack = columns_of_pack(scores_gkq, math.gcd(queries, length))
+    blocks, threads = tile_blocks(scores_gkq, group * keys, queries, ROWS_OF_HEADS, pack)
+    given = scores_gkq, dscores_gtt, logsum_gt, inner_gt
+    sizes = group * keys, keys, queries, all_keys, length, scale, ROWS_OF_HEADS
+    if rounded_gkq is None:
+        launch("softmax", "causal_softmax_backward", scores_gkq, None, blocks, threads, *given, *sizes)
+    else:
+        results = rounded_gkq, drounded_gtt
+        name = "causal_softmax_backward_rounded"
+        launch("softmax", name, scores_gkq, rounded_gkq, blocks, threads, *given, *results, *sizes)
+
 
 # Rows of a tile, and threads of a block, of functions that take no sums.
 ROWS, THREADS = 8, 128

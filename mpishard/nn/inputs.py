@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.backend.array import is_array, to_host
 from mpishard.backend.streams import queue_copy
 from mpishard.layout.boxes import split
-from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.layers import Draws
 from mpishard.nn.units import Batch
 from mpishard.nn.workspace import Pool

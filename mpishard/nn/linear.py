@@ -10,9 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.nn.device_products import DeviceProduct, padded_extent
 from mpishard.nn.layers import Layer
-from mpishard.nn.products import Matmul, make_matmul, multiply_into, rounded_weight, shared_operand
+from mpishard.nn.products import (
+    DeviceProduct,
+    Matmul,
+    make_matmul,
+    multiply_into,
+    padded_extent,
+    rounded_weight,
+    shared_operand,
+)
 from mpishard.nn.tensor_parallel import Memory
 from mpishard.nn.workspace import Workspace
 
@@ -23,7 +30,7 @@ class Linear(Layer):
     """``y = x W + b``, with W stored (inputs, outputs).
 
     If `split` is given, all methods that compute but `apply` are collective over the tensor axis.  What is split by
-    columns lies in memory slice by slice, see `mpishard.nn.slices`.
+    columns lies in memory slice by slice, see `mpishard.nn.tensor_parallel`.
 
     Parameters
     ----------

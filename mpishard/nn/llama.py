@@ -7,8 +7,8 @@ from typing import Any, Unpack, overload
 import numpy as np
 
 from mpishard.comm.mesh import Mesh
+from mpishard.nn.architecture import LlamaArchitecture
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.llama_architecture import LlamaArchitecture
 from mpishard.nn.options import (
     LlamaOptions,
     MemoryOptions,

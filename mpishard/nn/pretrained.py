@@ -26,9 +26,9 @@ from mpishard.io.atomic_json import parsed
 from mpishard.layout.boxes import Box, box_shape
 from mpishard.layout.run_state import PARAMETERS, Shard
 from mpishard.layout.tensors import LocalLayout, Piece, cut_holding
+from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.chunk import values_from_elsewhere
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model
 from mpishard.nn.published import (
     DTYPES,

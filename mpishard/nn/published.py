@@ -14,12 +14,10 @@ from typing import Any
 
 from mpishard.arguments import shown
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.gpt import GPT
 from mpishard.nn.llama import Llama
-from mpishard.nn.llama_architecture import LlamaArchitecture
 from mpishard.nn.rotary import RopeScaling, Rotary
 from mpishard.nn.units import TABLE
 

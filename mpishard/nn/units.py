@@ -1,24 +1,239 @@
-"""The first and the last unit of a GPT: from tokens to the residual stream, and from there to the loss."""
+"""The first and the last unit of a GPT: from tokens to the residual stream, and from there to the loss.
+
+With them tables of rows, of which that of tokens may be split over the tensor axis, and the cross-entropy of logits
+whose vocabulary may be split over it (Shoeybi et al., 2019, section 3).
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+import numpy as np
+
+from mpishard.layout.tensors import ParameterSpec
 from mpishard.nn import device_kernels
 from mpishard.nn.block import TransformerBlock
-from mpishard.nn.cache import KeyValueCache
-from mpishard.nn.embeddings import Embedding, PositionEmbedding
-from mpishard.nn.layers import Draws, Dropout, Layer
+from mpishard.nn.layers import Draws, Dropout, Layer, operations
 from mpishard.nn.linear import Linear, TiedLinear
-from mpishard.nn.loss import queue_cross_entropy
 from mpishard.nn.norms import LayerNorm, Norm
 from mpishard.nn.products import rounded_dtype
-from mpishard.nn.tensor_parallel import GatherColumns
-from mpishard.nn.workspace import Workspace
+from mpishard.nn.tensor_parallel import ALONE, FORWARD, GatherColumns, TensorParallel
+from mpishard.nn.workspace import KeyValueCache, Workspace
 
 Array = Any
+
+
+class Embedding(Layer):
+    """One row of a (count, width) table for each index.
+
+    If the table is split by rows (`split` 0, Shoeybi et al., 2019), a rank returns zeros for indices in the slices of
+    other ranks.  The caller takes the sum over the ranks.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Its tensor is ``name.weight``.
+    count, width : int
+        Shape of the table.
+    scale : float
+        Standard deviation of the initial values.
+    split : 0 or None
+        Dimension that tensor parallelism splits.
+    """
+
+    def __init__(self, name: str, count: int, width: int, *, scale: float = 0.02, split: int | None = None) -> None:
+        super().__init__(name)
+        self.count: int = count
+        self.width: int = width
+        self.scale: float = scale
+        self.split: int | None = split
+        self.weight_name: str = f"{name}.weight"
+
+    def specs(self) -> list[ParameterSpec]:
+        return [ParameterSpec(self.weight_name, (self.count, self.width), tensor_dim=self.split)]
+
+    def initialize(self, seed: int) -> None:
+        self._draw(seed, self.weight_name, (self.count, self.width), self.scale)
+
+    @property
+    def first(self) -> int:
+        """Number of the first row that this rank holds."""
+        return self.parameters.box(self.weight_name)[0][0]
+
+    def forward(self, indices_n: Array, work: Workspace, out_nc: Array | None = None) -> Array:
+        """Rows of the table.
+
+        Parameters
+        ----------
+        indices_n : array of int64, shape (n,)
+            Checked by the caller; they must stay as they are until `backward`.
+        work : Workspace
+            Memory of the micro-batch.
+        out_nc : array, shape (n, width), optional
+            Memory for the result; default: saved in `work`.
+
+        Returns
+        -------
+        array, shape (n, width)
+            Zeros for indices of which another rank has the row.
+        """
+        work.kept[self.role] = indices_n
+        if out_nc is None:
+            out_nc = work.save(f"{self.role}.y", len(indices_n), self.width)
+        self.ops.lookup(self.parameters[self.weight_name], indices_n, out_nc, self.first)
+        return out_nc
+
+    def backward(self, dy_nc: Array, work: Workspace) -> None:
+        """Add each row of `dy` to the gradient of the row that it came from; indices have no gradient.
+
+        Parameters
+        ----------
+        dy_nc : array, shape (n, width)
+            Gradient of the loss by the output.
+        work : Workspace
+            That of the forward pass.
+        """
+        dweight_vc = self._gradient_to_add_to(self.weight_name)
+        self.ops.scatter_add(dy_nc, work.kept[self.role], dweight_vc, self.first)
+        self._finished(self.weight_name, work)
+
+
+class PositionEmbedding(Embedding):
+    """A learned row for each position of a sequence, added to an array.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Its tensor is ``name.weight``.
+    count, width : int
+        Longest sequence, and channels.
+    scale : float
+        Standard deviation of the initial values.
+    split : 0 or None
+        None: every tensor rank holds all of it.
+    """
+
+    def add_to(self, x_btc: Array, starts: Sequence[int] | None = None) -> None:
+        """Add the row of each position, in place.
+
+        Parameters
+        ----------
+        x_btc : array, shape (b, t, width)
+            Sequences of t tokens.
+        starts : sequence of int, optional
+            The position of the first token of each sequence; default: 0.
+        """
+        length = x_btc.shape[1]
+        if starts is None and self.module is not np:
+            x_btc += self.parameters[self.weight_name][:length]
+            return
+        # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
+        for x_tc, first in zip(x_btc, starts or [0] * len(x_btc), strict=True):
+            x_tc += self.parameters[self.weight_name][first : first + length]
+
+    def backward_positions(self, dx_btc: Array, work: Workspace) -> None:
+        """The adjoint of `add_to`: sums over the sequences; positions beyond them get nothing.
+
+        Parameters
+        ----------
+        dx_btc : array, shape (b, t, width)
+            Gradient of the loss by the sum.
+        work : Workspace
+            That of the forward pass.
+        """
+        rows_tc = self._gradient_to_add_to(self.weight_name)[: dx_btc.shape[1]]
+        if self.module is not np:
+            rows_tc += dx_btc.sum(axis=0)
+        else:
+            for dx_tc in dx_btc:
+                rows_tc += dx_tc
+        self._finished(self.weight_name, work)
+
+
+def cross_entropy(
+    logits_nv: Array,
+    targets_n: Array,
+    tensor: TensorParallel = ALONE,
+    first: int = 0,
+    work: Workspace | None = None,
+    vocabulary_size: int | None = None,
+) -> float:
+    """Summed cross-entropy in nats of float logits and int64 targets; `logits` becomes the gradient of the sum.
+
+    The sum is taken in float64.  Forward and backward are one call, since the loss is where the backward starts.
+
+    Parameters
+    ----------
+    logits_nv : float array, shape (n, v)
+        This rank's columns of the logits, slice by slice (`mpishard.nn.tensor_parallel`); overwritten by the gradient.
+    targets_n : int64 array, shape (n,)
+        Numbers of the right columns, of the whole vocabulary.
+    tensor : TensorParallel
+        With several ranks the call is collective: a maximum and two sums per row are reduced, never logits.  All ranks
+        return the same loss.
+    first : int
+        Number of this rank's first column.
+    work : Workspace, optional
+        Memory for one maximum and two sums per row; needed with several ranks or slices.
+    vocabulary_size : int, optional
+        Columns of all ranks; needed with several slices a rank.
+
+    Returns
+    -------
+    float
+        In nats, summed over the rows.
+    """
+    return float(queue_cross_entropy(logits_nv, targets_n, tensor, first, work, vocabulary_size))
+
+
+def queue_cross_entropy(
+    logits_nv: Array,
+    targets_n: Array,
+    tensor: TensorParallel,
+    first: int,
+    work: Workspace | None,
+    vocabulary_size: int | None,
+) -> SupportsFloat:
+    """`cross_entropy`, whose host does not wait for a device: there it is a `PendingNumber`."""
+    ops = operations(logits_nv)
+    slices = tensor.slices
+    if slices.total == 1:
+        return ops.cross_entropy(logits_nv, targets_n)
+    assert work is not None
+    rows = len(targets_n)
+    columns = logits_nv.shape[1] if vocabulary_size is None else vocabulary_size
+    logits_snv = slices.apart(logits_nv, columns)
+    starts = [first + offset for offset in slices.offsets(columns)] if len(logits_snv) > 1 else [first]
+    top_n = work.borrow("largest logits", rows)
+    ops.row_maximum(logits_snv[0], top_n)
+    for part_nv in logits_snv[1:]:
+        other_n = work.borrow("largest logits of a slice", rows)
+        ops.row_maximum(part_nv, other_n)
+        work.module.maximum(top_n, other_n, out=top_n)
+    if tensor.size > 1:
+        tensor.axis.all_reduce(top_n, op="max", label=FORWARD)
+    sums_2n = slices.all_reduce(
+        slices.add(
+            lambda index, out_2n: ops.exponentials(logits_snv[index], targets_n, top_n, *out_2n, starts[index]),
+            lambda depth: work.borrow(f"sums of exponentials, and targets {depth}", 2, rows),
+        ),
+        FORWARD,
+    )
+    # Each of these calls returns the whole loss.
+    losses = [
+        ops.cross_entropy_of_sums(part_nv, targets_n, *sums_2n, start)
+        for part_nv, start in zip(logits_snv, starts, strict=False)
+    ]
+    return losses[0]
+
+
 TABLE = "token_embedding"
 # Names of the first and the last unit; blocks are between them.
 EMBEDDINGS, OUTPUT_HEAD = "embeddings", "output_head"

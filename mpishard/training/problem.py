@@ -13,8 +13,8 @@ from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
+from mpishard.nn.architecture import MODEL, described
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.described import MODEL, described
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord

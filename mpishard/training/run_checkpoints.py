@@ -13,7 +13,7 @@ from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.layout.run_state import RunState, brief
-from mpishard.nn.described import MODEL, changes
+from mpishard.nn.architecture import MODEL, changes
 from mpishard.training.batches import Batches
 from mpishard.training.objective import Objective, RunOptions
 from mpishard.training.progress import RunProgress

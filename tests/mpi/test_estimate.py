@@ -15,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.estimate import estimate, measure
 from mpishard.estimate.collectives import measure_collectives
 from mpishard.estimate.profile import OPERATIONS
-from mpishard.nn import GPT, Llama, device_products
+from mpishard.nn import GPT, Llama, products
 
 # A vocabulary and a width that most sizes cut unevenly, and 24 heads, which all sizes divide.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 67, 16, 72, 8, 24
@@ -128,12 +128,12 @@ def test_half_precision_on_devices(comm, what, zero_stage, options, monkeypatch)
 
     def rounded_weight(product, weight, padded=None):
         halves = plain(product, weight, padded)
-        weights = device_products._thread.weights
+        weights = products._thread.weights
         kept.update({id(each): each.nbytes for each in (weights.kept if weights else ())})
         return halves
 
-    plain = device_products.DeviceProduct.rounded_weight
-    monkeypatch.setattr(device_products.DeviceProduct, "rounded_weight", rounded_weight)
+    plain = products.DeviceProduct.rounded_weight
+    monkeypatch.setattr(products.DeviceProduct, "rounded_weight", rounded_weight)
     sizes, module = shape(what, comm.size), arrays.module_of(standin.empty(1))
     layout = {name: value for name, value in options.items() if name != "tied"}
     with Mesh(comm, **sizes) as mesh:

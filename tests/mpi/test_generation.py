@@ -10,7 +10,7 @@ import pytest
 
 from mpishard import AdamW, Mesh, ShardingConfiguration, ZeRO3Optimizer, nn
 from mpishard.nn import generation
-from mpishard.nn.sampling import TokenSampler
+from mpishard.nn.generation import TokenSampler
 
 SIZES = dict(vocabulary_size=19, context_length=12, width=24, layers=4, heads=4)
 LONG = nn.RopeScaling("longrope", 2.0, 8, short_factors=(1.0, 1.1, 1.2), long_factors=(1.0, 2.0, 3.0))

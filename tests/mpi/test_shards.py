@@ -13,8 +13,8 @@ from mpi4py import MPI
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, nn
 from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.axis import Axis
-from mpishard.nn import slices as slices_module
-from mpishard.nn.slices import Slices
+from mpishard.nn import tensor_parallel as slices_module
+from mpishard.nn.tensor_parallel import Slices
 
 # 13 tokens leave uneven slices, some of which have none at 24 shards; 3 * 7 and 2 * 5 rows uneven blocks.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 13, 8, 48, 2, 24

@@ -12,8 +12,15 @@ from mpishard import Mesh, nn
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.layout.boxes import counts, split
-from mpishard.nn.slices import Slices
-from mpishard.nn.tensor_parallel import Copy, GatherColumns, GatherRows, Reduce, ReduceScatterRows, ScatterColumns
+from mpishard.nn.tensor_parallel import (
+    Copy,
+    GatherColumns,
+    GatherRows,
+    Reduce,
+    ReduceScatterRows,
+    ScatterColumns,
+    Slices,
+)
 from mpishard.nn.units import Batch
 
 # 24 heads can be split over 1, 2, 3, 4 and 8 ranks; 11 tokens leave uneven slices, and 3 * 5 rows uneven runs of rows.

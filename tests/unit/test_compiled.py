@@ -66,7 +66,7 @@ MODEL = """
 import numpy as np
 from mpishard import AdamW, nn
 from mpishard.backend import exact, jit
-from mpishard.nn import compiling, kernels
+from mpishard.nn import kernels
 
 rule, flat = AdamW(), np.ones(4, np.float32)
 rule.kernel.expect(flat.dtype)
@@ -74,7 +74,7 @@ exact.expect_norms(flat.dtype, squares=True)
 model = nn.GPT(9, 8, width=8, layers=1, heads=2)
 model.loss_and_gradient(np.ones((2, 8), int), np.ones((2, 8), int))
 for kernel, annotations in kernels.GROUP.kernels:
-    arrays, scalars = compiling.arguments_of(annotations, np.dtype("float32"))
+    arrays, scalars = kernels.arguments_of(annotations, np.dtype("float32"))
     expected = jit.types_of((*arrays, *scalars))
     print(list(kernel.dispatcher().overloads) == [expected] or kernel.dispatcher())
 others = [rule.kernel._host, exact._largest_bits, exact._binned_squares]

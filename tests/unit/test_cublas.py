@@ -17,7 +17,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import cublas
 from mpishard.backend.convert import convert
 from mpishard.backend.kinds import backend_of
-from mpishard.nn.device_products import DeviceProduct
+from mpishard.nn.products import DeviceProduct
 
 KINDS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 TOLERANCE = {"float16": 1e-6, "bfloat16": 1e-6, "float32": 1e-6, "float64": 1e-14}

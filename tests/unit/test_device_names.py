@@ -26,7 +26,7 @@ MEANINGS = {
     "mpishard/backend/kinds.py": {"self.module": "cupy"},
     "mpishard/backend/array.py": {"cupy": "cupy"},
     "mpishard/backend/cublas.py": {"lt": CUBLASLT, "self._lt": CUBLASLT},
-    "mpishard/nn/cudnn_attention.py": {"cudnn": "cudnn", "self._cudnn": "cudnn", "graph": "cudnn.pygraph"},
+    "mpishard/nn/device_attention.py": {"cudnn": "cudnn", "self._cudnn": "cudnn", "graph": "cudnn.pygraph"},
     "mpishard/comm/nccl.py": {"nccl": NCCL},
     "mpishard/comm/nccl_queue.py": {
         "nccl": NCCL,

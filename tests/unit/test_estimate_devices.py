@@ -13,7 +13,7 @@ import standin
 from mpishard import nn
 from mpishard.backend import array as arrays
 from mpishard.estimate import estimate
-from mpishard.nn import device_mixing, device_products
+from mpishard.nn import device_attention, products
 
 MODULE = arrays.module_of(standin.empty(1))
 LENGTH = 32
@@ -28,7 +28,7 @@ class Rounded:
 
     def note(self, halves: Any) -> None:
         arrays.ready(halves)  # the stand-in keeps operands until its work is done
-        held = device_products._thread.weights.kept
+        held = products._thread.weights.kept
         self.weights = sum(each.nbytes for each in held)
         known = {id(each) for each in held}
         self._alive = [each for each in self._alive if each() is not None]
@@ -40,7 +40,7 @@ class Rounded:
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounded]:
     noted = Rounded()
-    plain = device_products.DeviceProduct.rounded
+    plain = products.DeviceProduct.rounded
 
     def round_and_note(self: Any, array: Any) -> Any:
         halves = plain(self, array)
@@ -48,7 +48,7 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounded]:
             noted.note(halves)
         return halves
 
-    results = device_mixing.DeviceMixing._results_for_products
+    results = device_attention.DeviceMixing._results_for_products
 
     def note_results(self: Any, scores: Any) -> Any:
         found = results(self, scores)
@@ -56,8 +56,8 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounded]:
             noted.note(found[0])
         return found
 
-    monkeypatch.setattr(device_products.DeviceProduct, "rounded", round_and_note)
-    monkeypatch.setattr(device_mixing.DeviceMixing, "_results_for_products", note_results)
+    monkeypatch.setattr(products.DeviceProduct, "rounded", round_and_note)
+    monkeypatch.setattr(device_attention.DeviceMixing, "_results_for_products", note_results)
     yield noted
 
 
@@ -94,8 +94,8 @@ def test_a_step_holds_what_is_estimated(rounded: Rounded, half: Any, kind: Any, 
 
 @pytest.mark.parametrize("most", [LENGTH**2 // 2, 3 * LENGTH**2, 9 * LENGTH**2])
 def test_blocks_of_attention(rounded: Rounded, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(device_mixing, "DEVICE_SCORES", most)
-    monkeypatch.setattr(device_mixing, "BLOCK", LENGTH // 2)
+    monkeypatch.setattr(device_attention, "DEVICE_SCORES", most)
+    monkeypatch.setattr(device_attention, "BLOCK", LENGTH // 2)
     monkeypatch.setattr("mpishard.estimate.memory.DEVICE_BLOCK", LENGTH // 2)
     model = step(np.float16)
     found = estimate(model.architecture, batch=5, device=True, half=True).memory

@@ -47,7 +47,7 @@ WITHOUT_MPI = {
 OUTSIDERS = {
     "cupy": {"backend.kinds"},
     "cupy_backends": {"backend.kinds"},
-    "cudnn": {"nn.cudnn_attention"},
+    "cudnn": {"nn.device_attention"},
     "nvmath": {"backend.cublas"},
     "mpi4py": {"backend.process", "comm", "elastic", "environment", "estimate", "cli"},
     "matplotlib": {"cli", "inverse.gradient_check"},

@@ -14,7 +14,7 @@ import standin
 
 from mpishard import nn
 from mpishard.backend import array as arrays
-from mpishard.nn import cudnn_attention
+from mpishard.nn import device_attention
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 SIZES = 11, 70, 48, 2, 3  # heads of 16 channels
@@ -25,9 +25,9 @@ MODULE = arrays.module_of(standin.empty(1))
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The double in the place of cuDNN, with no graphs yet."""
     found = {"library": fake_cudnn}
-    unused = replace(cudnn_attention.LIBRARY)
+    unused = replace(device_attention.LIBRARY)
     monkeypatch.setattr(unused, "module_for", lambda name: found["library"])
-    monkeypatch.setattr(cudnn_attention, "LIBRARY", unused)
+    monkeypatch.setattr(device_attention, "LIBRARY", unused)
     monkeypatch.setattr(fake_cudnn, "factor", 1.0)
     fake_cudnn.executed.clear()
     return found
@@ -123,7 +123,7 @@ def test_heads_that_cudnn_does_not_take(width: int, warns: bool) -> None:
 
 
 def test_no_more_graphs_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_attention, "MOST_SHAPES", 3)
+    monkeypatch.setattr(device_attention, "MOST_SHAPES", 3)
     made = model(np.float16)
     for length in (10, 20, 30, 40):
         made.loss(*batch(1, length))

@@ -13,8 +13,7 @@ from hypothesis import given
 
 from mpishard import nn
 from mpishard.nn import generation
-from mpishard.nn.generation import lengths_of_change
-from mpishard.nn.sampling import Sampling, TokenSampler
+from mpishard.nn.generation import Sampling, TokenSampler, lengths_of_change
 
 VOCABULARY, CONTEXT = 19, 24
 SIZES = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=24, layers=2, heads=4)

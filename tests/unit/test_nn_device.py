@@ -16,7 +16,7 @@ from waits import launches
 from mpishard import Mesh, nn
 from mpishard.backend import array as arrays
 from mpishard.backend.streams import PendingNumber
-from mpishard.nn import device_mixing, device_products
+from mpishard.nn import device_attention, products
 
 VOCABULARY, CONTEXT = 11, 110  # longer than a block of attention on the host
 SIZES = VOCABULARY, CONTEXT, 12, 2, 3
@@ -127,8 +127,8 @@ def test_llama_equals_that_of_the_host(module):
 @pytest.mark.parametrize("scores", [2 * 32 * 70, 7 * 32 * 70])
 def test_attention_in_blocks(module, kind, options, scores, monkeypatch):
     """Of queries, of heads and of sequences."""
-    monkeypatch.setattr(device_mixing, "BLOCK", 32)
-    monkeypatch.setattr(device_mixing, "DEVICE_SCORES", scores)
+    monkeypatch.setattr(device_attention, "BLOCK", 32)
+    monkeypatch.setattr(device_attention, "DEVICE_SCORES", scores)
     host, device = pair(module, np.float64, kind, **options)
     given = batch(3, 70)
     (loss, gradient), (other_loss, other_gradient) = (run(model, *given) for model in (host, device))
@@ -196,13 +196,13 @@ def test_weights_are_rounded_once_a_step_and_anew_in_the_next(module, tied, shar
         device = nn.GPT(*SIZES, dtype=np.float32, module=module, compute_dtype=np.float16, **options)
         weights = {tuple(sorted(spec.shape)) for spec in device.parameters.specs if len(spec.shape) == 2}
         rounded = []
-        plain = device_products.convert
+        plain = products.convert
 
         def counted(source, target):
             rounded.append(tuple(sorted(source.shape)))
             plain(source, target)
 
-        monkeypatch.setattr(device_products, "convert", counted)
+        monkeypatch.setattr(products, "convert", counted)
         given = batch(4, 20)  # 20 rows: no operand besides the weights has their shapes
         results = []
         for step in range(2):
@@ -230,13 +230,13 @@ def test_products_of_attention_round_nothing(module, kind, options, monkeypatch)
     """Heads, probabilities and their gradients are stored rounded by the kernels that compute them."""
     device = kind(*SIZES, dtype=np.float32, module=module, compute_dtype=np.float16, **options)
     rounded = []
-    plain = device_products.convert
+    plain = products.convert
 
     def noted(source, target):
         rounded.append(source.shape)
         plain(source, target)
 
-    monkeypatch.setattr(device_products, "convert", noted)
+    monkeypatch.setattr(products, "convert", noted)
     run(device, *batch(2, 20))
     assert {len(shape) for shape in rounded if shape != (device.parameters.size,)} == {2}
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpishard.backend import array as arrays
-from mpishard.nn import device_heads, device_kernels, formulas, kernels
+from mpishard.nn import device_kernels, formulas, kernels
 from mpishard.nn.layers import operations
 
 pytestmark = pytest.mark.usefixtures("chosen_device")
@@ -198,8 +198,7 @@ def same_bits_in_other_forms(name, arguments, monkeypatch):
     """Without as much shared memory, with another number of multiprocessors, and elsewhere in memory."""
     first = on_stand_in(name, arguments)
     found = [on_stand_in(name, arguments, shift=1)]
-    for module in (device_kernels, device_heads):
-        monkeypatch.setattr(module, "most_shared", lambda like: 0)
+    monkeypatch.setattr(device_kernels, "most_shared", lambda like: 0)
     monkeypatch.setattr(device_kernels, "processors", lambda like: 5)
     found.append(on_stand_in(name, arguments))
     for other in found:

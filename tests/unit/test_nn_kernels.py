@@ -8,7 +8,7 @@ import pytest
 
 from mpishard.backend.compiled import HostFunction
 from mpishard.nn import formulas, kernels
-from mpishard.nn.compiling import Array, exp, wide_vectors
+from mpishard.nn.kernels import Array, exp, wide_vectors
 
 TOLERANCE = {np.float32: 3e-6, np.float64: 1e-14}
 

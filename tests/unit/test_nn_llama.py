@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
-from mpishard.nn.described import architecture_of, changes, described
+from mpishard.nn.architecture import architecture_of, changes, described
 from mpishard.nn.layers import Draws
 from mpishard.parameters.flat import FlatParameters
 

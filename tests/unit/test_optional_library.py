@@ -15,7 +15,7 @@ import standin
 
 from mpishard.backend.cublas import LIBRARY as CUBLASLT
 from mpishard.backend.optional_library import OptionalLibrary
-from mpishard.nn.cudnn_attention import LIBRARY as CUDNN
+from mpishard.nn.device_attention import LIBRARY as CUDNN
 
 NAME = "library_of_a_test"
 

@@ -13,9 +13,9 @@ import pytest
 import mpishard
 from mpishard.cli import main
 from mpishard.comm.ledger import Ledger
+from mpishard.nn.decoder import TracedProducts
 from mpishard.nn.layers import Layer
 from mpishard.nn.products import make_matmul, shared_operand
-from mpishard.nn.traced_products import TracedProducts
 from mpishard.record.summary import TimeSplit, split_times
 from mpishard.record.trace import Traced, read_trace
 
