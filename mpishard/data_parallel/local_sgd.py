@@ -17,14 +17,11 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.full_state import OUTER, FullState
 from mpishard.data_parallel.optimizer_state import OptimizerState
-from mpishard.data_parallel.rank_state import RankState
+from mpishard.data_parallel.rank_state import RankState, fill_slots, make_slots, shards, whole_slots
 from mpishard.data_parallel.results import Counters
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.slots import fill_slots, make_slots, whole_slots
-from mpishard.data_parallel.state_shards import shards
-from mpishard.data_parallel.strategies import LocalUpdates
-from mpishard.data_parallel.strategy import Strategy
+from mpishard.data_parallel.strategies import LocalUpdates, Strategy
 from mpishard.data_parallel.validation import check_copies
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import SGD, Rule

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpishard.data_parallel.method_update import tell_product, tell_value
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import ShardedState
+from mpishard.data_parallel.update import tell_product, tell_value
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.parameters.flat import FlatParameters
 

@@ -1,31 +1,91 @@
-"""The minimisation that a method runs in an optimizer: its numbers, its point, and who evaluates next."""
+"""The minimisation that a method runs in an optimizer: its numbers, its point, and who evaluates next.
+
+With it the space of its vectors, whose elements are divided over ranks, and its options about each element, cut down to
+those that this rank updates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.full_state import FullState
-from mpishard.data_parallel.method_limits import limits_of
+from mpishard.data_parallel.full_state import FullState, cut_whole, gather_whole
+from mpishard.data_parallel.ownership import spans_of
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.results import Counters
 from mpishard.data_parallel.settings import Configured, settings_of_rule
-from mpishard.data_parallel.sharded_space import ShardedSpace
-from mpishard.data_parallel.strategies import ShardedState
+from mpishard.data_parallel.strategies import ShardedState, Strategy
 from mpishard.layout.run_state import Shard, whole_fact
-from mpishard.minimizers.elements import preconditioned
-from mpishard.minimizers.limits import tell_of_projection
+from mpishard.minimizers.elements import preconditioned, whole_limits
+from mpishard.minimizers.limits import Limits, tell_of_projection
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
 from mpishard.minimizers.rehearsal import ELEMENTS, check_metadata
+from mpishard.minimizers.space import Space
 from mpishard.minimizers.stopping import lifted
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
+
+
+def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array], Array] | None) -> Limits:
+    """This rank's part of the options of a method; `precondition` is a function of this rank's elements.
+
+    Raises ValueError or TypeError if an option does not fit the parameters; the message names the tensor or the
+    element.
+    """
+    parameters = strategy.parameters
+
+    def own(whole: np.ndarray | None) -> Array | None:
+        if whole is None:
+            return None
+        return arrays.on_device_of(cut_whole(whole, parameters, strategy.ownership.own), parameters.like)
+
+    lower, upper, fixed, weights, scaling = map(own, whole_limits(method, parameters.specs, parameters.dtype))
+    return Limits(lower, upper, fixed, weights, scaling, precondition)
+
+
+class ShardedSpace(Space):
+    """The elements that this rank updates, end to end; every element of the model counts on one rank.
+
+    Raises ValueError on all ranks if there are more elements than a sum can have.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        ownership, parameters = strategy.ownership, strategy.parameters
+        starts = np.cumsum([0, *(stop - start for start, stop in ownership.own)]).tolist()
+        spans = [(starts[own] + start, starts[own] + stop) for own, start, stop in spans_of(ownership.counted_parts)]
+        total = sum(spec.size for spec in parameters.specs)
+        super().__init__(ownership.size, total, parameters.like, spans)
+        self._strategy = strategy
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Replace an int64 array by its sum over the ranks.  Collective; one all-reduce."""
+        self._strategy.team.all_reduce(numbers.reshape(-1), label="dots")
+
+    def maximize(self, numbers: np.ndarray) -> None:
+        """Replace a float64 array without NaN by its maximum over the ranks.  Collective; one all-reduce."""
+        self._strategy.team.all_reduce(numbers, op="max", label="dots")
+
+    def whole(self, vector: Array) -> Array:
+        """All elements of a vector on every rank, in memory like its own, in the order of the specs.  Collective."""
+        strategy = self._strategy
+        views = strategy.ownership.counted_views(strategy.ownership.state_views(vector))
+        values = np.concatenate([np.empty(0, vector.dtype), *map(arrays.to_host, views)])
+        whole = gather_whole(strategy.mesh.world, strategy.parameters, strategy.ownership.counted, values)
+        return arrays.on_device_of(whole, self.like)
+
+    def own(self, whole: Array) -> Array:
+        """This rank's elements of a whole vector of any memory, on the device of the vectors."""
+        host = np.asarray(arrays.to_host(whole), self.like.dtype)
+        part = cut_whole(host, self._strategy.parameters, self._strategy.ownership.own)
+        return arrays.on_device_of(part, self.like)
 
 
 @arrays.elementwise

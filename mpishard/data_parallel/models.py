@@ -10,8 +10,8 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
 from mpishard.data_parallel.full_state import gather_whole
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, optimizer_of
+from mpishard.data_parallel.ownership import TensorCopies
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
 from mpishard.minimizers import Method

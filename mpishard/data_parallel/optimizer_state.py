@@ -8,14 +8,12 @@ from typing import Any, Protocol
 
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import ModelParallelGroup
-from mpishard.data_parallel.bit_facts import BitFacts
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.method_state import MethodState
-from mpishard.data_parallel.rank_state import RankState
+from mpishard.data_parallel.rank_state import RankState, slot_names
 from mpishard.data_parallel.results import Counters, check_numbers
-from mpishard.data_parallel.settings import Configured, Settings, changed_settings
-from mpishard.data_parallel.slots import slot_names
-from mpishard.data_parallel.strategy import Strategy
+from mpishard.data_parallel.settings import BitFacts, Configured, Settings, changed_settings
+from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
     check_layout,
     check_layout_dependence,

@@ -13,8 +13,8 @@ from mpishard.data_parallel.strategies import (
     ShardedParameters,
     ShardedState,
     ShardedStateOnly,
+    Strategy,
 )
-from mpishard.data_parallel.strategy import Strategy
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
 

@@ -1,7 +1,12 @@
-"""The settings that decide an optimizer's steps, as text by name.
+"""What decides an optimizer's steps and their bits: settings, arguments of a call, and the arithmetic of the machine.
 
 Ranks with different settings take different steps: their copies of the model diverge, or they wait in different
-collectives.  `mpishard.comm.agreement` compares them.
+collectives.  `agree_on_step` compares parameters, divisor and settings before each step, `agree_on_beginning` what all
+do between two steps; if ranks differ, all raise one error (`mpishard.comm.agreement`).
+
+`ShardingConfiguration.reproducible` promises the same bits on any layout, but not with another BLAS kernel, another
+number of shards or other micro-batches. A run that would resume with other ones raises, or records that it continued
+with them (`BitFacts`).
 """
 
 from __future__ import annotations
@@ -10,11 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import WAY_OUT, agree_on_settings, fingerprint, text_of
+from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
+from mpishard.backend.products.choice import Choice, go_on_with, going_on_from, in_force
+from mpishard.backend.products.libraries import NUMPY
+from mpishard.comm.agreement import WAY_OUT, agree_on_settings, differing, fingerprint, text_of
 from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.strategy import Strategy
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.io import log
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
@@ -182,3 +194,233 @@ def _value(function: Callable[[int], Any], step: int) -> str:
         return f"({', '.join(f'{value:.9g}' for value in found)})" if isinstance(found, tuple) else f"{found:.9g}"
     except Exception as error:  # a schedule may end with the run, before the last of the compared steps
         return type(error).__name__
+
+
+class Compared(Protocol):
+    """Settings that ranks compare."""
+
+    @property
+    def fingerprint(self) -> int: ...
+    @property
+    def way_out(self) -> str: ...
+    def by_name(self) -> dict[str, str]: ...
+
+
+def agree_on_step(
+    ranks: Axis | ModelParallelGroup,
+    parameters: FlatParameters | None,
+    count: float | None,
+    problem: Exception | None,
+    settings: Compared | None = None,
+) -> None:
+    """Raise on all of some ranks if any has a problem, or if their arguments of `step` differ. Collective over them.
+
+    A problem of any rank is raised as it is, a difference as ValueError on every rank. `parameters` is None where this
+    rank has a problem; `count` is the divisor that it was given.
+    """
+    if len(ranks.members) == 1:  # nothing to compare
+        if problem is not None:
+            raise problem
+        return
+    model = -1 if parameters is None else parameters.fingerprint ^ parameters.model_fingerprint
+    if settings is not None:
+        model ^= settings.fingerprint
+    number = -1 if count is None else int(np.float64(count).view(np.int64))
+    shared = np.array([problem is not None, model, -model, number, -number], np.int64)
+    ranks.all_reduce(shared, op="max", label="control")
+    if shared[0]:
+        ranks.raise_together(problem)
+    assert parameters is not None
+    if shared[1] != -shared[2]:
+        models = ranks.allgather_object((parameters.fingerprint, parameters.description))
+        if len({model for model, _ in models}) == 1:
+            by_name, way_out = ({}, WAY_OUT) if settings is None else (settings.by_name(), settings.way_out)
+            raise differing(ranks, {**by_name, **parameters.model_settings}, way_out=way_out)
+        found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
+        raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
+    if shared[3] != -shared[4]:
+        raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.allgather_object(count)}")
+
+
+def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool:
+    """Return True if all ranks have taken a first step, False if none has. Collective over the ranks.
+
+    Raises ValueError on every rank if only some have, or if settings differ.
+    """
+    states = world.allgather_object((has_begun, settings.fingerprint))
+    waiting = [rank for rank, (begun, _) in enumerate(states) if not begun]
+    if waiting:
+        if len(waiting) < len(states):
+            raise ValueError(f"ranks {waiting} have not called step() yet")
+        return False
+    if len(set(states)) > 1:
+        raise differing(world, settings.by_name(), way_out=settings.way_out)
+    return True
+
+
+# Names among the facts of a state.
+ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
+_PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
+_WAY_ON = "ShardingConfiguration(..., allow_different_bits=True) goes on, and records it"
+# By fact how to have the value that the saved run had; others are of the machine and its libraries.
+_REMEDIES = {
+    "kernels": "run it with the release of mpishard that made the state",
+    "BLAS kernels": "set OPENBLAS_CORETYPE={}",
+    "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
+    "products": "unset MPISHARD_PRODUCTS, or set it to {}",
+    "libraries for products": "have {} on all ranks",
+    "XLA threads": "set NPROC={}",
+    "shards": "make the model with shards={}",
+    "micro_batch_size": "give the problem micro_batch_size={}",
+    "dtype": "make the model with dtype={}",
+}
+# What holds for the states that were made before there were these facts.
+_EARLIER = {"kernels": "1", "products": NUMPY, "libraries for products": "none"}
+
+
+class BitFacts:
+    """The facts of one optimizer on this rank."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, str] = {}  # the facts as texts, once there are parameters
+        # What the run continued with in place of other facts, with ``allow_different_bits=True``; the same on all ranks
+        self.changes: list[str] = []
+        self._products = Choice()
+
+    def take(self, parameters: FlatParameters, config: ShardingConfiguration, world: Axis) -> None:
+        """Note the facts of this process, and compare those of all ranks of a reproducible run. Collective.
+
+        Raises ValueError on all ranks if they differ, unless the configuration allows it.
+        """
+        if config.reproducible:
+            fix_blas_threads()  # a mesh created after the optimizer has changed their number
+        before, self._products = self.own.get("shards"), in_force()
+        self.own |= {
+            **arithmetic(),
+            **({} if parameters.carried is None else parameters.carried.arithmetic),
+            "arrays": arrays.module_of(parameters.like).__name__,
+            "dtype": parameters.dtype.name,
+            "shards": _shards(parameters),
+        }
+        self.agree(config, world)
+        if config.reproducible and before not in (None, self.own["shards"]):  # another mesh
+            self._change(f"the bits change with the mesh: shards was {before} and is {self.own['shards']}", world.rank)
+        if config.reproducible and parameters.layout_dependence:
+            self._change(f"the bits depend on the layout: the model has {parameters.layout_dependence}", world.rank)
+
+    def note_micro_batches(self, size: int | None) -> None:
+        """Note the samples of the leaves of the sums, the problem's `micro_batch_size`."""
+        self.own["micro_batch_size"] = "a 16th of the batch" if size is None else str(size)
+
+    def note_products(self) -> None:
+        """Note the libraries for matrix products, after this process has taken a choice of others.
+
+        The ranks of the run do not: if one that joins lacks their library, they differ.
+        """
+        self._products = in_force()
+        self.own |= of_products(self._products)
+
+    def keep_products(self) -> None:
+        """Continue with the noted libraries for matrix products, if another mesh has changed them since.
+
+        The ranks of a reproducible run have agreed on them.
+        """
+        if in_force() is not self._products:
+            go_on_with(self._products)
+
+    def agree(self, config: ShardingConfiguration, ranks: Axis, *, places: bool = True) -> None:
+        """Compare the facts of ranks that take part in a reproducible run, or are about to. Collective over them.
+
+        `places`: all have one mesh. Raises ValueError on all ranks if they differ, unless the configuration allows it.
+        """
+        if not config.reproducible:
+            return
+        own = self.own if places else self.own | {"shards": self.own["shards"].partition(" on ")[0]}
+        if not config.allow_different_bits:
+            agree_on_settings(ranks, own, what=_PROMISE, way_out=f"use nodes of one kind; {_WAY_ON}")
+        elif len(set(ranks.allgather_object(fingerprint(own)))) > 1:
+            self._change(str(differing(ranks, own, _PROMISE, "the bits depend on the layout")), ranks.rank)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts for a `RunState`."""
+        changes = {DIFFERENT_BITS: list(self.changes)} if self.changes else {}
+        return {ARITHMETIC: dict(self.own), **changes} if self.own else changes
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The facts for the record of a run."""
+        return {name.removesuffix(".json"): value for name, value in self.facts.items()}
+
+    def check(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
+        """Raise ValueError unless a reproducible run resumes from saved facts with the same bits, or may differ."""
+        if not config.reproducible or config.allow_different_bits or not _was_reproducible(saved):
+            return
+        if found := self._differences(saved, config):
+            remedies = [_REMEDIES.get(name, f"run it where {name} is {{}}").format(then) for name, then, _ in found]
+            raise ValueError(
+                f"with reproducible=True the saved run must go on with what its bits depend on, but {_both(found)}; "
+                f"{', '.join(remedies)}; or {_WAY_ON}"
+            )
+
+    def note(self, saved: Mapping[str, Any], config: ShardingConfiguration, rank: int) -> None:
+        """Note, and warn on rank 0, what a run continues with in place of saved facts that have passed `check`."""
+        if not config.reproducible or "sharding.json" not in saved:  # no checkpoint, or not of an optimizer
+            return
+        step, text = saved.get("steps", 0), ""
+        if not _was_reproducible(saved):
+            text = "its earlier steps were without reproducible=True"
+        elif not _arithmetic(saved):
+            text = "the checkpoint does not say with which BLAS kernels, shards and micro-batches it was made"
+        elif found := self._differences(saved, config):
+            self._change(f"from step {step} on other bits than in one run: {_both(found)}", rank)
+        if text and rank == 0:
+            log.inform(f"reproducible=True holds from step {step} on: {text}")
+
+    def restore(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
+        """Continue from saved facts that have passed `check`: their list of changes, and libraries if all have them.
+
+        All ranks call it.
+        """
+        if config.reproducible and _was_reproducible(saved) and (theirs := _arithmetic(saved)):
+            go_on_with(going_on_from(theirs["products"], config.mesh.product_libraries))
+            self.note_products()
+        earlier = saved.get(DIFFERENT_BITS, [])
+        if isinstance(earlier, list | tuple):
+            self.changes = list(dict.fromkeys([*map(brief, earlier), *self.changes]))
+
+    def _differences(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> list[tuple[str, str, str]]:
+        """The name, the saved and the own value of each fact that would differ; a fact that one side lacks does not."""
+        theirs = _arithmetic(saved)
+        products = of_products(going_on_from(theirs["products"], config.mesh.product_libraries)) if theirs else {}
+        pairs = [(name, theirs[name], own) for name, own in (self.own | products).items() if name in theirs]
+        return [pair for pair in pairs if pair[1] != pair[2]]
+
+    def _change(self, text: str, rank: int) -> None:
+        if text not in self.changes:
+            self.changes.append(text)
+            if rank == 0:
+                log.inform(f"allow_different_bits=True: {text}")
+
+
+def _shards(parameters: FlatParameters) -> str:
+    """The slices over which a model is defined; its tensor ranks, if MPI takes the sums over them."""
+    shards = max((spec.slices for spec in parameters.specs), default=1)
+    tensor = parameters.place.tensor_size
+    return f"1 on {tensor} tensor ranks" if parameters.sums_by_mpi and tensor > 1 else str(shards)
+
+
+def _arithmetic(saved: Mapping[str, Any]) -> dict[str, str]:
+    """The facts of a state on which bits depend, each as a short text; none if the state has no facts."""
+    theirs = saved.get(ARITHMETIC)
+    return _EARLIER | {name: brief(value) for name, value in theirs.items()} if isinstance(theirs, Mapping) else {}
+
+
+def _was_reproducible(saved: Mapping[str, Any]) -> bool:
+    """Return True if a state is of a reproducible run, or does not say."""
+    settings = saved.get("sharding.json")
+    return not isinstance(settings, Mapping) or bool(settings.get("reproducible", True))
+
+
+def _both(found: list[tuple[str, str, str]]) -> str:
+    return ", ".join(f"{name} is {then} there and {own} here" for name, then, own in found)

@@ -7,25 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mpishard.arguments import flag
 from mpishard.backend.compiled import prepare
 from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.agreement import agree_on_beginning, agree_on_step
-from mpishard.data_parallel.averaged_parameters import averaged_parameters
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.method_stages import begin_stage
 from mpishard.data_parallel.method_state import MethodState
-from mpishard.data_parallel.method_update import update_by_method
-from mpishard.data_parallel.optimizer_state import OptimizerState
+from mpishard.data_parallel.optimizer_state import Binding, OptimizerState
+from mpishard.data_parallel.rank_state import EMA, RankState
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
-from mpishard.data_parallel.settings import Settings
-from mpishard.data_parallel.step_arguments import checked_arguments
-from mpishard.data_parallel.strategy import Strategy
-from mpishard.data_parallel.update import update
+from mpishard.data_parallel.settings import Configured, Settings, agree_on_beginning, agree_on_step
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.update import update, update_by_method
 from mpishard.data_parallel.validation import (
     check_configuration,
+    check_count,
+    check_gradients,
     check_method,
+    check_no_gradients,
     check_problem,
     check_replacement,
     tell_of_other_starts,
@@ -34,7 +34,7 @@ from mpishard.minimizers import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.optim import Rule
 from mpishard.optim.loss_scale import LossScale
-from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.flat import FlatParameters, check_flat
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
@@ -42,6 +42,91 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
+
+
+@contextmanager
+def averaged_parameters(on_rank: RankState) -> Iterator[None]:
+    """Put the average in the place of the parameters within the block; needs memory for a copy of what a rank holds.
+
+    Entering is collective over the mesh. Leaving is not, so that the parameters come back after the death of a rank
+    too.
+    """
+    strategy, parameters = on_rank.strategy, on_rank.parameters
+    held = parameters.held
+    before = held.copy()
+    try:
+        averages = strategy.ownership.state_views(on_rank.slots[EMA])
+        for values, average in zip(strategy.values(), averages, strict=True):
+            values[...] = average
+        strategy.publish_parameters()
+        yield
+    finally:
+        held[...] = before
+        if parameters.sharded is not None:
+            parameters.sharded.drop()
+
+
+def begin_stage(optimizer: Configured, binding: Binding, state: MethodState | None, keep_history: bool) -> None:
+    """Begin it; arguments and errors are those of `ShardedOptimizer.begin_stage`.  Collective over the mesh."""
+    if state is None:
+        raise TypeError(
+            f"{type(optimizer.rule).__name__} is a rule and has no stages: call optimize with the next problem"
+        )
+    if not binding.is_bound:
+        raise ValueError(
+            "begin_stage goes on from the last iterate, and this optimizer has no parameters yet: call it between "
+            "two calls of optimize, or after load_checkpoint; the first stage needs none"
+        )
+    problem: Exception | None = None
+    try:
+        keep_history = flag("keep_history", keep_history)
+    except TypeError as error:
+        problem = error
+    binding.settings.agree({"keep_history": str(keep_history)}, problem)
+    state.begin_stage(keep_history)
+
+
+def checked_arguments(
+    optimizer: Configured,
+    binding: Binding,
+    parameters: Array | FlatParameters,
+    gradients: Array | None,
+    count: float | None,
+) -> tuple[FlatParameters | None, Exception | None]:
+    """The parameters by name, or None and the error in this rank's arguments."""
+    try:
+        named = _named(binding, parameters, gradients)
+        if named.carried is not None:
+            named.carried.check_intact()
+        if gradients is not None:
+            check_gradients(named, gradients)
+        waiting = binding.is_bound and binding.strategy.reducer.accumulation.total is not None
+        if isinstance(parameters, FlatParameters) and (gradients is not None or waiting):
+            check_no_gradients(parameters)
+        check_count(count)
+        binding.check_model(named)
+        if isinstance(optimizer.rule, Method):
+            raise TypeError(
+                f"{type(optimizer.rule).__name__} decides by the value, which step() does not have; use "
+                "optimizer.optimize(problem)"
+            )
+        if optimizer.rule.live is not None:
+            optimizer.rule.live.check()
+        optimizer.rule.learning_rate(binding.counters.steps + 1)  # a schedule that raises does so before all changes
+    except Exception as error:  # of any kind: all ranks must learn of it
+        return None, error
+    return named, None
+
+
+def _named(binding: Binding, parameters: Array | FlatParameters, gradients: Array | None) -> FlatParameters:
+    if isinstance(parameters, FlatParameters):
+        return parameters
+    check_flat("parameters", parameters, written=True)
+    if gradients is None:
+        raise TypeError("step(parameters, gradients) needs the gradients of a flat array of parameters")
+    known = binding.parameters
+    same = known is not None and known.sharded is None and known.flat is parameters
+    return known if same and known is not None else FlatParameters.over(parameters)
 
 
 class ShardedOptimizer:

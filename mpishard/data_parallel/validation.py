@@ -1,4 +1,4 @@
-"""Checks of configurations, layouts, gradients and copies before and after a step; `agreement` compares ranks."""
+"""Checks of configurations, layouts, gradients and copies before and after a step; `settings` compares ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpishard.backend import array as arrays
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.slots import slot_names
-from mpishard.data_parallel.strategy import Strategy
-from mpishard.data_parallel.tensor_copies import TensorCopies
+from mpishard.data_parallel.ownership import TensorCopies
+from mpishard.data_parallel.rank_state import slot_names
+from mpishard.data_parallel.strategies import Strategy
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
 from mpishard.optim import Rule

@@ -10,8 +10,8 @@ from typing import Any
 
 from mpishard.backend import array as arrays
 from mpishard.data.sampling import MICRO_BATCHES
+from mpishard.data_parallel.rank_state import slot_names
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.slots import slot_names
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.estimate.estimates import estimate
 from mpishard.estimate.layouts import Layout, layouts

@@ -10,9 +10,9 @@ from typing import Any
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.agreement import agree_on_step
+from mpishard.data_parallel.rank_state import parameters_alone
+from mpishard.data_parallel.settings import agree_on_step
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.state_shards import parameters_alone
 from mpishard.data_parallel.validation import check_place
 from mpishard.parameters.flat import FlatParameters, check_flat
 

@@ -15,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.checkpoint.index import read_index, write_index
 from mpishard.checkpoint.load import fill
 from mpishard.checkpoint.pieces import PieceValues, pieces_file, stored, write_pieces
-from mpishard.data_parallel.state_shards import parameters_alone
+from mpishard.data_parallel.rank_state import parameters_alone
 from mpishard.layout.run_state import RunState
 from mpishard.parameters.flat import FlatParameters
 

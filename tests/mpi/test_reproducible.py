@@ -25,7 +25,7 @@ from mpishard import (
 from mpishard.backend import array as arrays
 from mpishard.backend.compiled import KERNELS
 from mpishard.comm.ledger import all_reduce_elements
-from mpishard.data_parallel import bit_facts
+from mpishard.data_parallel import settings
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.tree_sum import tree_sum
@@ -326,9 +326,9 @@ def test_a_checkpoint_of_earlier_kernels_is_refused_or_recorded(comm, mesh, caps
                 )
             return optimizer, result
 
-        now = bit_facts.arithmetic
+        now = settings.arithmetic
         with pytest.MonkeyPatch.context() as before:
-            before.setattr(bit_facts, "arithmetic", lambda: {name: now()[name] for name in now() if name != "kernels"})
+            before.setattr(settings, "arithmetic", lambda: {name: now()[name] for name in now() if name != "kernels"})
             resumed(2)
         with pytest.raises(ValueError, match=f"kernels is 1 there and {KERNELS} here; run it with the release of"):
             resumed(4)
@@ -343,9 +343,9 @@ def test_a_checkpoint_of_earlier_kernels_is_refused_or_recorded(comm, mesh, caps
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_with_other_kernels_are_told(mesh, monkeypatch, capsys):
-    facts = bit_facts.arithmetic()
+    facts = settings.arithmetic()
     kernels = "Zen" if mesh.rank == mesh.size - 1 else "Haswell"
-    monkeypatch.setattr(bit_facts, "arithmetic", lambda: facts | {"BLAS kernels": kernels})
+    monkeypatch.setattr(settings, "arithmetic", lambda: facts | {"BLAS kernels": kernels})
     with pytest.raises(ValueError, match=f"BLAS kernels is Haswell on rank.* Zen on rank {mesh.size - 1}: use nodes"):
         run(DDPOptimizer, mesh, own_problem)
     run(DDPOptimizer, mesh, own_problem, allow_different_bits=True)

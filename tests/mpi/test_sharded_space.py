@@ -8,7 +8,7 @@ from hybrid import SIZE, meshes, model
 from steps import STRATEGIES
 
 from mpishard import SGD, Mesh, ShardingConfiguration
-from mpishard.data_parallel.sharded_space import ShardedSpace
+from mpishard.data_parallel.method_state import ShardedSpace
 from mpishard.minimizers.history import Gram
 from mpishard.minimizers.space import LocalSpace
 

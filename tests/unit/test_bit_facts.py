@@ -15,8 +15,8 @@ from mpishard.backend.process import arithmetic
 from mpishard.backend.products import choice
 from mpishard.backend.products.choice import VARIABLE, Choice
 from mpishard.comm.agreement import fingerprint
-from mpishard.data_parallel import bit_facts
-from mpishard.data_parallel.bit_facts import ARITHMETIC, DIFFERENT_BITS, BitFacts
+from mpishard.data_parallel import settings
+from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, BitFacts
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.optimizer import MeshLimits
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
@@ -140,7 +140,7 @@ def test_a_state_without_a_fact_counts_as_made_before_there_was_one(mesh, monkey
     bits, config = taken(mesh)
     old = saved(bits, **{name: "of this release"})
     bits.own[name] = old[ARITHMETIC].pop(name)
-    monkeypatch.setattr(bit_facts, "of_products", lambda choice: {})
+    monkeypatch.setattr(settings, "of_products", lambda choice: {})
     found = f"{name} is {EARLIER[name]} there and of this release here"
     with pytest.raises(ValueError, match=found) as caught:
         bits.check(old, config)

@@ -22,7 +22,7 @@ from mpishard import (
     ShardingConfiguration,
 )
 from mpishard.data_parallel.local_sgd import AveragingSchedule, LocalSteps
-from mpishard.data_parallel.owned_ranges import OwnedRanges
+from mpishard.data_parallel.ownership import OwnedRanges
 from mpishard.data_parallel.results import Counters
 from mpishard.optim.loss_scale import LossScale
 

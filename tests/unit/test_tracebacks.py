@@ -68,4 +68,4 @@ def test_whole_if_asked_for(monkeypatch):
     monkeypatch.setenv("MPISHARD_TRACEBACK", "1")
     text, files = text_and_files(refused)
     assert "left out" not in text
-    assert any(file.endswith("agreement.py") for file in files)
+    assert any(file.endswith("settings.py") for file in files)

@@ -1,0 +1,423 @@
+"""Which elements of the flat parameters a rank updates, cut at tensors and rules, and which tensors have copies.
+
+The strategy decides: `Strategy._shares` cuts each bucket into one share for each data rank, and `_make_ownership`
+chooses the ranges that a rank owns. Here is what follows.
+
+A table that embedding and output head share has two uses. On one mesh one rank has both, on another two pipeline ranks
+have one each. So that the sum has one order on all meshes in reproducible runs, each use is summed over micro-batches
+and the data axis separately, and then the sums of the uses are added (`TiedUses`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from mpishard.backend import array as arrays
+from mpishard.backend.array import Kernel, accumulate
+from mpishard.backend.ranges import Range as ArrayRange
+from mpishard.backend.ranges import Ranges
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.tensors import ParameterSpec, Piece
+from mpishard.optim import Rule
+from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.flat import FlatParameters
+from mpishard.reduction.ordered import OrderedSums
+
+Array = Any
+
+
+Range = tuple[int, int]
+Span = tuple[int, int, int]
+
+
+class OwnedPart(NamedTuple):
+    """Elements ``[start, stop)`` of the owned range number `owned` belong to tensor number `tensor`."""
+
+    tensor: int
+    owned: int
+    start: int
+    stop: int
+
+
+def parts_of(
+    pieces: Sequence[Piece], tensors: Sequence[int], ranges: Sequence[Range], origins: Sequence[int]
+) -> list[OwnedPart]:
+    """Cut ascending ranges of a flat buffer at its pieces; positions in a part count from the range's origin.
+
+    `tensors` has the tensor number of each piece.
+    """
+    parts = []
+    first = 0
+    for owned, ((start, stop), origin) in enumerate(zip(ranges, origins, strict=True)):
+        while first < len(pieces) and pieces[first].start + pieces[first].size <= start:
+            first += 1
+        for number, piece in zip(tensors[first:], pieces[first:], strict=True):
+            if piece.start >= stop:
+                break
+            begin, end = max(piece.start, start), min(piece.start + piece.size, stop)
+            if begin < end:
+                parts.append(OwnedPart(number, owned, begin - origin, end - origin))
+    return parts
+
+
+def spans_of(parts: Sequence[OwnedPart]) -> list[Span]:
+    """The elements of `parts` as ``(owned, start, stop)``, with adjacent parts joined."""
+    spans: list[Span] = []
+    for _, owned, start, stop in parts:
+        if spans and spans[-1][0] == owned and spans[-1][2] == start:
+            spans[-1] = (owned, spans[-1][1], stop)
+        else:
+            spans.append((owned, start, stop))
+    return spans
+
+
+class OwnedRanges:
+    """The elements of one rank, as ranges of its flat parameters.
+
+    `own` are the ascending ranges that this rank updates; a state array holds them end to end. `counted` has for each
+    the part that this rank stands for in sums over ranks, such as norms: all of it, unless several data ranks update
+    the same elements, as in DDP: each then stands for another part, so that every element counts once. `in_team` is the
+    same for sums over the ranks that take a step together.
+    """
+
+    def __init__(
+        self,
+        parameters: FlatParameters,
+        own: list[Range],
+        counted: list[Range],
+        in_team: list[Range] | None = None,
+    ) -> None:
+        self.own = own
+        self.counted = counted
+        self._in_team = counted if in_team is None else in_team
+        self._layout = parameters.layout  # not the parameters: others of the same layout may take their place
+
+    @property
+    def size(self) -> int:
+        """Number of elements that this rank updates."""
+        return sum(stop - start for start, stop in self.own)
+
+    def state_views(self, slot: Array) -> list[Array]:
+        """The parts of a state array that belong to the ranges in `own`."""
+        views, offset = [], 0
+        for start, stop in self.own:
+            views.append(slot[offset : offset + stop - start])
+            offset += stop - start
+        return views
+
+    def states_of(self, slots: Sequence[Array]) -> list[list[Array]]:
+        """For each range in `own` its parts of all state arrays, in their order."""
+        if len(self.own) == 1:
+            return [list(slots)]
+        views = [self.state_views(slot) for slot in slots]
+        return [[part[number] for part in views] for number in range(len(self.own))]
+
+    def counted_views(self, owned: Sequence[Array]) -> list[Array]:
+        """Cut arrays that cover the ranges in `own` down to the ranges in `counted`."""
+        ranges = zip(owned, self.own, self.counted, strict=True)
+        return [array[start - origin : stop - origin] for array, (origin, _), (start, stop) in ranges]
+
+    @cached_property
+    def owned_parts(self) -> list[OwnedPart]:
+        """The ranges in `own`, cut at tensors."""
+        return self._parts(self.own)
+
+    @cached_property
+    def counted_parts(self) -> list[OwnedPart]:
+        """This rank's parts in sums over the model: each logical element is on exactly one rank of the team."""
+        specs, model_rank = self._layout.specs, self._layout.place
+        return [part for part in self._parts(self._in_team) if model_rank.counts(specs[part.tensor])]
+
+    def _parts(self, ranges: Sequence[Range]) -> list[OwnedPart]:
+        number = {spec.name: index for index, spec in enumerate(self._layout.specs)}
+        tensors = [number[piece.name] for piece in self._layout.pieces]
+        return parts_of(self._layout.pieces, tensors, ranges, [start for start, _ in self.own])
+
+
+class RuleRange(NamedTuple):
+    """Elements ``[start, stop)`` of the owned range number `owned`, which `rule` updates."""
+
+    rule: Rule
+    owned: int
+    start: int
+    stop: int
+
+
+class RuleRanges:
+    """The owned ranges of a rank, with the rule of each.
+
+    `counted` has this rank's parts in sums over the model, cut at tensors, each with the number of its tensor, for the
+    norms of two sets of arrays; `owned` has all elements of this rank, likewise.
+    """
+
+    def __init__(self, ownership: OwnedRanges, specs: Sequence[ParameterSpec]) -> None:
+        self._ownership = ownership
+        self._names = [spec.name for spec in specs]
+        self._rule: Rule | None = None
+        self._by_tensor: list[Rule] = []
+        self._ranges: list[RuleRange] = []
+        self._rules: list[Rule] = []
+        self._at_once = Ranges([])
+        self._of_kernels: dict[Kernel, Ranges] = {}
+
+    def by_tensor(self, rule: Rule) -> list[Rule]:
+        """The rule of each tensor, by its number."""
+        if rule is not self._rule:
+            self._by_tensor = rule.by_tensor(self._names)
+            self._ranges = self._cut(rule)
+            self._rules = list({id(each.rule): each.rule for each in self._ranges}.values())
+            number = {id(each): choice for choice, each in enumerate(self._rules)}
+            self._at_once = Ranges([ArrayRange(*each[1:], number[id(each.rule)]) for each in self._ranges])
+            self._rule = rule
+        return self._by_tensor
+
+    def of(self, rule: Rule, factor: float) -> list[RuleRange]:
+        """The ranges in their order, each with its rule; `factor` multiplies all learning rates."""
+        self.by_tensor(rule)
+        if factor == 1:
+            return self._ranges
+        scaled = {id(each.rule): each.rule.scaled(factor) for each in self._ranges}
+        return [each._replace(rule=scaled[id(each.rule)]) for each in self._ranges]
+
+    def at_once(self, rule: Rule, factor: float) -> tuple[list[Rule], Ranges]:
+        """The ranges for one launch, and the rules that they choose from; otherwise as `of`."""
+        self.by_tensor(rule)
+        return [each.scaled(factor) for each in self._rules], self._at_once
+
+    def of_all(self, kernel: Kernel) -> Ranges:
+        """All of each owned range, for a kernel that does the same with all of them."""
+        if kernel not in self._of_kernels:
+            own = enumerate(self._ownership.own)
+            self._of_kernels[kernel] = Ranges([ArrayRange(row, 0, stop - start) for row, (start, stop) in own])
+        return self._of_kernels[kernel]
+
+    @cached_property
+    def counted(self) -> tuple[Ranges, Ranges]:
+        return _by_tensor(self._ownership.counted_parts), _by_tensor(self._ownership.counted_parts)
+
+    @cached_property
+    def owned(self) -> Ranges:
+        return _by_tensor(self._ownership.owned_parts)
+
+    def _cut(self, rule: Rule) -> list[RuleRange]:
+        if all(each is rule for each in self._by_tensor):
+            own = enumerate(self._ownership.own)
+            return [RuleRange(rule, number, 0, stop - start) for number, (start, stop) in own if stop > start]
+        ranges: list[RuleRange] = []
+        for tensor, owned, start, stop in self._ownership.owned_parts:
+            of_tensor = self._by_tensor[tensor]
+            last = ranges[-1] if ranges else None
+            if last is not None and (last.rule is of_tensor, last.owned, last.stop) == (True, owned, start):
+                ranges[-1] = last._replace(stop=stop)
+            else:
+                ranges.append(RuleRange(of_tensor, owned, start, stop))
+        return ranges
+
+
+def _by_tensor(parts: Sequence[OwnedPart]) -> Ranges:
+    return Ranges([ArrayRange(part.owned, part.start, part.stop, part.tensor) for part in parts])
+
+
+class TensorCopies:
+    """Keeps the copies of tensors on several ranks equal: sums their gradients, and broadcasts their values.
+
+    All methods and the constructor are collective over the mesh, unless a docstring says otherwise. `parameters` are
+    laid out for this rank's tensor and pipeline rank.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: FlatParameters) -> None:
+        self._mesh = mesh
+        self._parameters = parameters
+        self._tensors: list[tuple[ParameterSpec, Piece]] = list(zip(parameters.local, parameters.pieces, strict=True))
+        # By name of a tied tensor: the axis of the pipeline ranks that hold it, and the owner's rank on that axis.
+        self._ties: dict[str, tuple[Axis, int]] = {}
+        model_rank = mesh.place
+        for spec in parameters.specs:
+            holders = model_rank.holders(spec)
+            if len(holders) > 1:
+                axis = mesh.pipeline.subgroup(f"ties {'+'.join(map(str, holders))}", holders)
+                if axis is not None:
+                    self._ties[spec.name] = axis, holders.index(model_rank.runner(spec.stage))
+
+    @property
+    def inside(self) -> bool:
+        """Return True if there are copies within one data coordinate: on the tensor axis, or as ties."""
+        return bool(self._ties) or self._mesh.tensor.size > 1
+
+    @property
+    def sums(self) -> bool:
+        """Return True if `sum` changes any gradient; not collective, and the same on all ranks of the tensor axis."""
+        partial = self._mesh.tensor.size > 1 and any(spec.partial for spec, _ in self._tensors)
+        return bool(self._ties) or partial
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def sum(self, bucket: Bucket, gradient: Array) -> None:
+        """Sum a bucket's gradient in place: partial gradients over the tensor axis, then ties over their stages."""
+        if self._mesh.tensor.size > 1:
+            self._sum_partial(bucket, gradient)
+        if bucket.tied:
+            name = self._tensors[bucket.first][1].name
+            if name in self._ties:
+                self._ties[name][0].all_reduce(gradient, label="gradients")
+
+    def sum_tie(self, name: str, gradient: Array) -> None:
+        """Sum the gradient of a tied tensor, or a part of it, over its stages in place, in the order of the stages."""
+        if name not in self._ties:
+            return
+        axis = self._ties[name][0]
+        if axis.size == 2:  # one order only
+            axis.all_reduce(gradient, label="gradients")
+        else:
+            OrderedSums(axis, gradient).all_reduce(gradient)
+
+    def _sum_partial(self, bucket: Bucket, gradient: Array) -> None:
+        runs: list[tuple[int, int]] = []
+        for spec, piece in self._tensors[bucket.first : bucket.last]:
+            start = piece.start - bucket.start
+            if not spec.partial:
+                continue
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, piece.start - bucket.start + piece.size))
+        if len(runs) == 1:
+            ((start, stop),) = runs
+            self._mesh.tensor.all_reduce(gradient[start:stop], label="gradients")
+        elif runs:
+            packed = arrays.empty(sum(stop - start for start, stop in runs), gradient.dtype, like=gradient)
+            offset = 0
+            for start, stop in runs:
+                packed[offset : offset + stop - start] = gradient[start:stop]
+                offset += stop - start
+            self._mesh.tensor.all_reduce(packed, label="gradients")
+            offset = 0
+            for start, stop in runs:
+                gradient[start:stop] = packed[offset : offset + stop - start]
+                offset += stop - start
+
+    def zero_duplicates(self, flat: Array) -> None:
+        """Turn a gradient that is already summed into terms of a sum: zero all copies but one; not collective."""
+        if self._mesh.data.rank:
+            flat[...] = 0
+        for spec, piece in self._tensors:
+            tied = bool(spec.copies) and not self._mesh.place.runs(spec.stage)
+            if tied or (spec.partial and self._mesh.tensor.rank):
+                flat[piece.start : piece.start + piece.size] = 0
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def spread(self) -> None:
+        """Set all copies of the parameters to those of data rank 0, tensor rank 0 and the owners of ties."""
+        parameters = self._parameters
+        if parameters.sharded is None:
+            self._mesh.data.broadcast(parameters.flat, label="parameters")
+            self.spread_inside(parameters.flat)
+        elif self.inside:
+            parameters.sharded.rewrite(self.spread_inside)
+
+    def spread_inside(self, flat: Array, first: int = 0, last: int | None = None) -> None:
+        """Set all copies within each data coordinate to those of tensor rank 0 and the owners of ties.
+
+        `flat` is laid out like this rank's flat parameters, or like its tensors number `first` to `last` (exclusive).
+        """
+        tensors = self._tensors[first:last]
+        for spec, piece in tensors:
+            start = piece.start - tensors[0][1].start
+            values = flat[start : start + piece.size]
+            if spec.tensor_dim is None and self._mesh.tensor.size > 1:
+                self._mesh.tensor.broadcast(values, label="parameters")
+            if spec.name in self._ties:
+                axis, owner = self._ties[spec.name]
+                axis.broadcast(values, owner, label="parameters")
+
+    def find_divergent(self) -> dict[int, int]:
+        """World ranks that have a copy that differs from the first copy, with the rank of that first copy."""
+        mesh, parameters = self._mesh, self._parameters
+        flat = arrays.to_host(parameters.flat if parameters.sharded is None else parameters.gather())
+        stage, data, tensor = (mesh.coordinates[name] for name in ("pipeline", "data", "tensor"))
+        unsplit, digests = hashlib.sha256(), []
+        for spec, piece in self._tensors:
+            values = flat[piece.start : piece.start + piece.size].data
+            if spec.tensor_dim is None:
+                unsplit.update(values)
+            if spec.name in self._ties:
+                digests.append(((spec.name, data, tensor), hashlib.sha256(values).digest()))
+        digests.append((("unsplit", stage, data), unsplit.digest()))
+        if parameters.sharded is None:
+            digests.append((("copies", stage, tensor), hashlib.sha256(flat.data).digest()))
+        first: dict[Any, tuple[int, bytes]] = {}
+        divergent: dict[int, int] = {}
+        for rank, shown in enumerate(mesh.world.allgather_object(tuple(digests))):
+            for what, digest in shown:
+                holder, theirs = first.setdefault(what, (rank, digest))
+                if theirs != digest:
+                    divergent.setdefault(rank, holder)
+        return divergent
+
+
+@dataclass(frozen=True)
+class _SecondUse:
+    """The bucket of a second use, the bucket of the first, and the former's place in this rank's part of the latter."""
+
+    bucket: Bucket
+    first: Bucket
+    part: slice
+
+
+class TiedUses:
+    """The buckets of second uses on this rank, and what is added to what.
+
+    `buckets` are those that cover the parameters; `counts` has for each the elements that each data rank owns.
+    """
+
+    def __init__(
+        self, parameters: FlatParameters, buckets: Sequence[Bucket], counts: Sequence[Sequence[int]], rank: int
+    ) -> None:
+        # For each of them, the elements that each data rank owns: the same as of the first use.
+        self.counts: list[list[int]] = []
+        self._second: list[_SecondUse] = []
+        number = {piece.name: index for index, piece in enumerate(parameters.pieces)}
+        for name, stage in parameters.second_uses.items():
+            index, piece = number[name], parameters.pieces[number[name]]
+            first = next(bucket for bucket in buckets if bucket.first <= index < bucket.last)
+            stop = piece.start + piece.size
+            made = len(buckets) + len(self._second)
+            bucket = Bucket(made, index, index + 1, piece.start, stop, stage, second_use=True)
+            self.counts.append([])
+            start = first.start
+            for each, count in enumerate(counts[first.index]):
+                begin, end = max(start, piece.start), min(start + count, stop)
+                self.counts[-1].append(max(0, end - begin))
+                if each == rank:
+                    place = slice(begin - start, end - start) if begin < end else slice(0, 0)
+                start += count
+            self._second.append(_SecondUse(bucket, first, place))
+        # Those of second uses; their indices follow those of the other buckets.
+        self.buckets: tuple[Bucket, ...] = tuple(use.bucket for use in self._second)
+        # Tied tensors have separate buckets, unless all of their stages are on this rank.
+        self._tied = [
+            (bucket, parameters.pieces[bucket.first].name)
+            for bucket in buckets
+            if bucket.last == bucket.first + 1 and parameters.local[bucket.first].copies
+        ]
+
+    @property
+    def incomplete(self) -> set[int]:
+        """Indices of the buckets that are not complete when they are summed over the data axis."""
+        return {bucket.index for bucket, _ in self._tied} | {use.first.index for use in self._second}
+
+    def add(self, owned: Callable[[Bucket], Array], copies: TensorCopies) -> None:
+        """Add the uses of each tied tensor, in this rank's part of the gradient.
+
+        ``owned(bucket)`` is this rank's part of the sum of a bucket over the data axis; `copies` adds over pipeline
+        ranks. Collective over the pipeline ranks that share a tie.
+        """
+        for use in self._second:
+            accumulate(owned(use.first)[use.part], owned(use.bucket))
+        for bucket, name in self._tied:
+            copies.sum_tie(name, owned(bucket))
