@@ -36,7 +36,7 @@ import long_run
 from fault_run import RECRUITING, SPAWNED, Case, Fault
 from launching import ULFM, alive, execute, is_open_mpi, mpirun, scratch
 
-from mpishard.record.json_lines import read_lines
+from mpishard.record.reading import read_lines
 
 VICTIMS = ("first", "middle", "last", "spawned", "spare")
 PHASES = (

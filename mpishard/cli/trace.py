@@ -16,9 +16,8 @@ from mpishard.cli.estimate_text import console, new_table, print_table
 from mpishard.cli.figure import ACTIONS, AXES, save, write
 from mpishard.comm.ledger import PRODUCT
 from mpishard.record.reading import check_record
-from mpishard.record.stack_requests import ask_for_trace
-from mpishard.record.summary import TimeSplit, mean, split_times
-from mpishard.record.trace import Traced, chrome_events, read_trace
+from mpishard.record.stacks import ask_for_trace
+from mpishard.record.summary import TimeSplit, Traced, chrome_events, mean, read_trace, split_times
 
 _MOST_RANKS = 32
 

@@ -11,9 +11,8 @@ import typer
 
 from mpishard.arguments import printable
 from mpishard.cli.arguments import RecordFolder
-from mpishard.record.diagnosis import Finding, diagnose
 from mpishard.record.reading import check_record
-from mpishard.record.stack_requests import ask
+from mpishard.record.stacks import Finding, ask, diagnose
 
 _MOST = 16  # ranks of one kind that are listed one by one
 

@@ -31,10 +31,9 @@ from mpishard.parameters.buckets import Bucket, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import GradientReducer, Transfer
 from mpishard.parameters.zero3_units import ShardedUnits
-from mpishard.reduction.error_feedback import CompressedSums
+from mpishard.reduction.compressed import CompressedSums, CompressedSumsMaker
 from mpishard.reduction.hierarchical import HierarchicalSums, node_axes
 from mpishard.reduction.ordered import OrderedSums
-from mpishard.reduction.sums_maker import CompressedSumsMaker
 
 Array = Any
 

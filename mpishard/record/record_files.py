@@ -25,8 +25,7 @@ from mpishard.comm.capabilities import probe
 from mpishard.comm.mesh import Mesh
 from mpishard.io import log
 from mpishard.io.files import warn_of_writers
-from mpishard.record.json_lines import JsonLinesWriter, read_lines
-from mpishard.record.reading import ENDS, LOGGED, METRICS, PROCESSES, STARTS, TRACE
+from mpishard.record.reading import ENDS, LOGGED, METRICS, PROCESSES, STARTS, TRACE, JsonLinesWriter, read_lines
 from mpishard.version import versions
 
 

@@ -19,10 +19,9 @@ import numpy as np
 from mpishard.arguments import entries, flag, integer, number, shown
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.mesh import Mesh
-from mpishard.record.json_lines import read_end
-from mpishard.record.reading import METRICS, OWN, own_metrics
+from mpishard.record.reading import METRICS, OWN, own_metrics, read_end
 from mpishard.record.record_files import RecordFiles, require_tensorboard
-from mpishard.record.stack_reporter import StackReporter
+from mpishard.record.stacks import StackReporter
 from mpishard.record.timing import StepTimes, StepTrace
 
 # After this time plus twice `every` the first rank has written a line, even if its disk is busy.

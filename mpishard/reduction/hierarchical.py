@@ -18,8 +18,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.compression import Compressor
 from mpishard.layout.boxes import counts, split
 from mpishard.parameters.buckets import Bucket
-from mpishard.reduction.error_feedback import CompressedSums
-from mpishard.reduction.sums_maker import CompressedSumsMaker
+from mpishard.reduction.compressed import CompressedSums, CompressedSumsMaker
 
 Array = Any
 

@@ -18,8 +18,8 @@ from mpishard.nn.decoder import Decoder
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
-from mpishard.training.loop import Loop
 from mpishard.training.objective import Objective, ObjectiveOptions, RunOptions
+from mpishard.training.run import Loop
 from mpishard.training.step_runner import arguments_of_loss, check_data
 from mpishard.training.validation import check_evaluation
 

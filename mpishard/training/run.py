@@ -1,4 +1,4 @@
-"""One run of training: its parts, and the work of each of its steps, whatever loop takes them."""
+"""One run of training: its parts, and the work of each of its steps, whatever loop takes them; and the usual loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from mpishard.minimizers import Method
 from mpishard.minimizers.minimizer import Wanted
 from mpishard.optim import Rule
 from mpishard.reduction.tree_sum import tree_sum
-from mpishard.training.batches import Batches
-from mpishard.training.objective import Objective, RunOptions, Scaling, StopCondition, StopRequest
+from mpishard.training.objective import Batches, Objective, RunOptions, Scaling, StopCondition, StopRequest
 from mpishard.training.progress import RunProgress, StepReport
 from mpishard.training.run_checkpoints import RunCheckpoints
-from mpishard.training.step_runner import StepRunner
+from mpishard.training.step_runner import StepRunner, check_sums
 from mpishard.training.validation import Validated, Validation
 
 
@@ -449,3 +448,81 @@ class TrainingRun:
             validation_steps=np.array([each.step for each in self.validation.history], np.int64),
             validation_losses=np.array([each.loss for each in self.validation.history], np.float64),
         )
+
+
+class Loop:
+    """One run of the training loop.  Creation is collective over the optimizer's mesh.
+
+    Ranks synchronize in the steps in which their optimizer synchronizes.  In other steps a rank knows only its own
+    loss, and a request to stop waits for the next synchronization.
+
+    Parameters
+    ----------
+    problem : Objective
+        What is minimised.
+    optimizer : ShardedOptimizer
+        Takes the steps.
+    options : RunOptions
+        The checked options of the run.
+    """
+
+    def __init__(self, problem: Objective[Any], optimizer: ShardedOptimizer, options: RunOptions) -> None:
+        self._training = TrainingRun(problem, optimizer, options, Scaling("constant", optimizer.axis.size))
+        self._watching = options.watching
+        self._interrupts = Interrupts(speaks=optimizer.mesh.rank == 0)
+        self._requested: int = StopRequest.NONE  # this rank's strongest request since ranks last synchronized
+
+    def run(self) -> OptimizationResult[Any]:
+        """Take steps until a goal is reached or a rank requests to stop.  Collective.
+
+        Returns
+        -------
+        OptimizationResult
+            The result, the same on all ranks except for `communication`.
+        """
+        training = self._training
+        optimizer, batches = training.optimizer, training.batches
+        training.begin()
+        reason = training.reached_goal()
+        training.save_best()
+        if optimizer.mesh.debug and not reason:
+            check_sums(training.runner, batches.sampler.following(batches.position, batches.size))
+        # If ranks agree in every update, they learn of Ctrl-C there, and need no further collective.
+        self._watching |= not optimizer.state.agrees_in_update
+        try:
+            with self._interrupts:
+                while not reason:
+                    reason = self._step(training.next_step)
+                    training.save(last=bool(reason))
+        finally:
+            training.close()
+        return training.result(reason)
+
+    def _step(self, step: int) -> str:
+        """Take one step; returns the reason to stop, or an empty string."""
+        training = self._training
+        outcome = training.take_step(step, self._interrupts)
+        training.finish_step(outcome)
+        training.evaluate()
+        return self._decide(outcome, training.stop_request(step, outcome))
+
+    def _decide(self, outcome: StepOutcome, request: int) -> str:
+        """Agree on whether to stop, if ranks synchronized in this step; returns the reason, or an empty string."""
+        training = self._training
+        optimizer = training.optimizer
+        self._requested = max(self._requested, request)
+        if not outcome.synchronized:
+            reason = training.why_stop(StopRequest.NONE)
+            if reason:  # the ranks meet no more in a step
+                training.held.raise_on_all()
+            return reason
+        training.losses.reduce()
+        if self._watching:
+            self._requested = StopRequest.SIGNAL if self._interrupts.came else self._requested
+            own = np.array([self._requested, optimizer.settings.changed], np.int64)
+            self._requested, changed = optimizer.world.all_reduce(own, op="max", label="control").tolist()
+            if changed:  # by a callback
+                optimizer.settings.agree()
+        elif optimizer.state.interrupted:
+            self._requested = StopRequest.SIGNAL
+        return training.why_stop(self._requested)

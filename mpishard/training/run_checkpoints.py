@@ -14,8 +14,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.layout.run_state import RunState, brief
 from mpishard.nn.architecture import MODEL, changes
-from mpishard.training.batches import Batches
-from mpishard.training.objective import Objective, RunOptions
+from mpishard.training.objective import Batches, Objective, RunOptions
 from mpishard.training.progress import RunProgress
 
 if TYPE_CHECKING:

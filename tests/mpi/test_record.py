@@ -12,9 +12,8 @@ import mpishard
 from mpishard import AdamW, Checkpoints, DDPOptimizer, OptimizationProblem, RunRecord, ShardingConfiguration
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.record import Run
-from mpishard.record.json_lines import read_lines
-from mpishard.record.summary import COMPUTATION, spent
-from mpishard.record.trace import read_trace
+from mpishard.record.reading import read_lines
+from mpishard.record.summary import COMPUTATION, read_trace, spent
 
 ROWS = np.random.default_rng(0).standard_normal((37, 6))
 

@@ -19,7 +19,7 @@ from records import process_line, write
 from mpishard.cli import main
 from mpishard.record import Run
 from mpishard.record.reading import Follower
-from mpishard.record.trace import read_trace
+from mpishard.record.summary import read_trace
 
 
 class TestPlot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpishard.record.diagnosis import diagnose
+from mpishard.record.stacks import diagnose
 
 
 def call(axis: str, op: str, sequence: int, members: list[int], seconds: float = 30.0, site: str = "a.py:1 (f)") -> Any:

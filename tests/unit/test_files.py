@@ -20,8 +20,8 @@ from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint import save as saving
 from mpishard.io import files
 from mpishard.io.atomic_json import parsed, read_note, write_note
-from mpishard.record.json_lines import JsonLinesWriter
-from mpishard.record.stack_reporter import StackReporter
+from mpishard.record.reading import JsonLinesWriter
+from mpishard.record.stacks import StackReporter
 
 
 @pytest.fixture

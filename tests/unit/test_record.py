@@ -17,8 +17,7 @@ import pytest
 from records import process_line, write
 
 from mpishard.record import Run
-from mpishard.record.json_lines import JsonLinesWriter, read_lines
-from mpishard.record.reading import Follower
+from mpishard.record.reading import Follower, JsonLinesWriter, read_lines
 from mpishard.record.record_files import plain
 from mpishard.record.summary import binned, spent
 
@@ -65,7 +64,7 @@ class TestLines:
     def test_no_kill_leaves_more_than_one_line_torn(self, tmp_path: Path) -> None:
         """Killed at many moments, and appended to by the next one, every line that was flushed is there."""
         script = (
-            "import sys, itertools; from pathlib import Path; from mpishard.record.json_lines import JsonLinesWriter\n"
+            "import sys, itertools; from pathlib import Path; from mpishard.record.reading import JsonLinesWriter\n"
             "lines, start = JsonLinesWriter(Path(sys.argv[1])), int(sys.argv[2])\n"
             "for number in itertools.count(start):\n"
             "    lines.add({'number': number, 'padding': 'x' * 3000}); lines.flush(); print(number, flush=True)"

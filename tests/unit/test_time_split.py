@@ -16,8 +16,7 @@ from mpishard.comm.ledger import Ledger
 from mpishard.nn.decoder import TracedProducts
 from mpishard.nn.layers import Layer
 from mpishard.nn.products import make_matmul, shared_operand
-from mpishard.record.summary import TimeSplit, split_times
-from mpishard.record.trace import Traced, read_trace
+from mpishard.record.summary import TimeSplit, Traced, read_trace, split_times
 
 
 def spans_of(rank: int, step: int, *parts: tuple[str, float, float]) -> list[Traced]:
