@@ -30,9 +30,8 @@ from mpi4py import MPI
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.exits import die_at_exit
 from mpishard.comm.ledger import Ledger
-from mpishard.launch.exit_code import INTERRUPTED
 from mpishard.launch.job_notes import ALIKE
-from mpishard.launch.tracebacks import describe
+from mpishard.launch.script import INTERRUPTED, describe
 
 # A process next to the ranks of a node that reports which rank died first.
 

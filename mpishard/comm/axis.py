@@ -16,7 +16,7 @@ from mpishard.comm.family import Family
 from mpishard.comm.ledger import Ledger
 from mpishard.io import log
 from mpishard.launch.job_notes import ECHO, raised_by_all
-from mpishard.launch.tracebacks import in_users_code
+from mpishard.launch.script import in_users_code
 
 # The errors that `raise_if_any` can raise on a rank whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)

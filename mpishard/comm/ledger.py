@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.launch.tracebacks import main_frame
+from mpishard.launch.script import main_frame
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _KEEP = 1000

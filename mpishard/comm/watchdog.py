@@ -22,7 +22,7 @@ from mpi4py import MPI
 from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, forget, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Call, Ledger, users_level
-from mpishard.launch.tracebacks import innermost, main_frame
+from mpishard.launch.script import innermost, main_frame
 
 # How long a collective may wait: the user's number, or one that follows from the steps of the run.
 

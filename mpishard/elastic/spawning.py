@@ -37,7 +37,7 @@ from mpishard.backend.compiled import prepare
 from mpishard.comm.abort import die, fail_alone
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.mesh import CELL_OPTION
-from mpishard.launch.python_command import parted, without_runner
+from mpishard.launch.script import parted, without_runner
 
 # Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.
 HELLO, HERE, FAILED, COMES, WORD = 1, 2, 3, 4, 5

@@ -10,7 +10,7 @@ from mpishard.comm.supervisor_reports import take_restart
 from mpishard.inverse.mesh_run import MeshRun
 from mpishard.inverse.run import Run
 from mpishard.io import log
-from mpishard.launch.exit_code import note_run
+from mpishard.launch.script import note_run
 from mpishard.record import RunRecord
 
 _START = "start.json"  # the fact about the start

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mpishard.launch.exit_code import INTERRUPTED
 from mpishard.launch.job_notes import Failure, Heal, JobNotes, Notes
 from mpishard.launch.launchers import Host
+from mpishard.launch.script import INTERRUPTED
 
 # Signals that end ranks; MPICH's launcher returns their plain numbers.
 _SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)

@@ -32,7 +32,6 @@ from mpishard.launch.launchers import (
     sweep,
 )
 from mpishard.launch.processes import Leftovers, Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
-from mpishard.launch.python_command import with_runner
 from mpishard.launch.restart_policy import (
     History,
     JobOutcome,
@@ -45,6 +44,7 @@ from mpishard.launch.restart_policy import (
     exit_code,
     name_of,
 )
+from mpishard.launch.script import with_runner
 
 _POLL_S = 0.02
 _LOOK_S = 0.2  # between two looks into the run's folder

@@ -26,7 +26,7 @@ from mpishard.comm.ledger import Call
 from mpishard.comm.mesh import Mesh
 from mpishard.io.atomic_json import read_note, write_note
 from mpishard.io.files import create
-from mpishard.launch.tracebacks import innermost, main_frame
+from mpishard.launch.script import innermost, main_frame
 from mpishard.record.reading import PROCESSES, TRACE, Follower, Process, read_lines, state_here
 
 REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"

@@ -16,7 +16,7 @@ from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.io import log
-from mpishard.launch.exit_code import note_run
+from mpishard.launch.script import note_run
 from mpishard.launch.signals import Interrupts
 from mpishard.minimizers import Method
 from mpishard.minimizers.minimizer import Wanted

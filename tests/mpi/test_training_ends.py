@@ -26,7 +26,7 @@ from mpishard import (
     ZeRO3Optimizer,
 )
 from mpishard.data.sampling import Sampler
-from mpishard.launch.exit_code import Ending
+from mpishard.launch.script import Ending
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 

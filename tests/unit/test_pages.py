@@ -190,7 +190,7 @@ def test_a_table_of_helpers_without_one_is_found() -> None:
 def test_wrong_environment_variables_are_found() -> None:
     text = (ROOT / VARIABLES).read_text("utf-8")
     assert list(absent(VARIABLES, text.replace("`MPISHARD_TRACEBACK`", "`MPISHARD_BUG`"))) == [
-        "MPISHARD_BUG in `launch/tracebacks.py`",
+        "MPISHARD_BUG in `launch/script.py`",
         "MPISHARD_TRACEBACK",
     ]
 

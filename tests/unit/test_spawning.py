@@ -6,7 +6,7 @@ import pytest
 
 from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic.spawning import BOOT, command
-from mpishard.launch.python_command import RUNNER
+from mpishard.launch.script import RUNNER
 
 
 @pytest.mark.parametrize(

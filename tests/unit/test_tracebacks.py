@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
-from mpishard.launch.tracebacks import describe
+from mpishard.launch.script import describe
 
 
 def failing(parameters, samples, gradients):

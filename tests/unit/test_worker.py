@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import mpishard
-from mpishard.launch import python_command
+from mpishard.launch import script as python_command
 from mpishard.launch.job_notes import Ended, JobNotes
-from mpishard.launch.python_command import RUNNER, with_runner, without_runner
+from mpishard.launch.script import RUNNER, with_runner, without_runner
 
 PACKAGE = str(Path(mpishard.__file__).parents[1])
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(mpishard._STARTED_BY)}
@@ -133,7 +133,7 @@ def test_a_script_ends_as_without(end: str, code: int | None, tmp_path: Path) ->
 
 STACK = """
 import sys
-from mpishard.launch.tracebacks import innermost
+from mpishard.launch.script import innermost
 def f():
     frame = sys._getframe()
     print([each.name for each in innermost(frame, 1) + innermost(frame, 9)])
@@ -205,7 +205,7 @@ def test_main_is_found_by_pickle_and_by_processes_that_it_starts(words: str, tmp
     [
         ([RUNNER, "script.py"], "raise SystemExit(3)", Ended(3)),
         ([RUNNER, "script.py"], "sys.exit()", Ended(0)),
-        ([RUNNER, "script.py"], "from mpishard.launch.exit_code import note_run; note_run(True)", Ended(130)),
+        ([RUNNER, "script.py"], "from mpishard.launch.script import note_run; note_run(True)", Ended(130)),
         ([RUNNER, "script.py"], "raise ArithmeticError", None),
         ([RUNNER, "-m", "script"], "sys.exit(75)", Ended(75)),
         (["-m", "mpishard.launch.worker", "script.py"], "raise SystemExit(3)", Ended(3)),

@@ -1,0 +1,302 @@
+"""The user's script in this process: its command line, its tracebacks, and its exit code.
+
+The command line gets the runner `mpishard.launch.worker` put before the script.  Tracebacks for users have their own
+frames, and the frame in which mpishard rejects an argument.
+
+Under `mpishard run` the runner of the script knows its exit code.  For scripts without the runner there is a hook on
+`sys.exit`.  After Ctrl-C has stopped a run in order, the script continues to its end.  That is no success, and a shell
+loop around the script must see it: the exit code is set to 130.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import opcode
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from mpishard.backend.garbage import no_garbage_collection
+
+if TYPE_CHECKING:
+    from mpishard.launch.worker import Script
+
+
+RUNNER = str(Path(__file__).resolve().with_name("worker.py"))
+_RUNNER_MODULE = ["-m", "mpishard.launch.worker"]
+_PYTHON = re.compile(r"python(3(\.\d+)?t?)?")
+_FLAGS = "[bBdEhiIOPqRsSuvVx]*"
+_TAKES_VALUE = re.compile(f"-{_FLAGS}[XW]|--check-hash-based-pycs")
+# Options with which a script runs under the runner as without; not -i, -x, and those that run no script.
+_KEPT = re.compile("-[bBdEIOPqRsSuv]*([XW].*)?|--check-hash-based-pycs")
+
+
+def parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments of the interpreter into its options and the script's part: ``-c ...``, ``-m ...`` or a path.
+
+    Together the two are the arguments again, with flags before ``-c`` or ``-m`` as a separate word.
+    """
+    arguments = list(arguments)
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
+        runs = re.match(f"-({_FLAGS})([cm])(.*)", arguments[at], re.DOTALL)
+        if runs:
+            flags, kind, value = runs.groups()
+            script = [f"-{kind}", *([value] if value else []), *arguments[at + 1 :]]
+            return arguments[:at] + ([f"-{flags}"] if flags else []), script
+        at += 2 if _TAKES_VALUE.fullmatch(arguments[at]) else 1
+    return arguments[:at], arguments[at:]
+
+
+def with_runner(command: Sequence[str], *, elsewhere: bool = False) -> list[str]:
+    """The command with `mpishard.launch.worker` before its script, if it runs a file or a module by Python.
+
+    Any other command is left alone, and one with an option that the runner could not keep.  `elsewhere`: other hosts
+    run it too.  These have the runner's file if they have this Python; a command with another Python is left alone.
+    """
+    python, *arguments = command
+    options, script = parted(arguments)
+    is_python = _PYTHON.fullmatch(os.path.basename(python)) and (python == sys.executable or not elsewhere)
+    if not (is_python and _can_keep(options) and _can_run(script)):
+        return list(command)
+    return [python, *options, RUNNER, *script]
+
+
+def without_runner(script: Sequence[str]) -> list[str]:
+    """The script part of a command, as `parted` returns it, without the runner."""
+    if list(script[:2]) == _RUNNER_MODULE:
+        return list(script[2:])
+    return list(script[1:] if script and os.path.realpath(script[0]) == RUNNER else script)
+
+
+def _can_keep(options: Sequence[str]) -> bool:
+    words = iter(options)
+    for word in words:
+        if not _KEPT.fullmatch(word):
+            return False
+        if _TAKES_VALUE.fullmatch(word):
+            next(words, None)
+    return True
+
+
+def _can_run(script: Sequence[str]) -> bool:
+    """Return True if the runner can run the script part of a command: a module, or a file of Python source."""
+    if not script or without_runner(script) != list(script):
+        return False
+    if script[0].startswith("-"):
+        return script[0] == "-m" and len(script) > 1
+    path = script[0]
+    return os.path.isfile(path) and not path.endswith(".pyc") and not zipfile.is_zipfile(path)
+
+
+_FULL = "MPISHARD_TRACEBACK"
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def describe(error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback of an exception without frames of mpishard; whole with ``MPISHARD_TRACEBACK=1``.
+
+    If mpishard raised it on purpose, the raising frame stays.  If something went wrong inside mpishard, all frames
+    stay.  Lines end with a newline, the last one too.
+    """
+    report = traceback.TracebackException(type(error), error, trace)
+    left_out = 0
+    if os.environ.get(_FULL, "0") in ("", "0"):
+        left_out = sum(_shorten(each, of) for each, of in _chain(report, error, trace))
+    some = "1 frame of mpishard is" if left_out == 1 else f"{left_out} frames of mpishard are"
+    note = f"({some} left out; {_FULL}=1 shows all)\n" if left_out else ""
+    return note + "".join(report.format())
+
+
+def in_users_code(error: BaseException) -> str:
+    """Lines of a traceback: at most ten frames of the user's code where an exception was raised; "" without any."""
+    trace = error.__traceback__
+    report = traceback.TracebackException(type(error), error, trace)
+    if trace is None or not any(_are_users(report.stack)):
+        return ""
+    _shorten(report, (error, trace))
+    return "".join(traceback.StackSummary.from_list(report.stack[-10:]).format())
+
+
+@contextmanager
+def main_frame() -> Iterator[FrameType | None]:
+    """The innermost frame of the main thread, for another thread that reads its stack in this context; None at its end.
+
+    CPython 3.11 makes the objects of frames when they are asked for, and making one may start a garbage collection.  In
+    it the main thread may run on, and what the frame describes is freed: a segmentation fault (python/cpython#99110) or
+    a deadlock (python/cpython#106883).  So there are no collections in this context.
+    """
+    with no_garbage_collection():
+        yield sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def innermost(frame: FrameType | None, most: int) -> list[traceback.FrameSummary]:
+    """At most `most` frames of a stack, from the innermost outwards; without those of the runner of the script.
+
+    Empty for a thread that has ended (`frame` is None).
+    """
+    if frame is None:
+        return []
+    stack = [each for each in traceback.extract_stack(frame) if each.filename != RUNNER]
+    return stack[: -most - 1 : -1]
+
+
+def _chain(
+    report: traceback.TracebackException | None, error: BaseException | None, trace: TracebackType | None
+) -> Iterator[tuple[traceback.TracebackException, tuple[BaseException, TracebackType]]]:
+    """A report and those of the causes and contexts of its error, each with its error and traceback."""
+    if report is None or error is None:
+        return
+    if trace is not None:
+        yield report, (error, trace)
+    for also, origin in ((report.__cause__, error.__cause__), (report.__context__, error.__context__)):
+        yield from _chain(also, origin, None if origin is None else origin.__traceback__)
+
+
+def _shorten(report: traceback.TracebackException, of: tuple[BaseException, TracebackType]) -> int:
+    """Drop frames of mpishard; returns their number."""
+    error, trace = of
+    ours = [frame.filename.startswith(_PACKAGE) for frame in report.stack]
+    users = _are_users(report.stack)
+    last = max((index for index, is_users in enumerate(users) if is_users), default=None)
+    if last is None:
+        return 0
+    keep = [not inside for inside in ours]
+    if any(ours[last:]):
+        if not ours[-1] or not _raises(error, trace):
+            return 0
+        keep[-1] = True
+    report.stack[:] = [frame for frame, kept in zip(report.stack, keep, strict=True) if kept]
+    return keep.count(False)
+
+
+def _are_users(stack: traceback.StackSummary) -> list[bool]:
+    """For each frame True if it is of the user's code: neither of mpishard nor of a library."""
+    return [not frame.filename.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) for frame in stack]
+
+
+def _raises(error: BaseException, trace: TracebackType) -> bool:
+    """Return True if the innermost frame of a traceback stands at a ``raise``."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    operation = opcode.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return operation == "RAISE_VARARGS" and not isinstance(error, AssertionError)
+
+
+# The exit code that shells give to a program ended by Ctrl-C.
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class Ending:
+    """Knows the exit code of the running script, once it has ended: from the runner, or else from a hook.
+
+    The hook wraps `sys.exit` when this is created, in a process that `mpishard run` has not started by its runner.
+    `this` is the instance of this process, None until one is created; `interrupted`: the user has stopped the last run
+    of the script.
+    """
+
+    this: ClassVar[Ending | None] = None
+    interrupted: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._hook = None if _runner() is not None else _ExitHook()
+        Ending.this = self
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, after the end; None after an exception, and if only the launcher will know it."""
+        script = _runner() or self._hook
+        code = None if script is None else script.code
+        return INTERRUPTED if code == 0 and Ending.interrupted else code
+
+
+def note_run(stopped: bool) -> None:
+    """Note that a run of the script is over; `stopped`: the user has stopped it in order.
+
+    If that was the script's last run, an exit code of 0 is changed to 130.
+    """
+    Ending.interrupted = stopped
+    if stopped and Ending.this is None and not hasattr(sys, "ps1"):
+        atexit.register(_end, Ending(), os.getpid())
+
+
+def _end(ending: Ending, process: int) -> None:
+    """Leave with code 130 at the very end, after files were closed and MPI was finalized."""
+    if os.getpid() != process or hasattr(sys, "last_value") or ending.code != INTERRUPTED:
+        return
+    # Python calls exit() of C with a code that can no longer change.  That calls these functions first, last one first.
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        for function, argument in (("_exit", INTERRUPTED), ("fflush", None)):
+            address = ctypes.cast(getattr(library, function), ctypes.c_void_p)
+            library.__cxa_atexit(address, ctypes.c_void_p(argument), None)
+
+
+def _runner() -> Script | None:
+    """The runner of this process's script, maybe still on its way to be imported, or None."""
+    worker = sys.modules.get("mpishard.launch.worker")
+    return None if worker is None else worker.Script.this
+
+
+class _ExitHook:
+    """Finds the exit code of a script that Python itself runs: from the call of `sys.exit`, and from its frame."""
+
+    def __init__(self) -> None:
+        self._main = _main_frame()
+        self._exit: Any = _Unknown
+        self._really_exit: Callable[..., NoReturn] = sys.exit
+        sys.exit = self._note_exit
+
+    def _note_exit(self, status: Any = None, /) -> NoReturn:
+        self._exit = status
+        self._really_exit(status)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the script, after its end; None if the script raised SystemExit itself."""
+        return _exit_code(self._exit, _ran_to_its_end(self._main))
+
+
+class _Unknown:
+    """A marker instead of an exit status: ``sys.exit`` was not called."""
+
+
+def _exit_code(status: Any, to_its_end: bool) -> int | None:
+    """The exit code of a script from its argument of ``sys.exit``; None if it raised SystemExit itself."""
+    if to_its_end or status is None:
+        return 0
+    if status is _Unknown:
+        return None
+    return status & 0xFF if isinstance(status, int) else 1
+
+
+def _main_frame() -> FrameType | None:
+    """The frame of the running script, or None."""
+    frame: FrameType | None = sys._getframe()
+    names = sys.modules["__main__"].__dict__
+    found = None
+    while frame is not None:
+        if frame.f_globals is names and frame.f_code.co_name == "<module>":
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _ran_to_its_end(frame: FrameType | None) -> bool:
+    """Return True if the last instruction of a frame was its return; after an exception it is the one that raised."""
+    if frame is None:
+        return False
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
