@@ -173,6 +173,23 @@ def _add_four(one, other, left, right, magic, sums):  # type: ignore[no-untyped-
 
 
 @inner
+def _add_two(one, other, factor, magic, sums):  # type: ignore[no-untyped-def]
+    """As `_add_four`, with one vector."""
+    first0, first1, second0, second1 = magic[0, 0], magic[1, 0], magic[0, 1], magic[1, 1]
+    high0 = low0 = high1 = low1 = np.int64(0)
+    for i in range(one.size):
+        product0, product1 = np.float64(one[i]) * factor[i], np.float64(other[i]) * factor[i]
+        coarse0, coarse1 = product0 + first0, product1 + first1
+        high0 += np.float64(coarse0).view(np.int64)
+        high1 += np.float64(coarse1).view(np.int64)
+        low0 += np.float64((product0 - (coarse0 - first0)) + second0).view(np.int64)
+        low1 += np.float64((product1 - (coarse1 - first1)) + second1).view(np.int64)
+    for k, (high, low) in enumerate(((high0, low0), (high1, low1))):
+        sums[k, 0] += high
+        sums[k, 1] += low
+
+
+@inner
 def _take(high, low, count, magic, words):  # type: ignore[no-untyped-def]
     """Add the sums of the bits of `count` products to words."""
     low += words[1] - count * np.float64(magic[1]).view(np.int64)
@@ -261,7 +278,7 @@ def _rows_with_loop(
                 elif count:
                     sparse[sparses] = v
                     sparses += 1
-            # Two rows and two vectors at a time; the last may be their own neighbours.
+            # Two rows and two vectors at a time; the last row may be its own neighbour.
             for d in range(0, denses, 2):
                 v, w = dense[d], dense[min(d + 1, denses - 1)]
                 for k in range(0, indices.size, 2):
@@ -281,7 +298,10 @@ def _rows_with_loop(
                             _fetch(rows, indices, 0, begin + next_run, stop)
                         one = rows[indices[k], begin + i : begin + i + run]
                         other = rows[indices[j], begin + i : begin + i + run]
-                        _add_four(one, other, factors[v, i : i + run], factors[w, i : i + run], marks, sums)
+                        if w > v:
+                            _add_four(one, other, factors[v, i : i + run], factors[w, i : i + run], marks, sums)
+                        else:
+                            _add_two(one, other, factors[v, i : i + run], marks, sums)
                     _take(sums[0, 0], sums[0, 1], size, magic[v, k], words[v, k])
                     if j > k:
                         _take(sums[1, 0], sums[1, 1], size, magic[v, j], words[v, j])
