@@ -1,4 +1,4 @@
-// Largest absolute values and pre-rounded sums of squares, see exact_norm.py.  A block has one chunk of one range; the
+// Largest absolute values and pre-rounded sums of squares, see exact.py.  A block has one chunk of one range; the
 // table of ranges is that of ranges.py.  Nothing here depends on an order: maxima never do, and the additions are exact.
 
 #define MOST_WARPS 32
