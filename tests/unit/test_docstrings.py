@@ -177,7 +177,7 @@ def complaints(each: Public) -> list[str]:
 def test_docstrings_of_public_names_have_all_sections() -> None:
     pytest.importorskip("numpydoc", reason="numpydoc is not installed (extra: test)")
     found = public()
-    assert len({each.package for each in found}) >= 20
+    assert len({each.package for each in found}) > 15  # fewer without PyTorch or JAX
     wrong = [what for each in found for what in complaints(each)]
     assert not wrong, "\n".join(wrong)
 

@@ -224,4 +224,10 @@ def test_wrong_arguments() -> None:
 
 
 def test_every_kernel_with_largest_values_is_tested() -> None:
-    assert [kernel.name for kernel in WITH_LARGEST] == [taken_names_with_largest.name, "cut", "arrive", "pair"]
+    assert [kernel.name for kernel in WITH_LARGEST] == [
+        taken_names_with_largest.name,
+        "cut",
+        "overshoot",
+        "arrive",
+        "pair",
+    ]
