@@ -68,7 +68,7 @@ def meet(work, d, x, h, lower, upper, /, never):
 
 @elementwise
 def divide(work, d, free, /, length):
-    """Which elements have not met their bounds; 0 in place of h where they have."""
+    """Mark the elements that have not met their bounds; 0 in place of h where they have."""
     free = 1.0 if d > length else 0.0
     work = work if d > length else 0.0
     return work, free
@@ -132,16 +132,7 @@ def advance_inside(x, base, d, lower, upper, /, step):
 class Bounds:
     """The bounds of this rank's elements, and which elements are fixed: these keep their values, also out of bounds.
 
-    Parameters
-    ----------
-    limits : Limits
-    space : Space
-        Of the vectors.
-
-    Attributes
-    ----------
-    lower, upper : 1-D array
-        Infinite where there is no bound, or the element is fixed; None if there are none at all.
+    `lower` and `upper` are infinite where an element is fixed or has no bound, and None if no element has one.
     """
 
     def __init__(self, limits: Limits, space: Space) -> None:
@@ -154,11 +145,11 @@ class Bounds:
 
     @property
     def any(self) -> bool:
-        """Whether there are bounds; the same on all ranks."""
+        """Return True if there are bounds; the same on all ranks."""
         return self.lower is not None or self.upper is not None
 
     def outside(self, point: Array) -> int:
-        """How many elements of a vector are outside of their bounds, of those that count on this rank."""
+        """The number of elements of a vector outside of their bounds, of those that count on this rank."""
         if not self.any or not point.size:
             return 0
         wrong = (point < self.lower) | (point > self.upper)
@@ -190,7 +181,7 @@ class Bounds:
         return out
 
     def kinds(self) -> tuple[int, int]:
-        """How many elements of this rank have a bound, and how many have less than two."""
+        """The numbers of elements of this rank that have a bound, and that have less than two."""
         if self.lower is None or self.upper is None or not self.lower.size:
             return 0, 0
         low: Array = self.lower > -np.inf

@@ -1,14 +1,10 @@
-"""The generalised Cauchy point: how far the projected path of steepest descent leads, by the quadratic model.
+"""The generalised Cauchy point: the first minimum of the quadratic model along the projected path of steepest descent.
 
-The path is ``P(x - t g)``, a line that bends where an element meets its bound: at its breakpoint.  Along it the model
-``g'z + z'Bz / 2`` with ``B = theta I - W M W'`` is a quadratic function between two breakpoints, whose slope follows
-from a few sums: of g'g and W'g over the elements that still move, and of W'z over those that have met their bounds
-(Byrd, Lu, Nocedal and Zhu, 1995, section 4).
-
-The elements are on many ranks.  A list of all breakpoints in order would have to be gathered, with a row of W for each;
-instead the breakpoints are put into bins, and the sums over each bin are added over the ranks.  The bin in which the
-slope changes its sign is divided again, until it has one breakpoint.  The sums are whole numbers of a quantum, so they
-are those of a sorted list, whoever has the elements.
+The path ``P(x - t g)`` bends at breakpoints, where an element meets its bound. Between two of them the model
+``g'z + z'Bz / 2`` with ``B = theta I - W M W'`` is quadratic; its slope follows from sums of g'g and W'g over the
+elements that still move, and of W'z over the others (Byrd, Lu, Nocedal and Zhu, 1995, section 4). Breakpoints are put
+into bins whose sums are added over the ranks, and the bin where the slope changes its sign is divided until it has one
+breakpoint. Sums are whole numbers of a quantum, and therefore those of a sorted list, whichever rank has the elements.
 """
 
 from __future__ import annotations
@@ -34,18 +30,9 @@ _BINS = 32
 class Curvature:
     """``W M W'`` of the pairs in their order, by products with W: ``u' W M W' v`` is a difference of two dot products.
 
-    Parameters
-    ----------
-    sy, ss : float64 array (m, m)
-        S'Y on and below its diagonal, and S'S.
-    theta : float
-        The size of the initial Hessian.
-
-    Attributes
-    ----------
-    lower : float64 array (m, m) or None
-        The Cholesky factor of ``theta S'S + L D^-1 L'``, in pairs that are scaled so that s'y = 1; None if rounding
-        has left none.
+    `sy`, (m, m), is S'Y on and below its diagonal, `ss` is S'S, and `theta` the size of the initial Hessian. `lower` is
+    the Cholesky factor of ``theta S'S + L D^-1 L'`` in pairs that are scaled so that s'y = 1; None if rounding has left
+    none.
     """
 
     def __init__(self, sy: np.ndarray, ss: np.ndarray, theta: float) -> None:
@@ -74,15 +61,11 @@ def product(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True)
 class Sums:
-    """What the slope depends on, between two breakpoints.
+    """The sums that the slope between two breakpoints follows from, as int64 words.
 
-    Parameters
-    ----------
-    moving : int64 array (rows + 1, 2)
-        The words of the products of the rows, and of the steepest descent itself, with the steepest descent of the
-        elements that still move.
-    arrived : int64 array (rows, 2)
-        The words of the products of the rows with the steps of those that have met their bounds.
+    Rows of `moving`, (rows + 1, 2), are products of each row, and last of the steepest descent itself, with the
+    steepest descent of the elements that still move; rows of `arrived`, (rows, 2), are products of each row with the
+    steps of the elements that have met their bounds.
     """
 
     moving: np.ndarray
@@ -90,34 +73,16 @@ class Sums:
 
 
 class Path:
-    """The path of steepest descent from a point, and the model along it.  Methods are collective.
+    """The path of steepest descent from a point, and the model along it. Methods are collective.
 
-    Parameters
-    ----------
-    space : Space
-    rows : 2-D array
-        S and Y are among its rows.
-    indices : sequence of int
-        Their numbers: all s, then all y.
-    curvature : Curvature
-    theta : float
-        The size of the initial Hessian.
-    descent : 1-D array
-        What steepest descent subtracts in a step of length 1: the gradient, 0 where an element cannot move.
-    breakpoints : 1-D array
-        The length at which each element meets its bound: 0 for those that cannot move, infinite where there is none.
-    steps : callable
-        ``steps(index)``: the steps of some of these elements to their bounds.
-    words, tops : int64 array (rows + 1, 2), sequence of float
-        The words of the products of the rows, and of the descent, with the descent, over all ranks; and the bounds of
-        the products with which they were made.
+    `indices` are the numbers of the rows with all s, then all y. `descent` is what a step of length 1 subtracts: the
+    gradient, 0 where an element cannot move; `breakpoints` has the length at which each element meets its bound: 0 for
+    those that cannot move, infinite without a bound; ``steps(index)`` returns the steps of some elements to their
+    bounds. `words` and `tops` are the products of the rows and of the descent, (rows + 1, 2), with the descent, over
+    all ranks, and the bounds with which they were made.
 
-    Attributes
-    ----------
-    words : int64 array (rows + 1, 2)
-        After `minimize` the words over the elements that do not meet their bounds.
-    arrived : float64 array (rows,)
-        After `minimize` the products of the rows with the steps of the others.
+    After `minimize`, `words` are those over the elements that do not meet their bounds, and `arrived`, float64 (rows,),
+    has the products of the rows with the steps of the others.
     """
 
     def __init__(
@@ -142,12 +107,9 @@ class Path:
         self._least = 0.0  # curvature along the path
 
     def minimize(self, row_tops: Sequence[float]) -> float:
-        """The length of the path to the first minimum of the model that the bins show; NaN if there is none.
+        """The length of the path to the first minimum of the model that the bins show; NaN if the model has none.
 
-        Parameters
-        ----------
-        row_tops : sequence of float
-            The largest element of each row.
+        `row_tops` has the largest element of each row.
         """
         low, high, square = 0.0, 0.0, float(exact.approximate_values(self.words[-1:], self._tops[-1:])[0])
         self._least = self._space.epsilon * self._theta * square
@@ -189,7 +151,7 @@ class Path:
         return product(of_descent, of_steps) - square, bends
 
     def _rounded(self, length: float) -> float:
-        """A length that the dtype of the breakpoints has, so that all compare with it alike."""
+        """A length as the dtype of the breakpoints has it, so that all compare with it equally."""
         with np.errstate(over="ignore"):
             return float(self._breakpoints.dtype.type(length))
 
@@ -284,7 +246,7 @@ def _edges(first: float, last: float) -> np.ndarray:
     """The ends of all bins but the last one between two positive numbers, each once.
 
     The integers of the bits of floats are in the order of the floats, and about their logarithms where these are far
-    apart: so it takes a few divisions to tell any two floats from each other.
+    apart: a few divisions separate any two floats.
     """
     low, high = (int(np.float64(each).view(np.int64)) for each in (first, last))
     edges = sorted({low + (high - low) * place // _BINS for place in range(1, _BINS)} - {high})

@@ -1,8 +1,7 @@
 """Minimisation along directions of descent: all but the choice of the direction.
 
-The vectors of the state begin with the last iterate (`base`), its gradient, and the direction from there.  The point
-is the trial point of the line search.  Between the end of a line search and the next direction, when nobody looks at
-it, the point serves as working memory.
+The vectors of the state begin with the last iterate (`base`), its gradient, and the direction from there. The point is
+the trial point of the line search; between a line search and the next direction it serves as working memory.
 """
 
 from __future__ import annotations
@@ -28,25 +27,9 @@ _BASE, _GRADIENT, _DIRECTION = range(len(SLOTS))
 
 
 class Descent(Minimizer):
-    """A minimisation by line searches.  Methods are collective over the ranks of the space.
+    """A minimisation by line searches. Methods are collective over the ranks of the space.
 
-    Parameters
-    ----------
-    method : Method
-        Its options.
-    line_search : LineSearch
-    space : Space
-    vectors : 2-D array
-        Rows as `Method.slots`, which begin with `SLOTS`.
-    point : 1-D array
-    limits : Limits
-
-    Attributes
-    ----------
-    renews : bool
-        Whether the function is another one in each iteration, such as one of other samples: it is evaluated again at
-        the new iterate before the next direction.  Pairs compare gradients of one function (Schraudolph, Yu and Günter
-        2007, section 3.1.2).
+    Rows of `vectors` are as `Method.slots`, which begin with `SLOTS`.
     """
 
     def __init__(
@@ -60,6 +43,9 @@ class Descent(Minimizer):
         self.base, self.base_gradient, self._direction = vectors[_BASE], vectors[_GRADIENT], vectors[_DIRECTION]
         self._search: LineSearchState | None = None
         self._gradient_top = self._direction_top = 0.0
+        # The function is another one in each iteration, such as one of other samples: it is evaluated again at the new
+        # iterate before the next direction, since pairs compare gradients of one function (Schraudolph, Yu and Günter
+        # 2007, section 3.1.2).
         self.renews = False
 
     def begin(self) -> int:
@@ -117,13 +103,7 @@ class Descent(Minimizer):
 
     @abstractmethod
     def forget(self) -> bool:
-        """Drop what was learned from earlier iterates.  Not collective.
-
-        Returns
-        -------
-        bool
-            Whether there was anything.
-        """
+        """Drop what was learned from earlier iterates; return True if there was anything."""
 
     def reopen(self) -> None:
         super().reopen()
@@ -131,28 +111,22 @@ class Descent(Minimizer):
 
     @abstractmethod
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
-        """Take note of the step from the base to the point, before the base goes there.  Not collective."""
+        """Take note of the step from the base to the point, before the base goes there."""
 
     def _to_measure(self) -> tuple[Array, ...]:
-        """Vectors of which `_measured` wants to know the largest elements; called after the base has moved."""
+        """Vectors whose largest elements `_measured` takes; called after the base has moved."""
         return ()
 
     def _measured(self, tops: list[float]) -> None:
         """Take the largest elements of `_to_measure`."""
 
     def _doubts_end(self) -> bool:
-        """Whether to go on, maybe in another way, where the last iteration has changed too little."""
+        """Return True to continue, maybe in another way, where the last iteration has changed too little."""
         return False
 
     @abstractmethod
     def _turn(self) -> tuple[float, float, float, float]:
-        """Write the direction.
-
-        Returns
-        -------
-        top, slope, first, most : float
-            Its largest element, its product with the gradient, the first step to try and the longest one.
-        """
+        """Write the direction; return its largest element, its slope, the first step to try and the longest one."""
 
     def _go_on(self, search: LineSearchState, value: float, gradient: Array, top: float, finite: bool) -> None:
         """The line search takes a trial."""
@@ -165,7 +139,7 @@ class Descent(Minimizer):
         # With one evaluation left, the best trial is taken or asked for again, so that it is not lost.
         taken = verdict is Verdict.ACCEPT or (best and left <= 1 and verdict is Verdict.EVALUATE)
         if verdict is not Verdict.ACCEPT and _is_rounding(search, value, self.space.epsilon):
-            # What the model promises cannot be told from rounding errors, and so no line search can find it.
+            # The decrease that the model expects is below the rounding errors, and so no line search can find it.
             taken = abs(slope) < abs(search.start.slope) and value <= search.start.value
             if not taken:
                 self._end("decrease")
@@ -191,9 +165,9 @@ class Descent(Minimizer):
     def _arrive(
         self, value: float, gradient: Array, top: float, value_before: float, step: float, failure: str = ""
     ) -> None:
-        """The point becomes the base: an iteration has ended, or the first evaluation was told.
+        """The point becomes the base, after an iteration or the first evaluation.
 
-        Without a value before, only a small gradient is convergence; and `failure` is why it ends otherwise.
+        Without a value before (NaN), only a small gradient is convergence; `failure` is the reason to end otherwise.
         """
         self.note_written(_BASE, _GRADIENT, _DIRECTION)  # the direction: `_measure` and `_set_out` write there
         self._gradient_top = top
@@ -262,13 +236,13 @@ class Descent(Minimizer):
         self.bounds.advance(self.point, self.base, self._direction, step)
 
     def _end(self, reason: str) -> None:
-        """The last iterate is the result; where there is none, the start."""
+        """The last iterate is the result; before the first iteration, the start."""
         self.point[:] = self.base
         self.wanted, self.stop_reason = Wanted.NOTHING, reason
 
 
 def _is_rounding(search: LineSearchState, value: float, epsilon: float) -> bool:
-    """Whether rounding hides the decrease that was expected of the first step.
+    """Return True if rounding hides the decrease that was expected of the first step.
 
     A value has errors of some units in its last place, but of many more where it is a sum of larger terms.
     """
@@ -278,5 +252,5 @@ def _is_rounding(search: LineSearchState, value: float, epsilon: float) -> bool:
 
 
 def _failure(search: LineSearchState) -> str:
-    """Why a minimisation ends whose line search has failed."""
+    """The reason for which a minimisation ends whose line search has failed."""
     return "unbounded" if search.unbounded else "not finite" if search.not_finite else "line search"

@@ -1,4 +1,4 @@
-"""What a user says about each element, as arrays over all elements: from numbers, flat arrays, or by tensor name."""
+"""The user's options about elements, given as numbers, flat arrays or by tensor name, as arrays over all elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = Any
 
 
 class WholeLimits(NamedTuple):
-    """The element-wise options of a method over all elements, in the order of the specs; None where nothing is said."""
+    """The element-wise options of a method over all elements, in the order of the specs; None for those not given."""
 
     lower: np.ndarray | None
     upper: np.ndarray | None
@@ -26,25 +26,9 @@ class WholeLimits(NamedTuple):
 
 
 def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype) -> WholeLimits:
-    """The options of a method over all elements.
+    """The options of a method over all elements, without a preconditioner that is a function.
 
-    Parameters
-    ----------
-    method : Method
-    specs : sequence of ParameterSpec
-        Of the parameters.
-    dtype : dtype
-        Of the parameters.
-
-    Returns
-    -------
-    WholeLimits
-        Without a preconditioner that is a function.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an option does not fit the parameters; the message names the tensor or the element.
+    Raises ValueError or TypeError that names the tensor or element if an option does not fit the parameters.
     """
     bounds = getattr(method, "bounds", None)
     lower, upper = (None, None) if bounds is None else whole_bounds(bounds, specs, dtype)
@@ -61,27 +45,10 @@ def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype
 def whole_bounds(
     bounds: Any, specs: Sequence[ParameterSpec], dtype: np.dtype
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Lower and upper bounds of all elements; None where there is no bound.
+    """Lower and upper bounds of all elements, in the order of the specs, infinite without a bound; None for no bounds.
 
-    Parameters
-    ----------
-    bounds : pair or mapping
-        ``(lower, upper)``: each a number, a flat array, a mapping by tensor name, or None; or by tensor name such
-        pairs.
-    specs : sequence of ParameterSpec
-        Of the parameters.
-    dtype : dtype
-        Of the parameters.
-
-    Returns
-    -------
-    (array or None, array or None)
-        In the order of the specs, infinite where an element has no bound.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If they are of another form or size, or leave no number between them.
+    `bounds` is ``(lower, upper)``, each a number, a flat array, a mapping by tensor name, or None; or such pairs by
+    tensor name. Raises ValueError or TypeError if they have another form or size, or leave no number between them.
     """
     if isinstance(bounds, Mapping):
         for name, pair in bounds.items():
@@ -106,30 +73,10 @@ def whole_bounds(
 def whole_elements(
     what: str, given: Any, specs: Sequence[ParameterSpec], dtype: np.dtype, *, missing: Any
 ) -> np.ndarray | None:
-    """A flat array over all tensors.
+    """A flat array over all tensors; None if `given` is None.
 
-    Parameters
-    ----------
-    what : str
-        The option, for messages.
-    given : float, array, mapping or None
-        One number, a flat array, or numbers and arrays by tensor name.
-    specs : sequence of ParameterSpec
-        Of the parameters.
-    dtype : dtype
-        Of the result.
-    missing : object
-        The value of tensors that are not named, or have None.
-
-    Returns
-    -------
-    1-D array or None
-        None if nothing is given.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If what is given does not fit.
+    `given` is one number, a flat array, or numbers and arrays by tensor name; `missing` is the value of tensors that
+    are not named or have None; `what` names the option in messages. Raises ValueError or TypeError if it does not fit.
     """
     if given is None:
         return None
@@ -152,25 +99,7 @@ def whole_elements(
 
 
 def element_name(index: int, specs: Sequence[ParameterSpec]) -> str:
-    """The name of an element by its index in the flat order of all tensors.
-
-    Parameters
-    ----------
-    index : int
-        From 0.
-    specs : sequence of ParameterSpec
-        Of the parameters.
-
-    Returns
-    -------
-    str
-        Such as ``element (3, 4) of 'weight'``.
-
-    Raises
-    ------
-    IndexError
-        If there is no such element.
-    """
+    """The name of an element by its index in the flat order of all tensors, such as ``element (3, 4) of 'weight'``."""
     left = index
     for spec in specs:
         if left < spec.size:
@@ -213,24 +142,9 @@ def _is_pair(value: Any) -> bool:
 
 
 def preconditioned(function: Callable[[Array], Array], vector: Array) -> Array:
-    """What a user's preconditioner returns for a vector, which it gets as a copy.
+    """The result of a user's preconditioner for a vector of all elements, which it gets as a copy.
 
-    Parameters
-    ----------
-    function : callable
-        Of a flat array.
-    vector : 1-D array
-        Of all elements.
-
-    Returns
-    -------
-    1-D array
-        As long as the vector.
-
-    Raises
-    ------
-    ValueError
-        If it returns something else.
+    Raises ValueError if the result has another shape.
     """
     found = function(vector.copy())
     if getattr(found, "shape", None) != vector.shape:

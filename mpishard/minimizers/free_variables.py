@@ -15,23 +15,10 @@ Array = Any
 class FreeVariables:
     """Variables of the free elements, in which the diagonal of the user's inverse Hessian is 1.
 
-    With the user's diagonal p they are ``x / sqrt(p)``, and gradients there are ``sqrt(p) g``; at elements that are
-    fixed, or held at a bound, both are 0.  A callable preconditioner scales nothing; it is applied to gradients.  Not
-    collective, but for `preconditioned` if the user's callable is.
-
-    Parameters
-    ----------
-    limits : Limits
-        Of the minimisation.
-    bounds : Bounds
-        Of the elements.
-    like : 1-D array
-        One of the vectors.
-
-    Attributes
-    ----------
-    weights : 1-D array or None
-        The root of p, 0 at elements that are fixed or held; None if all are free and p is 1.
+    With the user's diagonal p they are ``x / sqrt(p)``, and gradients there are ``sqrt(p) g``; both are 0 at elements
+    that are fixed or held at a bound. A callable preconditioner scales nothing; it is applied to gradients, and
+    `preconditioned` is collective if it is. `weights` is the root of p, 0 at elements that are fixed or held; None if
+    all are free and p is 1.
     """
 
     def __init__(self, limits: Limits, bounds: Bounds, like: Array) -> None:
@@ -59,7 +46,7 @@ class FreeVariables:
 
     @property
     def diagonal(self) -> bool:
-        """Whether `preconditioned` gives back what it is given."""
+        """Return True if `preconditioned` returns its argument."""
         return self._precondition is None
 
     def scaled(self, gradient: Array) -> Array:

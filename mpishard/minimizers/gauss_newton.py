@@ -10,14 +10,14 @@ from mpishard.minimizers.newton import TruncatedNewton, TruncatedNewtonMinimizer
 from mpishard.minimizers.space import Space
 
 Array = Any
-_TRUSTED = 0.25  # of the decrease that the model says: with less, a small one does not mean convergence
+_TRUSTED = 0.25  # of the decrease that the model predicts: with less, a small one does not mean convergence
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaussNewton(TruncatedNewton):
-    """As `TruncatedNewton`, with the tolerances of SciPy's least squares.
+    """`TruncatedNewton` with the tolerances of SciPy's least squares.
 
-    A step ends it that decreases the cost by less than `ftol` of it and does what the model says, or whose largest
+    A step ends it that decreases the cost by less than `ftol` of it, about as the model predicts, or whose largest
     element is below ``xtol * (xtol + the point's)``.
     """
 
@@ -28,8 +28,6 @@ class GaussNewton(TruncatedNewton):
 
 
 class GaussNewtonMinimizer(TruncatedNewtonMinimizer):
-    """A minimisation by `GaussNewton`."""
-
     def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
         method, value = self.method, self.progress.value
         decrease = value_before - value

@@ -1,8 +1,8 @@
 """The pairs of steps and changes of gradients of a quasi-Newton method, and their dot products.
 
-The inverse Hessian that they define is never formed.  It is applied by its compact form (Byrd, Nocedal and Schnabel,
+The inverse Hessian that they define is never formed. It is applied by its compact form (Byrd, Nocedal and Schnabel,
 "Representations of quasi-Newton matrices and their use in limited memory methods", Mathematical Programming 63, 1994,
-equation 3.1): from dot products with all pairs follow, on every rank alike, the coefficients of a sum over the pairs.
+equation 3.1): dot products with all pairs give, identically on every rank, the coefficients of a sum over the pairs.
 """
 
 from __future__ import annotations
@@ -28,19 +28,9 @@ _LARGE = 2.0**499  # products of larger elements count as infinite
 
 
 class History:
-    """The newest m pairs (s, y), in the rows of one array.
+    """The newest m pairs (s, y), in the 2 m rows of one array: all s, then all y. The caller keeps and saves the rows.
 
-    Parameters
-    ----------
-    space : Space
-        Of the vectors.
-    rows : 2-D array
-        2 m rows: all s, then all y.  The caller keeps and saves them.
-
-    Attributes
-    ----------
-    order : list of int
-        The pairs in use, oldest first: pair j is in the rows j and m + j.
+    `order` has the pairs in use, oldest first: pair j is in the rows j and m + j.
     """
 
     def __init__(self, space: Space, rows: Array) -> None:
@@ -53,7 +43,6 @@ class History:
         return len(self.order)
 
     def forget(self) -> None:
-        """Drop all pairs.  Not collective."""
         m = self.most
         self.order: list[int] = []
         self._new = -1  # the pair whose products are not known yet
@@ -62,31 +51,30 @@ class History:
         self.yy = [[0.0] * m for _ in range(m)]
 
     def open(self) -> tuple[Array, Array]:
-        """The rows s and y for a new pair; the oldest pair is dropped if there is no room.  Not collective."""
+        """The rows s and y for a new pair; the oldest pair is dropped if there is no room."""
         full = len(self.order) == self.most
         self._new = self.order.pop(0) if full else min(set(range(self.most)) - set(self.order))
         return self.rows[self._new], self.rows[self.most + self._new]
 
     @property
     def opened(self) -> tuple[Array, ...]:
-        """The rows s and y of the new pair; empty if there is none."""
+        """The rows s and y of the new pair; empty without one."""
         return tuple(self.rows[row] for row in self.opened_rows)
 
     @property
     def opened_rows(self) -> tuple[int, ...]:
-        """The numbers of these rows."""
         return (self._new, self.most + self._new) if self._new >= 0 else ()
 
     def measure(self, s_top: float, y_top: float) -> None:
-        """Say what the `largest` of the new pair are.  Not collective."""
+        """Set the `largest` of the new pair."""
         self._tops[self._new], self._tops[self.most + self._new] = s_top, y_top
         if not (0 < s_top < _LARGE and 0 < y_top < _LARGE):
             self._new = -1
 
     def products(self, vector: Array, top: float) -> tuple[list[float], list[float]]:
-        """The dot products of each s and of each y, in order, with a vector.
+        """The dot products of each s and of each y, in order, with a vector. Collective: one all-reduce.
 
-        Before, the new pair is taken in, if there is one and its curvature is positive.  Collective: one all-reduce.
+        The new pair is added before, if there is one and its curvature is positive.
         """
         new = self._take_new()
         factors = [self._factor(vector, top), *([self._factor(*self.newest_y)] if new >= 0 else [])]
@@ -124,12 +112,7 @@ class History:
     def inverse_times(self, sg: Sequence[float], yg: Sequence[float], gamma: float) -> tuple[list[float], list[float]]:
         """The inverse Hessian times g, less ``gamma g``, as coefficients of s and y.
 
-        Parameters
-        ----------
-        sg, yg : sequence of float
-            The `products` of g.
-        gamma : float
-            Of the initial inverse Hessian.
+        `sg` and `yg` are the `products` of g; `gamma` is the size of the initial inverse Hessian.
         """
         p = self.solve(sg)
         pairs = range(len(self.order))
@@ -162,7 +145,7 @@ class History:
         return self.solve_transposed([d * a - b for d, a, b in zip(curvatures, p, yr, strict=True)])
 
     def combine(self, of_s: Sequence[float], of_y: Sequence[float], vector: Array, factor: float, out: Array) -> None:
-        """``out = factor vector + a sum over the pairs``; no coefficients are zeros.  Not collective."""
+        """``out = factor vector + a sum over the pairs``; no coefficients are zeros."""
         indices = [*(self.order if of_s else ()), *(self._rows_of_y if of_y else ())]
         exact.combine(self.rows, indices, [*of_s, *of_y], vector, factor, out)
 
@@ -174,10 +157,7 @@ class History:
     def restore(self, metadata: Mapping[str, Any]) -> None:
         """Continue from `to_metadata`.
 
-        Raises
-        ------
-        ValueError
-            If something is missing, or is of another number of pairs; nothing has changed then.
+        Raises ValueError, and changes nothing, if something is missing or the number of pairs differs.
         """
         m = self.most
         try:
@@ -199,14 +179,14 @@ class History:
         return [*self.order, *self._rows_of_y]
 
     def _take_new(self) -> int:
-        """Put the new pair at the end of the order; it is returned, or -1."""
+        """Put the new pair at the end of the order; return it, or -1."""
         new, self._new = self._new, -1
         if new >= 0:
             self.order.append(new)
         return new
 
     def _without_negative(self, new: int, sg: list[float], yg: list[float]) -> tuple[list[float], list[float]]:
-        """Drop the pair that was taken in, and its products, if its curvature or its y'y is not positive."""
+        """Drop the newest pair and its products if its curvature or its y'y is not positive."""
         if new >= 0 and not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
             self.order.pop()
             return sg[:-1], yg[:-1]
@@ -218,7 +198,7 @@ class History:
         return indices, vector, exact.row_dot_words(self.rows, indices, vector, tops, self.space.spans), tops
 
     def _factor(self, vector: Array, top: float, of_free: bool | None = None) -> Factor:
-        """A vector that all rows are multiplied by; `top` bounds its elements."""
+        """A vector by which all rows are multiplied; `top` bounds its elements."""
         return Factor(vector, [self._tops[index] * top for index in self._all_rows], of_free)
 
     def _parts(self, factors: Sequence[Factor], words: np.ndarray) -> list[Words]:
@@ -249,8 +229,8 @@ class History:
 # matrix needs S'Y on and above its diagonal, and Y'Y (Byrd, Nocedal and Schnabel, "Representations of quasi-Newton
 # matrices and their use in limited memory methods", 1994).  With bounds these sums go over the free elements only (Ni
 # and Yuan, "A subspace limited memory quasi-Newton algorithm", 1997), and few elements become free or fixed in an
-# iteration. The sums are whole numbers of a quantum that is fixed when a pair is stored, so adding what came and
-# subtracting what went gives the same bits as computing anew, on any ranks.
+# iteration. The sums are whole numbers of a quantum that is fixed when a pair is stored, so adding new elements and
+# subtracting old ones gives the same bits as computing anew, on any ranks.
 
 _FEW = 0.1  # part of the elements below which they are looked up one by one
 Entry = tuple[str, int, int]
@@ -259,28 +239,9 @@ Entry = tuple[str, int, int]
 class Gram:
     """S'Y on and above its diagonal, and Y'Y, of the pairs of a history; `add` and `drop` pairs, then `update`.
 
-    The same calls are made on all ranks; only `update` is collective.
-
-    Parameters
-    ----------
-    space : Space
-        Of the rows.
-    rows : 2-D array
-        The history is among its rows, and filled by the caller.
-    s_rows, y_rows : sequence of int
-        The numbers of the rows of each pair that there may be.
-    of_free : bool
-        Whether the sums go over the free elements, or else over the others.
-
-    Attributes
-    ----------
-    order : list of int
-        The pairs, oldest first.
-    s_tops, y_tops : list of float
-        For each pair that there may be the largest absolute value of both vectors, over all ranks.
-    bounds : dict of float
-        By older and younger pair: bounds on the products of elements of s'y that are far below those of `s_tops` and
-        `y_tops`.
+    The same calls are made on all ranks; only `update` is collective. `s_rows` and `y_rows` are the numbers of the
+    rows, filled by the caller, of each possible pair; `of_free`: the sums go over the free elements, else over the
+    others.
     """
 
     def __init__(
@@ -288,9 +249,11 @@ class Gram:
     ) -> None:
         if len(s_rows) != len(y_rows):
             raise ValueError(f"a history has as many rows of s as of y, got {len(s_rows)} and {len(y_rows)}")
-        self.order: list[int] = []
+        self.order: list[int] = []  # the pairs, oldest first
+        # By possible pair the largest absolute value of each vector, over all ranks.
         self.s_tops: list[float] = [0.0] * len(s_rows)
         self.y_tops: list[float] = [0.0] * len(s_rows)
+        # By older and younger pair: bounds on the products of elements of s'y that are far below those of the tops.
         self.bounds: dict[tuple[int, int], float] = {}
         self._space = space
         self._rows = rows
@@ -306,14 +269,9 @@ class Gram:
             exact_rows.expect_changes(rows.dtype)
 
     def add(self, pair: int, s_top: float, y_top: float) -> None:
-        """Take the rows of `pair` as the youngest pair; if it was there before, its old content is forgotten.
+        """Take the rows of `pair` as the youngest pair, in place of an older one of this number.
 
-        Parameters
-        ----------
-        pair : int
-            Its place in `s_rows` and `y_rows`.
-        s_top, y_top : float
-            The largest absolute value of each vector, over all ranks.
+        `s_top` and `y_top` are the largest absolute values of both vectors, over all ranks.
         """
         if pair in self.order:
             self.drop(pair)
@@ -321,7 +279,6 @@ class Gram:
         self.order.append(pair)
 
     def drop(self, pair: int) -> None:
-        """Forget a pair."""
         self.order.remove(pair)
         self.bounds = {pairs: top for pairs, top in self.bounds.items() if pair not in pairs}
         for entry in [entry for entry in self._words if pair in entry]:
@@ -336,21 +293,16 @@ class Gram:
             self._values.pop(("sy", *pairs), None)
 
     def clear(self) -> None:
-        """Forget all pairs."""
         self.order.clear()
         self.bounds.clear()
         self._words.clear()
         self._values.clear()
 
     def update(self, free: Array | None = None) -> None:
-        """Compute the products of new pairs, and let the others follow a change of the free elements.
+        """Compute the products of new pairs, and update the others after a change of the free elements.
 
-        Collective, one all-reduce; without `free` only where there are new pairs.
-
-        Parameters
-        ----------
-        free : 1-D array of bool, optional
-            This rank's free elements, from now on; kept, and not to be changed.  None if the sums go over all elements.
+        Collective, one all-reduce; without `free` only where there are new pairs. `free` are this rank's free elements
+        from now on, kept, and not to be changed; None if the sums go over all elements.
         """
         words = self.prepare(free)
         if len(words):
@@ -358,17 +310,9 @@ class Gram:
         self.take(words)
 
     def prepare(self, free: Array | None = None) -> np.ndarray:
-        """The first half of `update`, for a caller that adds up words of several kinds at once.  Not collective.
+        """The first half of `update`, for a caller that adds up words of several kinds at once.
 
-        Parameters
-        ----------
-        free : 1-D array of bool, optional
-            As for `update`.
-
-        Returns
-        -------
-        int64 array (products, 2)
-            Words of this rank, as many as on all others; `take` wants their sums.
+        Returns this rank's words, int64 (products, 2) of the same number on all ranks; `take` takes their sums.
         """
         self._sort()
         words = self._words_over(free)
@@ -381,24 +325,12 @@ class Gram:
         return self._free
 
     def learn(self, words: np.ndarray) -> None:
-        """Take the products of the youngest pair over the elements `mask`, as sums over the ranks, from elsewhere.
-
-        Parameters
-        ----------
-        words : int64 array (products, 2)
-            Of the youngest y with each s, then with each y.
-        """
+        """Take the products of the youngest y with each s, then with each y, over `mask`, as sums over the ranks."""
         entries = [entry for entry in self._entries() if entry[2] == self.order[-1]]
         self._words.update(zip(entries, exact.normalized(words), strict=True))
 
     def take(self, words: np.ndarray) -> None:
-        """The second half of `update`.
-
-        Parameters
-        ----------
-        words : int64 array (products, 2)
-            What `prepare` has returned, summed over the ranks.
-        """
+        """The second half of `update`: take the words of `prepare`, summed over the ranks."""
         entries = (*self._new, *self._old)
         start = [np.zeros(2, np.int64)] * len(self._new) + [self._words[entry] for entry in self._old]
         totals = exact.normalized(words + start) if entries else words
@@ -426,7 +358,7 @@ class Gram:
         ]
 
     def _sort(self) -> None:
-        """Find out which products are known."""
+        """Divide the products into new and known ones."""
         entries = self._entries()
         self._new = [entry for entry in entries if entry not in self._words]
         self._old = [entry for entry in entries if entry in self._words]
@@ -494,41 +426,25 @@ class Gram:
 # The pairs of a quasi-Newton method with bounds: its Hessian, and that of the free elements, inverted.
 #
 # This is L-BFGS-B (Byrd, Lu, Nocedal and Zhu, "A limited memory algorithm for bound constrained optimization", 1995):
-# the generalised Cauchy point of section 4, and the subspace minimisation of section 5.1.  Not the inverse of the whole
-# Hessian is restricted to the free elements, but the Hessian, and this is inverted.  So pairs remain of use, whatever
-# elements were free when they were made.
+# the generalised Cauchy point of section 4, and the subspace minimisation of section 5.1.  The Hessian is restricted to
+# the free elements and then inverted, not the inverse restricted.  So pairs remain of use, whatever elements were free
+# when they were made.
 
 
 class CauchyPoint(NamedTuple):
-    """How far steepest descent leads, and the sums that the subspace minimisation takes of it.
+    """The end of steepest descent, and the sums that the subspace minimisation takes from it."""
 
-    Parameters
-    ----------
-    length : float
-        Of the path; NaN if the pairs define no model, to rounding.
-    words, tops : int64 array (rows, 2), list of float
-        The words of the products of each s and each y with the gradient of the elements that have not met their
-        bounds, over all ranks; and the bounds of products with which they were made.
-    arrived : float64 array (rows,)
-        The products of each s and each y with the steps of the others.
-    """
-
-    length: float
+    length: float  # of the path; NaN if the pairs define no model, to rounding
+    # Int64 (rows, 2): products of each s and y with the gradient of the elements that have not met their bounds.
     words: np.ndarray
-    tops: list[float]
-    arrived: np.ndarray
+    tops: list[float]  # bounds of the products with which `words` were made
+    arrived: np.ndarray  # float64 (rows,): products of each s and y with the steps of the other elements
 
 
 class ReducedHistory(History):
     """The newest m pairs (s, y), and their dot products over all elements, over free ones and over the others.
 
     Of S'Y it knows the products of an s with no younger y; the others are known over the free elements only.
-
-    Parameters
-    ----------
-    space : Space
-    rows : 2-D array
-        As for `History`.
     """
 
     def __init__(self, space: Space, rows: Array) -> None:
@@ -583,16 +499,9 @@ class ReducedHistory(History):
     ) -> CauchyPoint:
         """The minimum of the model along the path of steepest descent, which bends where elements meet their bounds.
 
-        Before, the new pair is taken in, if there is one and its curvature is positive.  Collective.
-
-        Parameters
-        ----------
-        descent, breakpoints, steps : array, array, callable
-            As of `mpishard.minimizers.cauchy.Path`.
-        top : float
-            The `largest` of the descent.
-        initial_scaling : float or None
-            Gamma, the size of the initial inverse Hessian; None for s'y / y'y of the newest pair.
+        Collective. The new pair is added before, if there is one and its curvature is positive. `descent`,
+        `breakpoints` and `steps` are as of `Path`, and `top` is the `largest` of the descent; `initial_scaling` is
+        gamma, the size of the initial inverse Hessian, None for s'y / y'y of the newest pair.
         """
         words, tops = self._products_with(descent, top)
         gamma = self._gamma(initial_scaling)
@@ -612,23 +521,9 @@ class ReducedHistory(History):
     ) -> tuple[float, list[float], list[float]]:
         """The step of the free elements to the minimum of the quadratic model, where the others are at their bounds.
 
-        Collective: one all-reduce.
-
-        Parameters
-        ----------
-        free : 1-D array of bool
-            This rank's elements that have not met their bounds at the Cauchy point.
-        g : 1-D array
-            The gradient of free elements, 0 for others.
-        point : CauchyPoint
-        initial_scaling : float or None
-            As for `cauchy_point`.
-
-        Returns
-        -------
-        gamma : float
-        of_s, of_y : list of float
-            Coefficients, oldest first: the step is ``-gamma g`` and the sum over the pairs, of the free elements.
+        Collective: one all-reduce. `free` marks this rank's elements that have not met their bounds at the Cauchy
+        point, and `g` is their gradient, 0 for others. Returns gamma and coefficients of s and y, oldest first: the
+        step is ``-gamma g`` and the sum over the pairs, of the free elements.
         """
         gamma, size = self._gamma(initial_scaling), len(self.order)
         if not size:
@@ -671,7 +566,7 @@ class ReducedHistory(History):
         return initial_scaling or (self.gamma() if self.order else 1.0)
 
     def _follow(self) -> None:
-        """Let the Gram matrices have the pairs of this history."""
+        """Give the Gram matrices the pairs of this history."""
         order = [*self.order, *([self._new] if self._new >= 0 else [])]
         for gram in self._grams:
             for pair in set(gram.order) - set(order):
@@ -685,7 +580,7 @@ class ReducedHistory(History):
     def _products_with(self, vector: Array, top: float) -> tuple[np.ndarray, list[float]]:
         """The words of each s, each y and the vector with the vector, over all ranks, and the bounds of the products.
 
-        Takes the new pair in, as `products`.
+        The new pair is added as by `products`.
         """
         new, rows = self._take_new(), self._all_rows
         size, known = len(self.order), self._free.mask
@@ -726,7 +621,7 @@ class ReducedHistory(History):
         return np.concatenate([words, sums[2]]), [*tops, top * top]
 
     def _bound(self, new: int) -> None:
-        """Bound the products of s and y of the new pair and the others by what they are.  Collective."""
+        """Bound the products of s and y of the new pair and the others by their largest elements. Collective."""
         pairs = [*((pair, new) for pair in self.order), *((new, pair) for pair in self.order[:-1])]  # of s, of y
         tops = self.space.largest_products([(self.rows[i], self.rows[self.most + j]) for i, j in pairs])
         size = len(self.order)

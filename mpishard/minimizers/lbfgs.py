@@ -101,19 +101,11 @@ class LBFGS(Method):
 
 
 class QuasiNewton(Descent):
-    """A minimisation by L-BFGS.  Methods are collective over the ranks of the space.
+    """A minimisation by L-BFGS. Methods are collective over the ranks of the space.
 
-    With a scaling p all pairs are kept in variables that are divided by the root of p: in them the initial inverse
-    Hessian is a multiple of the identity.  Base, gradient and direction are in the user's variables.
-
-    Parameters
-    ----------
-    method : LBFGS
-    space : Space
-    vectors : 2-D array
-        Rows as `LBFGS.slots`.
-    point : 1-D array
-    limits : Limits
+    Rows of `vectors` are `LBFGS.slots`. With a scaling p all pairs are kept in variables that are divided by the root
+    of p: in them the initial inverse Hessian is a multiple of the identity. Base, gradient and direction are in the
+    user's variables.
     """
 
     method: LBFGS
@@ -208,11 +200,11 @@ class QuasiNewton(Descent):
 
     @property
     def _has_scale(self) -> bool:
-        """Whether the length of the direction means something."""
+        """Return True if the length of the direction is meaningful."""
         return len(self.history) > 0 or self.method.initial_scaling is not None
 
     def _first_step(self, slope: float, square: float) -> float:
-        """1, once the length of the direction means something; before it, a direction of length 1 is tried."""
+        """1, once the length of the direction is meaningful; before, a direction of length 1 is tried."""
         if self._has_scale:
             return 1.0
         if self._root is not None or self.limits.precondition is not None:

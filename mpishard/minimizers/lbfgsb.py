@@ -89,17 +89,7 @@ class LBFGSB(LBFGS):
 
 
 class BoundedQuasiNewton(QuasiNewton):
-    """A minimisation by L-BFGS with bounds.  Methods are collective over the ranks of the space.
-
-    Parameters
-    ----------
-    method : LBFGSB
-    space : Space
-    vectors : 2-D array
-        Rows as `LBFGSB.slots`.
-    point : 1-D array
-    limits : Limits
-    """
+    """A minimisation by L-BFGS with bounds. Methods are collective over the ranks of the space."""
 
     history: ReducedHistory
 
@@ -154,7 +144,7 @@ class BoundedQuasiNewton(QuasiNewton):
         return self._scaled(self.point)
 
     def _descent(self, out: Array) -> Array:
-        """What steepest descent in scaled variables subtracts from the base, for a step of length 1; this is `out`."""
+        """Write to `out`, and return, what steepest descent in scaled variables subtracts in a step of length 1."""
         out[:] = self.base_gradient
         if self._root is not None:
             weigh(out, out, self._root)
@@ -201,7 +191,7 @@ class BoundedQuasiNewton(QuasiNewton):
         return top, slope, first, most
 
     def _combine(self, model: tuple[float, list[float], list[float]]) -> None:
-        """Write the step that the model says to the direction; of elements that are not free it means nothing."""
+        """Write the step of the model to the direction; it is meaningless for elements that are not free."""
         gamma, of_s, of_y = model
         self.history.combine(of_s, of_y, self.point, -gamma, self._direction)
         if self._root is not None:

@@ -17,7 +17,7 @@ from mpishard.backend import exact_gram
 from mpishard.backend.exact_gram import Gram
 from mpishard.minimizers import small
 
-# Why a method has ended: SciPy's status numbers.
+# The reason for which a method has ended: SciPy's status numbers.
 LIMIT, GRADIENT, COST, STEP, COST_AND_STEP = 0, 1, 2, 3, 4
 _NEWTON_TRIALS = 10  # of the multiplier of a region
 _SINGULAR = 2.0**-64  # of the largest diagonal element, added to a singular matrix
@@ -39,10 +39,10 @@ def largest(vector: np.ndarray) -> float:
 
 
 class Residuals(Protocol):
-    """What is minimised: half of the sum of the squares of the residuals, or of the losses of their squares."""
+    """Half of the sum of the squares of the residuals, or of the losses of their squares, to be minimised."""
 
     def cost(self, x: np.ndarray) -> float:
-        """At a point, on all ranks the same.  Collective."""
+        """The cost at a point, the same on all ranks. Collective."""
         ...
 
     def gram(self, x: np.ndarray) -> Gram:
@@ -52,66 +52,34 @@ class Residuals(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """When a method ends, and its scale.
-
-    Parameters
-    ----------
-    ftol, xtol, gtol : float
-        Ends below these; 0 for never.
-    max_nfev : int
-        The most evaluations of the cost.
-    scale : 1-D array or None
-        The characteristic sizes of the unknowns; None: from the columns of the Jacobian.
-    """
+    """The tolerances at which a method ends (0: never), its limit and its scale."""
 
     ftol: float
     xtol: float
     gtol: float
-    max_nfev: int
-    scale: np.ndarray | None
+    max_nfev: int  # the most evaluations of the cost
+    scale: np.ndarray | None  # the characteristic sizes of the unknowns; None: from the columns of the Jacobian
 
 
 @dataclass
 class State:
-    """Where a method is.
-
-    Parameters
-    ----------
-    x : 1-D array
-        The last iterate.
-    cost : float
-        There.
-    gradient : 1-D array
-        There.
-    optimality : float
-        The largest element of the gradient, with bounds scaled by the distance to them.
-    iterations, nfev, njev : int
-        Accepted steps, costs and Jacobians.
-    status : int or None
-        Why it has ended; None until then.
-    """
+    """The last iterate of a method, with its cost and gradient."""
 
     x: np.ndarray
     cost: float
     gradient: np.ndarray
-    optimality: float = math.nan
-    iterations: int = 0
+    optimality: float = math.nan  # the largest element of the gradient, with bounds scaled by the distance to them
+    iterations: int = 0  # accepted steps; then costs and Jacobians
     nfev: int = 0
     njev: int = 0
-    status: int | None = None
+    status: int | None = None  # the reason for which it has ended; None until then
 
 
 class Model:
     """The quadratic model ``g's + s'As / 2`` of the cost, in scaled variables; A is positive semidefinite.
 
-    Parameters
-    ----------
-    products : Gram
-        Of the columns of ``[J f]``.
-    scale : 1-D array
-        By what scaled variables are multiplied.
-    diagonal : 1-D array
-        Is added to the diagonal of A.
+    `products` are those of the columns of ``[J f]``; scaled variables are multiplied by `scale`; `diagonal` is added to
+    the diagonal of A.
     """
 
     def __init__(self, products: Gram, scale: np.ndarray, diagonal: np.ndarray) -> None:
@@ -121,7 +89,6 @@ class Model:
         self.gradient: np.ndarray = self._right[0] + self._right[1]
 
     def value(self, step: np.ndarray) -> float:
-        """Of the model."""
         return dot(self.gradient, step) + 0.5 * self._matrix.form(step, step)
 
     def best_along(self, start: np.ndarray, direction: np.ndarray, least: float, most: float) -> tuple[float, float]:
@@ -137,22 +104,11 @@ class Model:
         return factors[lowest], values[lowest]
 
     def step(self, radius: float, multiplier: float, tolerance: float, slack: float) -> tuple[np.ndarray, float]:
-        """The step to the minimum in a ball, and its multiplier, by which another search may begin.
+        """The step to the minimum in a ball, and its multiplier, from which another search may begin.
 
-        Parameters
-        ----------
-        radius : float
-            Of the ball.
-        multiplier : float
-            Where the search begins.
-        tolerance : float
-            By what share of the radius the length of a step at the boundary may differ from it.
-        slack : float
-            By what share of it the step to the minimum of the model may be longer.
-
-        References
-        ----------
-        J. J. More: The Levenberg-Marquardt algorithm: implementation and theory.  Numerical Analysis, Lecture Notes in
+        The search begins at `multiplier`; the length of a step at the boundary may differ from the radius by the share
+        `tolerance` of it, and the step to the minimum of the model may be longer by the share `slack`. Source: J. J.
+        More: The Levenberg-Marquardt algorithm: implementation and theory, Numerical Analysis, Lecture Notes in
         Mathematics 630, 105-116 (1978), section 5.
         """
         step, length, square = self._solve(0.0)
@@ -182,7 +138,7 @@ class Model:
         return step, multiplier
 
     def _solve(self, multiplier: float) -> tuple[np.ndarray, float, float]:
-        """The minimum with so much added to the diagonal, its length, and the square by which the length changes."""
+        """The minimum with `multiplier` added to the diagonal, its length, and the square by which that changes."""
         matrix = self._matrix
         if multiplier:
             matrix = matrix.with_diagonal(np.full(len(self.gradient), multiplier))
@@ -197,15 +153,12 @@ class Model:
 def reflective(
     residuals: Residuals, start: np.ndarray, lower: np.ndarray, upper: np.ndarray, options: Options
 ) -> Iterator[State]:
-    """Yield where it is after the first evaluation and each iteration, in a trust region inside of bounds.
+    """Yield the state after the first evaluation and each iteration, in a trust region inside of bounds. Collective.
 
-    Collective over the ranks of the residuals.  Variables are scaled by the distance to the bound to which descent
-    leads; a step to the outside is reflected, and the best of it, of the step cut short and of the gradient is taken.
-
-    References
-    ----------
-    M. A. Branch, T. F. Coleman, Y. Li: A subspace, interior, and conjugate gradient method for large-scale
-    bound-constrained minimization problems.  SIAM Journal on Scientific Computing 21, 1-23 (1999).
+    Variables are scaled by the distance to the bound to which descent leads; a step to the outside is reflected, and
+    the best of it, of the step cut short and of the gradient is taken. Source: M. A. Branch, T. F. Coleman, Y. Li: A
+    subspace, interior, and conjugate gradient method for large-scale bound-constrained minimization problems, SIAM
+    Journal on Scientific Computing 21, 1-23 (1999).
     """
     x = strictly_inside(start, lower, upper, 1e-10)
     state = State(x, residuals.cost(x), np.zeros(len(x)), nfev=1)
@@ -279,7 +232,7 @@ def _linearized(
 def _distances(
     x: np.ndarray, gradient: np.ndarray, lower: np.ndarray, upper: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The distance to the bound to which descent leads, and its derivative; 1 and 0 where there is none."""
+    """The distance to the bound to which descent leads, and its derivative; 1 and 0 without such a bound."""
     up = (gradient < 0) & np.isfinite(upper)
     down = (gradient > 0) & np.isfinite(lower)
     distance = np.where(up, upper - x, np.where(down, x - lower, 1.0))
@@ -296,7 +249,7 @@ def _within_bounds(
     upper: np.ndarray,
     inside: float,
 ) -> tuple[np.ndarray, float]:
-    """The scaled step that is tried for one that may leave the bounds, and the decrease that the model says."""
+    """The scaled step that is tried for one that may leave the bounds, and the decrease that the model predicts."""
     whole = x + scale * free
     if ((lower <= whole) & (whole <= upper)).all():
         return free, -model.value(free)
@@ -325,7 +278,7 @@ def _within_bounds(
 
 
 def _to_bound(x: np.ndarray, step: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[float, np.ndarray]:
-    """By which factor a step reaches the first bound, and which elements do."""
+    """The factor by which a step reaches the first bound, and the elements that do."""
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = np.where(step == 0, np.inf, np.maximum((lower - x) / step, (upper - x) / step))
     first = float(factors.min())
@@ -333,7 +286,7 @@ def _to_bound(x: np.ndarray, step: np.ndarray, lower: np.ndarray, upper: np.ndar
 
 
 def _to_sphere(start: np.ndarray, direction: np.ndarray, radius: float) -> float:
-    """By which factor a direction reaches the boundary of the region from a point in it."""
+    """The factor by which a direction reaches the boundary of the region from a point in it."""
     square, mixed = dot(direction, direction), dot(start, direction)
     rest = radius * radius - dot(start, start)
     root = math.sqrt(max(mixed * mixed + square * rest, 0.0))
@@ -360,7 +313,7 @@ def _ratio(decrease: float, expected: float) -> float:
 
 
 def _converged(decrease: float, cost: float, moved: float, far: float, ratio: float, options: Options) -> int | None:
-    """Which test the last trial ends; None for none."""
+    """The status of the test that the last trial ends; None for none."""
     by_cost = decrease < options.ftol * cost and ratio > 0.25
     by_step = moved < options.xtol * (options.xtol + far)
     if by_cost and by_step:
@@ -378,15 +331,11 @@ def require_finite(cost: float) -> None:
 
 
 def levenberg_marquardt(residuals: Residuals, start: np.ndarray, options: Options) -> Iterator[State]:
-    """Yield where it is after the first evaluation and each iteration, by the algorithm of Levenberg and Marquardt.
+    """Yield the state after the first evaluation and each iteration, by the algorithm of Levenberg and Marquardt.
 
-    Collective over the ranks of the residuals.
-
-    References
-    ----------
-    J. J. More: The Levenberg-Marquardt algorithm: implementation and theory.  Numerical Analysis, Lecture Notes in
-    Mathematics 630, 105-116 (1978); its implementation and its constants: J. J. More, B. S. Garbow, K. E. Hillstrom:
-    User guide for MINPACK-1.  Argonne National Laboratory, ANL-80-74 (1980).
+    Collective. Source: J. J. More: The Levenberg-Marquardt algorithm: implementation and theory, Numerical Analysis,
+    Lecture Notes in Mathematics 630, 105-116 (1978); its implementation and constants: J. J. More, B. S. Garbow, K. E.
+    Hillstrom: User guide for MINPACK-1, Argonne National Laboratory, ANL-80-74 (1980).
     """
     x = start.copy()
     state = State(x, residuals.cost(x), np.zeros(len(x)), nfev=1)

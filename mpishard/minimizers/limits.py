@@ -1,4 +1,4 @@
-"""What a user says about the elements of the point: bounds, fixed elements, and their scale; this rank's part of it."""
+"""The user's options about the elements of the point on this rank: bounds, fixed elements, and their scale."""
 
 from __future__ import annotations
 
@@ -13,31 +13,18 @@ Array = Any
 
 @dataclass(frozen=True)
 class Limits:
-    """This rank's part of what is known of each element; None where nothing is.
+    """This rank's part of the options about elements; None where an option is not given.
 
-    Parameters
-    ----------
-    lower, upper : 1-D array, optional
-        Bounds, infinite where there is none.
-    fixed : 1-D array of bool, optional
-        True for elements that keep their value.
-    weights : 1-D array, optional
-        Positive: the inner product is ``sum(weights * a * b)``; stop tests look at ``gradient / weights``.
-    scaling : 1-D array, optional
-        Positive: the diagonal p of the initial inverse Hessian, in units of one number that the method chooses.
-    precondition : callable, optional
-        ``precondition(vector) -> vector``, of this rank's elements, collective: such an initial inverse Hessian that is
-        no diagonal.  Symmetric and positive definite.
-
-    Raises
-    ------
-    ValueError
-        If there are both a scaling and a precondition.
+    `lower` and `upper` are infinite without a bound. With positive `weights` the inner product is
+    ``sum(weights * a * b)``, and stop tests look at ``gradient / weights``. The positive `scaling` is the diagonal p of
+    the initial inverse Hessian, in units of one number that the method chooses; ``precondition(vector)``, of this
+    rank's elements, collective, is such an initial inverse Hessian that is no diagonal, symmetric and positive
+    definite.
     """
 
     lower: Array | None = None
     upper: Array | None = None
-    fixed: Array | None = None
+    fixed: Array | None = None  # True for elements that keep their value
     weights: Array | None = None
     scaling: Array | None = None
     precondition: Callable[[Array], Array] | None = None
@@ -47,31 +34,12 @@ class Limits:
             raise ValueError("a scaling and a precondition were given; leave one of them out")
 
     def expect_no_bounds(self, method: str) -> None:
-        """Refuse bounds, for a method without them.
-
-        Parameters
-        ----------
-        method : str
-            Its name.
-
-        Raises
-        ------
-        ValueError
-            If there are any.
-        """
+        """Raise ValueError if there are bounds, for a method without them."""
         if self.lower is not None or self.upper is not None:
             raise ValueError(f"{method} takes no bounds; use LBFGSB, or fix elements")
 
 
 def tell_of_projection(moved: int) -> None:
-    """Say that the start was outside of its bounds.
-
-    Not collective; callers choose the rank that speaks.
-
-    Parameters
-    ----------
-    moved : int
-        How many elements were; nothing is said of 0.
-    """
+    """Log that `moved` elements of the start, unless 0, were out of bounds; callers choose the rank that logs."""
     if moved:
         log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")

@@ -29,9 +29,9 @@ _FELT = 1e-6  # a square of the residual below this share of the last one is of 
 
 
 class Ending(Enum):
-    """Why conjugate gradients have ended."""
+    """The reason for which conjugate gradients have ended."""
 
-    NONE = "none"  # they go on
+    NONE = "none"  # they continue
     INSIDE = "inside"  # the residual is small enough
     LIMIT = "limit"  # they have taken as many products as they may; the step is inside
     BOUNDARY = "boundary"  # the step has left the region, and was cut
@@ -42,85 +42,42 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class SteihaugState:
-    """The numbers of the iteration.  Norms and products are in the scaled variables, and preconditioned.
+    """The numbers of the iteration. Norms and products are in the scaled variables, and preconditioned."""
 
-    Parameters
-    ----------
-    radius : float
-        Of the trust region; 0 until the first product decides it.
-    tolerance : float
-        The norm of the residual at which the iteration ends.
-    most : int
-        The most products.
-    residual_square : float
-        The square of the norm of the residual.
-    doubt : float
-        A bound on the error of `residual_square`.
-    step_square, step_direction, direction_square : float
-        Products of step and direction with each other.
-    decrease : float
-        By which the step decreases the quadratic model.
-    products : int
-        How many were told.
-    asymmetry : float
-        By how much the last product was not symmetric, as a share of its size.
-    ending : str
-        Why it has ended.
-    """
-
-    radius: float = 0.0
-    tolerance: float = 0.0
-    most: int = 0
+    radius: float = 0.0  # of the trust region; 0 until the first product decides it
+    tolerance: float = 0.0  # the norm of the residual at which the iteration ends
+    most: int = 0  # products
     residual_square: float = 0.0
-    doubt: float = 0.0
-    step_square: float = 0.0
+    doubt: float = 0.0  # a bound on the error of `residual_square`
+    step_square: float = 0.0  # products of step and direction with each other
     step_direction: float = 0.0
     direction_square: float = 0.0
-    decrease: float = 0.0
-    products: int = 0
-    asymmetry: float = 0.0
-    ending: str = Ending.NONE.value
+    decrease: float = 0.0  # of the quadratic model by the step
+    products: int = 0  # taken so far
+    asymmetry: float = 0.0  # of the last product, as a share of its size
+    ending: str = Ending.NONE.value  # the value of an `Ending`
 
     @property
     def cut(self) -> bool:
-        """Whether the step ends at the boundary of the region."""
+        """Return True if the step ends at the boundary of the region."""
         return self.ending in (Ending.BOUNDARY.value, Ending.CURVATURE.value)
 
 
 class SteihaugCG:
     """The minimum of a quadratic model in a ball, approximately, by Steihaug's conjugate gradients.
 
-    It minimises ``g's + s'Hs / 2`` for ``|s| <= radius``, in the norm of the inverse preconditioner.  The step begins
-    at 0 and only gets longer, so where it leaves the region, or meets a direction without positive curvature, it is cut
-    at the boundary.  Methods are collective over the ranks of the space.
+    It minimises ``g's + s'Hs / 2`` for ``|s| <= radius``, in the norm of the inverse preconditioner. The step begins at
+    0 and only gets longer, so where it leaves the region, or meets a direction without positive curvature, it is cut at
+    the boundary. Methods are collective over the ranks of the space; the caller keeps the vectors `step`, `residual`
+    and `direction`, which are in the variables `free`; `max_radius` has a finite square.
 
-    Parameters
-    ----------
-    space : Space
-        Of the vectors.
-    free : FreeVariables
-        The variables of step, residual and direction.
-    step, residual, direction : 1-D array
-        The vectors of the state, kept by the caller.
-    max_radius : float
-        The largest radius; its square is finite.
+    A product costs two all-reduces. The new norm of the residual ``r + alpha h`` is computed from products with the old
+    one, ``r'r + 2 alpha r'h + alpha^2 h'h``, which are all known with the curvature. Where that sum has lost half of
+    its digits, and with a callable preconditioner, the norm is computed anew, by two further all-reduces.
 
-    Attributes
-    ----------
-    state : SteihaugState
-        The numbers of the state.
-
-    Notes
-    -----
-    A product costs two all-reduces.  The new norm of the residual ``r + alpha h`` is computed from products with the
-    old one, ``r'r + 2 alpha r'h + alpha^2 h'h``, which are all known with the curvature.  Where that sum has lost half
-    of its digits, and with a callable preconditioner, the norm is computed anew, by two further all-reduces.
-
-    References
-    ----------
-    T. Steihaug: The conjugate gradient method and trust regions in large scale optimization.  SIAM Journal on Numerical
-    Analysis 20, 626-637 (1983).  The norms of the steps by recurrences: A. R. Conn, N. I. M. Gould, P. L. Toint:
-    Trust-Region Methods (2000), algorithm 7.5.1 and equations 7.5.5 to 7.5.7.
+    Sources: T. Steihaug: The conjugate gradient method and trust regions in large scale optimization, SIAM Journal on
+    Numerical Analysis 20, 626-637 (1983). The norms of the steps by recurrences: A. R. Conn, N. I. M. Gould, P. L.
+    Toint: Trust-Region Methods (2000), algorithm 7.5.1 and equations 7.5.5 to 7.5.7.
     """
 
     def __init__(
@@ -143,18 +100,10 @@ class SteihaugCG:
         return self.space.dots([(self.residual, preconditioned)], [tops[0] * tops[1]])[0]
 
     def begin(self, square: float, radius: float, tolerance: float, most: int) -> None:
-        """Start with step 0; the residual holds the gradient in the scaled variables.
+        """Start with step 0; the residual holds the gradient in the scaled variables, and `square` is that of its norm.
 
-        Parameters
-        ----------
-        square : float
-            From `square`.
-        radius : float
-            Of the region; 0 for the length of the first step that the model itself proposes.
-        tolerance : float
-            The norm of the residual at which the iteration ends.
-        most : int
-            The most products.
+        A radius of 0 is replaced by the length of the first step that the model itself proposes; the iteration ends
+        when the norm of the residual is at most `tolerance`, or after `most` products.
         """
         self.step[:] = 0
         self.direction[:] = 0
@@ -164,17 +113,9 @@ class SteihaugCG:
         )
 
     def tell_product(self, product: Array) -> bool:
-        """Take the Hessian times the direction, and continue.
+        """Take the Hessian times the unscaled direction, only read, and continue.
 
-        Parameters
-        ----------
-        product : 1-D array
-            Of the unscaled direction; only read.
-
-        Returns
-        -------
-        bool
-            Whether another product is wanted; if not, the step is ready.
+        Returns True if another product is wanted; if not, the step is ready.
         """
         state = replace(self.state, products=self.state.products + 1)
         product = self.free.scaled(product)
@@ -205,7 +146,7 @@ class SteihaugCG:
         return self._turn(state, length, 2 * length * mixed, length * length * square)
 
     def _asymmetry(self, state: SteihaugState, curvature: float, mixed: float, square: float) -> float:
-        """How far the second product is from a symmetric one; 0 for others, and where rounding hides it."""
+        """The difference of the second product from a symmetric one; 0 for others, and where rounding hides it."""
         # The residual is the last direction times a number, less this one; with a symmetric matrix the last direction
         # and this one are conjugate, so that only this one counts in the residual's product.
         growth = state.direction_square - state.residual_square
@@ -235,7 +176,7 @@ class SteihaugCG:
         )
 
     def _turn(self, state: SteihaugState, length: float, mixed: float, square: float) -> bool:
-        """Take the next direction, unless the residual is small; `mixed` and `square` are what its norm changes by."""
+        """Take the next direction, unless the residual is small; `mixed` and `square` are the changes of its norm."""
         before = state.residual_square
         epsilon = self.space.epsilon
         after = before + mixed + square
@@ -271,12 +212,12 @@ def _first_radius(length: float, direction_square: float) -> float:
 # Truncated Newton and Gauss-Newton methods in a trust region, from products with the Hessian.
 
 # Algorithm 4.1 of Nocedal and Wright, with eta = 0: every lower value is accepted.  After a bad step the radius becomes
-# half of the step's length: a quarter, as there, costs a sixth more evaluations and products on the set of Moré, Garbow
-# and Hillstrom.
+# half of the step's length: the algorithm's quarter costs a sixth more evaluations and products on the set of Moré,
+# Garbow and Hillstrom.
 _SHRINK_BELOW, _SHRINK = 0.25, 0.5
 _NOT_FINITE_SHRINK = 0.25
 _GROW_ABOVE, _GROW = 0.75, 2.0
-_NOISE = 1000  # so many units in the last place of a value, or of an element, are too few to judge a step by
+_NOISE = 1000  # units in the last place of a value, or of an element, that are too few to judge a step by
 _LARGEST_RADIUS = 1e150  # its square is finite
 _SLOTS = ("base", "base_gradient", "step", "residual", "direction")
 _OF_BASE, _OF_STEP = (0, 1), (2, 3, 4)  # their rows
@@ -363,23 +304,10 @@ class TruncatedNewton(Method):
 
 
 class TruncatedNewtonMinimizer(Minimizer):
-    """A minimisation by `TruncatedNewton`.  Methods are collective over the ranks of the space.
+    """A minimisation by `TruncatedNewton`. Methods are collective over the ranks of the space.
 
-    Between two iterations the point is the base.  While products are wanted it stays there; then it is the end of the
-    step, until value and gradient were told.
-
-    Parameters
-    ----------
-    method : TruncatedNewton
-        The options.
-    space : Space
-        Of the vectors.
-    vectors : 2-D array
-        A row for each slot.
-    point : 1-D array
-        The start.
-    limits : Limits
-        What is known of the elements.
+    Between two iterations the point is the base. While products are wanted it stays there; then it is the end of the
+    step, until `tell`.
     """
 
     def __init__(self, method: TruncatedNewton, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
@@ -453,7 +381,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             raise ValueError(f"this minimisation wants a {self.wanted.value} next, and was told a {what.value}")
 
     def _riesz(self, gradient: Array) -> list[Array]:
-        """What stop tests look at besides the gradient: its Riesz map, and the projection of that."""
+        """The vectors of stop tests besides the gradient: its Riesz map, and the projection of that."""
         weights = self.limits.weights
         riesz = gradient if weights is None else gradient / weights
         if not self.bounds.any:
@@ -461,7 +389,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         return [riesz, self.bounds.projected_gradient(self.point, riesz, empty(riesz.size, riesz.dtype, riesz))]
 
     def _judge(self, value: float, gradient_top: float, step_top: float) -> bool:
-        """Choose the next radius; whether the step is accepted."""
+        """Choose the next radius; return True if the step is accepted."""
         model, old = self.cg.state, self.progress.value
         ratio = -math.inf
         if math.isfinite(value) and math.isfinite(gradient_top):
@@ -503,7 +431,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self._gradient_top, self._gradient_square, self._refused = gradient_top, math.nan, False
 
     def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
-        """Why the method has converged with this iteration; a step that was cut says nothing but by its gradient."""
+        """The reason for which the method has converged; of a step that was cut only the gradient counts."""
         reason, model = converged(self.method, self.progress, value_before, step_top, point_top), self.cg.state
         if not model.cut or reason == "gradient":
             return reason
@@ -552,7 +480,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             self._try()
 
     def _try(self) -> None:
-        """Go to the end of the step; if it is outside of the bounds, ask first what the model says nearer."""
+        """Go to the end of the step; if it is outside of the bounds, ask for the product of the projected step."""
         base, step = self.row("base"), self.row("direction")
         formulas.moved(self.point, base, self.free.unscaled(self.row("step")), 1.0)
         self._decrease = self.cg.state.decrease
@@ -588,7 +516,7 @@ class TruncatedNewtonMinimizer(Minimizer):
 
     def reopen(self) -> None:
         super().reopen()
-        self.progress = replace(self.progress, value=math.nan)  # which is to be told anew
+        self.progress = replace(self.progress, value=math.nan)  # the next evaluation gives it again
 
     def to_metadata(self) -> dict[str, Any]:
         return {

@@ -103,21 +103,7 @@ class NonlinearCG(Method):
 
 
 class ConjugateGradients(Descent):
-    """A minimisation by `NonlinearCG`.  Methods are collective over the ranks of the space.
-
-    Parameters
-    ----------
-    method : NonlinearCG
-        The options.
-    space : Space
-        Of the vectors.
-    vectors : 2-D array
-        Rows as `NonlinearCG.slots`.
-    point : 1-D array
-        The start.
-    limits : Limits
-        What is known of the elements.
-    """
+    """A minimisation by `NonlinearCG`. Methods are collective over the ranks of the space."""
 
     method: NonlinearCG
 
@@ -129,7 +115,7 @@ class ConjugateGradients(Descent):
         # From the end of a line search to the next direction, within one call of `tell`:
         self._preconditioned: Array | None = None  # P g
         self._beta = 0.0
-        self._decrease = 0.0  # what the last step has gained, by the slope at its begin
+        self._decrease = 0.0  # of the value by the last step, from the slope at its beginning
 
     def begin(self) -> int:
         self._preconditioned, self._beta, self._decrease = None, 0.0, 0.0
@@ -145,7 +131,7 @@ class ConjugateGradients(Descent):
             "square": self._square,
             "direction_square": self._direction_square,
             "turns": self._turns,
-            # What a limit on iterations, lifted later, has kept from becoming a direction; else both are 0.
+            # Parts of a direction that a limit on iterations, lifted later, has prevented; else both are 0.
             "beta": self._beta,
             "decrease": self._decrease,
         }

@@ -1,4 +1,4 @@
-"""Whether a method can go on from saved numbers, tried before anything changes."""
+"""A trial of saved numbers: can a method resume from them? Asked before anything changes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,10 @@ ELEMENTS = "elements"  # in the metadata: a hash of bounds, fixed elements, inne
 
 
 def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -> None:
-    """Raise unless a minimisation by the method can be restored from these numbers: one without elements tries it.
+    """Raise ValueError, with both sides, unless a minimisation by the method can be restored from this metadata.
 
-    Not collective.
-
-    Parameters
-    ----------
-    method : Method
-        With the options of now.
-    metadata : mapping
-        Of `Minimizer.to_metadata`, maybe by a method with other options, with a hash of those about elements.
-    elements : str
-        The hash of now.
-
-    Raises
-    ------
-    ValueError
-        If something is missing or invalid, or the options do not fit; with both sides.
+    A minimisation without elements tries it. `metadata` is of `Minimizer.to_metadata`, possibly with other options, and
+    of a hash of those about elements, which must be equal to `elements`.
     """
     if metadata.get(ELEMENTS, elements) != elements:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Linear algebra of a few numbers, with the same bits on every machine.
 
-All ranks compute these numbers for themselves and must agree.  LAPACK and BLAS choose other orders of summation on
-other processors; here every sum is rounded once, or is of two numbers.
+All ranks compute these numbers for themselves and must agree. LAPACK and BLAS choose other orders of summation on other
+processors; here every sum is rounded once, or is of two numbers.
 """
 
 from __future__ import annotations
@@ -14,18 +14,7 @@ import numpy as np
 
 
 def dot(one: Sequence[float], other: Sequence[float]) -> float:
-    """The dot product of two lists, rounded once.
-
-    Parameters
-    ----------
-    one, other : sequence of float
-        Of one length.
-
-    Returns
-    -------
-    float
-        NaN if infinite products cancel, or if the sum is too large.
-    """
+    """The dot product of two lists of one length, rounded once; NaN if infinities cancel or the sum is too large."""
     try:
         return math.fsum(map(mul, one, other))
     except (OverflowError, ValueError):
@@ -33,19 +22,7 @@ def dot(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def solve(matrix: np.ndarray, right: Sequence[float]) -> list[float]:
-    """Solve a small linear system by elimination with partial pivoting.
-
-    Parameters
-    ----------
-    matrix : float64 array (n, n)
-        Not changed.
-    right : sequence of float
-
-    Returns
-    -------
-    list of float
-        NaN if the matrix is singular.
-    """
+    """Solve a small linear system by elimination with partial pivoting; NaN if the matrix is singular."""
     size = len(right)
     table = np.concatenate([matrix, np.reshape(right, (size, 1))], axis=1)
     with np.errstate(all="ignore"):
@@ -63,18 +40,7 @@ def solve(matrix: np.ndarray, right: Sequence[float]) -> list[float]:
 
 
 def cholesky(matrix: np.ndarray) -> np.ndarray | None:
-    """The lower triangular L with ``L L' = matrix``.
-
-    Parameters
-    ----------
-    matrix : float64 array (n, n)
-        Symmetric.
-
-    Returns
-    -------
-    float64 array (n, n)
-        None if the matrix is not positive definite, to rounding.
-    """
+    """The lower triangular L with ``L L' = matrix``; None if this is not positive definite, to rounding."""
     size = len(matrix)
     rows = [[0.0] * size for _ in range(size)]
     for i, row in enumerate(rows):
@@ -88,18 +54,7 @@ def cholesky(matrix: np.ndarray) -> np.ndarray | None:
 
 
 def solve_lower(lower: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Solve ``lower X = right`` for several right sides.
-
-    Parameters
-    ----------
-    lower : float64 array (n, n)
-        Lower triangular, without zeros on its diagonal.
-    right : float64 array (n, sides)
-
-    Returns
-    -------
-    float64 array (n, sides)
-    """
+    """Solve ``lower X = right`` for the columns of `right`; no diagonal element of `lower` is 0."""
     solution = np.array(right, np.float64)
     for k in range(len(lower)):
         solution[k] /= lower[k, k]
@@ -108,17 +63,7 @@ def solve_lower(lower: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def times(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The product of two small matrices, summed in the order of the columns of the first.
-
-    Parameters
-    ----------
-    matrix : float64 array (n, k)
-    right : float64 array (k, sides)
-
-    Returns
-    -------
-    float64 array (n, sides)
-    """
+    """The product of two small matrices, summed in the order of the columns of the first."""
     product = np.zeros((len(matrix), right.shape[1]))
     for k, row in enumerate(right):
         product += matrix[:, k, None] * row
@@ -126,17 +71,9 @@ def times(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def power(base: float, exponent: float) -> float:
-    """A power by multiplications and square roots only, which round alike everywhere, unlike ``**``.
+    """A power of finite numbers of at least 0 by multiplications and square roots only, which round equally everywhere.
 
-    Parameters
-    ----------
-    base, exponent : float
-        Not negative, and finite.
-
-    Returns
-    -------
-    float
-        Infinite if it is too large.
+    ``**`` does not. Infinite if it is too large.
     """
     result, factor, whole = 1.0, base, int(exponent)
     while whole:

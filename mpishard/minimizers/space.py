@@ -1,4 +1,4 @@
-"""The vectors of a minimisation: what a method may ask of them, wherever their elements are."""
+"""The vectors of a minimisation: sums and maxima over their elements, whichever rank has them."""
 
 from __future__ import annotations
 
@@ -21,31 +21,17 @@ class Space(ABC):
     """Flat vectors that are divided over ranks, and their sums, whose bits do not depend on who holds what.
 
     A method works element by element on its own part of a vector, and takes every scalar from here; so all ranks decide
-    the same, on any number of ranks.  Methods are collective over the ranks of the space.
-
-    Parameters
-    ----------
-    size : int
-        Elements of a vector on this rank.
-    total : int
-        Elements on all ranks, each counted once.
-    like : array
-        An empty array of the dtype and device of the vectors.
-    spans : sequence of (start, stop)
-        The elements of this rank that count in sums, ascending; no other rank counts them.
-
-    Raises
-    ------
-    ValueError
-        If there are more elements than a sum can have, on all ranks alike.
+    equally, on any number of ranks. Methods but `own` are collective over the ranks of the space. Raises ValueError on
+    all ranks if there are more elements than a sum can have.
     """
 
     def __init__(self, size: int, total: int, like: Array, spans: Sequence[tuple[int, int]]) -> None:
         if total > exact.MOST_TERMS:
             raise ValueError(f"vectors have at most {exact.MOST_TERMS} elements, but these have {total}")
-        self.size = size
-        self.total = total
-        self.like = like
+        self.size = size  # elements of a vector on this rank
+        self.total = total  # elements on all ranks, each counted once
+        self.like = like  # an empty array of the dtype and device of the vectors
+        # (start, stop) of this rank's elements that count in sums, ascending; no other rank counts them.
         self.spans: tuple[tuple[int, int], ...] = tuple((start, stop) for start, stop in spans if start < stop)
         if not is_device(like):
             exact.expect_norms(like.dtype, squares=False)
@@ -54,7 +40,7 @@ class Space(ABC):
 
     @property
     def epsilon(self) -> float:
-        """The relative rounding error of the dtype: 2**-52 or 2**-23.  Not collective."""
+        """The relative rounding error of the dtype: 2**-52 or 2**-23."""
         return float(np.finfo(self.like.dtype).eps)
 
     @abstractmethod
@@ -71,7 +57,7 @@ class Space(ABC):
 
     @abstractmethod
     def own(self, whole: Array) -> Array:
-        """This rank's elements of a whole vector.  Not collective."""
+        """This rank's elements of a whole vector."""
 
     def largest(self, *vectors: Array) -> list[float]:
         """The largest absolute value of each vector; infinite if an element is NaN or infinite.  One all-reduce."""
@@ -84,20 +70,10 @@ class Space(ABC):
         return [float(top) for top in tops]
 
     def dots(self, pairs: Sequence[Pair], tops: Sequence[float]) -> list[float]:
-        """The dot product of each pair of vectors.
+        """The dot product of each pair of vectors, rounded once; NaN where its top is not below ``2**1000``.
 
-        One all-reduce of two int64 a product; rarely two more, as `values` says.
-
-        Parameters
-        ----------
-        pairs : sequence of (array, array)
-        tops : sequence of float
-            For each pair the product of the `largest` of both.
-
-        Returns
-        -------
-        list of float
-            Each rounded once; NaN where `top` is not below ``2**1000``.
+        `tops` has for each pair the product of the `largest` of both. One all-reduce of two int64 a product; rarely two
+        more, see `values`.
         """
         return self.values(pairs, self._summed(pairs, tops), tops)
 
@@ -110,42 +86,18 @@ class Space(ABC):
         return words
 
     def values(self, pairs: Sequence[Pair], words: np.ndarray, tops: Sequence[float]) -> list[float]:
-        """The dot products of pairs of vectors, of words that were summed over the ranks.
+        """The dot products of pairs of vectors, from sums over the ranks of words of `exact.dot_words` with these tops.
 
         Where the largest elements of both vectors are far from each other, as when the unknowns have different units,
-        all products may be so much smaller than `tops` that the words lose them.  Such sums are made again, with the
+        all products may be so much smaller than `tops` that the words lose them. Such sums are made again, with the
         largest of the products, by two further all-reduces of these sums.
-
-        Parameters
-        ----------
-        pairs : sequence of (array, array)
-        words : int64 array (pairs, 2)
-            The sums of `exact.dot_words`.
-        tops : sequence of float
-            With which these were made.
-
-        Returns
-        -------
-        list of float
-            As of `dots`.
         """
         return exact.values(*self.refined(pairs, words, tops))
 
     def refined(
         self, pairs: Sequence[Pair], words: np.ndarray, tops: Sequence[float]
     ) -> tuple[np.ndarray, list[float]]:
-        """Such words and tops, those of doubtful sums made again.
-
-        Parameters
-        ----------
-        pairs, words, tops : sequence, int64 array, sequence
-            As for `values`.
-
-        Returns
-        -------
-        words : int64 array (pairs, 2)
-        tops : list of float
-        """
+        """The words, (pairs, 2), and tops of `values`, those of doubtful sums made again."""
         found, bounds = np.array(words), list(tops)
         few = [k for k, top in enumerate(tops) if exact.is_doubtful(words[k], top, self.total)]
         if few:
@@ -180,15 +132,7 @@ class Space(ABC):
 
 
 class LocalSpace(Space):
-    """Whole vectors in one process.
-
-    Parameters
-    ----------
-    size : int
-        Elements of a vector.
-    like : array
-        An array of the dtype and device of the vectors.
-    """
+    """Whole vectors in one process."""
 
     def __init__(self, size: int, like: Array) -> None:
         super().__init__(size, size, like[:0], [(0, size)])
@@ -200,9 +144,7 @@ class LocalSpace(Space):
         """Leave the maxima as they are."""
 
     def whole(self, vector: Array) -> Array:
-        """The vector itself."""
         return vector
 
     def own(self, whole: Array) -> Array:
-        """The vector itself."""
         return whole

@@ -1,4 +1,4 @@
-"""When a minimisation ends: the tests that all methods share, after an iteration and after an evaluation."""
+"""The stop tests that all methods share, after an iteration and after an evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mpishard.minimizers.minimizer import Progress
 
 LARGEST_PRODUCT = 2.0**1000  # of which sums are known
 
-# Reasons for which a method cannot go on, in words.
+# Reasons for which a method cannot continue, in words.
 FAILURES = {
     "line search": "the line search found no lower value along a descent direction, so that the gradient does not fit "
     "the function to rounding; mpishard.check_gradient compares them",
@@ -20,23 +20,10 @@ FAILURES = {
 def converged(
     method: Method, progress: Progress, value_before: float, step_top: float = 1.0, point_top: float = 0.0
 ) -> str:
-    """Why a minimisation has converged with the iteration that has just ended; empty if it has not.
+    """The test by which the iteration that has just ended converged: "gradient", "decrease" or "step"; empty if none.
 
-    Parameters
-    ----------
-    method : Method
-        With the tolerances.
-    progress : Progress
-        After the iteration.
-    value_before : float
-        Before the iteration; NaN at the start, where the gradient alone decides.
-    step_top, point_top : float
-        Largest absolute element of the iteration's step, and of the point.
-
-    Returns
-    -------
-    str
-        ``"gradient"``, ``"decrease"``, ``"step"`` or nothing.
+    `value_before` is NaN at the start, where the gradient alone decides; `step_top` and `point_top` are the largest
+    absolute elements of the step and the point.
     """
     if progress.projected_norm <= method.gtol:
         return "gradient"
@@ -48,41 +35,16 @@ def converged(
 
 
 def exhausted(method: Method, progress: Progress) -> str:
-    """Why a minimisation may go on no longer: ``"iterations"``, ``"evaluations"`` or nothing.
-
-    Parameters
-    ----------
-    method : Method
-        With the limits.
-    progress : Progress
-        After an evaluation.
-
-    Returns
-    -------
-    str
-        Empty if it may.
-    """
+    """The limit that a minimisation has reached, "iterations" or "evaluations"; empty if it may continue."""
     if progress.iterations >= method.maxiter:
         return "iterations"
     return "evaluations" if progress.evaluations >= method.maxfun else ""
 
 
 def lifted(method: Method, progress: Progress, reason: str) -> bool:
-    """Whether the limit at which a minimisation has ended is now farther away: options may change between two runs.
+    """Return True if the limit at which a minimisation ended is now farther away: options may change between two runs.
 
-    Parameters
-    ----------
-    method : Method
-        With the limits of now.
-    progress : Progress
-        At the end.
-    reason : str
-        Why it has ended; empty if it has not.
-
-    Returns
-    -------
-    bool
-        True only for limits on iterations and evaluations, and for `gtol`.
+    Only limits on iterations and evaluations, and `gtol`, count.
     """
     if reason == "gradient":
         return progress.projected_norm > method.gtol
@@ -92,17 +54,9 @@ def lifted(method: Method, progress: Progress, reason: str) -> bool:
 
 
 def out_of_range(progress: Progress) -> str:
-    """Why a minimisation ends whose gradient is so small or so large that its square is no number.
+    """The reason to end where the square of the gradient is out of the range of floats: "range" at the start.
 
-    Parameters
-    ----------
-    progress : Progress
-        At the end.
-
-    Returns
-    -------
-    str
-        ``"range"`` at the start; after iterations ``"decrease"``, if there is nothing more to gain, or ``"unbounded"``.
+    After iterations "decrease", if nothing is left to gain, or "unbounded".
     """
     if progress.iterations and progress.gradient_norm < 1:
         return "decrease"

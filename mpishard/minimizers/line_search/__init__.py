@@ -1,4 +1,4 @@
-"""Line searches as state machines of numbers: each is told value and slope, and says what comes next.  No MPI."""
+"""Line searches as state machines of numbers: each takes value and slope, and returns what comes next.  No MPI."""
 
 from mpishard.minimizers.line_search.armijo import Armijo
 from mpishard.minimizers.line_search.hager_zhang import HagerZhang

@@ -12,19 +12,12 @@ from mpishard.minimizers.line_search.search import LineSearch, LineSearchState, 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmijoState(LineSearchState):
-    """Where a search stands.
+    """The state of a search, with one more trial."""
 
-    Parameters
-    ----------
-    before : Trial
-        The finite trial before the last one; step 0 if there was none.
-    """
-
-    before: Trial = Trial(0.0, 0.0, 0.0)
+    before: Trial = Trial(0.0, 0.0, 0.0)  # the finite trial before the last one; step 0 without one
 
     @property
     def anchor(self) -> float:
-        """Step 0."""
         return 0.0
 
 
@@ -105,7 +98,7 @@ def _quadratic(start: Trial, trial: Trial) -> float:
 def _cubic(state: ArmijoState, trial: Trial) -> float:
     """Where the cubic with value and slope at the start and the last two values has its minimum."""
     one, other, slope = trial.step, state.before.step, state.start.slope
-    # What the value rises above the line at the start, by the square of the step: b + a step.
+    # The rise of the value above the line at the start, over the square of the step: b + a step.
     rise_one = ((trial.value - state.start.value) / one - slope) / one
     rise_other = ((state.before.value - state.start.value) / other - slope) / other
     a = (rise_one - rise_other) / (one - other)

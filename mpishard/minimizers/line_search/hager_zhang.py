@@ -14,32 +14,21 @@ NEAR_WALL = 0.1  # a step is accepted if the function ends within this part of t
 
 @dataclass(frozen=True, kw_only=True)
 class HagerZhangState(LineSearchState):
-    """Where a search stands, with its interval.
+    """The state of a search, with its interval.
 
-    Parameters
-    ----------
-    low : Trial
-        The lower end: it goes down there, and the value is not above that at the start by more than its error.
-    high : Trial
-        The upper end: it does not go down there; while `phase` is ``"halve"`` its value may be too high instead.
-    before_low, before_high : Trial
-        The interval at the last double secant step.
-    phase : str
-        What the next trial is: ``"bracket"``, ``"halve"``, ``"first secant"``, ``"second secant"`` or ``"bisect"``.
-    checks_width : bool
-        Whether halving is part of a double secant step, whose progress is checked when it ends.
+    At `low` the function goes down, and its value is not above that at the start by more than its error. At `high` it
+    does not go down; while `phase` is ``"halve"`` its value may be too high instead.
     """
 
     low: Trial = Trial(0.0, 0.0, 0.0)
     high: Trial = Trial(math.inf, math.inf, math.inf)
-    before_low: Trial = Trial(0.0, 0.0, 0.0)
+    before_low: Trial = Trial(0.0, 0.0, 0.0)  # the interval at the last double secant step
     before_high: Trial = Trial(math.inf, math.inf, math.inf)
-    phase: str = "bracket"
-    checks_width: bool = False
+    phase: str = "bracket"  # of the next trial: "bracket", "halve", "first secant", "second secant" or "bisect"
+    checks_width: bool = False  # halving is part of a double secant step, whose progress is checked when it ends
 
     @property
     def anchor(self) -> float:
-        """The step of `low`."""
         return self.low.step
 
 
@@ -133,7 +122,7 @@ class HagerZhang(LineSearch[HagerZhangState]):
         return self._check_width(state, trial)
 
     def _accepts(self, state: HagerZhangState, trial: Trial) -> bool:
-        """Whether the trial meets the Wolfe conditions, T1, or the approximate ones, T2."""
+        """Return True if the trial meets the Wolfe conditions, T1, or the approximate ones, T2."""
         start = state.start
         if trial.slope < self.sigma * start.slope:
             return trial.step == state.most and trial.value <= start.value + self.delta * trial.step * start.slope
@@ -142,11 +131,11 @@ class HagerZhang(LineSearch[HagerZhangState]):
         return trial.slope <= (2 * self.delta - 1) * start.slope and not self._too_high(state, trial)
 
     def _too_high(self, state: HagerZhangState, trial: Trial) -> bool:
-        """Whether the value is above that at the start by more than its error."""
+        """Return True if the value is above that at the start by more than its error."""
         return trial.value > state.start.value + self.epsilon * abs(state.start.value)
 
     def _bracket(self, state: HagerZhangState, trial: Trial) -> tuple[HagerZhangState, Verdict]:
-        """Steps B1 to B3: go on until the function no longer goes down, or is too high."""
+        """Steps B1 to B3: continue until the function no longer goes down, or is too high."""
         if trial.slope >= 0:
             return self._double_secant(replace(state, high=trial), trial)
         if self._too_high(state, trial):
@@ -188,24 +177,13 @@ class HagerZhang(LineSearch[HagerZhangState]):
         return self._inside(replace(state, step=step, phase="bisect"), trial)
 
     def _inside(self, state: HagerZhangState, trial: Trial) -> tuple[HagerZhangState, Verdict]:
-        """Go on if there is a step between both ends."""
+        """Continue if there is a step between both ends."""
         if state.low.step < state.step < state.high.step:
             return state, Verdict.EVALUATE
         return settle(state, trial, f"there is no step between {state.low.step:g} and {state.high.step:g}")
 
 
 def secant(one: Trial, other: Trial) -> float:
-    """The step at which the line through both slopes is 0.
-
-    Parameters
-    ----------
-    one, other : Trial
-        Two trials.
-
-    Returns
-    -------
-    float
-        NaN if there is none.
-    """
+    """The step at which the line through both slopes is 0; NaN if they are equal."""
     difference = one.slope - other.slope
     return one.step + (other.step - one.step) * (one.slope / difference) if difference else math.nan

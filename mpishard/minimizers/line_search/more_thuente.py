@@ -10,40 +10,28 @@ from mpishard.arguments import number
 from mpishard.minimizers.line_search.search import LineSearch, LineSearchState, Trial, Verdict, settle
 
 # Constants of the authors' own code, dcsrch of MINPACK-2.
-_EXTRAPOLATION = (1.1, 4.0)  # the next step is so many times the last progress beyond it
+_EXTRAPOLATION = (1.1, 4.0)  # the next step is beyond the last one by its progress times a factor in this range
 _SHRINK = 0.66  # two trials must reduce the bracket to this part of it, or it is bisected
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoreThuenteState(LineSearchState):
-    """Where a search stands, with its interval.
+    """The state of a search, with its interval: `low` has the lowest value.
 
-    Parameters
-    ----------
-    low, high : Trial
-        The ends of the interval; `low` has the lowest value (in the first stage: of the auxiliary function).
-    least_trial, most_trial : float
-        Between which the next step is chosen.
-    width, width_before : float
-        Length of the interval after the last trial and the one before.
-    bracketed : bool
-        Whether a minimum is known to be between `low` and `high`.
-    second_stage : bool
-        Whether a step with sufficient decrease and a slope that is not negative was found.
+    In the first stage it is that of the auxiliary function.
     """
 
     low: Trial = Trial(0.0, 0.0, 0.0)
     high: Trial = Trial(0.0, 0.0, 0.0)
-    least_trial: float = 0.0
+    least_trial: float = 0.0  # the next step is between these
     most_trial: float = math.inf
-    width: float = math.inf
+    width: float = math.inf  # of the interval after the last trial, and after the one before
     width_before: float = math.inf
-    bracketed: bool = False
-    second_stage: bool = False
+    bracketed: bool = False  # a minimum is known to be between `low` and `high`
+    second_stage: bool = False  # a step with sufficient decrease and a slope that is not negative was found
 
     @property
     def anchor(self) -> float:
-        """The step of `low`."""
         return self.low.step
 
 
@@ -165,7 +153,7 @@ class MoreThuente(LineSearch[MoreThuenteState]):
 
 
 def _opposite(one: Trial, other: Trial) -> bool:
-    """Whether one slope goes up and the other down."""
+    """Return True if one slope goes up and the other down."""
     return one.slope < 0 < other.slope or other.slope < 0 < one.slope
 
 
@@ -177,21 +165,8 @@ def _tilted(trial: Trial, slope: float) -> Trial:
 def next_step(low: Trial, high: Trial, new: Trial, bracketed: bool, least: float, most: float) -> float:
     """The next step by cubic and quadratic interpolation: dcstep of MINPACK-2, section 4 of the paper.
 
-    Parameters
-    ----------
-    low, high : Trial
-        The ends of the interval; `low` has the lowest value so far, and `new` is in its direction of descent.
-    new : Trial
-        The last trial, between `low` and `high` if a minimum is bracketed.
-    bracketed : bool
-        Whether it is.
-    least, most : float
-        Between them the step is chosen while no minimum is bracketed.
-
-    Returns
-    -------
-    float
-        NaN if the numbers are too large for the interpolation.
+    `low` has the lowest value so far, and `new`, the last trial, is in its direction of descent, between `low` and
+    `high` if `bracketed`; else the step is chosen between `least` and `most`. NaN if the numbers are too large.
     """
     try:
         if new.value > low.value:

@@ -1,8 +1,8 @@
-"""What all line searches have in common: a search is told value and slope at a step, and says what comes next.
+"""The base of line searches: a search takes value and slope at a step, and returns what comes next.
 
-A search looks for a step along a direction of descent at which a function of one number is low enough.  It calls
-nothing: the caller evaluates, and tells.  Everything that it knows is in a frozen state of plain numbers, so that a
-search which is interrupted between two evaluations goes on elsewhere with the next one.
+A search looks for a step along a direction of descent at which a function of one number is low enough. It calls
+nothing: the caller evaluates. Its whole state is frozen, of plain numbers, so that an interrupted search continues
+elsewhere with the next evaluation.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from mpishard.arguments import integer
 
-_FAR = 10  # after so many steps, each longer than the one before, a value that still falls has no limit
-NOT_FINITE_LIMIT = 10  # so often in a row a search shortens its step where value or slope are not finite
+_FAR = 10  # steps, each longer than the one before, after which a value that still falls has no limit
+NOT_FINITE_LIMIT = 10  # times in a row that a search shortens its step where value or slope are not finite
 
 
 class Verdict(Enum):
-    """What a line search says when it was told value and slope."""
+    """The answer of a line search to a value and a slope."""
 
     EVALUATE = "evaluate"  # at the state's step
     ACCEPT = "accept"  # the step that was just evaluated
@@ -255,12 +255,12 @@ class LineSearch(ABC, Generic[State]):
         return self.state_type.from_metadata(metadata)  # type: ignore[return-value]
 
     def _first(self, state: State) -> State:
-        """Complete the first state with what this search knows beside it."""
+        """Complete the first state with the further fields of this search."""
         return state
 
     @abstractmethod
     def _decide(self, state: State, trial: Trial) -> tuple[State, Verdict]:
-        """What follows a finite trial at the state's step; the number of evaluations is looked after by the caller."""
+        """The state and verdict after a finite trial at the state's step; the caller counts and limits evaluations."""
 
     def _shorten(self, state: State, trial: Trial) -> tuple[State, Verdict]:
         """Go back towards the anchor: by a half, then to a quarter of what is left, then an eighth, and so on."""
@@ -276,44 +276,12 @@ class LineSearch(ABC, Generic[State]):
 
 
 def failed(state: State, reason: str) -> tuple[State, Verdict]:
-    """The state with the reason of its failure, and the verdict.
-
-    Parameters
-    ----------
-    state : LineSearchState
-        Of the search.
-    reason : str
-        In plain words.
-
-    Returns
-    -------
-    state : LineSearchState
-        With the reason.
-    verdict : Verdict
-        `Verdict.FAIL`.
-    """
+    """The state with the reason of its failure, in plain words, and `Verdict.FAIL`."""
     return replace(state, reason=reason), Verdict.FAIL
 
 
 def settle(state: State, trial: Trial, why: str) -> tuple[State, Verdict]:
-    """End at a trial which no further one can better: accept it if it has decreased the value, or else fail.
-
-    Parameters
-    ----------
-    state : LineSearchState
-        Of the search.
-    trial : Trial
-        The last one.
-    why : str
-        Why the search ends, for the reason of a failure.
-
-    Returns
-    -------
-    state : LineSearchState
-        With the trial's step, or a reason.
-    verdict : Verdict
-        `Verdict.ACCEPT` or `Verdict.FAIL`.
-    """
+    """End at a trial that no further one can improve: accept it if it has decreased the value, or else fail."""
     if trial.step > 0 and trial.value < state.start.value:
         return replace(state, step=trial.step), Verdict.ACCEPT
     return failed(state, f"{why}, and the value is not below the one at the start")
