@@ -49,7 +49,7 @@ def convert_sync_batchnorm(module: Any, mesh: Mesh) -> Any:
 
 
 def sums_over_ranks(module: Any) -> bool:
-    """Whether a module has batch norms that `convert_sync_batchnorm` has made, and more than one rank."""
+    """Return True if a module has batch norms made by `convert_sync_batchnorm`, over more than one rank."""
     return any(isinstance(each, _OverRanks) and each._ranks.axis.size > 1 for each in module.modules())
 
 

@@ -1,4 +1,4 @@
-"""The buffers of a PyTorch module, such as the running averages of batch norms, kept alike on all ranks."""
+"""The buffers of a PyTorch module, such as the running averages of batch norms, kept identical on all ranks."""
 
 from __future__ import annotations
 
@@ -21,35 +21,17 @@ _WAY_OUT = "change it before as_distributed"
 
 
 class BufferOwner:
-    """The buffers of one module, without those of its submodules.  Not collective.
+    """The buffers of one module at the time of `as_distributed`, without those of its submodules.
 
-    Parameters
-    ----------
-    prefix : str
-        Of their names.
-    module : torch.nn.Module
-        As it is when it is made distributed.
-    names : mapping of int to str
-        By id of a tensor the name of the persistent buffer.
-
-    Attributes
-    ----------
-    prefix : str
-    table : dict of str to Tensor
-        Where the module has them.
-    names : dict of str to str
-        By key in the table the name of a persistent buffer.
-    known : frozenset of str
-        All keys.
-    scratch : set of str
-        Keys of those that are not persistent.
+    `prefix` begins their names; `names` given has the names of persistent buffers by id of the tensor.
     """
 
     def __init__(self, prefix: str, module: Any, names: Mapping[int, str]) -> None:
         self.prefix: str = prefix
-        self.table: dict[str, Any] = module._buffers
-        self.scratch: set[str] = module._non_persistent_buffers_set
-        self.known: frozenset[str] = frozenset(self.table)
+        self.table: dict[str, Any] = module._buffers  # where the module has them
+        self.scratch: set[str] = module._non_persistent_buffers_set  # keys of those that are not persistent
+        self.known: frozenset[str] = frozenset(self.table)  # all keys
+        # By key the name of a persistent buffer.
         self.names: dict[str, str] = {
             key: names[id(each)] for key, each in self.table.items() if key not in self.scratch and id(each) in names
         }
@@ -58,30 +40,17 @@ class BufferOwner:
 class Buffers:
     """The persistent buffers of a module: views into one flat array for each dtype, so that a message takes all.
 
-    Parameters
-    ----------
-    tensors : mapping of str to Tensor
-        By name.  From now on each is a view; its values stay.
-    mode : {"broadcast", "average", "local"}
-        What `synchronize` does: copies those of rank 0; or takes the mean of those that are floating-point, and copies
-        the others; or nothing.
-    owners : sequence of BufferOwner
-        The modules, all of them; where one has another tensor in the place of a buffer, as ``self.n = self.n + 1``
-        leaves there, its values are taken.
-
-    Attributes
-    ----------
-    mode : str
-        As given.
-    ranks : sequence of int or None
-        Those whose values count in `synchronize`, in their order; None: all.
+    From now on each of `tensors` is a view; its values stay. `mode` says what `synchronize` does: "broadcast" copies
+    those of rank 0; "average" takes the mean of those that are floating-point, and copies the others; "local" does
+    nothing. `owners` are all modules; where one has another tensor in the place of a buffer, as ``self.n = self.n + 1``
+    leaves it, its values are taken.
     """
 
     def __init__(self, tensors: Mapping[str, Any], mode: str, owners: Sequence[BufferOwner] = ()) -> None:
         self._tensors = dict(tensors)
         self._owners = list(owners)
         self.mode: str = mode
-        self.ranks: Sequence[int] | None = None
+        self.ranks: Sequence[int] | None = None  # those whose values count in `synchronize`, in their order; None: all
         by_dtype: dict[Any, list[Any]] = {}
         for tensor in self._tensors.values():
             if tensor.numel():
@@ -90,18 +59,15 @@ class Buffers:
 
     @property
     def facts(self) -> dict[str, np.ndarray]:
-        """Copies of the values, flat, by the names that they have among the facts of a state.  Not collective."""
+        """Copies of the values, flat, by the names that they have among the facts of a state."""
         self.take_back()
         return {_FACT.format(name): _as_numbers(tensor) for name, tensor in self._tensors.items()}
 
     def take_back(self) -> None:
-        """Take the values of tensors that have taken the place of a buffer, and its place.  Not collective.
+        """Take the values of tensors that have replaced a buffer, and put the buffer back in its place.
 
-        Raises
-        ------
-        ValueError
-            If such a tensor has another shape, dtype or device; if a buffer is gone, a persistent one is new, or one of
-            two names of a buffer is another's now.
+        Raises ValueError if such a tensor has another shape, dtype or device; if a buffer is gone, a persistent one is
+        new, or one of two names of a buffer now has another tensor.
         """
         found: dict[str, Any] = {}
         for owner in self._owners:
@@ -138,14 +104,9 @@ class Buffers:
             finish_stream(tensor)  # CuPy is to read what was copied
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the facts have values for all buffers, or for none.  Not collective.
+        """Raise ValueError unless the facts of a saved state have values for all buffers, or for none.
 
         The state of an optimizer alone has none, as it has no parameters.
-
-        Parameters
-        ----------
-        facts : mapping
-            Of a saved state.
         """
         for name, tensor in self._tensors.items() if _are_in(facts) else ():
             saved, wanted = facts.get(_FACT.format(name)), _as_numbers(tensor)
@@ -157,38 +118,20 @@ class Buffers:
                 )
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Take the values from facts, if they have any.  Not collective.
-
-        Parameters
-        ----------
-        facts : mapping
-            Of a saved state that `check` accepts.
-        """
+        """Take the values from facts that `check` accepts, if they have any."""
         self.take_back()
         for name, tensor in self._tensors.items() if _are_in(facts) else ():
             values = torch.from_numpy(np.array(facts[_FACT.format(name)]))
             tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
 
     def spread(self, axis: Axis) -> None:
-        """Copy the values of rank 0.  Collective over the axis.
-
-        Parameters
-        ----------
-        axis : Axis
-            The ranks.
-        """
+        """Copy the values of rank 0. Collective."""
         self.take_back()
         for flat, _ in self._flats:
             axis.broadcast(flat, label="buffers")
 
     def synchronize(self, axis: Axis) -> None:
-        """Make the values equal on all ranks, as the mode says.  Collective over the axis.
-
-        Parameters
-        ----------
-        axis : Axis
-            The ranks.
-        """
+        """Make the values equal on all ranks, as the mode says. Collective."""
         if self.mode == "local" or axis.size == 1:
             return
         ranks = range(axis.size) if self.ranks is None else self.ranks
@@ -202,15 +145,7 @@ class Buffers:
                 axis.broadcast(flat, root=ranks[0], label="buffers")
 
     def consolidate(self, axis: Axis) -> None:
-        """`synchronize`, unless the values are equal: the mean of equal numbers may be another one, after rounding.
-
-        Collective over the axis.
-
-        Parameters
-        ----------
-        axis : Axis
-            The ranks.
-        """
+        """`synchronize`, unless the values are equal, whose mean may differ from them by rounding. Collective."""
         if self.mode == "average" and axis.size > 1:
             own = self._digest()
             most, least = axis.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()
@@ -219,7 +154,7 @@ class Buffers:
         self.synchronize(axis)
 
     def _digest(self) -> int:
-        """A hash of 62 bits of the values.  Not collective."""
+        """A hash of 62 bits of the values."""
         import xxhash  # imported at the first use, not with the package
 
         hasher = xxhash.xxh3_64()
@@ -233,12 +168,12 @@ def _facts_of(tensor: Any) -> str:
 
 
 def _are_in(facts: Mapping[str, Any]) -> bool:
-    """Whether a saved state has values of buffers."""
+    """Return True if a saved state has values of buffers."""
     return any(name.startswith(_FACT.format("")) for name in facts)
 
 
 def _flattened(tensors: Sequence[Any]) -> tuple[Array, bool]:
-    """Move tensors of one dtype into one flat array; returns it, and whether its values can be averaged."""
+    """Move tensors of one dtype into one flat array; returns it, and True if its values can be averaged."""
     first = tensors[0]
     floating = first.dtype in (torch.float32, torch.float64)
     size = sum(tensor.numel() for tensor in tensors)

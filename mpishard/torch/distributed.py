@@ -1,4 +1,4 @@
-"""`as_distributed` for PyTorch modules, and what takes the place of a PyTorch optimizer in the user's own loop."""
+"""`as_distributed` for PyTorch modules, and the optimizer that it returns for the user's own loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpishard.torch.module import CLIP, DROP, STEP, ModuleState, ModuleTensors, 
 from mpishard.torch.torch_rule import rule_of_optimizer
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
-# What takes the place of a PyTorch optimizer in a training loop of the user's own.
+# The place of a PyTorch optimizer in the user's own training loop.
 
 _SHOWN = 5
 _CLIP_EPSILON = 1e-6  # as PyTorch's
@@ -197,7 +197,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             count = (ranks if count is None else count) / ranks
         try:
             self.optimizer.step(self.parameters, count=count)
-            arrays.ready(self.parameters.held)  # PyTorch may go on in another stream of a GPU
+            arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
         finally:
             self._state.hooks.clear()
         self._groups.show(self.optimizer.steps)
@@ -468,7 +468,7 @@ def as_distributed(
         if isinstance(groups, RuleGroups):
             optimizer.rule = groups.rule
         optimizer.bind(state.parameters)
-        arrays.ready(state.parameters.held)  # PyTorch may go on in another stream of a GPU
+        arrays.ready(state.parameters.held)  # PyTorch may continue in another stream of a GPU
     except BaseException:
         if isinstance(groups, RuleGroups):
             optimizer.rule = before

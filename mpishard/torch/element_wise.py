@@ -1,4 +1,4 @@
-"""Which optimizers of PyTorch treat each element by itself, and what they keep."""
+"""A test that an optimizer of PyTorch treats each element by itself, and the names of the arrays that it keeps."""
 
 from __future__ import annotations
 
@@ -12,52 +12,25 @@ import torch
 
 from mpishard.layout.run_state import brief
 
-STEP = "step"  # the one number beside arrays that PyTorch's element-wise optimizers keep
+STEP = "step"  # the one number that PyTorch's element-wise optimizers keep in addition to arrays
 WAY_OUT = "use an element-wise optimizer, such as torch.optim.RAdam"
 
 
 def arguments_of(kind: type) -> Mapping[str, inspect.Parameter]:
-    """The arguments of a class of `torch.optim`, by name.  Not collective.
-
-    Parameters
-    ----------
-    kind : type
-        The class.
-
-    Returns
-    -------
-    mapping of str to inspect.Parameter
-        In their order.
-    """
     return inspect.signature(kind).parameters
 
 
 def slots_of(kind: type, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the arrays that an optimizer of `torch.optim` keeps, such as ``exp_avg``.  Not collective.
+    """The names of the arrays that an optimizer of `torch.optim` keeps, such as ``exp_avg``, in PyTorch's order.
 
-    Parameters
-    ----------
-    kind : type
-        The class.
-    options : mapping
-        Its arguments but for the parameters.
-
-    Returns
-    -------
-    tuple of str
-        In PyTorch's order.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Unless it treats each element by itself.
+    `options` are its arguments but for the parameters. Raises TypeError or ValueError unless it treats each element by
+    itself.
     """
     return _slots_of(kind, tuple(sorted((name, value) for name, value in options.items() if value is not None)))
 
 
 @functools.cache
 def _slots_of(kind: type, options: tuple[tuple[str, Any], ...]) -> tuple[str, ...]:
-    """The names of the arrays that an optimizer keeps; raises unless it treats each element by itself."""
     what, given = f"torch.optim.{kind.__name__}", dict(options)
     random = np.random.default_rng(0)
     start, slopes = random.standard_normal(3), random.standard_normal((3, 3))

@@ -16,7 +16,7 @@ from mpishard.comm.agreement import fingerprint
 from mpishard.optim import Rule
 from mpishard.torch.element_wise import STEP, WAY_OUT, arguments_of, slots_of
 
-# How a step is computed, and not which: not compared, and not restored.
+# How a step is computed, which does not change its result: not compared, and not restored.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 _FIXED = ("groups", "ema_decay")  # of a rule
 
@@ -25,17 +25,6 @@ class ParameterGroups:
     """Groups of parameters, each with the values of its steps, which schedulers and users change between two steps.
 
     The base of those that are the `LiveValues` of a rule; by itself it has the groups of a rule without such values.
-
-    Attributes
-    ----------
-    what : str
-        Whose groups they are, for messages.
-    groups : list of dict
-        As ``param_groups`` of an optimizer of PyTorch.
-    defaults : dict
-        The values of a group that has none of its own.
-    names : frozenset of str
-        The fields of the rule that follow the groups.
     """
 
     way_out = (
@@ -44,10 +33,10 @@ class ParameterGroups:
     )
 
     def __init__(self, what: str, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
-        self.what = what
-        self.groups = groups
-        self.defaults = defaults
-        self.names: frozenset[str] = frozenset({"lr"})
+        self.what = what  # the owner of the groups, for messages
+        self.groups = groups  # as `param_groups` of an optimizer of PyTorch
+        self.defaults = defaults  # the values of a group where it does not set them
+        self.names: frozenset[str] = frozenset({"lr"})  # the fields of the rule that follow the groups
         self._sizes = [len(group["params"]) for group in groups]
         # The values that are compared between ranks.
         self._options = list(defaults)
@@ -64,7 +53,7 @@ class ParameterGroups:
             {name: _as_json(value) for name, value in group.items() if _is_saved(name, value)} for group in self.groups
         ]
 
-    # -- what LiveValues has ----------------------------------------------------------------------------------------
+    # -- `LiveValues` -------------------------------------------------------------------------------------------------
 
     @property
     def by_name(self) -> dict[str, str]:
@@ -115,38 +104,19 @@ class ParameterGroups:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _values(self) -> list[dict[str, Any]]:
-        """What decides a step, of each group."""
+        """The values of each group that decide a step."""
         return [{name: _plain(group[name]) for name in self._options} for group in self.groups]
 
 
 class LiveGroups(ParameterGroups):
-    """The groups of one optimizer of PyTorch, as they are now.
+    """The present groups of an optimizer of PyTorch that was made for the parameters of a module and has taken no step.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Made for the parameters of a module, without a step.
-    names : mapping of int to str
-        By id of a parameter its name in the module.
-
-    Attributes
-    ----------
-    kind : type
-        Its class.
-    slots : tuple of str
-        The arrays that it keeps, the same for all groups.
-    number_of : dict of str to int
-        By name of a parameter the number of its group.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it has other parameters than the module, has taken steps, or is not element-wise; or its groups keep
-        different arrays.
+    `names` has the names of the parameters by their ids. Raises TypeError or ValueError if the optimizer has other
+    parameters than the module, has taken steps, or is not element-wise; or its groups keep different arrays.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
-        self.kind = kind = type(optimizer)
+        self.kind = kind = type(optimizer)  # the class of the optimizer
         self._optimizer = optimizer
         if any(each and each.get(STEP, 1) for each in optimizer.state.values()):
             raise ValueError(
@@ -159,9 +129,11 @@ class LiveGroups(ParameterGroups):
         super().__init__(f"this {kind.__name__}", groups, optimizer.defaults)
         self._arguments = [name for name in groups[0] if name in arguments_of(kind) and name != "params"]
         self._options = [name for name in self._arguments if name not in _HOW]
+        # By name of a parameter the number of its group.
         self.number_of: dict[str, int] = {
             names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names
         }
+        # The arrays that the optimizer keeps, the same for all groups.
         self.slots, *others = (slots_of(kind, self._probed(number)) for number in range(len(groups)))
         for number, slots in enumerate(others, 1):
             if slots != self.slots:
@@ -173,13 +145,12 @@ class LiveGroups(ParameterGroups):
         self._checked: list[dict[str, Any]] = []
 
     def claim(self) -> None:
-        """Let the optimizer take no step by itself any more, and free its state.  Not collective."""
+        """Free the state of the optimizer, and make it refuse steps by itself."""
         self._optimizer.state.clear()
         self._optimizer.register_step_pre_hook(_refuse)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups as they are, with their parameters.  Not collective."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups  # `load_state_dict` replaces the list
         return groups
 
@@ -188,34 +159,11 @@ class LiveGroups(ParameterGroups):
         self._optimizer.param_groups = groups
 
     def arguments(self, number: int) -> dict[str, Any]:
-        """The arguments of the class for a group, as plain values.  Not collective.
-
-        Parameters
-        ----------
-        number : int
-            Of the group.
-
-        Returns
-        -------
-        dict
-            By name.
-        """
+        """The arguments of the class for a group, as plain values."""
         group = self._optimizer.param_groups[number]
         return {name: _plain(group[name]) for name in self._arguments}
 
     def rate(self, number: int) -> float:
-        """The learning rate of a group.  Not collective.
-
-        Parameters
-        ----------
-        number : int
-            Of the group.
-
-        Returns
-        -------
-        float
-            As it is now.
-        """
         return float(self._optimizer.param_groups[number]["lr"])
 
     def check(self) -> None:
@@ -241,7 +189,7 @@ class LiveGroups(ParameterGroups):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _switches(self, number: int) -> tuple[bool, ...]:
-        """Which options of a group are on: only these decide what it keeps."""
+        """The options of a group that are on: only these decide which arrays it keeps."""
         return tuple(map(bool, self._probed(number).values()))
 
     def _probed(self, number: int) -> dict[str, Any]:
@@ -277,28 +225,14 @@ class FollowsGroups(Rule):
 
 
 class RuleGroups(ParameterGroups):
-    """The groups of a rule of mpishard, with its fields as values: one, or one for each other values of its `groups`.
+    """The groups of a rule of mpishard, with its fields as values: one, or one for each different set by its `groups`.
 
-    Parameters
-    ----------
-    rule : Rule
-        Such as ``AdamW(lr=1e-3)``; where it follows other groups its values as they are.
-    tensors : mapping of str to Parameter
-        Those that it updates.
-
-    Attributes
-    ----------
-    rule : Rule
-        A copy, of a class of the same name, that follows these groups.
-
-    Raises
-    ------
-    ValueError
-        If a pattern of the rule's `groups` matches no tensor.
+    Of a rule that already follows groups its present values are taken. Raises ValueError if a pattern of the rule's
+    `groups` matches no tensor.
     """
 
     def __init__(self, rule: Rule, tensors: Mapping[str, Any]) -> None:
-        self.rule: Rule = copy.copy(rule)
+        self.rule: Rule = copy.copy(rule)  # of a class of the same name, that follows these groups
         kind = type(rule).__mro__[2] if isinstance(rule, FollowsGroups) else type(rule)
         self.rule.__dict__.pop("_live", None)
         object.__setattr__(self.rule, "__class__", kind)
@@ -344,7 +278,7 @@ class RuleGroups(ParameterGroups):
 
     @property
     def was_changed(self) -> bool:
-        """Whether a group has other values than at the beginning, or more of them, as a scheduler keeps there."""
+        """Return True if a group has other values than at the beginning, or additional ones, as of schedulers."""
         return self.saved != self._saved_first
 
     def check(self) -> None:
@@ -408,19 +342,9 @@ def _values_of(rule: Rule) -> dict[str, Any]:
 
 
 def groups_of(rule: Any, tensors: Mapping[str, Any]) -> ParameterGroups:
-    """The parameter groups of a rule: those that it follows, or new ones.
+    """The parameter groups of a rule or method: those that it follows, or new ones.
 
-    Parameters
-    ----------
-    rule : Rule or Method
-        Of an optimizer.
-    tensors : mapping of str to Parameter
-        Those that are trained.
-
-    Returns
-    -------
-    ParameterGroups
-        `LiveGroups` or `RuleGroups`, or one group without values where the rule has none that could change.
+    One group without values where the rule has none that could change.
     """
     if isinstance(rule, Rule) and isinstance(rule.live, LiveGroups):
         return rule.live

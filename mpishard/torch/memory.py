@@ -13,31 +13,12 @@ Array = Any
 
 
 def as_tensor(array: Array) -> Any:
-    """A tensor over the memory of an array.  Not collective.
-
-    Parameters
-    ----------
-    array : array
-        NumPy or CuPy.
-
-    Returns
-    -------
-    Tensor
-        Of the shape and dtype of the array, on its device; nothing is copied.
-    """
+    """A tensor over the memory of a NumPy or CuPy array; nothing is copied."""
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.utils.dlpack.from_dlpack(array)
 
 
 def finish_stream(tensor: Any) -> None:
-    """Wait for what PyTorch has queued for a tensor on a stream of the user's own, which CuPy does not wait for.
-
-    Not collective.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        On any device; only on a GPU, and on another stream than the default one, there is something to wait for.
-    """
+    """Wait until PyTorch has finished a tensor on a GPU stream of the user's, for which CuPy does not wait."""
     if tensor.is_cuda:
         stream = torch.cuda.current_stream(tensor.device)
         if stream != torch.cuda.default_stream(tensor.device):
@@ -45,40 +26,14 @@ def finish_stream(tensor: Any) -> None:
 
 
 def as_array(tensor: Any) -> Array:
-    """An array over the memory of a tensor.  Not collective.
-
-    Parameters
-    ----------
-    tensor : Tensor
-        Contiguous, without a gradient.
-
-    Returns
-    -------
-    array
-        NumPy or CuPy, of the shape and dtype of the tensor, on its device; nothing is copied.
-    """
+    """A NumPy or CuPy array over the memory of a contiguous tensor without a gradient; nothing is copied."""
     return tensor.numpy() if tensor.device.type == "cpu" else array_module(tensor.device).from_dlpack(tensor)
 
 
 def array_module(device: Any) -> Any:
-    """NumPy or CuPy, whichever has arrays on a device.  Not collective.
+    """NumPy or CuPy, whichever has arrays on a device.
 
-    Parameters
-    ----------
-    device : torch.device
-        Of tensors.
-
-    Returns
-    -------
-    module
-        ``numpy`` or ``cupy``.
-
-    Raises
-    ------
-    ValueError
-        For any other device.
-    ModuleNotFoundError
-        If CuPy is needed and not installed.
+    Raises ValueError for any other device, ModuleNotFoundError if CuPy is needed and not installed.
     """
     if device.type == "cpu":
         return np

@@ -32,12 +32,12 @@ Array = Any
 # ``p.grad`` is what DistributedDataParallel leaves there: the mean over ranks, which a loop may change before the step.
 
 
-# What ranks that have batches say within `mpishard.torch.join` before they do it.
+# The next action of ranks that have batches, announced within `mpishard.torch.join`.
 PASS, CLIP, STEP, DROP = range(1, 5)
 
 
 class SpreadGradient(torch.Tensor):
-    """What stands in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises."""
+    """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,41 +51,26 @@ class SpreadGradient(torch.Tensor):
 class GradientHooks:
     """A hook on each parameter of a module, called after autograd has added to ``p.grad``.
 
-    Parameters
-    ----------
-    parameters : FlatParameters
-        Their gradients get those of the module.
-    tensors : mapping of str to Parameter
-        The parameters of the module, which are views into `parameters`.
-
-    Attributes
-    ----------
-    keeps : bool
-        Whether ``p.grad`` stays, as a view into the gradients, until `clear`; or a SpreadGradient, where these have
-        left.  A loop of the user's own can then look at it, and set it to None or zero between two backward passes, as
-        without mpishard.
-    scales : bool
-        Whether the gradients lack the loss scale, since the loss was not multiplied by it.
-    sums_over : callable
-        Gives the number of ranks whose mean ``p.grad`` is after a backward pass, where every rank gets all sums; else
-        0: gradients are on their way then, and a change of ``p.grad`` is refused.
-    tell : callable or None
-        Within `mpishard.torch.join` called before what needs all ranks, with what that is.
-    divide_by : int
-        What a mean divides by; 0: the number of ranks.
+    The hooks move gradients of `tensors`, which are views into `parameters`, to the gradients of these.
     """
 
     def __init__(self, parameters: FlatParameters, tensors: Mapping[str, Any]) -> None:
+        # ``p.grad`` stays, as a view into the gradients, until `clear`, or is a SpreadGradient where these have left.
+        # The user's loop can then read it, and set it to None or zero between backward passes, as without mpishard.
         self.keeps: bool = False
+        # The gradients lack the loss scale, since the loss was not multiplied by it.
         self.scales: bool = False
+        # The number of ranks whose mean ``p.grad`` is after a backward pass, where every rank gets all sums; else 0:
+        # gradients are on their way then, and a change of ``p.grad`` is refused.
         self.sums_over: Callable[[], int] = lambda: 0
+        # Within `mpishard.torch.join` called with the next collective action.
         self.tell: Callable[..., None] | None = None
-        self.divide_by: int = 0
+        self.divide_by: int = 0  # by which a mean is divided; 0: the number of ranks
         self._told_pass = False
         self._parameters = parameters
         self.tensors = dict(tensors)
         self._seen: set[str] = set()
-        # What the hook has left in ``p.grad``, and the version of its values.
+        # The tensor that the hook has left in ``p.grad``, and the version of its values.
         self._kept: dict[str, tuple[Any, int]] = {}
         # Means of earlier passes since the last step, in flat order.
         self._earlier: Any = None
@@ -98,7 +83,7 @@ class GradientHooks:
             self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, name)))
 
     def remove(self) -> None:
-        """Leave gradients to autograd from now on.  Not collective."""
+        """Leave gradients to autograd from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -106,11 +91,11 @@ class GradientHooks:
 
     @property
     def unused(self) -> list[str]:
-        """The parameters that got no gradient since `clear`.  Not collective."""
+        """The parameters that got no gradient since `clear`."""
         return [name for name in self.tensors if name not in self._seen]
 
     def clear(self) -> None:
-        """Begin a step: forget which gradients came, and let autograd make new ones.  Not collective."""
+        """Begin a step: forget which gradients came, and let autograd make new ones."""
         self._seen.clear()
         self._kept.clear()
         self._earlier = None
@@ -120,15 +105,15 @@ class GradientHooks:
 
     @property
     def mean_gradients(self) -> Array:
-        """What ``p.grad`` has after `complete`, as one flat array, with what was assigned to it since."""
+        """The content of ``p.grad`` after `complete`, with later assignments, as one flat array."""
         with contextlib.suppress(ValueError):  # which the step raises, on all ranks
             self.take_changes()
         return self._parameters.gradients.flat
 
     def complete(self) -> int:
-        """Wait for the sums of this step, and leave their means in ``p.grad``; returns what these were divided by.
+        """Wait for the sums of this step, leave their means in ``p.grad``, and return their divisor. Collective.
 
-        Returns at once where that is done, or `sums_over` is 0, which is the result then.  Collective.
+        Returns at once where that is done, or `sums_over` is 0, which is the result then.
         """
         reducer, ranks = self._parameters.gradients, self.sums_over()
         if not ranks:
@@ -149,24 +134,24 @@ class GradientHooks:
             view = as_tensor(reducer.memory.view(name)[0])
             self._kept[name] = view, view._version
             moved = (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device)
-            # What was assigned without a backward pass stays, for `take_changes`; so does a parameter that was moved.
+            # A gradient assigned without a backward pass stays, for `take_changes`; so does a parameter that was moved.
             if not moved and (self._seen or p.grad is None):
                 p.grad = view
         return ranks
 
     @property
     def has_begun_sums(self) -> bool:
-        """Whether `begin_sums` has said so in this step."""
+        """Return True if `begin_sums` was called in this step."""
         return self._told_pass
 
     def begin_sums(self) -> None:
-        """Say once in a step that the sums over ranks begin.  Collective within `mpishard.torch.join`."""
+        """Announce once in a step that the sums over ranks begin. Collective within `mpishard.torch.join`."""
         if self.tell is not None and not self._told_pass:
             self._told_pass = True
             self.tell(PASS)
 
     def end_sums(self) -> None:
-        """Start those sums that no gradient has started, before something else is told.  Collective."""
+        """Start those sums that no gradient has started, before the next announcement. Collective."""
         if self.tell is not None:
             self.begin_sums()
             self._parameters.gradients.end_pass()
@@ -185,10 +170,7 @@ class GradientHooks:
     def take_changes(self) -> None:
         """Take gradients that were assigned to ``p.grad`` after `complete`.
 
-        Raises
-        ------
-        ValueError
-            If a ``p.grad`` is not what is there since the backward pass, and the step would not see the change.
+        Raises ValueError if a ``p.grad`` was changed since the backward pass, and the step would not see the change.
         """
         reducer = self._parameters.gradients
         complete = self._seen and reducer.reduced and self.sums_over()
@@ -219,16 +201,16 @@ class GradientHooks:
             )
 
     def _make_room(self, p: Any, _: Any) -> None:
-        """Before autograd adds to ``p.grad``: a gradient that is summed already, or has left, is not added to."""
+        """Before autograd adds to ``p.grad``: do not add to a gradient that is summed already, or has left."""
         if type(p.grad) is SpreadGradient:
             p.grad = None
         if self.keeps and self._parameters.gradients.reduced and self.sums_over():
             self._begin_another_pass()
 
     def _begin_another_pass(self) -> None:
-        """Another backward pass since the last step, as of a loss for real and one for generated images, is summed too.
+        """Begin another pass since the last step, as of a loss for real and one for generated images: it is summed too.
 
-        What the passes before have left in ``p.grad``, changed or not, is added to its mean.
+        The content of ``p.grad`` after the passes before, changed or not, is added to its mean.
         """
         if any(p.grad is not None for p in self.tensors.values()):
             if not self._told:
@@ -249,14 +231,14 @@ class GradientHooks:
             p.grad = None
 
     def _take(self, name: str, p: Any) -> None:
-        """Move a gradient from autograd to the flat gradients, and say that it is complete in this pass."""
+        """Move a gradient from autograd to the flat gradients, and mark it complete in this pass."""
         reducer = self._parameters.gradients
         if self.keeps and reducer.is_last_pass:
             self.begin_sums()
             current = torch._C._current_graph_task_id()
             if current != self._pass and self.sums_over():
                 self._pass = current
-                # As DistributedDataParallel does it: called when this pass of autograd is over.
+                # As in DistributedDataParallel, called when this pass of autograd is over.
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
         try:
             view, adds = reducer.gradient(name)
@@ -299,7 +281,7 @@ class GradientHooks:
 
 # The tensors of a PyTorch module by name, and the checks that mpishard can train it.
 
-_COMPILED = "_orig_mod."  # what torch.compile puts into the names of a module
+_COMPILED = "_orig_mod."  # torch.compile puts it into the names of a module
 _SHOWN = 3
 
 
@@ -308,42 +290,19 @@ class ModuleTensors:
     """The tensors of a module, by the names in the `state_dict` of the module before `torch.compile`.
 
     A tensor that has several names, as one that two layers share, has the first of them.
-
-    Parameters
-    ----------
-    trained : dict of str to Parameter
-        Those that require a gradient, in the order in which the module registers them.
-    frozen : dict of str to Parameter
-        The other parameters.
-    buffers : dict of str to Tensor
-        The persistent buffers, those that are in the `state_dict`.
     """
 
-    trained: dict[str, Any]
-    frozen: dict[str, Any]
-    buffers: dict[str, Any]
+    trained: dict[str, Any]  # those that require a gradient, in the order in which the module registers them
+    frozen: dict[str, Any]  # the other parameters
+    buffers: dict[str, Any]  # the persistent ones, which are in the `state_dict`
 
     @classmethod
     def of(cls, module: Any) -> ModuleTensors:
-        """The tensors of a module that can be trained; nothing is changed.  Not collective.
+        """The tensors of a module, compiled or not, that can be trained; nothing is changed.
 
-        Parameters
-        ----------
-        module : torch.nn.Module
-            Of any kind, compiled or not.
-
-        Returns
-        -------
-        ModuleTensors
-            Checked.
-
-        Raises
-        ------
-        TypeError
-            If it is no module, or its parameters are not all float32 or all float64.
-        ValueError
-            If a layer is a SyncBatchNorm, no parameter requires a gradient, or parameters are on several devices, not
-            contiguous, without values, or share memory.
+        Raises TypeError if it is no module, or its parameters are not all float32 or all float64; ValueError if a layer
+        is a SyncBatchNorm, no parameter requires a gradient, or parameters are on several devices, not contiguous,
+        without values, or share memory.
         """
         if not isinstance(module, torch.nn.Module):
             given = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
@@ -368,7 +327,7 @@ class ModuleTensors:
 
     @property
     def described(self) -> dict[str, str]:
-        """What must be the same on all ranks, as text by name."""
+        """The facts that must be the same on all ranks, as text by name."""
         return {
             "parameters": _listed(self.trained),
             "frozen parameters": _listed(self.frozen),
@@ -382,18 +341,7 @@ class ModuleTensors:
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor in the module before `torch.compile`.  Not collective.
-
-    Parameters
-    ----------
-    name : str
-        As `named_parameters` gives it.
-
-    Returns
-    -------
-    str
-        Without the parts that `torch.compile` adds.
-    """
+    """The name of a tensor in the module before `torch.compile`, from `named_parameters`."""
     return name.replace(_COMPILED, "")
 
 
@@ -450,7 +398,7 @@ def _check_dtypes(trained: dict[str, Any]) -> None:
 
 
 def _check_memory(trained: dict[str, Any]) -> None:
-    """Raise ValueError unless each parameter is contiguous, in any of PyTorch's formats, and has memory of its own."""
+    """Raise ValueError unless each parameter is contiguous, in any of PyTorch's formats, and shares no memory."""
     for name, p in trained.items():
         if not any(p.is_contiguous(memory_format=each) for each in _formats(p.dim())):
             raise ValueError(
@@ -490,34 +438,15 @@ _WHEN = "before as_distributed, or after close() of what it returned"
 
 
 class ModuleState:
-    """The parameters of a module as FlatParameters, and what it has besides: buffers, frozen parameters.
+    """The parameters of a module as FlatParameters, with its buffers and frozen parameters.
 
-    The parameters become views into one flat array, and keep their values.  This is the `CarriedState` of that array.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        With `tensors` as `ModuleTensors.of` found them.
-    tensors : ModuleTensors
-        Of the module.
-    buffers : {"broadcast", "average", "local"}
-        What becomes of buffers after each update, see `mpishard.torch.as_distributed`.
-
-    Attributes
-    ----------
-    module : torch.nn.Module
-    parameters : FlatParameters
-        By the names in its `state_dict`.
-    buffers : Buffers
-    hooks : GradientHooks
-        They hand gradients from autograd to the parameters.
-    users : int
-        How many optimizers and problems are in use that train the module by this state.
+    The parameters become views into one flat array, and keep their values. This is the `CarriedState` of that array.
+    `buffers` is the treatment of buffers after each update, see `mpishard.torch.as_distributed`.
     """
 
     def __init__(self, module: Any, tensors: ModuleTensors, buffers: str) -> None:
         self.module = module
-        self.users: int = 0
+        self.users: int = 0  # optimizers and problems in use that train the module by this state
         self._let_go = False
         self._trained = tensors.trained
         self._frozen = tensors.frozen
@@ -539,50 +468,42 @@ class ModuleState:
             (table, list(table.items())) for child in module.modules() for table in (child._parameters, child._modules)
         ]
 
-    # -- what CarriedState has --------------------------------------------------------------------------------------
+    # -- `CarriedState` -----------------------------------------------------------------------------------------------
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The buffers, as facts of a state."""
         return dict(self.buffers.facts)
 
     @property
     def arithmetic(self) -> dict[str, str]:
-        """Nothing: PyTorch has the threads of BLAS."""
+        """Empty: PyTorch has the threads of BLAS."""
         return {}
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `restore` can read these facts."""
         self.buffers.check(facts)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Take the buffers from facts."""
         self.buffers.restore(facts)
 
     def spread(self, axis: Axis) -> None:
-        """Copy buffers and frozen parameters from rank 0.  Collective over the axis."""
+        """Copy buffers and frozen parameters from rank 0. Collective."""
         self.buffers.spread(axis)
         if axis.size > 1:
             for p in self._frozen.values():
                 values = p.detach().contiguous()
                 memory = as_array(values.reshape(-1).view(torch.uint8))
                 axis.broadcast(memory, label="parameters")
-                arrays.ready(memory)  # PyTorch may go on in another stream of a GPU
+                arrays.ready(memory)  # PyTorch may continue in another stream of a GPU
                 p.data.copy_(values)
 
     def synchronize(self, axis: Axis) -> None:
-        """Make the buffers equal on all ranks.  Collective over the axis."""
         self.buffers.synchronize(axis)
 
     def consolidate(self, axis: Axis) -> None:
-        """Make the buffers equal on all ranks, unless they are.  Collective over the axis."""
         self.buffers.consolidate(axis)
 
     def release(self) -> None:
-        """One user less; after the last one the module is one of PyTorch alone, with the values it has.
-
-        Not collective.
-        """
+        """Remove a user; after the last one the module is one of PyTorch alone, with its present values."""
         self.users -= 1
         if not self.users:
             self._let_go = True
@@ -623,7 +544,7 @@ class ModuleState:
         self.buffers.take_back()
 
     def _changes(self) -> str:
-        """The parameters that are there and were not, or were and are not."""
+        """A text that names the parameters that are new or gone."""
         now = {plain_name(name): p for name, p in self.module.named_parameters()}
         before = {**self._trained, **self._frozen}
         come = [name for name in now if name not in before]
@@ -642,26 +563,9 @@ _states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary
 
 
 def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
-    """The state of a module: the one that others use, or a new one; the caller is a user more.  Not collective.
+    """The state of a module, compiled or not, without gradients: the one that others use, or a new one. Adds a user.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Compiled or not.
-    tensors : ModuleTensors
-        As `ModuleTensors.of` finds them now.
-    buffers : str
-        See `ModuleState`.
-
-    Returns
-    -------
-    ModuleState
-        With no gradients.
-
-    Raises
-    ------
-    ValueError
-        If the module was changed since the state was made.
+    Raises ValueError if the module was changed since the state was made.
     """
     module, found = _known(module)
     if found is None:
@@ -675,20 +579,7 @@ def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
 
 
 def check_unchanged(module: Any) -> None:
-    """Raise ValueError if a module was changed since it was made distributed; do nothing if it never was.
-
-    Not collective.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Compiled or not.
-
-    Raises
-    ------
-    ValueError
-        With what was changed.
-    """
+    """Raise ValueError if a module, compiled or not, was changed since it was made distributed, if it ever was."""
     _, found = _known(module)
     if found is None:
         return
@@ -696,7 +587,7 @@ def check_unchanged(module: Any) -> None:
         found.check_intact()
     except ValueError:
         found = None
-        gc.collect()  # an optimizer that nobody holds may be in a circle, as a hook that uses it makes one
+        gc.collect()  # an optimizer without references may be in a circle, as a hook that uses it makes one
         _, found = _known(module)
         if found is not None:
             found.check_intact()

@@ -68,17 +68,7 @@ def problem(
 
 
 class LossAndGradient:
-    """The function of such a problem: forward and backward of a micro-batch.
-
-    Parameters
-    ----------
-    state : ModuleState
-        Whose hooks write the gradients.
-    module : torch.nn.Module
-        What `losses` gets.
-    losses : callable
-        See `problem`.
-    """
+    """The function of such a problem: forward and backward of a micro-batch; hooks of `state` write the gradients."""
 
     def __init__(self, state: ModuleState, module: Any, losses: Callable[[Any, np.ndarray], Any]) -> None:
         self._state = state
@@ -87,12 +77,12 @@ class LossAndGradient:
         self._limits_threads = True
 
     def __call__(self, parameters: FlatParameters, samples: np.ndarray, gradients: Any) -> float:
-        """The summed loss; the hooks add its gradient.  Not collective but under ZeRO-2, where ranks wait."""
+        """The summed loss; the hooks add its gradient. Collective under ZeRO-2, where ranks wait."""
         if self._limits_threads:
             torch.set_num_threads(blas_threads() or torch.get_num_threads())
             self._limits_threads = False
         self._state.check_intact()
-        arrays.ready(parameters.held)  # PyTorch may go on in another stream of a GPU
+        arrays.ready(parameters.held)  # PyTorch may continue in another stream of a GPU
         if not len(samples):  # other ranks have some; a batch norm would not take none
             return 0.0
         values = self._losses(self._module, samples)
@@ -102,7 +92,7 @@ class LossAndGradient:
 
 
 def _check_losses(values: Any, samples: int) -> None:
-    """Raise unless these are losses of so many samples."""
+    """Raise TypeError or ValueError unless these are losses of this number of samples."""
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"losses(module, samples) must return a tensor, got a {type(values).__name__}")
     if tuple(values.shape) != (samples,):

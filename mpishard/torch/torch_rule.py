@@ -18,7 +18,7 @@ Array = Any
 
 
 class _Formula(NamedTuple):
-    """What stands for the compiled formula of a rule."""
+    """The place of the compiled formula of a rule."""
 
     name: str
     c_body: str = ""
@@ -29,29 +29,14 @@ class _Formula(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchRule(Rule):
-    """The formula of an optimizer of `torch.optim`; `rule_of` makes it.
+    """The formula of an optimizer of `torch.optim`; `rule_of` makes it."""
 
-    Parameters
-    ----------
-    lr : float or callable
-        The learning rate, or a function of the step.
-    kind : type
-        The class of `torch.optim`.
-    options : mapping
-        Its other arguments.
-    weight_decay : float
-        As PyTorch's; 0 where the class has none.
-    of_optimizer : LiveGroups, optional
-        The groups of an optimizer, whose options are used as they are at each step, since schedulers change them.
-    group : int
-        The number of its group, of which this is the rule.
-    """
-
-    kind: type
-    options: Mapping[str, Any]
-    weight_decay: float = 0.0
+    kind: type  # the class of `torch.optim`
+    options: Mapping[str, Any]  # its other arguments
+    weight_decay: float = 0.0  # 0 where the class has none
+    # Groups whose present options are used at each step, since schedulers change them.
     of_optimizer: LiveGroups | None = field(default=None, compare=False, repr=False)
-    group: int = field(default=0, compare=False, repr=False)
+    group: int = field(default=0, compare=False, repr=False)  # the number of its group, of which this is the rule
     _slots: tuple[str, ...] = field(default=(), init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -198,31 +183,17 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
 
 
 def rule_of_optimizer(optimizer: Any, names: Mapping[int, str]) -> TorchRule:
-    """The rule of an optimizer that was made for the parameters of a module.  Not collective.
+    """The rule of an optimizer that was made for the parameters of a module and has taken no step.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        That has taken no step.  Later changes of its parameter groups, as by a scheduler, count.
-    names : mapping of int to str
-        By id of a parameter its name in the module.
-
-    Returns
-    -------
-    TorchRule
-        That follows the groups.
-
-    Raises
-    ------
-    TypeError, ValueError
-        See `LiveGroups`.
+    The rule follows later changes of its parameter groups, as by a scheduler; `names` has the names of the parameters
+    by their ids. Raises as `LiveGroups`.
     """
     live = LiveGroups(optimizer, names)
     return TorchRule(_LiveRate(live, 0), live.kind, {}, of_optimizer=live)
 
 
 class _LiveRate:
-    """The learning rate that a parameter group of an optimizer of PyTorch has now."""
+    """The present learning rate of a parameter group of an optimizer of PyTorch."""
 
     def __init__(self, live: LiveGroups, group: int) -> None:
         self._live = live

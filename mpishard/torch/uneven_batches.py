@@ -100,7 +100,7 @@ class Join:
             _meshes.discard(id(self._optimizer.optimizer.mesh))
 
     def tell(self, what: int, values: Callable[[], tuple[Any, ...]] = tuple) -> None:
-        """Say what comes next; ranks that have run out learn the values.  Collective over the data axis."""
+        """Announce the next action; ranks that have run out learn the values. Collective over the data axis."""
         self._exchange(what, values)
 
     def _problem(self) -> Exception | None:
@@ -121,7 +121,7 @@ class Join:
         return None
 
     def _exchange(self, what: int, values: Callable[[], tuple[Any, ...]]) -> tuple[int, Any]:
-        """What ranks that have batches do, and the values of the first of them where some have run out."""
+        """The next action of the ranks that have batches, and the values of the first of them if some have run out."""
         codes = np.zeros(self._axis.size, np.int64)
         codes[self._axis.rank] = what
         self._axis.all_reduce(codes, label="control")
@@ -152,7 +152,7 @@ class Join:
         return kind, found
 
     def _shadow(self) -> None:
-        """Do what the others do, until all have run out."""
+        """Do the same as the others until all have run out."""
         optimizer, hooks = self._optimizer, self._hooks
         while True:
             what, values = self._exchange(0, tuple)
