@@ -1,4 +1,4 @@
-"""Whether an operator and its adjoint fit each other: the dot-product test."""
+"""A test that an operator and its adjoint fit each other: the dot-product test."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_adjoint(
 
 
 def _random(like: Any, seed: int, name: str) -> Array:
-    """Random numbers of the shape, dtype and device of an array; what is no float32 becomes float64."""
+    """Random numbers of the shape, dtype and device of an array; dtypes other than float32 become float64."""
     shape = np.shape(like)
     half = getattr(like, "dtype", None) == np.float32
     numbers = uniform_in_box(seed, name, shape, whole_box(shape))

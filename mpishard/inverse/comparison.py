@@ -1,4 +1,4 @@
-"""What the user's ranks must have alike, how they compare it, and the error where they do not."""
+"""The results that must be identical on the user's ranks, their comparison, and the error where they differ."""
 
 from __future__ import annotations
 
@@ -23,15 +23,9 @@ _PARTS = "say reduction='sum'"
 class Comparison:
     """Compares vectors by their hashes: the first one that ranks give, in debug mode all.
 
-    Ranks that hold the same slices of the parameters give the same vector, unless they give terms of a sum.  Ranks of
+    Ranks that hold the same slices of the parameters give the same vector, unless they give terms of a sum. Ranks of
     one tensor axis give the same for each tensor that all of them hold, unless its terms are summed over that axis.
-
-    Parameters
-    ----------
-    mesh : Mesh
-    parameters : FlatParameters
-    sums : bool
-        Whether vectors are summed: over the data axis, and those of `partial` tensors over the tensor axis.
+    `sums`: vectors are summed over the data axis, and those of `partial` tensors over the tensor axis.
     """
 
     def __init__(self, mesh: Mesh, parameters: FlatParameters, sums: bool) -> None:
@@ -46,42 +40,18 @@ class Comparison:
         self._is_due = True
 
     def hashes(self, flat: Array | None) -> tuple[int, int]:
-        """Two numbers of a vector, which ranks exchange before `check`.
+        """Hashes of a vector, and of its tensors that all tensor ranks hold, which ranks exchange before `check`.
 
-        Not collective.
-
-        Parameters
-        ----------
-        flat : 1-D array or None
-            None where there is none: other ranks hear of that elsewhere.
-
-        Returns
-        -------
-        (int, int)
-            Of all of it, and of the tensors that all tensor ranks hold; 0 where nothing is to be compared.
+        0 where nothing is to be compared; None for a missing vector, which other ranks learn elsewhere.
         """
         if not self._is_due or flat is None:
             return 0, 0
         return 0 if self._sums else digest(flat), digest(*self._parts(flat))
 
     def check(self, what: str, flat: Array, hashes: np.ndarray) -> None:
-        """Raise ValueError on all ranks if two differ that must not.
+        """Raise ValueError on all ranks if two differ that must not; `hashes` has a row for each rank.
 
         Collective over the mesh if a comparison is due.
-
-        Parameters
-        ----------
-        what : str
-            What the vector is.
-        flat : 1-D array
-            This rank's.
-        hashes : ndarray, int64
-            A row of `hashes` for each rank.
-
-        Raises
-        ------
-        ValueError
-            With the ranks, the tensor if it is known, and the way out.
         """
         if not self._is_due:
             return
@@ -115,28 +85,10 @@ class Comparison:
 def exchange(
     world: Axis, problem: BaseException | None, value: float, numbers: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tell all ranks what came of an evaluation on each.  Collective over the axis, in one call.
+    """Exchange the results of an evaluation on each rank. Collective over the axis, in one call.
 
-    Parameters
-    ----------
-    world : Axis
-        The ranks that evaluate.
-    problem : Exception or None
-        What the evaluation raised on this rank.
-    value : float
-        Of the function on this rank.
-    numbers : sequence of int
-        Further numbers, as many on each rank.
-
-    Returns
-    -------
-    (ndarray of float64, ndarray of int64)
-        The values by rank, with one NaN and one zero; and a row of the further numbers for each rank.
-
-    Raises
-    ------
-    Exception
-        On all ranks, if any has a problem.
+    `numbers` are as many on each rank. Returns the values by rank, with one NaN and one zero, and a row of the numbers
+    for each rank. Raises on all ranks if any has a problem.
     """
     bits = np.float64(math.nan if math.isnan(value) else value + 0.0).view(np.int64)
     own = np.array([problem is not None, bits, *numbers], np.int64)
@@ -148,23 +100,10 @@ def exchange(
 
 
 def check_alike(what: str, by_rank: np.ndarray, parts: str = _PARTS) -> None:
-    """Raise ValueError if ranks have different results for one point.
+    """Raise ValueError, the same on all ranks, if ranks have different results for one point.
 
-    Not collective.
-
-    Parameters
-    ----------
-    what : str
-        What is compared, in the plural.
-    by_rank : ndarray, float64 or int64
-        Values from `exchange`, or hashes of vectors, the same on all ranks.
-    parts : str
-        What to do if each rank gives its part of a sum.
-
-    Raises
-    ------
-    ValueError
-        The same on all ranks.
+    `what` names in the plural the values from `exchange`, or hashes of vectors, the same array on all ranks; `parts` is
+    the way out if each rank gives its part of a sum.
     """
     if len(set(by_rank.view(np.int64).tolist())) > 1:
         raise _differing(what, by_rank, parts)
@@ -194,20 +133,7 @@ def _first_pair(groups: Sequence[Any], values: Sequence[Any]) -> tuple[int, int]
 
 
 def digest(*vectors: Array) -> int:
-    """A hash of vectors that fits int64.
-
-    Not collective.
-
-    Parameters
-    ----------
-    *vectors : array
-        On the host or a device.
-
-    Returns
-    -------
-    int
-        At least 0.
-    """
+    """A hash of vectors on the host or a device that fits int64; at least 0."""
     hasher = xxhash.xxh3_64()
     for vector in vectors:
         hasher.update(np.ascontiguousarray(arrays.to_host(vector)).data)

@@ -1,4 +1,4 @@
-"""`minimize` as an elastic run: its function becomes an `OptimizationProblem`, and nothing here is about deaths."""
+"""`minimize` as an elastic run: its function becomes an `OptimizationProblem`; deaths are handled elsewhere."""
 
 from __future__ import annotations
 
@@ -21,19 +21,16 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.training import OptimizationProblem
 
 Array = Any
-# So many calls of the function an evaluation, whatever ranks there are: then the sums have the same bits on all.
+# Calls of the function an evaluation, on any number of ranks: then the sums have the same bits on all.
 _CALLS = 64
 _PARTS = "give samples=N and fun(x, samples)"
 
 
 @dataclass(frozen=True)
 class SumOverSamples(OptimizationProblem[FlatParameters]):
-    """What is minimised is the sum of the losses of all samples, and not their mean.
+    """A problem that minimises the sum of the losses of all samples, and not their mean.
 
-    Parameters
-    ----------
-    watched : bool
-        Whether iterates are gathered for a callback; processes that join must do the same.
+    With `watched` iterates are gathered for a callback; processes that join must do the same.
     """
 
     averages: ClassVar[bool] = False
@@ -42,7 +39,6 @@ class SumOverSamples(OptimizationProblem[FlatParameters]):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """See `Objective`."""
         return {**super().settings, "callback": self.watched}
 
 
@@ -53,31 +49,11 @@ class WholeFunction(SumOverSamples):
 
 
 class ElasticMinimization:
-    """A minimisation by ranks that come and go.  Collective over the mesh, its creation too.
+    """A minimisation by ranks that come and go. Collective over the mesh, its creation too.
 
-    Parameters
-    ----------
-    functions : Functions
-        Of the user.  With samples they take them as an argument after the point or the direction.
-    unknowns : Unknowns
-        The start.
-    method : Method
-        What minimises, with its bounds.
-    mesh : Mesh
-        The ranks.
-    samples : int or None
-        Of which the function is a sum; None: each rank computes the whole function.
-    options : dict
-        Of `ElasticOptimizer`.
-    callback : Callback
-        Called after iterations.
-    loop : LoopOptions
-        Time limit, and whether there is a table.
-
-    Raises
-    ------
-    ValueError, TypeError
-        On all ranks, if an option of any is invalid.
+    With `samples`, of which the function is a sum, `functions` take them as an argument after the point or the
+    direction; None: each rank computes the whole function. `options` are of `ElasticOptimizer`. Raises ValueError or
+    TypeError on all ranks if an option of any is invalid.
     """
 
     def __init__(
@@ -117,19 +93,7 @@ class ElasticMinimization:
     def run(self, checkpoints: Any, resume: bool, record: Any) -> OptimizeResult:
         """Take steps until the method, the callback or a signal ends the minimisation.
 
-        Parameters
-        ----------
-        checkpoints : Checkpoints or None
-            Where it is saved.
-        resume : bool
-            Whether it goes on from there.
-        record : RunRecord or None
-            Where its course is written.
-
-        Returns
-        -------
-        OptimizeResult
-            On all ranks that live at the end.
+        The result is on all ranks that are alive at the end.
         """
         kind, count = (WholeFunction, 1) if self._samples is None else (SumOverSamples, self._samples)
         problem = kind(  # not kept: it refers to this object
@@ -202,9 +166,9 @@ class ElasticMinimization:
             gradients[piece.name] += vector[piece.start : piece.start + piece.size].reshape(piece.shape)
 
     def _compare(self, what: str, value: float, vector: Array | None, problem: BaseException | None) -> None:
-        """Raise on all ranks if the function has failed on one, or gives different results.
+        """Raise on all ranks if the function has failed on one, or gives different results, of which only one counts.
 
-        One of them counts.  Those who meet here may have joined at different times: all are compared each time.
+        All are compared each time, since ranks may have joined at different times.
         """
         world = self._mesh.world
         values, hashes = exchange(world, problem, value, [0 if vector is None else digest(vector)])
@@ -226,7 +190,7 @@ class ElasticMinimization:
         return state.whole(vector)
 
     def _after_evaluation(self, state: TrainingState[Any]) -> bool:
-        """The callback of the run; whether it shall stop.  Collective over the workers."""
+        """The callback of the run: returns True to stop. Collective over the workers."""
         progress = self._minimizer.progress
         is_row = progress.accepted or progress.evaluations == 1
         if is_row and progress.evaluations > self._evaluations and self._mesh.rank == 0:

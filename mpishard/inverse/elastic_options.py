@@ -13,28 +13,8 @@ _OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout
 def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> tuple[dict[str, Any] | None, int | None]:
     """Check the arguments of `minimize` that make a run elastic.
 
-    Not collective.
-
-    Parameters
-    ----------
-    elastic : bool or mapping
-        As for `minimize`.
-    samples : int or None
-        As for `minimize`.
-    reduction : str or None
-        Not for elastic runs.
-    mesh : Mesh or None
-        Needed by them.
-
-    Returns
-    -------
-    (dict or None, int or None)
-        The options of `ElasticOptimizer`, None for a run that is not elastic; and the number of samples.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If they are invalid or do not fit together.
+    Returns the options of `ElasticOptimizer`, None for a run that is not elastic, and the number of samples. Raises
+    TypeError or ValueError if arguments are invalid or do not fit together.
     """
     if not isinstance(elastic, bool | Mapping):
         raise TypeError(f"elastic={shown(elastic)} must be True, or a dictionary of options of ElasticOptimizer")

@@ -121,7 +121,7 @@ def map_runs(
 
 
 class _Runs:
-    """The cases that are to run."""
+    """The cases still to run."""
 
     def __init__(
         self, function: Callable[[Any, Mesh], Any], cases: list[Any], numbers: list[int], record: _Record | None
@@ -150,7 +150,7 @@ class _Runs:
             return queue.gather(outcomes)
 
     def _outcome(self, number: int, own: Mesh, first: int) -> _Outcome:
-        """Call the function.  Collective over the group, whose rank 0 speaks and saves."""
+        """Call the function. Collective over the group, whose rank 0 logs and saves."""
         value, problem = None, None
         try:
             value = self._function(self._cases[number], own)
@@ -178,7 +178,7 @@ class _Runs:
 
 
 class _Failure(NamedTuple):
-    """Of a case, in a form that every rank can read."""
+    """The failure of a case, in a form that every rank can read."""
 
     text: str
     traceback: str
@@ -199,13 +199,13 @@ def _unpacked(outcome: _Outcome) -> Any:
 
 
 class _Record:
-    """The results that are done, in a folder."""
+    """The results of finished cases, in a folder."""
 
     def __init__(self, folder: Path, cases: list[Any]) -> None:
         self._folder, self._texts = folder, [text_of(case) for case in cases]
 
     def open(self, resume: bool) -> dict[int, Any]:
-        """The results there are, by case; makes the folder."""
+        """The existing results, by case; makes the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
         notes = {number: read_note(self._path(number)) for number in range(len(self._texts))}
         notes = {number: note for number, note in notes.items() if note is not None}
@@ -235,7 +235,7 @@ class _Record:
 
 
 def _encoded(value: Any) -> Any:
-    """As what JSON can hold: arrays by their bytes, all but plain numbers and strings as ``{kind: content}``."""
+    """A value as JSON: arrays by their bytes, all but plain numbers and strings as ``{kind: content}``."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is complex:
@@ -254,7 +254,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(note: Any) -> Any:
-    """The value that `_encoded` had."""
+    """The value from `_encoded`."""
     if not isinstance(note, dict):
         return note
     ((kind, content),) = note.items()

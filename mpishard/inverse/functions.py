@@ -18,25 +18,11 @@ Array = Any
 
 
 class Functions:
-    """A function, its gradient and its Hessian products.  Not collective.
+    """A user's function, its gradient and its Hessian products.
 
-    Parameters
-    ----------
-    fun : callable
-        ``fun(x, *args)``.
-    jac : True or callable
-        True: `fun` returns value and gradient; else ``jac(x, *args)`` is the gradient.
-    hessp : callable, optional
-        ``hessp(x, direction, *args)``: the Hessian at x times a direction.
-    args : tuple
-        Further arguments; one that is no tuple stands for itself.
-
-    Raises
-    ------
-    TypeError
-        If one is not callable.
-    ValueError
-        If there is no gradient.
+    ``fun(x, *args)`` returns value and gradient if `jac` is True, else ``jac(x, *args)`` is the gradient;
+    ``hessp(x, direction, *args)`` is the Hessian at x times a direction. `args` that are no tuple are one argument.
+    Raises TypeError if one is not callable, ValueError without a gradient.
     """
 
     def __init__(
@@ -59,24 +45,9 @@ class Functions:
         self._args = args if isinstance(args, tuple) else (args,)
 
     def value_and_gradient(self, x: Any, *samples: Any) -> tuple[float, Any]:
-        """Value and gradient at a point.
+        """The value and the gradient at a point, the latter as the user gave it.
 
-        Parameters
-        ----------
-        x : array or FlatParameters
-            The point.
-        *samples : ndarray
-            Those whose sum is wanted, where there are samples.
-
-        Returns
-        -------
-        (float, object)
-            The gradient as the user gave it.
-
-        Raises
-        ------
-        TypeError
-            If `fun` returned something else.
+        `samples` are those whose sum is wanted, if there are any. Raises TypeError if `fun` returned something else.
         """
         found = self._fun(x, *samples, *self._args)
         if callable(self._jac):
@@ -91,50 +62,14 @@ class Functions:
         return number_of(found), gradient
 
     def product(self, x: Any, direction: Any, *samples: Any) -> Any:
-        """The Hessian at a point times a direction.
-
-        Parameters
-        ----------
-        x : array or FlatParameters
-            The point.
-        direction : 1-D array
-            The direction.
-        *samples : ndarray
-            As for `value_and_gradient`.
-
-        Returns
-        -------
-        object
-            The product as the user gave it.
-
-        Raises
-        ------
-        ValueError
-            If there is no `hessp`.
-        """
+        """The Hessian at a point times a direction, as the user gave it; ValueError without `hessp`."""
         if self._hessp is None:
             raise ValueError("this method needs products with the Hessian: give hessp=function(x, direction, *args)")
         return self._hessp(x, direction, *samples, *self._args)
 
 
 def number_of(value: Any) -> float:
-    """The value of a function as a float.
-
-    Parameters
-    ----------
-    value : object
-        A number, or an array of one element.
-
-    Returns
-    -------
-    float
-        A plain Python number, maybe NaN.
-
-    Raises
-    ------
-    TypeError
-        If it is anything else.
-    """
+    """The value of a function, a number or an array of one element, as a float; else TypeError."""
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.reshape(())[()]
     try:
@@ -144,17 +79,9 @@ def number_of(value: Any) -> float:
 
 
 class Callback:
-    """Calls a callback as SciPy does: ``callback(xk)``, or ``callback(intermediate_result=...)``.  Not collective.
+    """Calls a callback as SciPy does: ``callback(xk)``, or ``callback(intermediate_result=...)``.
 
-    Parameters
-    ----------
-    function : callable or None
-        What a user gave; the name of its only parameter decides.
-
-    Raises
-    ------
-    TypeError
-        If it is not callable.
+    The name of its only parameter decides. Raises TypeError if it is neither callable nor None.
     """
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
@@ -170,21 +97,12 @@ class Callback:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is one."""
         return self._function is not None
 
     def __call__(self, make: Callable[[], OptimizeResult]) -> bool:
-        """Call it after an iteration.
+        """Call it after an iteration; return True to stop, after True or StopIteration.
 
-        Parameters
-        ----------
-        make : callable
-            Gives the intermediate result, with a copy of the iterate.
-
-        Returns
-        -------
-        bool
-            Whether to stop: it returned True or raised StopIteration.
+        `make` returns the intermediate result, with a copy of the iterate.
         """
         if self._function is None:
             return False
@@ -203,23 +121,12 @@ class Callback:
 
 
 def has_names(x0: Any) -> bool:
-    """Whether a start is a FlatParameters; this file does without MPI, and cannot ask for the class."""
+    """Return True for a FlatParameters; this file does without MPI, and cannot ask for the class."""
     return hasattr(x0, "pieces") and hasattr(x0, "layout")
 
 
 def size_of(x0: Any) -> int:
-    """The number of unknowns of a start, over all ranks.  Not collective.
-
-    Parameters
-    ----------
-    x0 : array or FlatParameters
-        The start, maybe invalid.
-
-    Returns
-    -------
-    int
-        1 for what is no array.
-    """
+    """The number of unknowns of a start, over all ranks; 1 for other objects than arrays."""
     if has_names(x0):
         return sum(spec.size for spec in x0.specs)
     try:
@@ -229,35 +136,17 @@ def size_of(x0: Any) -> int:
 
 
 class Unknowns:
-    """The unknowns on this rank.  Not collective.
+    """The unknowns on this rank.
 
-    Parameters
-    ----------
-    x0 : array or FlatParameters
-        An array is copied: float32 and float64 stay what they are, other real numbers become float64.  A FlatParameters
-        is changed in place.
-
-    Attributes
-    ----------
-    specs : tuple of ParameterSpec
-        Names and shapes; an array is one tensor ``"x"``.
-    flat : 1-D array
-        The values on this rank.
-    parameters : FlatParameters or None
-        The start, if it has names.
-
-    Raises
-    ------
-    TypeError
-        If `x0` is no array of real numbers.
-    ValueError
-        If it is empty, or has NaN or infinite elements.
+    An array is copied: float32 and float64 stay, other real numbers become float64. A FlatParameters is changed in
+    place. Raises TypeError unless `x0` is an array of real numbers, ValueError if it is empty or has NaN or infinite
+    elements.
     """
 
     def __init__(self, x0: Any) -> None:
         self.parameters: Any = x0 if has_names(x0) else None
-        self.specs: tuple[ParameterSpec, ...]
-        self.flat: Array
+        self.specs: tuple[ParameterSpec, ...]  # an array is one tensor "x"
+        self.flat: Array  # the values on this rank
         if self.parameters is not None:
             self.specs, self.flat = x0.specs, x0.flat
         else:
@@ -273,7 +162,7 @@ class Unknowns:
 
     @property
     def size(self) -> int:
-        """Number of elements on this rank."""
+        """The number of elements on this rank."""
         return int(self.flat.size)
 
     def check_whole(self) -> None:
@@ -291,18 +180,7 @@ class Unknowns:
         return self.flat.copy() if self.parameters is None else self.parameters
 
     def copy_of(self, flat: Array) -> Any:
-        """A point as functions of the user get it, apart from the unknowns.
-
-        Parameters
-        ----------
-        flat : 1-D array
-            Like `flat`.
-
-        Returns
-        -------
-        1-D array or FlatParameters
-            With values of its own.
-        """
+        """A copy of a point as functions of the user get it, apart from the unknowns."""
         named = self.parameters
         if named is None:
             return flat.copy()
@@ -313,23 +191,8 @@ class Unknowns:
     def vector(self, what: str, given: Any) -> Array:
         """A vector of the user's as a flat array of the dtype and on the device of the unknowns; maybe not a copy.
 
-        Parameters
-        ----------
-        what : str
-            What it is, for messages.
-        given : array or mapping
-            As many elements as the unknowns on this rank, of any shape; or by tensor name arrays of the shapes of this
-            rank's slices, all of them.
-
-        Returns
-        -------
-        1-D array
-            Of `size` elements.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If it is something else.
+        `given` has as many elements as the unknowns on this rank, of any shape; or by tensor name arrays of the shapes
+        of this rank's slices, all of them. Raises TypeError or ValueError, with `what`, if it is something else.
         """
         if isinstance(given, Mapping):
             return self._joined(what, given)

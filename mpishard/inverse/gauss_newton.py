@@ -54,17 +54,10 @@ def summed(rows: SparseRows, factors: Array, world: Axis | None) -> Array:
 
 
 class GaussNewtonFunctions:
-    """The cost with its gradient, and products with the Gauss-Newton matrix.  Collective over the ranks of `world`.
+    """The cost with its gradient, and products with the Gauss-Newton matrix. Collective over the ranks of `world`.
 
-    Parameters
-    ----------
-    functions : ResidualFunctions
-        Of this rank.
-    loss : Loss
-    world : Axis or None
-        The ranks whose rows are summed here; None: what is returned is of this rank's rows.
-    parts : bool
-        Whether gradients stay parts, and only the cost is summed: it is returned on the first rank alone.
+    `world`: the ranks whose rows are summed here; None: results are of this rank's rows. With `parts` gradients stay
+    parts, and only the cost is summed: it is returned on the first rank alone.
     """
 
     def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | None, parts: bool = False) -> None:
@@ -72,7 +65,6 @@ class GaussNewtonFunctions:
         self._kept: OrderedDict[bytes, dict[bytes, _Linearized]] = OrderedDict()
 
     def value_and_gradient(self, x: Any, *samples: Array) -> tuple[float, Array]:
-        """At a point."""
         problem: BaseException | None = None
         values, rows, factors = np.empty(0), _NO_ROWS, np.empty(0)
         try:
@@ -133,7 +125,7 @@ class GaussNewtonFunctions:
                     "x_scale='jac' needs the columns of the Jacobian, and jac returned an operator; give x_scale as "
                     "numbers, or preconditioner="
                 )
-            # Not weighted by the loss: far from the minimum its weights are near 0.
+            # Not weighted by the loss, whose weights are near 0 far from the minimum.
             rows, factors = here.rows._replace(data=here.rows.data * here.rows.data), np.ones(len(here.f))
         except (Exception, SystemExit) as error:
             problem = error

@@ -1,8 +1,8 @@
-"""Whether a gradient is that of its function: the Taylor test.
+"""The Taylor test: is a gradient that of its function?
 
 A right gradient g leaves a remainder f(x + h d) - f(x) - h g'd that falls like h^2; a wrong one leaves a part of the
-linear term, and falls like h.  With the Hessian H, the remainder f(x + h d) - f(x) - h g'd - h^2/2 d'Hd falls like
-h^3.  Steps at which rounding hides the remainder are left out (Griewank and Walther, Evaluating Derivatives, 2008).
+linear term, and falls like h. With the Hessian H, the remainder f(x + h d) - f(x) - h g'd - h^2/2 d'Hd falls like h^3.
+Steps at which rounding hides the remainder are left out (Griewank and Walther, Evaluating Derivatives, 2008).
 """
 
 from __future__ import annotations
@@ -32,37 +32,21 @@ Array = Any
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of a function.
+    """One rank's part of a function: terms of sums over ranks, at the values of `point`."""
 
-    Parameters
-    ----------
-    point : FlatParameters
-        The elements of this rank; evaluations are made at its values.
-    call : callable
-        ``call() -> (value, gradient)`` at the values of `point`: terms of sums over ranks.
-    product : callable or None
-        ``product(direction)`` is this rank's term of the Hessian times a direction.
-    world : Axis
-        The ranks whose terms of products with vectors are summed.
-    values : Axis
-        The ranks whose terms of the value are summed.
-    counts, value_counts : bool
-        Whether the vectors of this rank count, and its value; False where other ranks have the same.
-    """
-
-    point: FlatParameters
-    call: Callable[[], tuple[Any, Any]]
-    product: Callable[[np.ndarray], Any] | None
-    world: Axis
-    values: Axis
-    counts: bool = True
-    value_counts: bool = True
+    point: FlatParameters  # the elements of this rank; evaluations are made at its values
+    call: Callable[[], tuple[Any, Any]]  # returns (value, gradient)
+    product: Callable[[np.ndarray], Any] | None  # this rank's term of the Hessian times a direction
+    world: Axis  # the ranks whose terms of products with vectors are summed
+    values: Axis  # the ranks whose terms of the value are summed
+    counts: bool = True  # the vectors of this rank count; False where other ranks have the same
+    value_counts: bool = True  # likewise for the value
 
     @classmethod
     def of_function(
         cls, function: Callable[..., Any], jac: Any, hessp: Any, x: Any, mesh: Mesh | None, summed: bool
     ) -> Part:
-        """The part of a function with SciPy's signature.  Not collective."""
+        """The part of a function with SciPy's signature."""
         unknowns = Unknowns(x)
         point = FlatParameters.over(unknowns.flat) if unknowns.parameters is None else unknowns.parameters
         given = unknowns.shown_to_user
@@ -87,7 +71,7 @@ class Part:
 
     @classmethod
     def of_problem(cls, problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
-        """The part of a problem's mean loss over samples, by default those of one batch.  Not collective."""
+        """The part of a problem's mean loss over samples, by default those of one batch."""
         batch = np.arange(problem.batch_size) if samples is None else np.atleast_1d(np.asarray(samples, np.int64))
         data = Axis.single() if mesh is None else mesh.data
         own = share(batch, data.rank, data.size, problem.micro_batch_size)
@@ -117,29 +101,12 @@ class Part:
 
 
 class Line:
-    """Values of a function at the points x + h d, and products with its gradient there.  Methods are collective.
+    """Values of a function at the points x + h d, and products with its gradient there. Methods are collective.
 
-    Parameters
-    ----------
-    part : Part
-    direction : array or FlatParameters, optional
-        d, this rank's elements; default: uniform random numbers, each tensor's as large as its largest element.
-    seed : int
-        Of the random numbers.
-
-    Attributes
-    ----------
-    x, d, w : 1-D array of float64
-        The point, the direction, and another random direction; this rank's elements.
-    dtype : dtype
-        Of the point.
-    size : int
-        Elements over all ranks.
-
-    Raises
-    ------
-    ValueError
-        If the direction has another size, or is 0 or not finite.
+    `direction` is this rank's elements of d; None for uniform random numbers from `seed`, each tensor's as large as its
+    largest element. `x`, `d` and another random direction `w` are this rank's elements, in float64; `dtype` is that of
+    the point, and `size` the elements over all ranks. Raises ValueError if the direction has another size, or is 0 or
+    not finite.
     """
 
     def __init__(self, part: Part, direction: Any = None, seed: int = 0) -> None:
@@ -173,22 +140,9 @@ class Line:
             raise ValueError("direction is 0: nothing changes along it; leave it out for a random one")
 
     def at(self, h: float) -> Evaluation:
-        """The function at x + h d, rounded to the dtype of x.
+        """The function at x + h d, rounded to the dtype of x; the same numbers on all ranks.
 
-        Parameters
-        ----------
-        h : float
-            0 for the point itself.
-
-        Returns
-        -------
-        Evaluation
-            The same numbers on all ranks.
-
-        Raises
-        ------
-        TypeError, ValueError
-            On all ranks, if the function of any rank raises these or returns something else than value and gradient.
+        Raises on all ranks if the function of any rank raises, or returns something else than value and gradient.
         """
         part, problem = self._part, None
         moved = (self.x + h * self.d).astype(self.dtype)
@@ -221,7 +175,7 @@ class Line:
         return self._sum(*(float(np.dot(one, other)) for one, other in pairs))
 
     def spread(self, own: float) -> float:
-        """How much more the number of one rank is than that of another."""
+        """The difference of the largest and the smallest number of a rank."""
         return float(self._part.world.all_reduce(np.array([own, -own]), op="max", label="control").sum())
 
     def _sum(self, *numbers: float) -> list[float]:
@@ -231,24 +185,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A function at one point.
+    """A function at one point."""
 
-    Parameters
-    ----------
-    value : float
-        Over all ranks.
-    own : float
-        This rank's term of it.
-    step : 1-D array
-        The point less x, as it was rounded.
-    gradient : 1-D array
-        This rank's terms, zero where those of another rank count.
-    """
-
-    value: float
-    own: float
-    step: np.ndarray
-    gradient: np.ndarray
+    value: float  # over all ranks
+    own: float  # this rank's term of the value
+    step: np.ndarray  # the point less x, as it was rounded
+    gradient: np.ndarray  # this rank's terms, zero where those of another rank count
 
 
 def set_values(target: Array, values: np.ndarray) -> None:
@@ -259,45 +201,27 @@ def set_values(target: Array, values: np.ndarray) -> None:
         np.copyto(target, values)
 
 
-# How fast a Taylor remainder falls with the step: its order, where rounding does not hide it.
+# The order in which a Taylor remainder falls with the step, where rounding does not hide it.
 
-_AHEAD = 10.0  # a remainder counts if it is so many times larger than the rounding errors
+_AHEAD = 10.0  # a remainder counts if it is at least this factor above the rounding errors
 _FLAT = 0.6  # remainders that fall more slowly than this power of the step are errors of the function itself
 _FITTED = 3  # remainders in the fit, those of the smallest steps
 _SIGNIFICANT = 6.0  # standard deviations
-_SLACK = 0.2  # what an order may miss
+_SLACK = 0.2  # by which an order may be too low
 
 
 @dataclass(frozen=True)
 class TaylorTest:
-    """The remainders of a Taylor series for a row of steps, and the order in which they fall.
+    """The remainders of a Taylor series for a row of steps, and the order in which they fall."""
 
-    Parameters
-    ----------
-    name : str
-        What is left after which term.
-    expected : int
-        The order of the remainder if the terms are right.
-    steps, remainders : tuple of float
-        The steps h, descending, and the absolute remainder of each; NaN or infinite outside of the function's domain.
-    used : tuple of bool
-        Whether the remainder is in the fit of the order: one of the smallest that rounding does not hide.
-    order : float
-        The slope of the remainders that are used, in logarithms; NaN if rounding hides all of them.
-    error : float
-        How well the last term of the series agrees with the function: the smallest remainder relative to that term.
-    passed : bool
-        Whether the order is as expected, or the agreement is as close as the precision of the values can show.
-    """
-
-    name: str
-    expected: int
-    steps: tuple[float, ...]
-    remainders: tuple[float, ...]
-    used: tuple[bool, ...]
-    order: float
-    error: float
-    passed: bool
+    name: str  # of the remainder
+    expected: int  # the order of the remainder if the terms are right
+    steps: tuple[float, ...]  # h, descending
+    remainders: tuple[float, ...]  # absolute, for each step; NaN or infinite outside of the function's domain
+    used: tuple[bool, ...]  # the remainder is in the fit of the order: one of the smallest that rounding does not hide
+    order: float  # the slope of the used remainders, in logarithms; NaN if rounding hides all of them
+    error: float  # the smallest remainder relative to the last term of the series
+    passed: bool  # the order is as expected, or the agreement as close as the precision of the values can show
 
 
 def taylor_test(
@@ -311,22 +235,8 @@ def taylor_test(
 ) -> TaylorTest:
     """Fit the order of remainders.
 
-    Parameters
-    ----------
-    name : str
-        As for `TaylorTest`, as `expected`, `steps` and `remainders`.
-    expected : int
-    steps, remainders : sequence of float
-    terms : sequence of float
-        For each step the last term of the series that was subtracted.
-    rounding : sequence of float
-        For each step the size of the rounding errors in the remainder.
-    precision : float
-        The relative precision of the values.
-
-    Returns
-    -------
-    TaylorTest
+    For each step, `terms` has the last term of the series that was subtracted, and `rounding` the size of the rounding
+    errors in the remainder; `precision` is the relative precision of the values.
     """
     h, signed = np.asarray(steps, float), np.asarray(remainders, float)
     left = np.abs(signed)
@@ -337,7 +247,7 @@ def taylor_test(
     if len(fitted) > 1:  # the last two are the nearest to the limit
         order = max(_slope(h[fitted], left[fitted]), _slope(h[fitted[-2:]], left[fitted[-2:]]))
     if len(fitted) and fitted[-1] + 1 < len(h) and known[fitted[-1] + 1]:
-        # What falls below the rounding errors at once, as where a function is piecewise linear, has fallen steeply.
+        # A remainder that falls below the rounding errors at once, as of a piecewise linear function, falls steeply.
         last, lower = left[fitted[-1]], max(left[fitted[-1] + 1], floor[fitted[-1] + 1])
         order = np.fmax(order, np.log(last / lower) / np.log(h[fitted[-1]] / h[fitted[-1] + 1]) if lower else np.inf)
     relative = np.divide(left, np.abs(terms), out=np.where(left > 0, np.inf, 0.0), where=np.asarray(terms) != 0)
@@ -366,10 +276,10 @@ def _slope(h: np.ndarray, left: np.ndarray) -> float:
 
 
 def _has_lower_order(h: np.ndarray, ratios: np.ndarray, rounding: np.ndarray) -> bool:
-    """Whether remainders over a power of the step tend to something else than 0 with the step.
+    """Return True if remainders over a power of the step tend to something else than 0 with the step.
 
-    The order alone may not show it, where the wrong part of a term and the next term have different signs.  Fits
-    a + b h + c h^2 by least squares, weighted by rounding errors, and asks whether a is significant.
+    The order alone may not show it, where the wrong part of a term and the next term have different signs. Fits
+    ``a + b h + c h^2`` by least squares, weighted by rounding errors, and tests that a is significant.
     """
     if len(h) < 5 or not (rounding.all() and np.isfinite(rounding).all()):
         return False
@@ -387,7 +297,7 @@ def _has_lower_order(h: np.ndarray, ratios: np.ndarray, rounding: np.ndarray) ->
 
 
 def _level_of_tail(h: np.ndarray, left: np.ndarray, known: np.ndarray) -> float:
-    """Ten times the median of the remainders at the small steps that no longer fall; 0 if there are none."""
+    """Ten times the median of the remainders at the small steps that no longer fall; 0 without such steps."""
     for first in range(len(h) - 2):
         tail = np.arange(first, len(h))[known[first:] & (left[first:] > 0)]
         if len(tail) > 2 and _slope(h[tail], left[tail]) < _FLAT:
@@ -395,10 +305,10 @@ def _level_of_tail(h: np.ndarray, left: np.ndarray, known: np.ndarray) -> float:
     return 0.0
 
 
-# Whether a gradient is that of its function: the Taylor test.
+# The Taylor test: is a gradient that of its function?
 
 _FIRST = 0.1  # step
-_ROWS = {np.dtype(np.float32): (14, 2.0), np.dtype(np.float64): (13, 4.0)}  # how many steps, and their ratio
+_ROWS = {np.dtype(np.float32): (14, 2.0), np.dtype(np.float64): (13, 4.0)}  # the number of steps, and their ratio
 _TINY = (8.0, 64.0, 512.0)  # steps in units of the precision, at which only rounding is left
 
 
@@ -671,7 +581,7 @@ def _noise(line: Line, here: Evaluation, precision: float) -> float:
 
 
 def _praise(tests: list[TaylorTest]) -> str:
-    """What a passed check says."""
+    """The verdict of a passed check."""
     words = []
     for test in tests:
         if not any(test.used):
@@ -692,7 +602,7 @@ def _diagnosis(
     noise: float,
     precision: float,
 ) -> tuple[float, str]:
-    """A central quotient, and what is probably wrong.  Collective."""
+    """A central quotient, and the probable error. Collective."""
     used = [index for index, in_fit in enumerate(test.used) if in_fit]
     if len(used) < 3 and noise < precision**0.5 * abs(here.value):
         return float("nan"), (
@@ -729,7 +639,7 @@ _BLUE, _RED = "#0072b2", "#d55e00"
 
 
 def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
-    """Draw one panel per test; full marks: what the order is fitted to; a line of the expected order beside them."""
+    """Draw one panel per test; full marks are those of the fit of the order, with a line of the expected order."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(tests), 4), layout="constrained")

@@ -25,19 +25,9 @@ Array = Any
 
 
 class LocalRun:
-    """A minimisation by one process: a `Run`.  Not collective.
+    """A minimisation by one process: a `Run`. The start in `unknowns` is moved into the bounds.
 
-    Parameters
-    ----------
-    method : Method
-        What minimises.
-    unknowns : Unknowns
-        The start; moved into the bounds.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If an option of the method does not fit the unknowns, or this rank has only its part of them.
+    Raises ValueError or TypeError if an option does not fit the unknowns, or this rank has only its part of them.
     """
 
     speaks = True
@@ -69,43 +59,35 @@ class LocalRun:
         return nullcontext()
 
     def publish(self, vector: Array) -> None:
-        """See `Run`."""
         self.unknowns.flat[...] = vector
 
     def whole(self, vector: Array) -> Array:
-        """See `Run`."""
         return vector
 
     def tell(self, value: float, gradient: Any, problem: BaseException | None) -> None:
-        """See `Run`."""
         self.raise_if_any(problem)
-        tell_of_projection(self._moved)  # not before: a state may take the place of the start
+        tell_of_projection(self._moved)  # not before: a state may replace the start
         self._moved = 0
         self.value = value
         self.minimizer.tell(value, self.unknowns.vector("the gradient", gradient))
 
     def value_of(self, value: float, gradient: Any, problem: BaseException | None) -> float:
-        """See `Run`."""
         self.raise_if_any(problem)
         self.unknowns.vector("the gradient", gradient)
         return value
 
     def tell_product(self, product: Any, problem: BaseException | None) -> None:
-        """See `Run`."""
         self.raise_if_any(problem)
         self.minimizer.tell_product(self.unknowns.vector("the Hessian product", product))
 
     def any(self, flag: bool) -> bool:
-        """See `Run`."""
         return flag
 
     def raise_if_any(self, problem: BaseException | None) -> None:
-        """See `Run`."""
         if problem is not None:
             raise problem
 
     def serialize(self) -> bytes:
-        """See `Run`."""
         from mpishard.inverse import state_image  # with h5py: only for those who save
 
         return state_image.encode(
@@ -116,7 +98,6 @@ class LocalRun:
         )
 
     def deserialize(self, data: bytes) -> None:
-        """See `Run`."""
         from mpishard.inverse import state_image
 
         point, rows, metadata = state_image.decode(data, self.method, self.unknowns.flat)
@@ -150,7 +131,7 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
 
 
 def _hash(limits: Limits) -> str:
-    """A hash of what is known of the elements; of a preconditioner that is a function, only that there is one."""
+    """A hash of the limits; of a preconditioner that is a function, only its existence."""
     hasher = hashlib.blake2b(digest_size=8)
     for known in (limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling):
         hasher.update(b"none" if known is None else np.ascontiguousarray(arrays.to_host(known)).data)

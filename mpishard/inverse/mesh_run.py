@@ -29,19 +29,9 @@ Array = Any
 
 
 def agreed(mesh: Any, problem: Exception | None) -> None:
-    """Raise on all ranks of the mesh if any has a problem.  Collective over the mesh.
+    """Raise on all ranks of the mesh if any has a problem. Collective over the mesh.
 
-    Parameters
-    ----------
-    mesh : Mesh
-        What the user gave.
-    problem : Exception or None
-        Of this rank.
-
-    Raises
-    ------
-    TypeError
-        If it is no mesh; on this rank.
+    Raises TypeError, on this rank, if `mesh` is not a Mesh.
     """
     if isinstance(mesh, Mesh):
         mesh.world.raise_if_any(problem)
@@ -58,33 +48,12 @@ def same_start(mesh: Mesh, start: np.ndarray, settings: Mapping[str, Any]) -> No
 
 
 class MeshRun:
-    """A minimisation by the ranks of a mesh: a `Run`.  Collective over the mesh, its creation too.
+    """A minimisation by the ranks of a mesh: a `Run`. Collective over the mesh, its creation too.
 
-    The point is on every rank, the vectors of the method are divided over the data axis as by ZeRO-1: a rank tells the
-    minimizer its part of the gradient, and one all-gather an evaluation brings the next point together.
-
-    Parameters
-    ----------
-    method : Method
-        What minimises.
-    unknowns : Unknowns
-        The start; all ranks take that of rank 0.
-    mesh : Mesh
-        The ranks.
-    reduction : {None, "sum"}
-        What `tell` is given: the whole value and gradient, or a rank's part of both.
-
-    Attributes
-    ----------
-    optimizer : ZeRO1Optimizer
-        Has the state.
-    parameters : FlatParameters
-        The point.
-
-    Raises
-    ------
-    ValueError, TypeError
-        On all ranks, if an argument is invalid or differs between ranks.
+    The point is on every rank, and all take the start of rank 0; the vectors of the method are divided over the data
+    axis as by ZeRO-1: a rank gives the minimizer its part of the gradient, and one all-gather an evaluation brings the
+    next point together. `tell` takes the whole value and gradient, or with `reduction` "sum" a rank's part of both.
+    Raises ValueError or TypeError on all ranks if an argument is invalid or differs between ranks.
     """
 
     def __init__(self, method: Method, unknowns: Unknowns, mesh: Mesh, reduction: str | None) -> None:
@@ -117,37 +86,30 @@ class MeshRun:
 
     @property
     def minimizer(self) -> Minimizer:
-        """The minimisation."""
         return self._evaluations.minimizer
 
     def watching(self) -> AbstractContextManager[Any]:
-        """See `Run`."""
         return self._interrupts
 
     # -- vectors ------------------------------------------------------------------------------------------------------
 
     def publish(self, vector: Array) -> None:
-        """See `Run`."""
         self._evaluations.publish(vector)
 
     def whole(self, vector: Array) -> Array:
-        """See `Run`."""
         return self._evaluations.whole(vector)
 
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
     def tell(self, value: float, gradient: Any, problem: BaseException | None) -> None:
-        """See `Run`."""
         flat, self.value = self._agree(value, "the gradient", gradient, problem)
         self._evaluations.tell(self.value, self._own(flat))
         self._look_for_culprits("gradient", value, flat)
 
     def value_of(self, value: float, gradient: Any, problem: BaseException | None) -> float:
-        """See `Run`."""
         return self._agree(value, "the gradient", gradient, problem)[1]
 
     def tell_product(self, product: Any, problem: BaseException | None) -> None:
-        """See `Run`."""
         flat, _ = self._agree(0.0, "the Hessian product", product, problem)
         self._evaluations.tell_product(self._own(flat))
         self._look_for_culprits("Hessian product", 0.0, flat)
@@ -183,11 +145,9 @@ class MeshRun:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def any(self, flag: bool) -> bool:
-        """See `Run`."""
         return bool(self.mesh.world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
 
     def raise_if_any(self, problem: BaseException | None) -> None:
-        """See `Run`."""
         self.mesh.world.raise_if_any(problem)
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -201,14 +161,12 @@ class MeshRun:
         self.serialize()
 
     def save(self, folder: str | Path) -> Path:
-        """See `Run`."""
         from mpishard.training.saving import save_checkpoint  # with h5py: only for those who save
 
         self.publish(self.minimizer.point)
         return save_checkpoint(folder, self.parameters, self.optimizer)
 
     def load(self, folder: str | Path) -> None:
-        """See `Run`."""
         from mpishard.training.saving import load_checkpoint
 
         load_checkpoint(folder, self.parameters, self.optimizer)

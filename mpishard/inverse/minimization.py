@@ -181,7 +181,7 @@ def minimize(
 
 
 class ElasticArguments(NamedTuple):
-    """What an elastic run needs besides: the start, the options of `ElasticOptimizer`, and the number of samples."""
+    """The further arguments of an elastic run; `options` are those of `ElasticOptimizer`."""
 
     unknowns: Unknowns
     options: dict[str, Any]
@@ -189,7 +189,7 @@ class ElasticArguments(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What came of a minimisation, and why it has ended, in a word."""
+    """The result of a minimisation, and the reason for its end in a word."""
 
     result: OptimizeResult
     progress: Progress
@@ -231,7 +231,7 @@ def solve(
 
 
 class _Loop:
-    """Evaluate, check, tell, report, stop.  Collective over the mesh of the optimizer."""
+    """Evaluate, check, tell, report, stop. Collective over the mesh of the optimizer."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class _Loop:
         return result
 
     def _check_function(self) -> None:
-        """Raise on all ranks where the checkpoint that goes on is of another function."""
+        """Raise on all ranks if the checkpoint that is resumed is of another function."""
         files, optimizer = self._files, self._optimizer
         if files is None or not files.doubtful:
             return
@@ -277,7 +277,7 @@ class _Loop:
         files.check_function(optimizer.run.value_of(value, vector, problem))
 
     def _step(self, request: EvaluationRequest) -> None:
-        """Evaluate, and tell it."""
+        """Evaluate, and give the result to the optimizer."""
         optimizer = self._optimizer
         value, vector, problem = 0.0, None, None
         try:

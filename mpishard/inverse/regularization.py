@@ -71,7 +71,7 @@ def second_adjoint(flow: Array, dim: int, spacing: float) -> Array:
 
 
 def neighbours_count(mask: Array, dim: int, order: int) -> Array:
-    """Where all elements count that the difference of this order takes; `mask` is 1 where an element counts, else 0."""
+    """1 where all elements count that the difference of this order takes, like `mask`; else 0."""
     out = mask.copy()
     if order >= 1 and mask.shape[dim] > 1:
         out[along(dim, None, -1)] *= mask[along(dim, 1, None)]
@@ -86,28 +86,10 @@ _TAG = 7
 
 
 def exchange_rows(axis: Axis, slab: Array, rows: int) -> tuple[Array | None, Array | None]:
-    """The last rows of the slab before and the first rows of the slab after.
+    """The last rows of the slab before and the first rows of the slab after. Collective over the axis.
 
-    Collective over the axis.
-
-    Parameters
-    ----------
-    axis : Axis
-        Its ranks have the slabs in order.
-    slab : array
-        At least `rows` rows on every rank, unless the rank is the only one.
-    rows : int
-        How many rows.
-
-    Returns
-    -------
-    (array or None, array or None)
-        New arrays; None where there is no neighbour.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if a rank has fewer rows.
+    The ranks of the axis have the slabs in order, each of at least `rows` rows, unless a rank is the only one;
+    ValueError on all ranks if one has fewer. Returns new arrays; None without a neighbour.
     """
     if axis.size == 1 or not rows:
         return None, None
@@ -200,7 +182,7 @@ class RegularizationTerm(ABC):
 
     @property
     def _axis(self) -> Axis:
-        """Along which the field is cut."""
+        """The axis along which the field is cut."""
         return Axis.single() if self.mesh is None else self.mesh.tensor
 
     @property
@@ -223,7 +205,7 @@ class RegularizationTerm(ABC):
     @property
     @abstractmethod
     def _order(self) -> int:
-        """Of the differences."""
+        """The order of the differences."""
 
     def value_and_gradient(self, x: Array) -> tuple[float, Array]:
         """Value and gradient at a field.
@@ -280,7 +262,7 @@ class RegularizationTerm(ABC):
         return field
 
     def _sum(self, densities: Array, cells: _Cells) -> float:
-        """The integral over the cells, the same bits whoever holds which cells."""
+        """The integral over the cells, the same bits on any distribution of the cells."""
         axis = self._axis
         flat = densities.reshape(-1)
         largest = _range(flat)[1]
@@ -294,7 +276,7 @@ class RegularizationTerm(ABC):
 
 
 class _Cells:
-    """The field with the rows of its neighbours, and what the differences are weighted by."""
+    """The field with the rows of its neighbours, and the weights of the differences."""
 
     def __init__(self, term: RegularizationTerm, x: Array, field: Array) -> None:
         self._term = term
@@ -325,11 +307,11 @@ class _Cells:
         return arrays.module_of(field).concatenate(rows)
 
     def own(self, field: Array) -> Array:
-        """Without the rows of the neighbours."""
+        """A field without the rows of the neighbours."""
         return field[self._before : self._before + self.shape[0]]
 
     def differences(self, field: Array) -> list[Array]:
-        """Those of the term's order in each dimension; those that do not count are 0."""
+        """Differences of the term's order in each dimension; 0 where they do not count."""
         order = self._term._order
         if order == 0:
             found = [field]
@@ -339,7 +321,7 @@ class _Cells:
         return [self._counted(each, dim) for dim, each in enumerate(found)]
 
     def gradient(self, slopes: list[Array]) -> Array:
-        """The gradient by the field, of the derivatives by the differences."""
+        """The gradient by the field, from the derivatives by the differences."""
         order = self._term._order
         flows = [self._counted(self.weight * slope, dim) for dim, slope in enumerate(slopes)]
         if order:
@@ -457,7 +439,7 @@ class SmoothedTotalVariation(RegularizationTerm):
 
 
 def _range(values: Array) -> tuple[float, float]:
-    """The smallest and the largest value, NaN if there is one; zeros if there are none."""
+    """The smallest and the largest value, NaN if one is NaN; zeros for an empty array."""
     values = values if hasattr(values, "min") else np.asarray(values)
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 

@@ -78,16 +78,14 @@ class Loss:
         return found[0], found[1], found[2]
 
     def values(self, f: Array) -> Array:
-        """What is summed, twice the cost, for each residual; for the linear loss the residuals, to be squared."""
+        """The terms of twice the cost, one a residual; for the linear loss the residuals, to be squared."""
         return f if self.is_linear else np.ascontiguousarray(self._scale**2 * self._rows(f)[0], np.float64)
 
     def weights(self, f: Array) -> tuple[Array, Array]:
         """The factors of the residuals in the gradient, and those of rows of the Jacobian in the Hessian.
 
-        References
-        ----------
-        B. Triggs, P. F. McLauchlan, R. I. Hartley, A. W. Fitzgibbon: Bundle adjustment, a modern synthesis.  Vision
-        Algorithms: Theory and Practice, LNCS 1883, 298-372 (2000), section 4.3.
+        Source: B. Triggs, P. F. McLauchlan, R. I. Hartley, A. W. Fitzgibbon: Bundle adjustment, a modern synthesis,
+        Vision Algorithms: Theory and Practice, LNCS 1883, 298-372 (2000), section 4.3.
         """
         if self.is_linear:
             return np.ones(len(f)), np.ones(len(f))
@@ -95,22 +93,13 @@ class Loss:
         return first, np.maximum(first + 2 * second * (f / self._scale) ** 2, _EPSILON)
 
 
-# What a user gives.
+# The functions of the user.
 
 
 class ResidualFunctions:
-    """The residuals and their Jacobian on this rank.
+    """The residuals and their Jacobian on this rank, from functions as for `least_squares`.
 
-    Parameters
-    ----------
-    fun, jac : callable
-        As for `least_squares`; `jac` also the name of a finite difference.
-    args, kwargs : tuple, mapping
-        Further arguments of both.
-    steps : 1-D array or None
-        Relative steps of differences.
-    lower, upper : 1-D array
-        Bounds, which differences do not leave.
+    `jac` may be the name of a finite difference, with relative `steps` inside of the bounds `lower` and `upper`.
     """
 
     def __init__(
@@ -127,10 +116,10 @@ class ResidualFunctions:
         self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
         self._steps, self._lower, self._upper = steps, lower, upper
         self.rows = -1  # of the first call
-        self._first: tuple[bytes, Array, Any] | None = None  # what was evaluated to choose a method
+        self._first: tuple[bytes, Array, Any] | None = None  # the evaluation that chose a method
 
     def is_dense_at(self, x: Array) -> bool:
-        """Whether the Jacobian at the start is an array; what was evaluated is not evaluated again."""
+        """Return True if the Jacobian at the start is an array; the evaluation is kept for the first step."""
         if not callable(self._jac):
             return True
         f = self.residuals(x)
@@ -154,7 +143,7 @@ class ResidualFunctions:
         return found
 
     def jacobian(self, x: Any, f: Array, *samples: Array) -> Any:
-        """A float64 array (residuals, unknowns), or what else `jac` has returned: sparse rows, or an operator."""
+        """A float64 array (residuals, unknowns), or another result of `jac`: sparse rows, or an operator."""
         if self._first is not None:
             key, _, found = self._first
             self._first = None
@@ -214,7 +203,7 @@ class ResidualFunctions:
         return (near - f) / one * (two / (two - one)) - (far - f) / two * (one / (two - one))
 
     def _moved(self, x: Array, k: int, step: float, *samples: Array) -> tuple[Array, float]:
-        """The residuals where one unknown has moved, and by how much it has."""
+        """The residuals where one unknown has moved, and the distance."""
         point = x.copy()
         point[k] += step
         return self.residuals(point, *samples), float(point[k] - x[k])
@@ -266,29 +255,14 @@ def sum_of_losses(loss: Loss, values: Array, world: Axis | None) -> float:
 class Rows:
     """The residuals of all ranks, each of which has its own rows: `Residuals` of a method for few unknowns.
 
-    Parameters
-    ----------
-    functions : ResidualFunctions
-        Of this rank.
-    loss : Loss
-    world : Axis or None
-        The ranks; None for a process alone.
-
-    Attributes
-    ----------
-    f : 1-D array
-        This rank's residuals at the point of the last cost.
-    accepted : 1-D array
-        This rank's residuals at the point of the last products.
-    jacobian : 2-D array
-        This rank's rows at the point of the last products, weighted by the loss.
+    `world` is None for a process alone.
     """
 
     def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | None) -> None:
         self._functions, self._loss, self._world = functions, loss, world
-        self.f: Array = np.empty(0)
-        self.accepted: Array = self.f
-        self.jacobian: Array = np.empty((0, 0))
+        self.f: Array = np.empty(0)  # this rank's residuals at the point of the last cost
+        self.accepted: Array = self.f  # and at the point of the last products
+        self.jacobian: Array = np.empty((0, 0))  # this rank's rows there, weighted by the loss
         exact.expect_dots(np.dtype(np.float64))
 
     def cost(self, x: Array) -> float:
@@ -305,7 +279,6 @@ class Rows:
         return 0.5 * sum_of_losses(self._loss, values, self._world)
 
     def gram(self, x: Array) -> Gram:
-        """See `Residuals`.  Collective."""
         problem: BaseException | None = None
         columns, tops = np.empty((0, x.size + 1)), np.zeros(x.size + 1)
         try:
@@ -341,7 +314,7 @@ class Rows:
         return exact_gram.gram(self._total(words), exponents)
 
     def are_dense_at(self, x: Array) -> bool:
-        """Whether the Jacobian at the start is an array on all ranks.  Collective."""
+        """Return True if the Jacobian at the start is an array on all ranks. Collective."""
         problem, is_dense = None, True
         try:
             is_dense = self._functions.is_dense_at(x)
@@ -358,7 +331,7 @@ class Rows:
             raise problem
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank.  Collective."""
+        """Return True if the flag is set on any rank. Collective."""
         return bool(self._maxima(np.array([float(flag)]))[0])
 
     def _maxima(self, numbers: np.ndarray) -> np.ndarray:

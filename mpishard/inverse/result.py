@@ -1,4 +1,4 @@
-"""What came of a minimisation, with the fields and the status numbers of SciPy's ``OptimizeResult``.
+"""The result of a minimisation, with the fields and the status numbers of SciPy's ``OptimizeResult``.
 
 With it the parts of `minimize` that users see: bounds, methods and options by SciPy's names, the table of progress.
 """
@@ -21,8 +21,8 @@ from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress
 from mpishard.minimizers.stopping import FAILURES
 
-# Why a minimisation has ended: SciPy's status, and a sentence with the values of `Progress` and the method's options.
-# 0: converged, 1: a limit is reached, 2: it cannot go on, 99: stopped by the callback, -1: it has not ended.
+# By reason of the end SciPy's status, and a sentence with the values of `Progress` and the method's options.
+# 0: converged, 1: a limit is reached, 2: it cannot continue, 99: stopped by the callback, -1: it has not ended.
 _OUTCOMES = {
     "": (-1, "not ended: it wants another evaluation"),
     "gradient": (0, "converged: the projected gradient's largest element {projected_norm:.3g} <= gtol={gtol:g}"),
@@ -99,27 +99,9 @@ def result_of(
 ) -> OptimizeResult:
     """The result of a minimisation that has ended for this reason.
 
-    Not collective.
-
-    Parameters
-    ----------
-    x : 1-D array or FlatParameters
-        The best iterate.
-    gradient : 1-D array
-        There; this function makes it NaN where no value was finite.
-    reason : str
-        Of `Minimizer.stop_reason`, or ``"callback"`` or ``"seconds"``; empty while it goes on.
-    method : Method
-        Its options are in the message.
-    progress : Progress
-        How far it has come.
-    culprits : str
-        Whose value or gradient is not finite, if that is known.
-
-    Returns
-    -------
-    OptimizeResult
-        With all of its fields.
+    `x` is the best iterate, and `gradient` that there, which this function makes NaN where no value was finite.
+    `reason` is of `Minimizer.stop_reason`, or "callback" or "seconds", and empty while the minimisation continues;
+    `culprits` names the ranks whose value or gradient is not finite, if known.
     """
     if math.isnan(progress.value):
         gradient[...] = math.nan
@@ -153,25 +135,10 @@ _FORMS = (
 
 
 def pair_of_bounds(bounds: Any, size: int) -> Any:
-    """Lower and upper bounds of all elements.
+    """Lower and upper bounds of all elements: numbers or flat arrays, infinite without a bound; None for None.
 
-    Parameters
-    ----------
-    bounds : object
-        What a user gave.  A sequence of as many pairs as there are elements is read as SciPy does: a pair for each
-        element, also for two elements.
-    size : int
-        Number of elements.
-
-    Returns
-    -------
-    (lower, upper), mapping or None
-        Numbers or flat arrays, infinite where there is no bound; by tensor name where `bounds` is a mapping.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is none of these forms.
+    A sequence of as many pairs as there are elements is read as SciPy does: a pair for each element, also for two
+    elements. A mapping gives such pairs by tensor name. Raises TypeError or ValueError for other forms.
     """
     if bounds is None:
         return None
@@ -230,9 +197,9 @@ _METHODS = {
     "Newton-CG": ("TruncatedNewton", ("gtol", "xtol")),
     "trust-ncg": ("TruncatedNewton", ("gtol",)),
 }
-# Methods that in SciPy do not stop for a small decrease, take so many iterations for each unknown, and evaluate freely.
+# Methods that in SciPy do not stop for a small decrease, limit the iterations by the unknowns, and evaluate freely.
 _FREE = {"cg", "newton-cg", "trust-ncg"}
-_ITERATIONS = 200
+_ITERATIONS = 200  # for each unknown
 # SciPy's names of options that are called otherwise here.
 _RENAMED = {"maxcor": "history", "initial_trust_radius": "initial_radius", "max_trust_radius": "max_radius"}
 # Fields of methods that are arguments of `minimize`.
@@ -241,47 +208,21 @@ _ARGUMENTS = {"bounds", "fixed", "inner_product", "preconditioner"}
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Options of the loop and not of the method.
+    """Options of the loop and not of the method."""
 
-    Parameters
-    ----------
-    disp : bool
-        Whether to show a table.
-    maxtime : float or None
-        Stop after the iteration in which so many seconds are over.
-    """
-
-    disp: bool = False
-    maxtime: float | None = None
+    disp: bool = False  # show a table
+    maxtime: float | None = None  # stop after the iteration in which this number of seconds is over
 
 
 def make_method(
     method: str | Method, options: Mapping[str, Any] | None, tol: float | None, size: int, **elements: Any
 ) -> tuple[Method, LoopOptions]:
-    """A method with its options.
+    """A method with its options, by SciPy's names or those of its class, and the options of the loop.
 
-    Parameters
-    ----------
-    method : str or Method
-        SciPy's name, in upper or lower case; or a method, whose options stay except for those in `options`.
-    options : mapping, optional
-        By SciPy's names, or by those of the method's class.
-    tol : float, optional
-        The default of the tolerances that stop the method.
-    size : int
-        Number of unknowns, over all ranks.
-    **elements
-        ``bounds``, ``fixed``, ``inner_product``, ``preconditioner``; None leaves that of the method.
-
-    Returns
-    -------
-    (Method, LoopOptions)
-        The method, and what concerns the loop.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If there is no such method or option, or one is invalid.
+    A name is SciPy's, in upper or lower case; a Method keeps its options except for those in `options`. `tol` is the
+    default of the tolerances that stop the method, `size` the number of unknowns over all ranks; `elements` are
+    ``bounds``, ``fixed``, ``inner_product`` and ``preconditioner``, None leaves that of the method. Raises ValueError
+    or TypeError if a method or option does not exist or is invalid.
     """
     kind, tolerances = _class_of(method)
     options = {} if options is None else options
@@ -351,13 +292,7 @@ _HEAD = f"{'iteration':>9} {'value':>17} {'|g|':>9} {'|proj g|':>9} {'step':>9} 
 
 
 class Table:
-    """Writes a line for the start and for each iteration, with its header before the first one.  Not collective.
-
-    Parameters
-    ----------
-    shown : bool
-        Whether it writes anything: on one rank.
-    """
+    """Writes a line for the start and for each iteration, with its header before the first one, where it is `shown`."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
@@ -365,13 +300,6 @@ class Table:
         self._began = time.perf_counter()
 
     def row(self, progress: Progress) -> None:
-        """Write a line.
-
-        Parameters
-        ----------
-        progress : Progress
-            After an iteration, or after the first evaluation.
-        """
         if not self._shown:
             return
         if not self._has_head:
@@ -384,12 +312,5 @@ class Table:
         )
 
     def end(self, message: str) -> None:
-        """Write why it has ended.
-
-        Parameters
-        ----------
-        message : str
-            Of the result.
-        """
         if self._shown:
             log.inform(message)

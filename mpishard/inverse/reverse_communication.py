@@ -260,7 +260,7 @@ class ReverseCommunication:
 
     @property
     def _has_iterate(self) -> bool:
-        """Whether a value has come that is finite."""
+        """Return True if there was a finite value."""
         return not math.isnan(self.progress.value)
 
     @property

@@ -1,4 +1,4 @@
-"""What the loop of a minimisation needs of the ranks: one protocol for a process alone and for a mesh."""
+"""The interface between the loop of a minimisation and the ranks: one protocol for a process alone and for a mesh."""
 
 from __future__ import annotations
 
@@ -14,32 +14,17 @@ Array = Any
 
 
 class Run(Protocol):
-    """A minimisation, its unknowns, and the ranks that take part.  Methods are collective, unless they say otherwise.
-
-    Attributes
-    ----------
-    method : Method
-    minimizer : Minimizer
-    unknowns : Unknowns
-    speaks : bool
-        Whether this rank writes messages.
-    value : float
-        Of the last evaluation.
-    interrupted : bool
-        Whether Ctrl-C came on any rank before the last evaluation, inside of `watching`.
-    culprits : str
-        Whose value or gradient is not finite, if that has ended the minimisation and ranks differ in it.
-    """
+    """A minimisation, its unknowns, and the ranks that take part. Methods other than `watching` are collective."""
 
     method: Method
     unknowns: Unknowns
-    speaks: bool
-    value: float
-    interrupted: bool
-    culprits: str
+    speaks: bool  # this rank writes messages
+    value: float  # of the last evaluation
+    interrupted: bool  # Ctrl-C came on any rank before the last evaluation, inside of `watching`
+    culprits: str  # the ranks whose value or gradient is not finite, if that has ended it and ranks differ
 
     def watching(self) -> AbstractContextManager[Any]:
-        """The context in which Ctrl-C ends the loop in order, where it does.  Not collective."""
+        """The context in which Ctrl-C ends the loop in order, where it does."""
         ...
 
     @property
@@ -54,14 +39,14 @@ class Run(Protocol):
         ...
 
     def tell(self, value: float, gradient: Any, problem: BaseException | None) -> None:
-        """Check what the user gave on every rank, bring it together, and tell the minimizer.
+        """Check the results of the user's function on every rank, combine them, and give them to the minimizer.
 
         Raises on all ranks if any has a problem.
         """
         ...
 
     def value_of(self, value: float, gradient: Any, problem: BaseException | None) -> float:
-        """The value of all ranks from what the user gave on each, checked as by `tell`, which is not told."""
+        """The value of all ranks, checked as by `tell`, which the minimizer does not get."""
         ...
 
     def tell_product(self, product: Any, problem: BaseException | None) -> None:
@@ -69,15 +54,13 @@ class Run(Protocol):
         ...
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return True if the flag is set on any rank."""
         ...
 
-    def raise_if_any(self, problem: BaseException | None) -> None:
-        """Raise on all ranks if any has a problem."""
-        ...
+    def raise_if_any(self, problem: BaseException | None) -> None: ...
 
     def serialize(self) -> bytes:
-        """Everything that the minimisation knows, the point included."""
+        """The whole state of the minimisation, with the point."""
         ...
 
     def deserialize(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a minimisation on a mesh writes while it goes on: checkpoints, from which it resumes, and its record."""
+"""The files of a minimisation on a mesh: checkpoints, from which it resumes, and its record."""
 
 from __future__ import annotations
 
@@ -14,35 +14,15 @@ from mpishard.launch.script import note_run
 from mpishard.record import RunRecord
 
 _START = "start.json"  # the fact about the start
-# Values of one function at one point differ by less, relatively, where ranks sum in other orders.
+# Values of one function at one point differ by less, relatively, where ranks sum in different orders.
 _SAME = 1e-6
 
 
 class RunFiles:
-    """Saves a minimisation after evaluations, and records them.  Collective over the mesh, its creation too.
+    """Saves a minimisation after evaluations, and records them. Collective over the mesh, its creation too.
 
-    Parameters
-    ----------
-    run : MeshRun
-        The minimisation.
-    checkpoints : Checkpoints or None
-        Where it is saved, as often as ``checkpoints.every`` says, and at the end.
-    resume : bool
-        Whether to continue from the newest checkpoint there.
-    record : RunRecord or None
-        Where its course is written.
-
-    Attributes
-    ----------
-    doubtful : bool
-        Whether the checkpoint may be of another function: the run had ended, or began elsewhere.
-
-    Raises
-    ------
-    ValueError, TypeError
-        On all ranks, if an argument is invalid, or the checkpoint is of another minimisation.
-    OSError
-        On all ranks, if a folder cannot be used.
+    It saves as often as ``checkpoints.every`` says, and at the end. Raises ValueError or TypeError on all ranks if an
+    argument is invalid or the checkpoint is of another minimisation, OSError if a folder cannot be used.
     """
 
     def __init__(self, run: Run, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
@@ -57,6 +37,7 @@ class RunFiles:
         self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
         self._start = self._norm_of_start()
         self._value = math.nan  # at the best iterate of the checkpoint
+        # The checkpoint may be of another function: the run had ended, or began elsewhere.
         self.doubtful: bool = False
         if checkpoints is not None:
             checkpoints.rehearse()
@@ -113,24 +94,16 @@ class RunFiles:
         return f"minimize(..., resume=True) goes on from the checkpoint in {self._checkpoints.folder}"
 
     def _norm_of_start(self) -> float:
-        """The 2-norm of the start, by which one can be told from another on any ranks.  Collective over the mesh."""
+        """The 2-norm of the start, which identifies it on any number of ranks. Collective over the mesh."""
         minimizer = self._run.minimizer
         (top,) = minimizer.space.largest(minimizer.point)
         (square,) = minimizer.space.dots([(minimizer.point, minimizer.point)], [top * top])
         return math.sqrt(square)
 
     def check_function(self, value: float) -> None:
-        """Raise unless the minimisation that goes on is of the function at hand.  Not collective.
+        """Raise ValueError unless the resumed minimisation is of the function at hand.
 
-        Parameters
-        ----------
-        value : float
-            Of the function at the best iterate of the checkpoint; the same on all ranks.
-
-        Raises
-        ------
-        ValueError
-            On all ranks.
+        `value` is that at the best iterate of the checkpoint; the same on all ranks.
         """
         saved = self._value
         if not abs(value - saved) <= _SAME * max(abs(value), abs(saved)):
@@ -141,12 +114,9 @@ class RunFiles:
             )
 
     def evaluated(self, goes_on: bool) -> None:
-        """Note that an evaluation or a product is done, and save if that is due.  The parameters are the next point.
+        """Record an evaluation or a product, and save if that is due. The parameters are the next point.
 
-        Parameters
-        ----------
-        goes_on : bool
-            Whether another one follows; else `end` saves.
+        If none follows, `end` saves.
         """
         progress, clock = self._run.minimizer.progress, self._optimizer.clock
         if self._record is not None:
@@ -162,13 +132,7 @@ class RunFiles:
             self._save()
 
     def end(self, reason: str) -> None:
-        """Save at the end, and note why it has ended.
-
-        Parameters
-        ----------
-        reason : str
-            As for the result; ``"signal"`` after Ctrl-C.
-        """
+        """Save at the end, and record its reason: as for the result, or "signal" after Ctrl-C."""
         if self._checkpoints is not None:
             self._save()
             self._checkpoints.wait()

@@ -22,21 +22,8 @@ _IMAGE = FileImage(b"mpishard minimisation\0", 1, "minimisation state")
 def encode(method: str, point: Array, rows: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
     """Encode a state as an HDF5 file image.
 
-    Parameters
-    ----------
-    method : str
-        Name of the class.
-    point : 1-D array
-        Where the next evaluation is wanted.
-    rows : mapping of str to 1-D array
-        The vectors of the method by slot.
-    metadata : mapping
-        Of the minimizer.
-
-    Returns
-    -------
-    bytes
-        For `decode`.
+    `method` is the name of its class, `point` that of the next evaluation, and `rows` the vectors of the method by
+    slot.
     """
     file = io.BytesIO()
     with h5py.File(file, "w", userblock_size=USER_BLOCK) as h5:
@@ -50,28 +37,10 @@ def encode(method: str, point: Array, rows: Mapping[str, Array], metadata: Mappi
 
 
 def decode(data: bytes, method: Method, like: Array) -> tuple[Array, dict[str, Array], dict[str, Any]]:
-    """Decode a file image of `encode`.
+    """The point, the vectors by slot and the metadata from `encode`, for a method and unknowns like these.
 
-    Parameters
-    ----------
-    data : bytes
-        From `encode`.
-    method : Method
-        The method that shall go on.
-    like : 1-D array
-        The unknowns.
-
-    Returns
-    -------
-    (array, dict of arrays, dict)
-        Point, vectors by slot, metadata.
-
-    Raises
-    ------
-    TypeError
-        If `data` is not bytes.
-    ValueError
-        If the bytes are no such state, are damaged, or are of another method or other unknowns.
+    Raises TypeError if `data` is not bytes; ValueError if it is no such state, is damaged, or is of another method or
+    other unknowns.
     """
     _IMAGE.check(data)
     try:

@@ -46,7 +46,7 @@ _MESSAGES = {
 }
 _METHODS = ("trf", "lm")
 _TR_OPTIONS = ("forcing", "forcing_power", "maxcg", "initial_radius", "max_radius")
-# Of the reasons for which the loop of `minimize` ends; the others are failures.
+# By reason of the end of the loop of `minimize`; the others are failures.
 _STATUS = {"gradient": 1, "decrease": 2, "step": 3, "evaluations": 0, "callback": _CALLBACK, "signal": _CALLBACK}
 _HEAD = f"{'iteration':>9} {'evaluations':>11} {'cost':>17} {'optimality':>11}"
 
@@ -237,7 +237,7 @@ def least_squares(
 
 
 def _solver(given: Any, method: str, jac: Any, is_named: bool, further: Mapping[str, Any]) -> str | None:
-    """How steps are found: "exact" or "cg"; None: by what `jac` returns."""
+    """The way in which steps are found: "exact" or "cg"; None: it depends on the result of `jac`."""
     if given not in (None, "exact", "cg"):
         raise ValueError(
             f"tr_solver={shown(given)} must be None, 'exact' or 'cg', conjugate gradients with products of the Jacobian"
@@ -269,7 +269,7 @@ class _Settings:
     steps: np.ndarray | None
     verbose: int
     bounds: Any  # as they were given
-    is_named: bool  # whether the start is a FlatParameters, whose bounds are checked where it is minimised
+    is_named: bool  # the start is a FlatParameters, whose bounds are checked where it is minimised
 
     @classmethod
     def checked(
@@ -449,7 +449,7 @@ class _Large:
         return cls(settings, start, method, by_columns, mesh, arguments, checkpoints, resume, record)
 
     def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
-        """Collective over the mesh."""
+        """Minimise in the loop of `minimize`. Collective over the mesh."""
         world = None if self.mesh is None or self.elastic is not None else self.mesh.world
         place = self.x0.place if self.settings.is_named else None
         split = place is not None and place.tensor_size * place.pipeline_size > 1
@@ -536,7 +536,7 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, speaks: bool) -> O
 
 
 def _stops(rows: Rows, callback: Callback, state: State) -> bool:
-    """Whether the callback of any rank wants to stop.  Collective."""
+    """Return True if the callback of any rank wants to stop. Collective."""
 
     def make() -> OptimizeResult:
         return OptimizeResult(x=state.x.copy(), cost=state.cost, nit=state.iterations, nfev=state.nfev)
