@@ -56,7 +56,7 @@ _EXTENT_LIMIT = 2**60  # sizes of longer tensors would overflow int64
 _FACTS = "mpishard"
 _LONGEST_COMMENT = 2**16 - 1
 _MOST_DEFLATED = 1032  # largest number of bytes that deflate makes of one
-# An archive that unpacks to more bytes than this must not unpack to more than so many times its own.
+# An archive that unpacks to more bytes than the first must not unpack to more than its size times the second.
 _LEAST_REFUSED, _MOST_UNPACKED = 2**26, 100
 
 
@@ -120,9 +120,9 @@ def blocks(shape: Sequence[int]) -> Iterator[Box]:
 
 
 def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:
-    """Write a checkpoint with the tensors of a source, cut evenly over at most so many files, one piece at a time.
+    """Write a checkpoint with the tensors of a source, cut evenly over at most `files` files, one piece at a time.
 
-    The folder `target` must not exist; it appears as a whole or not at all.  ValueError if it exists or the source
+    The folder `target` must not exist; it appears as a whole or not at all. ValueError if it exists or the source
     cannot be read, OSError if the disk fails.
     """
     step = source.facts.get("step", 0)
@@ -188,7 +188,7 @@ def write_plain(contents: Contents, target: Path) -> None:
             for group in ("json", "history"):
                 if group in index:
                     index.copy(group, h5)
-            del h5["json/pieces"]  # there are none
+            del h5["json/pieces"]  # a plain file has no pieces
             for kind, dtype in contents.kinds.items():
                 for name, shape in contents.tensors.items():
                     dataset = h5.create_dataset(f"{kind}/{link_name(name)}", shape, dtype)

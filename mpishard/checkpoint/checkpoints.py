@@ -22,14 +22,14 @@ from mpishard.comm.mesh import Mesh
 from mpishard.io.files import warn_of_writers
 from mpishard.layout.run_state import RunState
 
-# Decides when to save: after so many steps, or so often that saves take no more than a share of a run's time.
+# Decides when to save: every given number of steps, or such that saves take no more than a share of a run's time.
 #
 # If a save has kept the slowest rank for s seconds, the next one is due s / share seconds after that save began.  All
 # saves but the last together then take at most the share of the run.  The first save follows the first step.
 #
-# All ranks must decide alike, but without communication after every step.  So they exchange their measurements only at
-# some steps: after half of the estimated steps until the next save, then after half of the remaining ones, and so on;
-# at the latest after a hundred steps, since steps may become slower.
+# All ranks must decide equally, but without communication after every step.  So they exchange their measurements at
+# some steps only: after half of the estimated steps until the next save, then after half of the remaining ones, and so
+# on; at the latest after a hundred steps, since steps may become slower.
 
 _MOST_STEPS = 100
 
@@ -64,11 +64,11 @@ class Pace:
         self._next = 1
 
     def due(self, step: int, world: Axis) -> bool:
-        """Whether a save is due after the step.  Collective."""
+        """Return True if a save is due after the step. Collective."""
         return self.asks(step) and self.decide(step, world.allgather_object(self.measured(step)))
 
     def asks(self, step: int) -> bool:
-        """Whether the ranks exchange measurements after this step; the same on all ranks."""
+        """Return True if the ranks exchange measurements after this step; the same on all ranks."""
         if step < self._asked:  # another run begins
             self._next = 1
         self._asked = step
@@ -82,7 +82,7 @@ class Pace:
         return Measured(self._ended - self._began, now - self._began, (now - self._ended) / max(1, step - self._saved))
 
     def decide(self, step: int, measurements: Sequence[Measured | None]) -> bool:
-        """Whether to save after this step, from the measurements of all ranks."""
+        """Return True to save after this step, from the measurements of all ranks."""
         known = [each for each in measurements if each is not None]
         if not known:
             return True
@@ -95,13 +95,12 @@ class Pace:
 
 
 class InSteps:
-    """Saves after every so many steps, or never; the interface of `Pace`."""
+    """Saves after every `every` steps, or never; the interface of `Pace`."""
 
     def __init__(self, every: int | None) -> None:
         self.every = every
 
     def due(self, step: int, world: Axis) -> bool:
-        """Whether a save is due after the step."""
         return self.every is not None and step > 0 and step % self.every == 0
 
     def clock(self) -> float:
@@ -116,7 +115,7 @@ class InSteps:
 
 
 def save_interval(every: float | None) -> InSteps | Pace:
-    """What decides when to save, by `Checkpoints`' option `every`."""
+    """The object that decides when to save, by `Checkpoints`' option `every`."""
     check_every(every)
     return InSteps(every) if every is None or _in_steps(every) else Pace(float(every))
 
@@ -212,8 +211,8 @@ class Checkpoints:
     on_error : {"raise", "warn"}
         If the disk fails in a save: raise OSError on all ranks, or warn on rank 0 and continue.
     best : {None, "validation loss"}
-        Also save whenever the validation loss of `optimize` is lower than ever before, and keep that checkpoint beside
-        the newest: the link ``best`` points to it, and ``load_checkpoint(folder / "best", ...)`` reads it.
+        Also save whenever the validation loss of `optimize` is lower than ever before, and keep that checkpoint in
+        addition to the newest: the link ``best`` points to it, and ``load_checkpoint(folder / "best", ...)`` reads it.
 
     Raises
     ------

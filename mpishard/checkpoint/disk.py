@@ -51,7 +51,7 @@ def unlinked(path: str, flags: int) -> int:
 
 
 def abandoned(path: Path, held: Path) -> bool:
-    """Whether the process is dead that made a file, a link, or a folder with the file `held` in it.
+    """Return True if the process is dead that made a file, a link, or a folder with the file `held` in it.
 
     Without a lock it counts as dead if nothing was changed for an hour.
     """

@@ -74,13 +74,13 @@ def _names(run: Path) -> list[str]:
 
 
 def named_step(path: Path) -> int | None:
-    """The step in the name of a checkpoint; None if the name is none of a checkpoint."""
+    """The step in the name of a checkpoint; None for other names."""
     named = _STEP.fullmatch(path.name)
     return None if named is None else int(named[1])
 
 
 def best_step(run: Path) -> int:
-    """The step of the checkpoint that ``best`` points to; 0 if there is none."""
+    """The step of the checkpoint that ``best`` points to; 0 without such a checkpoint."""
     try:
         return named_step(Path(os.readlink(run / BEST))) or 0
     except OSError:  # no link
@@ -98,7 +98,7 @@ def _candidate(path: Path) -> Candidate:
 
 
 def astray(run: Path) -> str:
-    """A text for the problem with ``latest`` or ``best``, links for people; empty if there is none."""
+    """A text for the problem with ``latest`` or ``best``, links for people; empty without a problem."""
     for link in (run / LATEST, run / BEST):
         if not link.is_symlink():
             if link.exists():
@@ -218,7 +218,7 @@ def tidy(published: Path, keep: int | None, own: Collection[str], best: bool = F
 
 @dataclass(frozen=True)
 class Retained:
-    """What one save leaves in the folder: the newest `keep` of the checkpoints with these ids; None: all of them.
+    """The checkpoints that one save leaves in the folder: the newest `keep` of those with these ids; None: all of them.
 
     The best one stays in any case.
     """
@@ -252,18 +252,18 @@ class Retention:
         self.ids.add(unfinished.id)
 
     def retained(self, best: bool = False) -> Retained:
-        """What the save that has just begun, of the best checkpoint so far or not, leaves in the folder."""
+        """The checkpoints that the save that has just begun, of the best one so far or not, leaves in the folder."""
         return Retained(self.keep, frozenset(self.ids), best)
 
 
-# New files and folders beside a run, which get their name when they are whole and on the disk.
+# New files and folders next to a run, which get their name when they are whole and on the disk.
 
 
 @contextmanager
 def provisional(target: Path, size: int) -> Iterator[Path]:
-    """A path beside `target`, for about `size` bytes; after an error it is removed.
+    """A path next to `target`, for about `size` bytes; after an error it is removed.
 
-    Leftovers of killed processes for the same target are removed first.  ValueError if the target exists or its folder
+    Leftovers of killed processes for the same target are removed first. ValueError if the target exists or its folder
     does not; OSError if the disk fails or has too little space.
     """
     if os.path.lexists(target):

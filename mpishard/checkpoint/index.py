@@ -265,7 +265,7 @@ def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[s
     last: list[StoredPiece] = []
     last_rows: Any = None
     for kind, rows in table.items():
-        if rows == last_rows:  # kinds are mostly cut alike
+        if rows == last_rows:  # kinds are mostly cut identically
             last = [StoredPiece(kind, each.name, each.box, each.file, each.start) for each in last]
             found += last
             continue
@@ -431,7 +431,7 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
 
 
 def _end_to_end(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Whether boxes are runs of the row-major elements of a tensor, one after the other: ranks cut tensors so."""
+    """Return True if boxes are runs of the row-major elements of a tensor, end to end: ranks cut tensors so."""
     runs = []
     for box in boxes:
         if len(box) != len(whole) or any(not 0 <= a < b <= end for (a, b), (_, end) in zip(box, whole, strict=True)):
@@ -460,7 +460,7 @@ def _check_pieces(
             raise ValueError(f"{piece.kind} of tensor {piece.name!r} are not among the tensors and kinds")
         found[piece.kind, piece.name].append(piece)
     wholes = {name: whole_box(shape) for name, shape in tensors.items()}
-    covers: dict[str, list[Box]] = {}  # kinds are mostly cut alike
+    covers: dict[str, list[Box]] = {}  # kinds are mostly cut identically
     for (kind, name), parts in found.items():
         boxes = [part.box for part in parts]
         if boxes == [wholes[name]] and 0 not in tensors[name]:

@@ -31,7 +31,7 @@ from mpishard.layout.tensors import LocalLayout, Piece
 # Fills the arrays of a run, in any layout, from a whole checkpoint, written in any layout.
 
 _MOST_SHOWN = 3
-# Elements that are read at once for a device, where so many lie end to end.
+# Elements that are read at once for a device, where this many lie end to end.
 _LEAST_STAGING = 2**20
 
 
@@ -161,7 +161,7 @@ def _run(wanted: Piece, source: StoredPiece, box: Box) -> Run | None:
 
 
 def _joined(runs: Iterable[Run], most: int | None) -> Iterator[Run]:
-    """Runs in the order of the files; of at most so many elements, as one where they lie side by side at both ends."""
+    """Runs in the order of the files, of at most `most` elements; those that touch at both ends are one."""
     ordered = sorted([(source.file, start, place, size, source) for source, start, place, size in runs])
     number = 0
     while number < len(ordered):
@@ -184,11 +184,11 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None) -> Contents | None:
-    """Read the newest whole checkpoint in a folder into the arrays of `state`; None if there is none.  Collective.
+    """Read the newest whole checkpoint in a folder into the arrays of `state`; None without a checkpoint. Collective.
 
     All of it is checked before anything is written: hashes, the index, the chunks, whether it fits the state, and by
-    `check` its facts.  Then values are read directly into the arrays, on most file systems out of the page cache, in
-    which the first pass left them: no rank needs memory for a second copy.  Waits for a disk use the axis `patient`,
+    `check` its facts. Then values are read directly into the arrays, on most file systems out of the page cache, in
+    which the first pass left them: no rank needs memory for a second copy. Waits for a disk use the axis `patient`,
     without a time limit.
     """
     with Readers(mesh.node.size) as readers, no_garbage_collection():

@@ -1,12 +1,9 @@
 """Files of pieces: the part of a checkpoint that one rank writes, a data set per kind with its boxes of global tensors.
 
-The boxes lie end to end, in the order in which they were written: HDF5 takes long to make a data set, and longer to
-open it, so that thousands of small tensors had cost seconds.
-
-HDF5 writes through a Python file object.  The system calls then run without the interpreter's lock, and errors of the
-disk stay outside the HDF5 library, which may leave files open after an error.
-
-The first 512 bytes of each file are HDF5's user block.  It has the checkpoint and the writer of the file, so that
+The boxes lie end to end, in the order in which they were written: HDF5 takes long to make or open a data set, and one
+for each of thousands of small tensors had cost seconds. HDF5 writes through a Python file object: system calls run
+without the interpreter's lock, and errors of the disk stay outside the HDF5 library, which may leave files open after
+an error. The first 512 bytes of each file, HDF5's user block, have the checkpoint and the writer of the file, so that
 readers can check these before they open the file with HDF5.
 """
 
@@ -453,7 +450,7 @@ def _read_rows(
 def damages(contents: Contents, kinds: Container[str] | None = None, rank: int = 0, ranks: int = 1) -> list[str]:
     """Texts for the first few problems of the data sets of pieces of some kinds, by default all, of a checkpoint.
 
-    Of so many `ranks` each checks its share.  Without problems all their values can be read, unless the disk fails.
+    Each of `ranks` checks its share. Without problems all their values can be read, unless the disk fails.
     """
     found: list[str] = []
     datasets = {(piece.file, piece.dataset): piece for piece in contents.pieces if kinds is None or piece.kind in kinds}

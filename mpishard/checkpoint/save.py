@@ -1,7 +1,7 @@
 """Saving: every rank writes a file with its pieces, rank 0 the index and the manifest, and publishes the checkpoint.
 
-Rank 0 then tells all ranks the outcome, which is therefore the same on all of them.  A save runs in the thread that
-calls `Checkpoints.save`, or in a thread beside the training.  So it never blocks in MPI, and its task has all that it
+Rank 0 then reports the outcome to all ranks, so that it is the same on all of them. A save runs in the thread that
+calls `Checkpoints.save`, or in a thread next to the training: it never blocks in MPI, and its task has all that it
 needs.
 """
 
@@ -91,9 +91,9 @@ class Snapshot:
         self._buffers: dict[str, np.ndarray] = {}
 
     def values(self, state: RunState, *, copied: bool) -> tuple[Saved, Exception | None]:
-        """What this rank saves of a state; or nothing, and the error that kept it from having that.
+        """The values of a state that this rank saves; or none, and the error that prevented it.
 
-        With `copied` the arrays may change before they are written.  Device arrays are copied in any case.
+        With `copied` the arrays may change before they are written. Device arrays are copied in any case.
         """
         facts: dict[str, Any] = {}
         parts: list[PieceValues] = []
@@ -190,7 +190,7 @@ class Fault:
 
     @classmethod
     def first(cls, plain_faults: Sequence[Any]) -> Fault | None:
-        """The fault of the lowest rank, from the `plain` values of all ranks; None if there is none."""
+        """The fault of the lowest rank, from the `plain` values of all ranks; None without a fault."""
         faults = [cls(**fault) for fault in plain_faults if fault is not None]
         return cls(**{**asdict(faults[0]), "others": len(faults) - 1}) if faults else None
 
@@ -217,7 +217,7 @@ class Fault:
 
 
 # A disk may take longer than the time limit of a collective, and a thread that blocks in MPI would take a core from the
-# training.  So these functions poll, and sleep in between.  They need an axis of their own, without a watchdog.
+# training.  So these functions poll, and sleep in between.  They need a separate axis, without a watchdog.
 
 
 def finish(pending: Request) -> Any:
@@ -474,10 +474,10 @@ def _discard(path: Path) -> None:
 
 
 class Writer:
-    """Carries out the saves of a run one after the other: in the calling thread, or in a thread beside the training.
+    """Carries out the saves of a run one after the other: in the calling thread, or in a thread next to the training.
 
-    Owns the communicators of saves: the thread needs some of its own, and a ledger that the watchdog does not
-    read.  Collective.
+    Owns the communicators of saves: the thread needs separate ones, and a ledger that the watchdog does not read.
+    Collective.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, on_error: str) -> None:
@@ -498,9 +498,9 @@ class Writer:
         return self._axis
 
     def write(self, task: Task, *, beside: bool) -> Path | None:
-        """Write a checkpoint now, or begin to write it beside the training.  Collective.
+        """Write a checkpoint now, or begin to write it next to the training; return its folder. Collective.
 
-        Returns its folder; None if it failed with a warning.
+        None if it failed with a warning.
         """
         if not beside:
             return self.conclude(carry_out(task, self.axis), task.step, task.unfinished)
@@ -509,7 +509,7 @@ class Writer:
         return task.unfinished.target
 
     def finish(self) -> None:
-        """Wait for the save under way, and raise its error or warn about it, on all ranks alike."""
+        """Wait for the save under way, and raise its error or warn about it, identically on all ranks."""
         save = self._under_way
         if save is not None:
             save.join()  # after an interrupt it is still under way

@@ -119,7 +119,7 @@ def _apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Examination:
-    """The readable parts of a checkpoint, and its problems: if there are none, it is whole."""
+    """The readable parts of a checkpoint, and its problems: without any, it is whole."""
 
     folder: Path
     manifest: Manifest | None  # None: it cannot be read, and nothing else was opened
@@ -128,14 +128,14 @@ class Examination:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint, whole or damaged, rather than a folder of several."""
+    """Return True if a folder is one checkpoint, whole or damaged, rather than a folder of several."""
     return any((path / name).is_file() for name in (manifests.NAME, INDEX)) or any(path.glob("pieces-*.h5"))
 
 
 def found_at(path: Path) -> list[Candidate]:
     """The checkpoint at a path, or through a link there; or those of a run in this folder, newest first.
 
-    ValueError if there is none.
+    ValueError without a checkpoint.
     """
     if not path.exists():
         where = f"the link {path} leads to {path.readlink()}, which" if path.is_symlink() else f"{path}"
@@ -234,7 +234,7 @@ def not_finite(contents: Contents) -> Iterator[str]:
 
 
 def newest_whole(path: Path) -> Examination:
-    """The checkpoint at a path, or the newest whole one of a run; ValueError with all problems if there is none."""
+    """The checkpoint at a path, or the newest whole one of a run; else ValueError with all problems."""
     all_problems: list[str] = []
     for candidate in found_at(path):
         examined = validate(candidate)

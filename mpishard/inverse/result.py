@@ -69,8 +69,8 @@ class OptimizeResult(dict[str, Any]):
     nit, nfev, njev, nhev : int
         Iterations, values, gradients and Hessian products.
     status : int
-        0: converged; 1: a limit on iterations, evaluations or time is reached; 2: the method cannot go on; 99: the
-        callback or Ctrl-C has stopped it; -1: it has not ended.
+        0: converged; 1: a limit on iterations, evaluations or time is reached; 2: the method cannot continue; 99:
+        the callback or Ctrl-C has stopped it; -1: it has not ended.
     success : bool
         Whether it converged.
     message : str

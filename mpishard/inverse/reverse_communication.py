@@ -49,7 +49,7 @@ class ReverseCommunication:
         print(optimizer.result)
 
     With a mesh all methods are collective over it, and so is the creation; without one nothing is.  Between `ask` and
-    `tell` nothing happens: a state that is saved there goes on with the same request.
+    `tell` nothing happens: a state that is saved there resumes with the same request.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class ReverseCommunication:
         TypeError, ValueError
             If they do not fit; with a mesh on all ranks.  The state is unchanged then.
         RuntimeError
-            If they were not asked for, or were told before; with a mesh on all ranks.
+            If they were not asked for, or were given before; with a mesh on all ranks.
         """
         self._check_wanted(Wanted.GRADIENT, "value and gradient")
         problem: Exception | None = None
@@ -171,7 +171,7 @@ class ReverseCommunication:
         TypeError, ValueError
             If it does not fit; with a mesh on all ranks.  The state is unchanged then.
         RuntimeError
-            If it was not asked for, or was told before; with a mesh on all ranks.
+            If it was not asked for, or was given before; with a mesh on all ranks.
         """
         self._check_wanted(Wanted.PRODUCT, "a Hessian product")
         self.tell_outcome(0.0, product, None)
@@ -229,7 +229,7 @@ class ReverseCommunication:
 
     @property
     def stop_reason(self) -> str:
-        """Why nothing is wanted any more, in a word; empty while it goes on."""
+        """Why nothing is wanted any more, in a word; empty until then."""
         return self._end or self._run.minimizer.stop_reason
 
     @property

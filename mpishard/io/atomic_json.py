@@ -54,7 +54,7 @@ def write_note(path: Path, content: Any, *, private: bool = False) -> None:
 
 
 def read_note(path: Path, *, private: bool = False) -> Any:
-    """The content of a file; None if there is none, ValueError if it is not JSON.
+    """The content of a file; None if it does not exist, ValueError if it is not JSON.
 
     NotPrivateError if the folder must be private to the owner and is not.
     """

@@ -135,7 +135,7 @@ def warn_of_writers(folder: Path) -> None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group is the private group that many systems make for each user."""
+    """Return True if a group is the private group that many systems make for each user."""
     with contextlib.suppress(KeyError):
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
         return group.gr_name == user and set(group.gr_mem) <= {user}

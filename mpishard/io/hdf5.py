@@ -140,7 +140,7 @@ def check_array(dataset: h5py.h5d.DatasetID) -> None:
 
 
 def check_chunk_size(size: int) -> None:
-    """Raise ValueError if chunks of so many bytes are too large: each is decoded as a whole."""
+    """Raise ValueError if chunks of `size` bytes are too large: each is decoded as a whole."""
     if size > LARGEST_CHUNK:
         raise ValueError(f"its chunks are {size} bytes; this mpishard reads chunks of at most {LARGEST_CHUNK}")
 

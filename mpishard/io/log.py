@@ -1,6 +1,6 @@
-"""What mpishard says of a run: by `logging`, under the name ``mpishard``, on stderr as ``mpishard: text``.
+"""The messages of mpishard about a run: by `logging`, under the name ``mpishard``, on stderr as ``mpishard: text``.
 
-Handlers that a script adds to ``logging.getLogger("mpishard")`` before the first message stand in for the one here.
+Handlers that a script adds to ``logging.getLogger("mpishard")`` before the first message replace the one here.
 ``setLevel(logging.WARNING)`` leaves out how a run goes.
 """
 
@@ -31,7 +31,7 @@ def inform(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Say what a user should look at, though the run goes on; callers choose the rank that speaks."""
+    """Log what a user should look at, though the run continues; callers choose the rank that logs."""
     _prepared().warning("%s", text)
 
 

@@ -21,7 +21,7 @@ _LEAST_SHARE = 2**23
 
 
 class Readers(AbstractContextManager["Readers"]):
-    """The share of one of so many processes of the cores of its node, as threads that read."""
+    """The share of one of `processes` processes of the cores of its node, as threads that read."""
 
     def __init__(self, processes: int = 1) -> None:
         cores = min(len(own_cores()), cpu_quota())

@@ -53,7 +53,7 @@ class LineSearchState:
     wall : float
         The shortest step beyond `best` at which value or slope were not finite.
     evaluations : int
-        How many it was told.
+        How many it has taken.
     not_finite : int
         How many of the last ones in a row were not finite.
     farthest : float
