@@ -20,7 +20,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class AdjointCheck:
-    """What `check_adjoint` has found; true if the check has passed.
+    """The result of `check_adjoint`; true if the check has passed.
 
     Parameters
     ----------
@@ -132,5 +132,5 @@ def _random(like: Any, seed: int, name: str) -> Array:
 
 
 def _flat(values: Array) -> np.ndarray:
-    """As a float64 vector on the host."""
+    """An array as a float64 vector on the host."""
     return np.asarray(arrays.to_host(values) if arrays.is_device(values) else values, np.float64).reshape(-1)

@@ -242,7 +242,7 @@ def _real_array(x0: Any) -> Array:
 
 
 def _way_out(x0: Any) -> str:
-    """How to start from several arrays, for messages; empty for a start without arrays."""
+    """The way to start from several arrays, for messages; empty for a start without arrays."""
     if isinstance(x0, Mapping):
         names = [str(name) for name in x0][:2]
     elif isinstance(x0, list | tuple) and any(hasattr(each, "shape") for each in x0):

@@ -314,7 +314,7 @@ _TINY = (8.0, 64.0, 512.0)  # steps in units of the precision, at which only rou
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """What `check_gradient` has found; true if the check has passed.
+    """The result of `check_gradient`; true if the check has passed.
 
     Parameters
     ----------
@@ -554,7 +554,7 @@ def _product_tests(
 
 
 def _asymmetry(line: Line, product: np.ndarray, precision: float) -> str:
-    """Of a Hessian product that fails: that it is not symmetric, if so.  Collective."""
+    """A text on a Hessian product that fails, if it is not symmetric; else empty. Collective."""
     other = line.product(line.w)
     one, two, size = line.dots((line.w, product), (line.d, other), (np.abs(line.w), np.abs(product)))
     if abs(one - two) <= precision ** (1 / 3) * size:

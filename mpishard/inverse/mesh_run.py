@@ -115,7 +115,7 @@ class MeshRun:
         self._look_for_culprits("Hessian product", 0.0, flat)
 
     def _look_for_culprits(self, what: str, value: float, flat: Array) -> None:
-        """Where a number that is not finite has ended the run, find the ranks that gave it, unless all did."""
+        """If a number that is not finite has ended the run, find the ranks that gave it, unless all did."""
         if self.minimizer.stop_reason == "not finite":
             finite = math.isfinite(value) and math.isfinite(largest(flat))
             if self._sums or (self.any(finite) and self.any(not finite)):

@@ -128,7 +128,7 @@ class ResidualFunctions:
         return isinstance(jacobian, np.ndarray)
 
     def residuals(self, x: Any, *samples: Array) -> Array:
-        """As a float64 array of one dimension, as many in each call unless there are samples."""
+        """The residuals as a float64 array of one dimension, as many in each call unless there are samples."""
         if self._first is not None and self._first[0] == _flat(x).tobytes():
             return self._first[1]
         found = _numbers("fun", self._fun(_copy(x), *samples, *self._args, **self._kwargs))

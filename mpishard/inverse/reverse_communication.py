@@ -24,7 +24,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What a minimisation wants next.
+    """The next evaluation that a minimisation wants.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class ReverseCommunication:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def ask(self) -> EvaluationRequest | None:
-        """What is wanted next.
+        """The next evaluation that is wanted.
 
         Returns
         -------
@@ -229,12 +229,12 @@ class ReverseCommunication:
 
     @property
     def stop_reason(self) -> str:
-        """Why nothing is wanted any more, in a word; empty until then."""
+        """The reason for the end, in a word; empty until then."""
         return self._end or self._run.minimizer.stop_reason
 
     @property
     def progress(self) -> Progress:
-        """How far it has come."""
+        """The progress of the minimisation."""
         return self._run.minimizer.progress
 
     @property

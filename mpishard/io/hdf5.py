@@ -254,7 +254,7 @@ class FileImage:
 
     @property
     def _place(self) -> slice:
-        """Where the SHA-256 is."""
+        """The place of the SHA-256."""
         return slice(self._header.size, self._header.size + 32)
 
     def seal(self, image: bytes) -> bytes:

@@ -16,7 +16,7 @@ LOGGER = logging.getLogger("mpishard")
 
 
 class _ToStderr(logging.Handler):
-    """Writes to what `sys.stderr` is when a message comes, in one piece, so that lines of ranks do not mix."""
+    """Writes to the present `sys.stderr`, in one piece, so that lines of ranks do not mix."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, of a file that is closed
@@ -26,7 +26,7 @@ class _ToStderr(logging.Handler):
 
 
 def inform(text: str) -> None:
-    """Say how a run goes, in one line; callers choose the rank that speaks."""
+    """Log how a run goes, in one line; callers choose the rank that logs."""
     _prepared().info("%s", text)
 
 

@@ -53,7 +53,7 @@ class VirtualDataset:
 
 
 def group_address(group: h5py.Group) -> int:
-    """Where the header of a group lies that `fill_groups` shall fill."""
+    """The place of the header of a group that `fill_groups` fills."""
     return int(h5py.h5o.get_info(group.id).addr)
 
 

@@ -104,7 +104,7 @@ class _OverRanks(torch.nn.modules.batchnorm._BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Of Ioffe and Szegedy (2015), with sums over ranks in float64."""
+    """The normalization of Ioffe and Szegedy (2015), with sums over ranks in float64."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, axis: Axis) -> Any:

@@ -44,7 +44,7 @@ class ParameterGroups:
         self._fingerprint = 0
 
     def show(self, step: int) -> None:
-        """Let the groups show the learning rates of a step, where the rule has a schedule."""
+        """Show the learning rates of a step in the groups, where the rule has a schedule."""
 
     @property
     def saved(self) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ class ParameterGroups:
         return self._fingerprint
 
     def check(self) -> None:
-        """Raise ValueError unless the groups have as many parameters as at the beginning."""
+        """Raise ValueError unless the groups are those of the beginning, and a step can use their values."""
         sizes = [len(group["params"]) for group in self.groups]
         if sizes != self._sizes:
             raise ValueError(
@@ -167,7 +167,6 @@ class LiveGroups(ParameterGroups):
         return float(self._optimizer.param_groups[number]["lr"])
 
     def check(self) -> None:
-        """Raise ValueError unless the groups are those of the beginning, and a step can use their values."""
         super().check()
         optimizer = self._optimizer
         if any(optimizer.state.values()):
@@ -264,7 +263,6 @@ class RuleGroups(ParameterGroups):
         return [self._rules[self._number_of[name]] for name in names]
 
     def show(self, step: int) -> None:
-        """Let the groups show the learning rates of a step, where the rule has a schedule."""
         if self._scheduled:
             self._shown = [each.learning_rate(max(1, step)) for each in self._rules]
             for group, rate in zip(self.groups, self._shown, strict=True):
@@ -272,7 +270,6 @@ class RuleGroups(ParameterGroups):
 
     @property
     def saved(self) -> list[dict[str, Any]]:
-        """All values of each group but its parameters, for `restore`; also those that only schedulers use."""
         left_out = ("lr",) if self._scheduled else ()
         return [{name: value for name, value in each.items() if name not in left_out} for each in super().saved]
 
@@ -282,7 +279,6 @@ class RuleGroups(ParameterGroups):
         return self.saved != self._saved_first
 
     def check(self) -> None:
-        """Raise ValueError unless the groups are those of the beginning, and a step can use their values."""
         super().check()
         if self._scheduled:
             for number, (group, shown) in enumerate(zip(self.groups, self._shown, strict=True)):

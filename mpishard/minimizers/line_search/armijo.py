@@ -90,13 +90,13 @@ class Armijo(LineSearch[ArmijoState]):
 
 
 def _quadratic(start: Trial, trial: Trial) -> float:
-    """Where the quadratic with value and slope at the start and this value has its minimum."""
+    """The minimum of the quadratic with value and slope at the start and this value."""
     rise = (trial.value - start.value) / trial.step - start.slope
     return -start.slope * trial.step / (2 * rise)
 
 
 def _cubic(state: ArmijoState, trial: Trial) -> float:
-    """Where the cubic with value and slope at the start and the last two values has its minimum."""
+    """The minimum of the cubic with value and slope at the start and the last two values."""
     one, other, slope = trial.step, state.before.step, state.start.slope
     # The rise of the value above the line at the start, over the square of the step: b + a step.
     rise_one = ((trial.value - state.start.value) / one - slope) / one

@@ -147,7 +147,7 @@ class MoreThuente(LineSearch[MoreThuenteState]):
         if step >= state.wall:
             step = trial.step + 0.5 * (state.wall - trial.step)
         if state.bracketed and (step <= least or step >= most or most - least <= self.xtol * most):
-            # A value so large that the interpolation rounds to step 0 says nothing of what is in between.
+            # A value so large that the interpolation rounds to step 0 says nothing about the steps in between.
             step = low if low > 0 or most - least <= self.xtol * most else 0.5 * most
         return replace(state, step=step, least_trial=least, most_trial=most)
 
@@ -213,7 +213,7 @@ def _flatter(low: Trial, high: Trial, new: Trial, bracketed: bool, least: float,
 
 
 def _cubic(start: Trial, end: Trial) -> tuple[float, float]:
-    """Where the cubic with values and slopes of both has its minimum, as a part of the way; and its root term gamma."""
+    """The minimum of the cubic with values and slopes of both, as a part of the way; and its root term gamma."""
     span = end.step - start.step
     theta = 3 * (start.value - end.value) / span + start.slope + end.slope
     scale = max(abs(theta), abs(start.slope), abs(end.slope))
