@@ -109,7 +109,7 @@ def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     import threadpoolctl
 
     import mpishard
-    from mpishard.backend.products.choice import in_force
+    from mpishard.backend.products.choice import active
 
     sizes = {"tensor": {"tensor": 2}, "sequence": {"tensor": 2}, "pipeline": {"pipeline": 2}}.get(kind, {})
     mesh = mpishard.Mesh(**sizes)
@@ -140,7 +140,7 @@ def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     result["blas"] = "; ".join(
         sorted({f"{b['internal_api']} {b.get('architecture', '')}, {b['num_threads']} thread(s)" for b in pools})
     )
-    result["blas"] += f"; products: {in_force()}"
+    result["blas"] += f"; products: {active()}"
     if kind == "ddp":
         result["bound"] = bound_s(SEQUENCES // mesh.data.size, mesh.world.barrier)
     total = sum(entry.seconds for entry in mesh.ledger.totals.values())

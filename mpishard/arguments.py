@@ -116,23 +116,23 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, options: dict[str, Any]) -> T:
-    """The value `whole`, or a new one of those `options` that are its fields, which are removed from `options`.
+def config_or_kwargs(call: str, name: str, kind: type[T], config: T | None, options: dict[str, Any]) -> T:
+    """The value `config`, or a new one of those `options` that are its fields, which are removed from `options`.
 
     `call` and `name` are the function and its argument, for messages; `kind` is a dataclass.  Raises TypeError if
-    `whole` is of another type, or is given together with some of its fields.
+    `config` is of another type, or is given together with some of its fields.
     """
     given = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}  # type: ignore[arg-type]
-    if whole is None:
+    if config is None:
         return kind(**given)
-    if not isinstance(whole, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {shown(whole)}")
+    if not isinstance(config, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {shown(config)}")
     if given:
         raise TypeError(f"{call} got {name} and also {', '.join(given)}; put all into {name}={kind.__name__}(...)")
-    return whole
+    return config
 
 
-def no_others(call: str, options: dict[str, Any]) -> None:
+def reject_unknown(call: str, options: dict[str, Any]) -> None:
     """Raise TypeError if any of the keywords, which nothing has taken, is left."""
     for name in options:
         raise TypeError(f"{call} got an unexpected keyword argument {name!r}")

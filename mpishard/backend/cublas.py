@@ -263,7 +263,7 @@ MOST_SHAPES = 256
 _ZERO_AND_ONE = np.array([0, 1], np.float32)
 
 
-class Shape(NamedTuple):
+class FeedForwardShape(NamedTuple):
     """Of the product: rows, their channels, channels that GELU is applied to."""
 
     rows: int
@@ -281,11 +281,11 @@ class CublasLt:
         self._lt = lt
         with backend_of(like).on_device_of(like):
             self._handle = lt.create()
-        self._plans: dict[tuple[Shape, np.dtype], _Plan] = {}
+        self._plans: dict[tuple[FeedForwardShape, np.dtype], _Plan] = {}
         self.usable = True  # nothing has failed so far
         self.proven: set[np.dtype] = set()  # precisions in which a small problem was right; filled by callers
 
-    def takes(self, shape: Shape, half: np.dtype, like: Array) -> bool:
+    def takes(self, shape: FeedForwardShape, half: np.dtype, like: Array) -> bool:
         """Return True if cuBLASLt has a kernel for a shape, which is then chosen."""
         aligned = shape.width % MULTIPLE == 0 == shape.inner % MULTIPLE
         if not self.usable or not aligned or min(shape) < 1 or max(shape) > LARGEST:
@@ -301,7 +301,7 @@ class CublasLt:
 
     def forward(self, x_nc: Array, weight_cd: Array, bias_d: Array, before_nd: Array, y_nd: Array) -> None:
         """``before = x W + bias`` and ``y = GELU(before)``, of a shape that `takes` was asked for."""
-        plan = self._plans[Shape(len(x_nc), x_nc.shape[1], y_nd.shape[1]), y_nd.dtype]
+        plan = self._plans[FeedForwardShape(len(x_nc), x_nc.shape[1], y_nd.shape[1]), y_nd.dtype]
         plan.execute(weight_cd, x_nc, bias_d, before_nd, y_nd)
 
     def give_up(self, problem: str) -> None:
@@ -313,7 +313,7 @@ class CublasLt:
 class _Plan:
     """A product with its kernel: ``D' = W' X'`` for columns, where D has the rows of X."""
 
-    def __init__(self, lt: Any, handle: int, shape: Shape, half: np.dtype) -> None:
+    def __init__(self, lt: Any, handle: int, shape: FeedForwardShape, half: np.dtype) -> None:
         self._lt, self._handle = lt, handle
         rows, width, inner = shape
         self._weight = lt.matrix_layout_create(TYPES[half], inner, width, inner)

@@ -32,24 +32,24 @@ LARGEST = 2.0**500  # of which the squares are far from infinity
 _RANK = 2.0**-100
 
 
-class Gram(NamedTuple):
+class ExactGram(NamedTuple):
     """A symmetric matrix, each element the sum of two float64."""
 
     high: np.ndarray
     low: np.ndarray
 
-    def scaled(self, factors: np.ndarray) -> Gram:
+    def scaled(self, factors: np.ndarray) -> ExactGram:
         """Rows and columns times these factors."""
         weights = _two_product(factors[:, None], factors[None, :])
-        return Gram(*_product(self, weights))
+        return ExactGram(*_product(self, weights))
 
-    def with_diagonal(self, more: np.ndarray) -> Gram:
+    def with_diagonal(self, more: np.ndarray) -> ExactGram:
         """With these numbers added to the diagonal."""
         high, low = self.high.copy(), self.low.copy()
         total, error = _two_sum(high.diagonal(), more)
         np.fill_diagonal(high, total)
         np.fill_diagonal(low, low.diagonal() + error)
-        return Gram(high, low)
+        return ExactGram(high, low)
 
     def form(self, left: np.ndarray, right: np.ndarray) -> float:
         """``left' A right``, rounded in the end."""
@@ -91,7 +91,7 @@ def gram_words(matrix: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     return words
 
 
-def gram(words: np.ndarray, exponents: np.ndarray) -> Gram:
+def gram(words: np.ndarray, exponents: np.ndarray) -> ExactGram:
     """The matrix, from the total of the words of all ranks."""
     columns = len(exponents)
     one, other = np.triu_indices(columns)
@@ -105,15 +105,15 @@ def gram(words: np.ndarray, exponents: np.ndarray) -> Gram:
     whole = np.zeros((2, columns, columns))
     for matrix, part in zip(whole, (high, low), strict=True):
         matrix[one, other] = matrix[other, one] = np.ldexp(part, place)
-    return Gram(whole[0], whole[1])
+    return ExactGram(whole[0], whole[1])
 
 
-def solve(matrix: Gram, right: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, float]:
+def solve(matrix: ExactGram, right: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, float]:
     """The solution of a positive definite system, and its squared norm by the inverse of the matrix, ``x' A^-1 x``.
 
     Parameters
     ----------
-    matrix : Gram
+    matrix : ExactGram
         Not changed.
     right : (1-D array, 1-D array)
         The right side, as sums of two float64.

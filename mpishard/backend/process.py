@@ -20,7 +20,7 @@ import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpishard.backend.compiled import KERNELS
-from mpishard.backend.products.choice import Choice, in_force
+from mpishard.backend.products.choice import Choice, active
 from mpishard.backend.products.libraries import load, settings
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def arithmetic() -> dict[str, str]:
         "OPENBLAS_L2_SIZE": os.environ.get("OPENBLAS_L2_SIZE", "unset"),
         "BLAS threads": str(blas.get("num_threads", "unknown")),
         "kernels": str(KERNELS),
-        **of_products(in_force()),
+        **of_products(active()),
         **_of_processor(),
     }
 

@@ -97,7 +97,7 @@ def _candidate(path: Path) -> Candidate:
         return Candidate(path, None, str(error))
 
 
-def astray(run: Path) -> str:
+def dangling_links(run: Path) -> str:
     """A text for the problem with ``latest`` or ``best``, links for people; empty without a problem."""
     for link in (run / LATEST, run / BEST):
         if not link.is_symlink():

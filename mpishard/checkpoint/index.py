@@ -40,7 +40,7 @@ from mpishard.checkpoint.pieces import (
     writer_of,
 )
 from mpishard.io import hdf5, virtual_datasets
-from mpishard.io.virtual_datasets import Source, VirtualDataset
+from mpishard.io.virtual_datasets import VirtualDataset, VirtualSource
 from mpishard.layout.boxes import Box, box_size, run_start, whole_box
 from mpishard.layout.run_state import link_name
 from mpishard.version import VERSION as MPISHARD_VERSION
@@ -166,7 +166,7 @@ def _virtual_datasets(
     for kind in kinds:
         found = []
         for name, shape in tensors.items():
-            sources = [Source(piece.box, piece.file, piece.dataset, piece.start) for piece in pieces[kind, name]]
+            sources = [VirtualSource(piece.box, piece.file, piece.dataset, piece.start) for piece in pieces[kind, name]]
             found.append(VirtualDataset(link_name(name), tuple(shape), sources))
         yield kind, found
 

@@ -16,7 +16,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder, manifest
 from mpishard.checkpoint.folder import Candidate
-from mpishard.checkpoint.pieces import Contents, PieceReader, Run, StoredPiece
+from mpishard.checkpoint.pieces import Contents, PieceRange, PieceReader, StoredPiece
 from mpishard.checkpoint.save import gather_lists, share
 from mpishard.checkpoint.verify import validate
 from mpishard.comm.axis import Axis
@@ -114,7 +114,7 @@ def _read(reader: PieceReader, contents: Contents, shard: Shard, pieces: LocalLa
     for piece in contents.pieces:
         if piece.kind == shard.kind:
             stored[piece.name].append(piece)
-    runs: list[Run] = []
+    runs: list[PieceRange] = []
     others = []
     for wanted in pieces:
         found = [_run(wanted, source, common) for source, common in _common(wanted, stored[wanted.name])]
@@ -152,15 +152,15 @@ def _common(wanted: Piece, sources: Iterable[StoredPiece]) -> Iterator[tuple[Sto
             yield source, common
 
 
-def _run(wanted: Piece, source: StoredPiece, box: Box) -> Run | None:
+def _run(wanted: Piece, source: StoredPiece, box: Box) -> PieceRange | None:
     """The box as a run, if it is one."""
     start, place = run_start(box, source.box), run_start(box, wanted.box)
     if start is None or place is None:
         return None
-    return Run(source, source.start + start, wanted.start + place, box_size(box))
+    return PieceRange(source, source.start + start, wanted.start + place, box_size(box))
 
 
-def _joined(runs: Iterable[Run], most: int | None) -> Iterator[Run]:
+def _joined(runs: Iterable[PieceRange], most: int | None) -> Iterator[PieceRange]:
     """Runs in the order of the files, of at most `most` elements; those that touch at both ends are one."""
     ordered = sorted([(source.file, start, place, size, source) for source, start, place, size in runs])
     number = 0
@@ -175,7 +175,7 @@ def _joined(runs: Iterable[Run], most: int | None) -> Iterator[Run]:
                 break
             size += more
             number += 1
-        yield Run(source, start, place, size)
+        yield PieceRange(source, start, place, size)
 
 
 # Finds the newest checkpoint and verifies that it is whole.
@@ -253,8 +253,8 @@ def _find(run: Path, axis: Axis) -> tuple[list[Candidate], list[str]]:
             shared = {"listed": listed, "problems": [each.problem for each in found if each.problem], "error": None}
             for problem in shared["problems"]:
                 _warn(axis, f"a damaged checkpoint is passed over: {problem}")
-            if astray := folder.astray(run):
-                _warn(axis, astray)
+            if problem := folder.dangling_links(run):
+                _warn(axis, problem)
         except OSError as error:
             shared = {"error": (error.errno, error.strerror or str(error))}
     shared = share(axis, shared)

@@ -291,7 +291,7 @@ class _Opened:
     place: int | None
 
 
-class Run(NamedTuple):
+class PieceRange(NamedTuple):
     """Elements that lie end to end in the data set of a piece, also beyond that piece, and in an array."""
 
     source: StoredPiece
@@ -338,7 +338,7 @@ class PieceReader:
             first = [start - origin for (start, _), (origin, _) in zip(box, piece.box, strict=True)]
             _read_rows(functools.partial(self._read, opened), piece.shape, first, out, piece.start)
 
-    def read_runs(self, runs: Iterable[Run], out: np.ndarray) -> None:
+    def read_runs(self, runs: Iterable[PieceRange], out: np.ndarray) -> None:
         """Read runs of one kind, in the order of their files, into a contiguous array; if long, in several threads.
 
         ValueError as `read`.

@@ -15,7 +15,7 @@ import typer
 
 from mpishard.arguments import printable
 from mpishard.checkpoint.archives import Archive, Source, Stored, write_archive, write_checkpoint, write_plain
-from mpishard.checkpoint.folder import astray, candidates, next_generation
+from mpishard.checkpoint.folder import candidates, dangling_links, next_generation
 from mpishard.checkpoint.pieces import Contents
 from mpishard.checkpoint.verify import (
     Difference,
@@ -167,7 +167,7 @@ def verify(path: _Checkpoint) -> None:
     """
     found = found_at(path)
     bad = 0
-    if _is_run(path) and (problem := astray(path)):
+    if _is_run(path) and (problem := dangling_links(path)):
         bad += 1
         typer.echo(printable(problem))
     for candidate in found:

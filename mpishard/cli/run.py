@@ -15,7 +15,7 @@ import typer
 
 from mpishard.launch import supervisor_main
 from mpishard.launch.launchers import HostSettings, parse_hosts
-from mpishard.launch.restart_policy import Limits, Policy
+from mpishard.launch.restart_policy import Policy, ProgressLimits
 from mpishard.launch.supervisor import Job
 
 
@@ -40,16 +40,16 @@ def run(
     grace: Annotated[float, typer.Option(min=0, help="Seconds that ranks get to leave on SIGTERM.")] = 30.0,
     start_limit: Annotated[
         float, typer.Option(min=0, help="Seconds until all ranks have imported mpishard.")
-    ] = Limits.start,
+    ] = ProgressLimits.start,
     step_limit: Annotated[
         float, typer.Option(min=0, help="Seconds without a step of an elastic run, or thrice its longest step.")
-    ] = Limits.step,
+    ] = ProgressLimits.step,
     heal_limit: Annotated[
         float, typer.Option(min=0, help="Seconds from a death that is survived to a step.")
-    ] = Limits.heal,
+    ] = ProgressLimits.heal,
     end_limit: Annotated[
         float, typer.Option(min=0, help="Seconds from the script's end to the launcher's.")
-    ] = Limits.end,
+    ] = ProgressLimits.end,
     probe_every: Annotated[float, typer.Option(min=0, help="Seconds between looks at the hosts.")] = 5.0,
     probe_limit: Annotated[float, typer.Option(min=0, help="Seconds in which a host answers.")] = 10.0,
 ) -> None:
@@ -78,7 +78,7 @@ def run(
         None if folder is None else str(folder),
         launcher,
         grace,
-        Limits(start_limit, step_limit, heal_limit, end_limit),
+        ProgressLimits(start_limit, step_limit, heal_limit, end_limit),
     )
     # The supervisor replaces this process: it runs without MPI, which may be running here if a launcher started this.
     mpi = sys.modules.get("mpi4py.MPI")

@@ -12,7 +12,7 @@ import typer
 from mpishard.arguments import printable
 from mpishard.cli.arguments import RecordFolder
 from mpishard.record.reading import check_record
-from mpishard.record.stacks import Finding, ask, diagnose
+from mpishard.record.stacks import StackFinding, ask, diagnose
 
 _MOST = 16  # ranks of one kind that are listed one by one
 
@@ -55,7 +55,7 @@ def why(
         typer.echo(printable(line))
 
 
-def _lines(findings: list[Finding]) -> list[str]:
+def _lines(findings: list[StackFinding]) -> list[str]:
     shown_by_kind: dict[str, int] = {}
     lines = []
     for finding in findings:

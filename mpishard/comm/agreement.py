@@ -108,8 +108,8 @@ def text_of(value: Any) -> str:
 # An error of the user's code on one rank, which all ranks raise where they next meet.
 
 
-class HeldError:
-    """Holds the first error of the user's code on this rank until all ranks raise it at their next meeting.
+class DeferredError:
+    """Keeps the first error of the user's code on this rank until all ranks raise it at their next meeting.
 
     If the rank raised it at once, the others would wait for that rank in the collectives of the step. Only if
     `transactional`, where an error counts as a death of which MPI informs the others (ULFM), it is raised at once.
@@ -123,8 +123,8 @@ class HeldError:
         self._as_death = transactional and heals_in_place()
 
     @contextlib.contextmanager
-    def holding(self, alone: bool = True) -> Iterator[None]:
-        """Hold an error of the block, unless MPI raises it.
+    def capture(self, alone: bool = True) -> Iterator[None]:
+        """Keep an error of the block for later, unless MPI raises it.
 
         `alone`: no other rank waits for this one inside the block; else the error is raised at once.
         """

@@ -19,7 +19,7 @@ from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.deferred_request import DeferredRequest
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.comm.staged_collectives import HostCalls, Runs, StagedCollectives
-from mpishard.comm.staged_request import Piece, StagedRequest
+from mpishard.comm.staged_request import StagedPiece, StagedRequest
 from mpishard.comm.staging import is_staged, stage_in, stage_out
 from mpishard.layout.boxes import counts as run_lengths
 from mpishard.layout.boxes import split, starts_of
@@ -423,7 +423,7 @@ def check_piece(piece: Array, count: int, whole: Array) -> None:
 # A message of device memory is staged as one piece, unless MPI takes it: its other end may be in memory of the host.
 
 
-class Messages:
+class PointToPoint:
     """The messages over one channel; `Communicator` says what the arguments are.  Nothing here is collective."""
 
     def __init__(self, channel: Channel) -> None:
@@ -440,7 +440,7 @@ class Messages:
             return [channel.comm.Isend(part, to, tag) for part in channel.parts(wire)]
 
         if on_device and self._is_staged(buffer):
-            return self._staged(call, buffer.nbytes, buffer, Piece(buffer.size, _whole(buffer), [], start))
+            return self._staged(call, buffer.nbytes, buffer, StagedPiece(buffer.size, _whole(buffer), [], start))
         wire = stage_out(buffer)
         given = channel.ledger, call, buffer.nbytes
         if on_device:
@@ -466,7 +466,7 @@ class Messages:
             return requests
 
         if on_device and self._is_staged(buffer):
-            piece = Piece(buffer.size, [], _whole(buffer), start, lambda _: check(), statuses)
+            piece = StagedPiece(buffer.size, [], _whole(buffer), start, lambda _: check(), statuses)
             return self._staged(call, 0, buffer, piece)
         wire = stage_out(buffer)
 
@@ -481,7 +481,7 @@ class Messages:
     def _is_staged(self, buffer: Array) -> bool:
         return is_staged(buffer, withheld=self._channel.withholds_device_buffers)
 
-    def _staged(self, call: Fields, sent: int, buffer: Array, piece: Piece) -> StagedRequest:
+    def _staged(self, call: Fields, sent: int, buffer: Array, piece: StagedPiece) -> StagedRequest:
         return StagedRequest(self._channel.ledger, call, sent, [piece], buffer, buffer, started=True, read=(buffer,))
 
     def wait(self, request: Request, peer: int, tag: int) -> Array:

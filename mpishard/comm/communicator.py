@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.channel import NOTHING, OPS, Channel, Request
-from mpishard.comm.collectives import Collectives, Messages
+from mpishard.comm.collectives import Collectives, PointToPoint
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.family import Family
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
@@ -125,7 +125,7 @@ class Communicator:
         started = Collectives(self._channel_of_started, nonblocking=True)
         self._blocking: Collectives | NcclCollectives = blocking
         self._started: Collectives | NcclCollectives = started
-        self._messages = Messages(self._channel)
+        self._point_to_point = PointToPoint(self._channel)
         if self._said is not None:
             self._link = NcclLink(self._channel, self._said)
             self._blocking = NcclCollectives(blocking, self._link, started=False)
@@ -425,7 +425,7 @@ class Communicator:
         label : str
             The purpose, for the ledger.
         """
-        self._messages.wait(self._messages.send(buffer, to, tag, label), to, tag)
+        self._point_to_point.wait(self._point_to_point.send(buffer, to, tag, label), to, tag)
 
     def recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Array:
         """Receive into `buffer` from rank `source`.  Not collective.
@@ -446,7 +446,7 @@ class Communicator:
         array
             `buffer`.
         """
-        return self._messages.wait(self._messages.recv(buffer, source, tag, label), source, tag)
+        return self._point_to_point.wait(self._point_to_point.recv(buffer, source, tag, label), source, tag)
 
     def start_send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> Request:
         """Start a `send`.  Not collective.
@@ -461,7 +461,7 @@ class Communicator:
         Request
             Its `wait` returns when the buffer may be written again.
         """
-        return self._messages.send(buffer, to, tag, label)
+        return self._point_to_point.send(buffer, to, tag, label)
 
     def start_recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Request:
         """Start a `recv`.  Not collective.
@@ -476,7 +476,7 @@ class Communicator:
         Request
             Its `wait` returns what `recv` returns.
         """
-        return self._messages.recv(buffer, source, tag, label)
+        return self._point_to_point.recv(buffer, source, tag, label)
 
 
 def _leave(*_: Any) -> None:

@@ -24,7 +24,7 @@ _RECORD_BYTES, _MOST_TEXT = 4096, 300
 COLLECTIVES = ("mpi", "nccl")
 
 
-class Facts(NamedTuple):
+class NcclFacts(NamedTuple):
     """The facts that ranks of an axis exchange before they use NCCL."""
 
     problem: str  # why this rank cannot use NCCL; empty if it can
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     version: int  # of NCCL
 
 
-def why_not(facts: Sequence[Facts]) -> str:
+def why_not(facts: Sequence[NcclFacts]) -> str:
     """The reason why the ranks of an axis cannot use NCCL, from their facts by rank; empty if they can."""
     for rank, each in enumerate(facts):
         if each.problem:
@@ -119,8 +119,8 @@ class NcclLink:
         except Exception as error:  # without a library, or of one that cannot be loaded
             nccl, version = None, 0
             problem = f"NCCL is not there ({error}); install nvidia-nccl-cu12 or nvidia-nccl-cu13, as CuPy's CUDA is"
-        facts = Facts(problem, _neighbours(comm), backend.device_name(like), version)
-        reason = why_not([Facts(*each) for each in _exchange(comm, facts)])
+        facts = NcclFacts(problem, _neighbours(comm), backend.device_name(like), version)
+        reason = why_not([NcclFacts(*each) for each in _exchange(comm, facts)])
         if reason:
             return reason
         made: list[NcclQueue] = []

@@ -67,14 +67,14 @@ def agree_on_products(world: Axis, *, spawned: bool = False) -> Common:
         found = Choice()
     shared_by_all = Common(frozenset(common), bool(least[-2]))
     status = Status.FOR_NOW if spawned and first_made == world.size else Status.MADE
-    choice.put_in_force(found, common, bfloat16=shared_by_all.bfloat16, status=status)
+    choice.activate(found, common, bfloat16=shared_by_all.bfloat16, status=status)
     return shared_by_all
 
 
 def _own_text(common: list[str]) -> str:
     """The choice that was made on this rank, or else the fastest."""
     if choice.is_made():
-        return str(choice.in_force())
+        return str(choice.active())
     from mpishard.backend.products.timing import fastest
 
     return str(fastest(common))

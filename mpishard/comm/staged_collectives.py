@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpishard.backend import array as arrays
 from mpishard.comm.channel import OPS, Channel, Fields
-from mpishard.comm.staged_request import Piece, StagedRequest
+from mpishard.comm.staged_request import StagedPiece, StagedRequest
 from mpishard.layout.boxes import starts_of
 
 Array = Any
@@ -61,7 +61,8 @@ class StagedCollectives:
             return []
 
         pieces = [
-            Piece(len(flat[cut]), [(flat[cut], 0)], [(target[cut], 0)], start) for cut in self._cuts(flat.size, buffer)
+            StagedPiece(len(flat[cut]), [(flat[cut], 0)], [(target[cut], 0)], start)
+            for cut in self._cuts(flat.size, buffer)
         ]
         overlapping = out is not buffer and arrays.overlap(buffer, out)
         return self._request(call, sent, pieces, buffer, out, arithmetic=True, overlapping=overlapping)
@@ -76,7 +77,7 @@ class StagedCollectives:
         for cut in self._cuts(flat.size, buffer):
             place = [(flat[cut], 0)]
             out, back = (place, []) if self._rank == root else ([], place)
-            pieces.append(Piece(len(flat[cut]), out, back, start))
+            pieces.append(StagedPiece(len(flat[cut]), out, back, start))
         return self._request(call, sent, pieces, buffer, buffer)
 
     def reduce_scatter(
@@ -93,7 +94,7 @@ class StagedCollectives:
         overlapping = arrays.overlap(buffer, out)
         return self._request(call, sent, pieces, buffer, out, arithmetic=True, overlapping=overlapping)
 
-    def _reduced_piece(self, out: list[tuple[Array, int]], own: Array, parts: Sequence[int], op: str) -> Piece:
+    def _reduced_piece(self, out: list[tuple[Array, int]], own: Array, parts: Sequence[int], op: str) -> StagedPiece:
         comm, host, rank = self._comm, self._host, self._rank
         add: list[Callable[[], Array]] = []
 
@@ -111,7 +112,7 @@ class StagedCollectives:
             if add:
                 add.pop()()
 
-        return Piece(sum(parts), out, [(own, 0)], start, finish)
+        return StagedPiece(sum(parts), out, [(own, 0)], start, finish)
 
     def all_gather(
         self, call: Fields, sent: int, buffer: Array, piece: Array | None, counts: Sequence[int]
@@ -127,7 +128,7 @@ class StagedCollectives:
             def start(wire: np.ndarray, parts: Sequence[int] = parts) -> Sequence[MPI.Request]:
                 return [self._host.gather(MPI.IN_PLACE, wire, parts)]
 
-            pieces.append(Piece(sum(parts), out, back, start))
+            pieces.append(StagedPiece(sum(parts), out, back, start))
         overlapping = piece is not None and arrays.overlap(buffer, piece)
         read = () if piece is None else (piece,)
         return self._request(call, sent, pieces, buffer, buffer, overlapping=overlapping, read=read)
@@ -141,7 +142,7 @@ class StagedCollectives:
         def start(wire: np.ndarray) -> Sequence[MPI.Request]:
             return self._host.exchange_runs(wire[:size], wire[size:], runs, arriving, fits)
 
-        piece = Piece(size + out.size, [(buffer.reshape(-1), 0)], [(out.reshape(-1), size)], start)
+        piece = StagedPiece(size + out.size, [(buffer.reshape(-1), 0)], [(out.reshape(-1), size)], start)
         return self._request(call, sent, [piece], buffer, out)
 
     def in_pieces(self, buffer: Array) -> bool:
@@ -149,7 +150,7 @@ class StagedCollectives:
         return buffer.size > self._limit(buffer)
 
     def _request(
-        self, call: Fields, sent: int, pieces: list[Piece], buffer: Array, result: Array, **options: Any
+        self, call: Fields, sent: int, pieces: list[StagedPiece], buffer: Array, result: Array, **options: Any
     ) -> StagedRequest:
         read = (buffer, result, *options.pop("read", ()))
         like = next(each for each in read if arrays.is_device(each))

@@ -31,7 +31,7 @@ AHEAD = 2
 
 
 @dataclass
-class Piece:
+class StagedPiece:
     """A piece of a collective: what is copied out, MPI's call on it, and what is copied back."""
 
     count: int  # elements of its memory on the host
@@ -70,7 +70,7 @@ class StagedRequest(Request):
         ledger: Ledger,
         call: Fields,
         sent: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[StagedPiece],
         like: Array,
         result: Array,
         *,
@@ -117,7 +117,7 @@ class StagedRequest(Request):
             if self._staged == len(self._pieces) and self._overlapping:
                 self._all_out = self._backend.record(self._like, self._streams.out)
 
-    def _copy_out(self, piece: Piece) -> None:
+    def _copy_out(self, piece: StagedPiece) -> None:
         out = self._streams.out
         piece.slab = slab = self._streams.pinned.take(piece.count * self._dtype.itemsize, self._like)
         memory = self._memory(piece)
@@ -140,11 +140,11 @@ class StagedRequest(Request):
         if queued:
             piece.copied = self._backend.record(self._like, out)
 
-    def _memory(self, piece: Piece) -> np.ndarray:
+    def _memory(self, piece: StagedPiece) -> np.ndarray:
         assert piece.slab is not None
         return piece.slab.bytes[: piece.count * self._dtype.itemsize].view(self._dtype)
 
-    def _start(self, piece: Piece) -> None:
+    def _start(self, piece: StagedPiece) -> None:
         """Make MPI's call; the copy out is over."""
         memory = self._memory(piece)
         if not self._half:
@@ -153,7 +153,7 @@ class StagedRequest(Request):
             piece.wire = memory.astype(np.float32) if self._arithmetic else memory.view(np.uint16)
         piece.requests = piece.start(piece.wire)
 
-    def _copy_back(self, piece: Piece) -> None:
+    def _copy_back(self, piece: StagedPiece) -> None:
         """Queue the copies back; MPI's call is over."""
         wire, slab = piece.wire, piece.slab
         assert wire is not None and slab is not None
@@ -308,7 +308,7 @@ class StagedRequest(Request):
         self._settle(self._pieces)
         self._let_go()
 
-    def _settle(self, free: Sequence[Piece]) -> None:
+    def _settle(self, free: Sequence[StagedPiece]) -> None:
         """End without a result: wait for all copies, and give back the memory of pieces that MPI does not have."""
         with contextlib.suppress(RuntimeError):  # of a device that has failed, which copies no more
             for piece in self._pieces[: self._staged]:

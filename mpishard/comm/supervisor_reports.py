@@ -21,7 +21,7 @@ from mpi4py import MPI
 from mpishard.comm.abort import abort_on_exception
 from mpishard.launch.job_notes import ALIKE, ECHO, Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
-from mpishard.launch.script import Ending
+from mpishard.launch.script import ScriptEnding
 from mpishard.launch.signals import Interrupts
 
 _POLL_S = 0.25
@@ -85,7 +85,7 @@ class Reports:
         self._run = run
         self._process = os.getpid()
         self._is_first = MPI.COMM_WORLD.rank == 0 and MPI.Comm.Get_parent() == MPI.COMM_NULL
-        self._ending = Ending()
+        self._ending = ScriptEnding()
         self._stop = threading.Event()
         die_with_single_threaded_parent()
         if self._is_first:

@@ -20,7 +20,7 @@ from mpishard.compression import Compressor, Int8Compressor
 from mpishard.compression.compressor import Collective
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.tensors import WHOLE, LocalLayout, ParameterSpec
-from mpishard.parameters.buckets import Bucket, Run, make_buckets
+from mpishard.parameters.buckets import Bucket, TensorRun, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
 
@@ -29,7 +29,7 @@ from mpishard.reduction.hierarchical import nodes_of_data
 
 def bucket_layout(
     parameters: FlatParameters, *, compressed: bool, by_unit: bool = False, ties_apart: bool = False
-) -> tuple[list[Run], list[int]]:
+) -> tuple[list[TensorRun], list[int]]:
     """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut.
 
     If gradients are `compressed`, on a mesh with tensor ranks either all tensors of a bucket are whole on every tensor

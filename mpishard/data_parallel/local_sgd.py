@@ -280,9 +280,9 @@ def _divide(total, /, count):  # type: ignore[no-untyped-def]
 
 
 class LocalState:
-    """A `FurtherState`: that of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
+    """An `AuxiliaryState`: that of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
 
-    # Most of its members are those of `FurtherState`.
+    # Most of its members are those of `AuxiliaryState`.
     may_differ: bool  # workers may differ although they have taken no separate step
     needs_consolidation = True
 
@@ -320,7 +320,7 @@ class LocalState:
 
     # -- all workers in one state -----------------------------------------------------------------------------------
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Set the outer rule's state to that of the first worker.  Collective over the mesh."""
         self.may_differ = False
         for slot in self.averages.slots.values():

@@ -23,7 +23,7 @@ from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.strategies import ShardedState, Strategy
 from mpishard.layout.run_state import Shard, whole_fact
 from mpishard.minimizers.elements import preconditioned, whole_limits
-from mpishard.minimizers.limits import Limits, tell_of_projection
+from mpishard.minimizers.limits import Limits, warn_projected_start
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
 from mpishard.minimizers.rehearsal import ELEMENTS, check_metadata
@@ -101,12 +101,12 @@ _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
 
 
 class MethodState:
-    """The state of an optimizer with a method in addition to the method's vectors: a `FurtherState`.
+    """The state of an optimizer with a method in addition to the method's vectors: an `AuxiliaryState`.
 
     `direction`, `whole`, `publish`, `show_best`, `show_point`, `begin_stage` and `make` are collective over the mesh.
     """
 
-    # Most of its members are those of `FurtherState`.
+    # Most of its members are those of `AuxiliaryState`.
     may_differ = False
     synchronizes_next_step = True
     compares_next_step = True
@@ -179,7 +179,7 @@ class MethodState:
     def report_start(self) -> None:
         """Warn on rank 0, with the first evaluation, that bounds have moved the start."""
         if self._optimizer.world.rank == 0:
-            tell_of_projection(self._moved)
+            warn_projected_start(self._moved)
         self._moved = 0
 
     def show_best(self) -> None:
@@ -200,7 +200,7 @@ class MethodState:
         minimizer.begin()
         self.publish(minimizer.point)
 
-    # -- the interface of further state -----------------------------------------------------------------------------
+    # -- the interface of auxiliary state -----------------------------------------------------------------------------
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -269,7 +269,7 @@ class MethodState:
         """Continue from a full state, which does not contain the parameters."""
         self._resume(full.minimizer)
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Nothing: the copies of slots have become equal."""
 
     def consolidate(self) -> None:

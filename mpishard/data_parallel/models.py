@@ -69,7 +69,7 @@ class ShardedModel:
         mesh.world.raise_if_any(problem)
         self._axis = mesh.data
         self._copies = TensorCopies(mesh, self.parameters)
-        self._copies.spread()
+        self._copies.broadcast()
 
     @property
     def parameters(self) -> FlatParameters:

@@ -12,7 +12,7 @@ from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.rank_state import RankState, slot_names
 from mpishard.data_parallel.results import Counters, check_numbers
-from mpishard.data_parallel.settings import BitFacts, Configured, Settings, changed_settings
+from mpishard.data_parallel.settings import Configured, NumericsFingerprint, Settings, changed_settings
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
     check_layout,
@@ -29,7 +29,7 @@ from mpishard.parameters.flat import CarriedState, FlatParameters
 # What an optimizer's state asks of state that comes on top of the rule's.
 
 
-class FurtherState(Protocol):
+class AuxiliaryState(Protocol):
     """State that an optimizer has in addition to that of its rule, such as the averages of `LocalSGDOptimizer`.
 
     `Binding` and `OptimizerState` call these methods, within their own of the same names; collective where those are.
@@ -52,7 +52,7 @@ class FurtherState(Protocol):
 
     @property
     def may_differ(self) -> bool:
-        """True if copies that should be equal may differ, until `spread`."""
+        """True if copies that should be equal may differ, until `broadcast`."""
         ...
 
     @property
@@ -94,7 +94,7 @@ class FurtherState(Protocol):
         """Continue from a full state."""
         ...
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Make all copies of its arrays equal."""
         ...
 
@@ -113,14 +113,14 @@ class FurtherState(Protocol):
 class Binding:
     """The objects that an optimizer holds for its parameters; no arrays before the first parameters are bound.
 
-    `bind`, `rebuild`, `spread` and `gather` are collective over the mesh.
+    `bind`, `rebuild`, `broadcast` and `gather` are collective over the mesh.
     """
 
-    def __init__(self, optimizer: Configured, further: Sequence[FurtherState]) -> None:
-        self.further = tuple(further)
+    def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState]) -> None:
+        self.auxiliary = tuple(auxiliary)
         self.counters = Counters(optimizer.config.loss_scale)  # steps, the gradient's norm and the loss scale
-        self.settings = Settings(optimizer, self.further)  # those that all ranks compare
-        self.bits = BitFacts()  # what decides bits in addition to the settings
+        self.settings = Settings(optimizer, self.auxiliary)  # those that all ranks compare
+        self.numerics = NumericsFingerprint()  # what decides bits in addition to the settings
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
@@ -153,12 +153,12 @@ class Binding:
         """Bytes of the state arrays on this rank."""
         if self._on_rank is None:
             return 0
-        return self._on_rank.nbytes + sum(each.nbytes for each in self.further)
+        return self._on_rank.nbytes + sum(each.nbytes for each in self.auxiliary)
 
     @property
     def comparing_ranks(self) -> Axis | ModelParallelGroup:
         """The ranks that compare their arguments of the next `step` before taking it."""
-        if self._on_rank is None or all(each.compares_next_step for each in self.further):
+        if self._on_rank is None or all(each.compares_next_step for each in self.auxiliary):
             return self._optimizer.world
         return self._on_rank.strategy.team
 
@@ -191,11 +191,11 @@ class Binding:
             problem = error
         if self._on_rank is None:
             self.settings.agree(self.settings.of_state(parameters), problem)
-            self.bits.take(parameters, self._optimizer.config, self._optimizer.world)
+            self.numerics.take(parameters, self._optimizer.config, self._optimizer.world)
         elif problem is not None:
             raise problem
         if self._optimizer.config.reproducible:
-            self.bits.keep_products()
+            self.numerics.keep_products()
         on_rank = self._on_rank
         if on_rank is not None and on_rank.parameters is parameters:
             return on_rank.strategy
@@ -225,11 +225,11 @@ class Binding:
         parameters.renew()
         self.bind(parameters)
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Make all copies of parameters and state equal."""
-        self.on_rank.spread()
-        for each in self.further:
-            each.spread()
+        self.on_rank.broadcast()
+        for each in self.auxiliary:
+            each.broadcast()
 
     def gather(self) -> FullState:
         """The full state, on every rank; ValueError before the first step."""
@@ -247,7 +247,7 @@ class Binding:
             loss_scale=counters.scaling.state,
             others=on_rank.gather_errors(world),
         )
-        for each in self.further:
+        for each in self.auxiliary:
             full = each.add_to(full, world)
         return full
 
@@ -263,7 +263,7 @@ class Binding:
 
     def _make(self, parameters: FlatParameters) -> RankState:
         on_rank = RankState(self._optimizer, parameters)
-        for each in self.further:
+        for each in self.auxiliary:
             each.make(on_rank, self.counters)
         if self._deserialized is not None:
             self._fill(on_rank, self._deserialized)
@@ -272,7 +272,7 @@ class Binding:
 
     def _fill(self, on_rank: RankState, full: FullState) -> None:
         on_rank.fill(full)
-        for each in self.further:
+        for each in self.auxiliary:
             each.fill(full)
 
 
@@ -290,7 +290,7 @@ class OptimizerState:
     ----------
     optimizer : Configured
         Has the rule, the configuration and the strategy.
-    further : sequence of FurtherState
+    auxiliary : sequence of AuxiliaryState
         State besides that of the rule.
 
     Attributes
@@ -302,9 +302,9 @@ class OptimizerState:
     """
 
     # Many members, none with separate state: the binding has it, and these are what its three users ask.
-    def __init__(self, optimizer: Configured, further: Sequence[FurtherState] = ()) -> None:
-        self.binding = Binding(optimizer, further)
-        self.method: MethodState | None = next((each for each in further if isinstance(each, MethodState)), None)
+    def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState] = ()) -> None:
+        self.binding = Binding(optimizer, auxiliary)
+        self.method: MethodState | None = next((each for each in auxiliary if isinstance(each, MethodState)), None)
         self._optimizer = optimizer
         self._reported = False
 
@@ -333,9 +333,9 @@ class OptimizerState:
             "sharding.json": config.settings(),
             "mesh.json": dict(config.mesh.shape),
             **self.binding.counters.facts,
-            **self.binding.bits.facts,
+            **self.binding.numerics.facts,
         }
-        for each in self.binding.further:
+        for each in self.binding.auxiliary:
             facts |= each.facts
         carried = self._carried
         return facts if carried is None else {**facts, **carried.facts}
@@ -344,7 +344,7 @@ class OptimizerState:
     def needs_consolidation(self) -> bool:
         """True if `consolidate` has something to do.  The same on all ranks; not collective."""
         return self._optimizer.config.compressor is not None or any(
-            each.needs_consolidation for each in self.binding.further
+            each.needs_consolidation for each in self.binding.auxiliary
         )
 
     def consolidate(self) -> None:
@@ -361,7 +361,7 @@ class OptimizerState:
             workers are in one state then too.
         """
         self.resync()
-        for each in self.binding.further:
+        for each in self.binding.auxiliary:
             each.consolidate()
         if self._carried is not None:
             self._carried.consolidate(self._optimizer.config.mesh.data)
@@ -390,7 +390,7 @@ class OptimizerState:
             Before the first step, unless `ShardedOptimizer.bind` was called.
         """
         on_rank = self.binding.on_rank
-        shards = on_rank.shards() + tuple(shard for each in self.binding.further for shard in each.shards())
+        shards = on_rank.shards() + tuple(shard for each in self.binding.auxiliary for shard in each.shards())
         return RunState(on_rank.parameters.specs, shards, self.facts)
 
     @property
@@ -419,8 +419,8 @@ class OptimizerState:
         """
         check_rule(self._optimizer.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
         check_numbers(facts)
-        self.binding.bits.check(facts, self._optimizer.config)
-        for each in self.binding.further:
+        self.binding.numerics.check(facts, self._optimizer.config)
+        for each in self.binding.auxiliary:
             each.check(facts)
         if self._carried is not None:
             self._carried.check(facts)
@@ -460,12 +460,12 @@ class OptimizerState:
             The facts of the state, see `capture`.
         """
         on_rank = self.binding.on_rank
-        for each in self.binding.further:
+        for each in self.binding.auxiliary:
             each.restore(facts)
         if self._carried is not None:
             self._carried.restore(facts)
         self.binding.counters.restore(facts)
-        self.binding.bits.restore(facts, self._optimizer.config)
+        self.binding.numerics.restore(facts, self._optimizer.config)
         on_rank.resume(self.binding.counters, float(facts.get("loss_scale", 1.0)))
 
     def rebuild(self, parameters: FlatParameters) -> None:
@@ -482,14 +482,14 @@ class OptimizerState:
 
     def resync(self) -> None:
         """Make all copies equal again after the mesh has moved to other ranks, if they may differ."""
-        if any(each.may_differ for each in self.binding.further):
-            self.binding.spread()
+        if any(each.may_differ for each in self.binding.auxiliary):
+            self.binding.broadcast()
 
     def abandon(self) -> None:
         """Drop pending communication, which cannot finish after a rank has died.  Not collective."""
         if self.binding.is_bound:
             self.binding.strategy.abandon()
-            for each in self.binding.further:
+            for each in self.binding.auxiliary:
                 each.abandon()
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ class OptimizerState:
     @property
     def synchronizes_next_step(self) -> bool:
         """True if the next update waits for the other data ranks.  The same on all ranks; not collective."""
-        return all(self._optimizer.measure_norm or each.synchronizes_next_step for each in self.binding.further)
+        return all(self._optimizer.measure_norm or each.synchronizes_next_step for each in self.binding.auxiliary)
 
     @property
     def agrees_in_update(self) -> bool:
@@ -553,7 +553,7 @@ class OptimizerState:
         changed = changed_settings(self.facts, facts)
         if changed and self._optimizer.world.rank == 0:
             log.inform(f"the saved state goes on with {', '.join(changed)}")
-        self.binding.bits.note(facts, self._optimizer.config, self._optimizer.world.rank)
+        self.binding.numerics.note(facts, self._optimizer.config, self._optimizer.world.rank)
 
     def report_continuation(self) -> None:
         """Report on rank 0, the first time only, that a run does not start afresh.  Not collective."""

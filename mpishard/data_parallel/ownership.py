@@ -311,16 +311,16 @@ class TensorCopies:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Set all copies of the parameters to those of data rank 0, tensor rank 0 and the owners of ties."""
         parameters = self._parameters
         if parameters.sharded is None:
             self._mesh.data.broadcast(parameters.flat, label="parameters")
-            self.spread_inside(parameters.flat)
+            self.broadcast_replicas(parameters.flat)
         elif self.inside:
-            parameters.sharded.rewrite(self.spread_inside)
+            parameters.sharded.rewrite(self.broadcast_replicas)
 
-    def spread_inside(self, flat: Array, first: int = 0, last: int | None = None) -> None:
+    def broadcast_replicas(self, flat: Array, first: int = 0, last: int | None = None) -> None:
         """Set all copies within each data coordinate to those of tensor rank 0 and the owners of ties.
 
         `flat` is laid out like this rank's flat parameters, or like its tensors number `first` to `last` (exclusive).

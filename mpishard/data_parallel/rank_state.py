@@ -170,7 +170,7 @@ class RankState:
         self._optimizer = optimizer
         config, rule = optimizer.config, optimizer.rule
         self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
-        self._spread_carried()
+        self._broadcast_carried()
         self.inspection = Inspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
@@ -210,16 +210,16 @@ class RankState:
         self.parameters.loss_scale = counters.scaling.value
         self.strategy.prepare_step(compresses, counters.scaling.value)
 
-    def spread(self) -> None:
+    def broadcast(self) -> None:
         """Make all copies of parameters and slots equal.  Collective over the mesh."""
-        self.strategy.copies.spread()
-        self._spread_carried()
+        self.strategy.copies.broadcast()
+        self._broadcast_carried()
         for slot in self.slots.values():
             self.strategy.resync(slot)
 
-    def _spread_carried(self) -> None:
+    def _broadcast_carried(self) -> None:
         if self.parameters.carried is not None:
-            self.parameters.carried.spread(self.strategy.axis)
+            self.parameters.carried.broadcast(self.strategy.axis)
 
     def resume(self, counters: Counters, loss_scale: float) -> None:
         """Prepare the next step after other parameters and state have replaced those of a step under way.

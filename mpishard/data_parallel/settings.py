@@ -6,7 +6,7 @@ do between two steps; if ranks differ, all raise one error (`mpishard.comm.agree
 
 `ShardingConfiguration.reproducible` promises the same bits on any layout, but not with another BLAS kernel, another
 number of shards or other micro-batches. A run that would resume with other ones raises, or records that it continued
-with them (`BitFacts`).
+with them (`NumericsFingerprint`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
-from mpishard.backend.products.choice import Choice, go_on_with, going_on_from, in_force
+from mpishard.backend.products import choice
 from mpishard.backend.products.libraries import NUMPY
 from mpishard.comm.agreement import WAY_OUT, agree_on_settings, differing, fingerprint, text_of
 from mpishard.comm.axis import Axis
@@ -55,7 +55,7 @@ class Configured(Protocol):
 
 
 class HasSettings(Protocol):
-    """State with settings, such as a `FurtherState`."""
+    """State with settings, such as an `AuxiliaryState`."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
@@ -64,12 +64,12 @@ class HasSettings(Protocol):
 class Settings:
     """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
-    `further` is state in addition to that of the rule; whoever changes one of its settings calls `note_change`.
+    `auxiliary` is state in addition to that of the rule; whoever changes one of its settings calls `note_change`.
     """
 
-    def __init__(self, optimizer: Configured, further: Sequence[HasSettings]) -> None:
+    def __init__(self, optimizer: Configured, auxiliary: Sequence[HasSettings]) -> None:
         self._optimizer = optimizer
-        self._further = further
+        self._auxiliary = auxiliary
         self._rule: Rule | Method | None = None
         self._config: ShardingConfiguration | None = None
         self._fingerprint = self._live_fingerprint = 0
@@ -115,9 +115,9 @@ class Settings:
         optimizer = self._optimizer
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
-        further = {name: value for each in self._further for name, value in each.settings.items()}
+        auxiliary = {name: value for each in self._auxiliary for name, value in each.settings.items()}
         kinds = {"mpishard": VERSION, "optimizer": type(optimizer).__name__, "strategy": optimizer.strategy.__name__}
-        described = {name: text_of(value) for name, value in (config | further).items()}
+        described = {name: text_of(value) for name, value in (config | auxiliary).items()}
         return kinds | described | settings_of_rule(optimizer.rule)
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:
@@ -278,14 +278,14 @@ _REMEDIES = {
 _EARLIER = {"kernels": "1", "products": NUMPY, "libraries for products": "none"}
 
 
-class BitFacts:
+class NumericsFingerprint:
     """The facts of one optimizer on this rank."""
 
     def __init__(self) -> None:
         self.own: dict[str, str] = {}  # the facts as texts, once there are parameters
         # What the run continued with in place of other facts, with ``allow_different_bits=True``; the same on all ranks
         self.changes: list[str] = []
-        self._products = Choice()
+        self._products = choice.Choice()
 
     def take(self, parameters: FlatParameters, config: ShardingConfiguration, world: Axis) -> None:
         """Note the facts of this process, and compare those of all ranks of a reproducible run. Collective.
@@ -294,7 +294,7 @@ class BitFacts:
         """
         if config.reproducible:
             fix_blas_threads()  # a mesh created after the optimizer has changed their number
-        before, self._products = self.own.get("shards"), in_force()
+        before, self._products = self.own.get("shards"), choice.active()
         self.own |= {
             **arithmetic(),
             **({} if parameters.carried is None else parameters.carried.arithmetic),
@@ -317,7 +317,7 @@ class BitFacts:
 
         The ranks of the run do not: if one that joins lacks their library, they differ.
         """
-        self._products = in_force()
+        self._products = choice.active()
         self.own |= of_products(self._products)
 
     def keep_products(self) -> None:
@@ -325,8 +325,8 @@ class BitFacts:
 
         The ranks of a reproducible run have agreed on them.
         """
-        if in_force() is not self._products:
-            go_on_with(self._products)
+        if choice.active() is not self._products:
+            choice.go_on_with(self._products)
 
     def agree(self, config: ShardingConfiguration, ranks: Axis, *, places: bool = True) -> None:
         """Compare the facts of ranks that take part in a reproducible run, or are about to. Collective over them.
@@ -383,7 +383,7 @@ class BitFacts:
         All ranks call it.
         """
         if config.reproducible and _was_reproducible(saved) and (theirs := _arithmetic(saved)):
-            go_on_with(going_on_from(theirs["products"], config.mesh.product_libraries))
+            choice.go_on_with(choice.going_on_from(theirs["products"], config.mesh.product_libraries))
             self.note_products()
         earlier = saved.get(DIFFERENT_BITS, [])
         if isinstance(earlier, list | tuple):
@@ -392,7 +392,9 @@ class BitFacts:
     def _differences(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> list[tuple[str, str, str]]:
         """The name, the saved and the own value of each fact that would differ; a fact that one side lacks does not."""
         theirs = _arithmetic(saved)
-        products = of_products(going_on_from(theirs["products"], config.mesh.product_libraries)) if theirs else {}
+        products = (
+            of_products(choice.going_on_from(theirs["products"], config.mesh.product_libraries)) if theirs else {}
+        )
         pairs = [(name, theirs[name], own) for name, own in (self.own | products).items() if name in theirs]
         return [pair for pair in pairs if pair[1] != pair[2]]
 

@@ -28,7 +28,7 @@ from mpishard.data_parallel.validation import (
     check_no_gradients,
     check_problem,
     check_replacement,
-    tell_of_other_starts,
+    warn_if_initial_parameters_differ,
 )
 from mpishard.minimizers import Method
 from mpishard.minimizers.minimizer import Minimizer
@@ -296,11 +296,11 @@ class ShardedOptimizer:
             raise problem
         assert named is not None
         if not binding.is_bound:
-            tell_of_other_starts(self.mesh, named)
+            warn_if_initial_parameters_differ(self.mesh, named)
         # Checked with the other arguments where it is bound already.
         strategy = binding.strategy if named is binding.parameters else self.bind(named)
         if self.config.reproducible:
-            binding.bits.keep_products()
+            binding.numerics.keep_products()
         if automatic or synchronized:
             if gradients is not None:
                 strategy.reducer.memory.use_external(gradients)
@@ -327,7 +327,7 @@ class ShardedOptimizer:
         self._level_workers()
         reducer, calls = self._binding.strategy.reducer, self._calls()
         if not calls:
-            self._binding.spread()
+            self._binding.broadcast()
             return
         if reducer.accumulation.total is not None:
             reducer.memory.use_external(reducer.accumulation.total)

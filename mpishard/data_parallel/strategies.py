@@ -66,7 +66,7 @@ class Strategy(ABC):
         self.team: Axis | ModelParallelGroup = mesh.world
         # Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
-        TensorCopies(mesh, parameters).spread()
+        TensorCopies(mesh, parameters).broadcast()
         self.attach(parameters)
         compressed = config.compressor is not None
         runs, sizes = bucket_layout(
@@ -197,7 +197,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def resync(self, slot: Array) -> None:
-        """Make all copies of a state array equal, as `TensorCopies.spread` does for the parameters."""
+        """Make all copies of a state array equal, as `TensorCopies.broadcast` does for the parameters."""
 
     @property
     def sums_are_everywhere(self) -> bool:
@@ -348,7 +348,7 @@ class DataParallel(WholeSums):
 
     def resync(self, slot: Array) -> None:
         self.axis.broadcast(slot, label="state")
-        self.copies.spread_inside(slot)
+        self.copies.broadcast_replicas(slot)
 
 
 class ShardedState(Strategy):
@@ -387,7 +387,7 @@ class ShardedState(Strategy):
     def resync(self, slot: Array) -> None:
         if self.copies.inside:
             flat = self.gather(slot, "state")
-            self.copies.spread_inside(flat)
+            self.copies.broadcast_replicas(flat)
             for (start, stop), view in zip(self.ownership.own, self.ownership.state_views(slot), strict=True):
                 view[...] = flat[start:stop]
 

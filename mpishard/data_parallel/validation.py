@@ -174,7 +174,7 @@ def check_copies(copies: TensorCopies, step: int) -> None:
         )
 
 
-def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
+def warn_if_initial_parameters_differ(mesh: Mesh, parameters: FlatParameters) -> None:
     """Warn on rank 0 if data ranks start from different parameters, which those of data rank 0 will replace.
 
     Collective over the data axis.

@@ -23,8 +23,8 @@ from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.membership import Membership, Order, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
-from mpishard.elastic.parts import Decisions, Elasticity, Parts, WorkerMesh
-from mpishard.elastic.phases import Event, Phase, next_phase
+from mpishard.elastic.parts import Decisions, ElasticOptions, ElasticRun, WorkerMesh
+from mpishard.elastic.phases import Phase, PhaseEvent, next_phase
 from mpishard.elastic.requests import Recruiter
 from mpishard.elastic.resizing import Healing, Resizing
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
@@ -52,7 +52,7 @@ class ElasticLoop:
 
     def __init__(
         self,
-        elasticity: Elasticity,
+        elastic_options: ElasticOptions,
         problem: Objective[Any],
         optimizer: ShardedOptimizer,
         options: RunOptions,
@@ -62,34 +62,36 @@ class ElasticLoop:
         fail_alone(joins and heals_in_place())
         ElasticLoop.runs += 1
         mesh = optimizer.mesh
-        first = max(1, min(elasticity.target.agreed_size, mesh.data.size))
+        first = max(1, min(elastic_options.target.agreed_size, mesh.data.size))
         training = TrainingRun(
             problem,
             optimizer,
             replace(options, resume=False) if joins else options,
-            Scaling(elasticity.scaling, first),
+            Scaling(elastic_options.scaling, first),
             begins=not joins,
             transactional=True,
         )
-        chooses = elasticity.choice is not None
+        chooses = elastic_options.choice is not None
         # Where the mesh may change, a worker is a process, which can take any place in the model.
         place, number = (WHOLE, mesh.size) if chooses else (mesh.place, mesh.data.size)
         membership = Membership(mesh.world.comm, place, number)
-        elasticity.watch.follow(membership.roles.peers)
-        training.held.meet = membership.fail
+        elastic_options.monitor.follow(membership.roles.peers)
+        training.deferred_error.meet = membership.fail
         reason, clock = training.reached_goal(), optimizer.clock
         agreements = Agreements(mesh, membership)
         status = RunStatus(clock, clock, reason, bool(reason))
         transactions = Transactions(training, membership, agreements, status, among_all=chooses)
-        target, outside = elasticity.target, elasticity.outside
-        recruiter = Recruiter(membership, target, place, ElasticLoop.runs == 1, elasticity.respawn)
+        target, requests = elastic_options.target, elastic_options.requests
+        recruiter = Recruiter(membership, target, place, ElasticLoop.runs == 1, elastic_options.respawn)
         workers = WorkerMesh(mesh, training.checkpoints)
-        if elasticity.choice is not None:
-            workers.offered = _first_offer(mesh, target.agreed_mesh, elasticity.choice, problem.batch_size)
+        if elastic_options.choice is not None:
+            workers.offered = _first_offer(mesh, target.agreed_mesh, elastic_options.choice, problem.batch_size)
         decisions = Decisions(
-            training, membership, target, outside, recruiter, transactions, workers if chooses else None
+            training, membership, target, requests, recruiter, transactions, workers if chooses else None
         )
-        self._parts = Parts(elasticity, training, membership, workers, agreements, transactions, decisions, recruiter)
+        self._run = ElasticRun(
+            elastic_options, training, membership, workers, agreements, transactions, decisions, recruiter
+        )
         if not joins:
             transactions.install(transactions.copy_anew())
         self.phase: Phase = Phase.STARTING
@@ -101,7 +103,7 @@ class ElasticLoop:
 
         Raises SystemExit in a process that is in no whole replica of the model at the end.
         """
-        membership, training = self._parts.membership, self._parts.training
+        membership, training = self._run.membership, self._run.training
         training.begin()
         fail_alone(self._heals)
         leave_to_others(False)
@@ -123,31 +125,31 @@ class ElasticLoop:
         if not membership.works:
             log.inform(f"process {membership.identity} is in no whole replica of the model and ends")
             raise SystemExit(0)
-        by_user = self._parts.elasticity.outside.signals.by_user
-        return training.result(self._parts.transactions.status.stop_reason, by_user)
+        by_user = self._run.options.requests.signals.by_user
+        return training.result(self._run.transactions.status.stop_reason, by_user)
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
-    def _take_turn(self) -> Event:
+    def _take_turn(self) -> PhaseEvent:
         """Do the work of the present phase; returns how it has ended."""
         try:
             return self._TURNS[self.phase](self)
         except MPI.Exception as error:
             # The script may have caused the error, in a step.
-            own = self._parts.agreements.workers_may_wait and error.Get_error_class() not in _DEATH
+            own = self._run.agreements.workers_may_wait and error.Get_error_class() not in _DEATH
             if self.phase is not Phase.HEALING and (own or not self._heals):
                 raise
-            return Event.DIED
+            return PhaseEvent.DIED
 
-    def _start(self) -> Event:
+    def _start(self) -> PhaseEvent:
         """Have all processes begin with the wanted number of workers, which they know without an order."""
         if self._order is None:
-            self._order = self._parts.decisions.next_order()
-        return self._next() if self._order is None else Event.ORDERED
+            self._order = self._run.decisions.next_order()
+        return self._next() if self._order is None else PhaseEvent.ORDERED
 
-    def _train(self) -> Event:
+    def _train(self) -> PhaseEvent:
         """Take a step and decide what comes next."""
-        training, transactions, decisions = self._parts.training, self._parts.transactions, self._parts.decisions
+        training, transactions, decisions = self._run.training, self._run.transactions, self._run.decisions
         if transactions.status.is_decided:
             training.save_best()
             began = time.perf_counter()
@@ -161,40 +163,40 @@ class ElasticLoop:
         else:  # a death came between the commit of the last step and the decision after it
             training.evaluate()
             decisions.decide()
-        return Event.STOPPED if transactions.status.stop_reason else self._pass_on(Event.WORKS)
+        return PhaseEvent.STOPPED if transactions.status.stop_reason else self._pass_on(PhaseEvent.WORKS)
 
-    def _wait(self) -> Event:
-        self._order = self._parts.membership.wait_for_order()
+    def _wait(self) -> PhaseEvent:
+        self._order = self._run.membership.wait_for_order()
         if not self._order.workers:
-            self._parts.training.held.raise_over(self._parts.membership.axis)
-        return Event.ORDERED
+            self._run.training.deferred_error.raise_over(self._run.membership.axis)
+        return PhaseEvent.ORDERED
 
-    def _resize(self) -> Event:
+    def _resize(self) -> PhaseEvent:
         assert self._order is not None
-        Resizing(self._parts).resize(self._order)
+        Resizing(self._run).resize(self._order)
         return self._next()
 
-    def _heal(self) -> Event:
+    def _heal(self) -> PhaseEvent:
         """Return to the last committed step with the survivors."""
-        self._order = Healing(self._parts).heal()
-        return Event.ORDERED
+        self._order = Healing(self._run).heal()
+        return PhaseEvent.ORDERED
 
-    def _stop(self) -> Event:
+    def _stop(self) -> PhaseEvent:
         """Save the last checkpoint, and make workers of all spares."""
-        if not self._parts.transactions.status.saved:
-            self._parts.training.save(last=True)
-            self._parts.transactions.note_saved()
-            self._parts.recruiter.dismiss()
-        return self._pass_on(Event.FINISHED)
+        if not self._run.transactions.status.saved:
+            self._run.training.save(last=True)
+            self._run.transactions.note_saved()
+            self._run.recruiter.dismiss()
+        return self._pass_on(PhaseEvent.FINISHED)
 
-    def _close(self) -> Event:
+    def _close(self) -> PhaseEvent:
         """Wait until all processes have come here: then no process needs another any more."""
-        self._parts.agreements.agree_as_crew()
-        return Event.CLOSED
+        self._run.agreements.agree_on_membership()
+        return PhaseEvent.CLOSED
 
     # Functions, not bound methods: with those the loop would refer to itself, and so the copies of the state of its run
     # would stay until Python looks for cycles.
-    _TURNS: ClassVar[Mapping[Phase, Callable[[ElasticLoop], Event]]] = {
+    _TURNS: ClassVar[Mapping[Phase, Callable[[ElasticLoop], PhaseEvent]]] = {
         Phase.STARTING: _start,
         Phase.TRAINING: _train,
         Phase.WAITING: _wait,
@@ -206,35 +208,35 @@ class ElasticLoop:
 
     # -- parts of phases --------------------------------------------------------------------------------------------
 
-    def _next(self) -> Event:
+    def _next(self) -> PhaseEvent:
         """The event when the workers are those that are wanted: FINISHED, SPARE, STOPPED or WORKS."""
-        status, membership = self._parts.transactions.status, self._parts.membership
-        if status.stop_reason and status.saved and self._parts.decisions.suits(membership.roles.most):
-            return Event.FINISHED
+        status, membership = self._run.transactions.status, self._run.membership
+        if status.stop_reason and status.saved and self._run.decisions.suits(membership.roles.most):
+            return PhaseEvent.FINISHED
         if not membership.works:
-            return Event.SPARE
-        return Event.STOPPED if status.stop_reason else Event.WORKS
+            return PhaseEvent.SPARE
+        return PhaseEvent.STOPPED if status.stop_reason else PhaseEvent.WORKS
 
-    def _pass_on(self, otherwise: Event) -> Event:
+    def _pass_on(self, otherwise: PhaseEvent) -> PhaseEvent:
         """Send all processes the next order; returns `otherwise` without an order.  Collective over the workers."""
-        parts = self._parts
-        order = parts.decisions.next_order()
+        run = self._run
+        order = run.decisions.next_order()
         if order is None:
             return otherwise
-        parts.transactions.prepare_move()
-        parts.agreements.agree_as_workers()  # either all workers continue with the resizing, or none
-        parts.agreements.end_steps()
-        if parts.membership.rank == 0:
-            parts.membership.order(order)
+        run.transactions.prepare_move()
+        run.agreements.agree_as_workers()  # either all workers continue with the resizing, or none
+        run.agreements.end_steps()
+        if run.membership.rank == 0:
+            run.membership.order(order)
         self._order = order
-        return Event.ORDERED
+        return PhaseEvent.ORDERED
 
     def _give_way(self, seconds: float) -> None:
         """Sleep after a step of `seconds` s if workers share their cores with processes that start there.
 
         Nothing is lost: the cores have the same work in all, and the starting processes join sooner.
         """
-        if self._parts.decisions.awaits_recruits and self._parts.workers.mesh.node.size > len(own_cores()):
+        if self._run.decisions.awaits_recruits and self._run.workers.mesh.node.size > len(own_cores()):
             time.sleep(min(_GIVE_WAY * seconds, _GIVE_WAY_MOST_S))
 
 

@@ -3,7 +3,7 @@
 One communicator holds all of them.  It changes only when a process dies (ULFM: revoke and shrink) or spawned processes
 join.  For every new number of workers the mesh is split from it again.  The calls are those of Bland et al.,
 "Post-failure recovery of MPI communication capability" (2013).  `Roles`, a pure function of facts that all have, says
-who works; `Watch` kills processes that are stopped, so that ULFM handles them like the dead.
+who works; `StoppedPeerMonitor` kills processes that are stopped, so that ULFM handles them like the dead.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def this_process() -> Peer:
     return Peer(host, os.getpid(), _look(os.getpid())[1])
 
 
-class Watch:
+class StoppedPeerMonitor:
     """Watches the processes of this host, as a context manager, and kills one that is stopped for `limit` s."""
 
     def __init__(self, limit: float) -> None:
@@ -71,7 +71,7 @@ class Watch:
         own = self._own
         self._peers = tuple(each for each in peers if own.host and each.host == own.host and each != own)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> StoppedPeerMonitor:
         self._thread.start()
         return self
 

@@ -20,10 +20,10 @@ from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.loop import ElasticLoop
-from mpishard.elastic.membership import Watch, is_joining
+from mpishard.elastic.membership import StoppedPeerMonitor, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
-from mpishard.elastic.parts import Elasticity
-from mpishard.elastic.requests import Outside, WorkerTarget
+from mpishard.elastic.parts import ElasticOptions
+from mpishard.elastic.requests import ResizeRequests, WorkerTarget
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
 from mpishard.nn.architecture import MODEL, architecture_of
@@ -152,7 +152,7 @@ class ElasticOptimizer:
     """
 
     # Longer than other classes, and with an argument more: half of it is docstrings, and every option of an elastic run
-    # is here, by the name that users write; the loop gets them as an `Elasticity`.
+    # is here, by the name that users write; the loop gets them as `ElasticOptions`.
     scaling: str
 
     def __init__(
@@ -368,12 +368,14 @@ class ElasticOptimizer:
         with ExitStack() as stack:
             limits = self.min_workers, self._target.most
             folder = self._folder(checkpoints)
-            outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover, self._choice))
-            watch = Watch(self.failure_timeout)
+            requests = stack.enter_context(
+                ResizeRequests(self.mesh.world, *limits, folder, self.discover, self._choice)
+            )
+            monitor = StoppedPeerMonitor(self.failure_timeout)
             if heals_in_place():
-                stack.enter_context(watch)
-            elasticity = Elasticity(
-                self._target, outside, watch, self.respawn, self.scaling, choice=self._choice, build=build
+                stack.enter_context(monitor)
+            elastic_options = ElasticOptions(
+                self._target, requests, monitor, self.respawn, self.scaling, choice=self._choice, build=build
             )
             loop: Any = problem.minimize(
                 self.optimizer,
@@ -384,7 +386,7 @@ class ElasticOptimizer:
                 record=record,
                 evaluate=evaluate,
                 stop_early=stop_early,
-                loop=partial(_Prepared, elasticity),
+                loop=partial(_Prepared, elastic_options),
             )
             del problem  # or the first model would stay in memory when the run has another mesh
             result: OptimizationResult[P] = loop.run()

@@ -16,9 +16,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.mesh import Mesh
-from mpishard.elastic.membership import Membership, Order, Watch
+from mpishard.elastic.membership import Membership, Order, StoppedPeerMonitor
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
-from mpishard.elastic.requests import Outside, Recruiter, WorkerTarget
+from mpishard.elastic.requests import Recruiter, ResizeRequests, WorkerTarget
 from mpishard.elastic.transactions import Agreements, Transactions
 from mpishard.training.objective import Objective, StopRequest
 from mpishard.training.run import TrainingRun
@@ -85,7 +85,7 @@ class Decisions:
         training: TrainingRun,
         membership: Membership,
         target: WorkerTarget,
-        outside: Outside,
+        requests: ResizeRequests,
         recruiter: Recruiter,
         transactions: Transactions,
         workers: WorkerMesh | None = None,
@@ -96,7 +96,7 @@ class Decisions:
         self._training = training
         self._membership = membership
         self._target = target
-        self._outside = outside
+        self._requests = requests
         self._recruiter = recruiter
         self._transactions = transactions
         self._workers = workers
@@ -106,19 +106,19 @@ class Decisions:
 
         Collective over the workers.
         """
-        training, membership, target, outside = self._training, self._membership, self._target, self._outside
+        training, membership, target, requests = self._training, self._membership, self._target, self._requests
         world, settings = training.optimizer.mesh.world, training.optimizer.settings
         ready = 0
         if world.rank == 0:
             mesh = () if self._workers is None else (membership.roles.able, str(self._workers.sizes))
-            target.look_outside(outside, membership.roles.workers, self._transactions.status.committed_step, *mesh)
+            target.poll_requests(requests, membership.roles.workers, self._transactions.status.committed_step, *mesh)
             ready = self._recruiter.recruit()
-        asked = outside.signals.report()
+        asked = requests.signals.report()
         awaited = not ready and self._recruiter.is_starting
-        discovered = outside.discovered if world.rank == 0 else -1
+        discovered = requests.discovered if world.rank == 0 else -1
         own = [self.request, target.request, asked, -asked, ready, awaited, discovered, settings.changed]
         agreed = world.all_reduce(np.array(own, np.int64), op="max", label="control").tolist()
-        stop_request, request, most, least, ready, awaited, outside.discovered, changed = agreed
+        stop_request, request, most, least, ready, awaited, requests.discovered, changed = agreed
         if changed:  # by a callback
             settings.agree()
         target.adopt_request(request)
@@ -154,12 +154,12 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class Elasticity:
+class ElasticOptions:
     """Options of an elastic run in addition to the problem and the optimizer."""
 
     target: WorkerTarget
-    outside: Outside
-    watch: Watch  # kills processes of this host that are stopped
+    requests: ResizeRequests
+    monitor: StoppedPeerMonitor  # kills processes of this host that are stopped
     respawn: bool  # processes are spawned to replace the dead
     scaling: str  # the policy of `Scaling`
     choice: MeshChoice | None = None  # None: the tensor and pipeline sizes stay
@@ -167,10 +167,10 @@ class Elasticity:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ElasticRun:
     """The parts of an elastic run; each owns one state, and the phases of the loop work on all of them."""
 
-    elasticity: Elasticity
+    options: ElasticOptions
     training: TrainingRun
     membership: Membership
     workers: WorkerMesh

@@ -30,7 +30,7 @@ class Phase(Enum):
     ENDED = auto()  # all processes know that all have come to ENDING: none needs another any more, and each may leave
 
 
-class Event(Enum):
+class PhaseEvent(Enum):
     """How the turn of a phase has ended."""
 
     WORKS = auto()  # this process is a worker, and the run continues
@@ -42,49 +42,49 @@ class Event(Enum):
     DIED = auto()  # MPI reports that a process has died
 
 
-TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = MappingProxyType(
+TRANSITIONS: Mapping[Phase, Mapping[PhaseEvent, Phase]] = MappingProxyType(
     {
         Phase.STARTING: {
-            Event.WORKS: Phase.TRAINING,
-            Event.ORDERED: Phase.RESIZING,
-            Event.FINISHED: Phase.ENDING,  # it resumes a run that had reached its goal
+            PhaseEvent.WORKS: Phase.TRAINING,
+            PhaseEvent.ORDERED: Phase.RESIZING,
+            PhaseEvent.FINISHED: Phase.ENDING,  # it resumes a run that had reached its goal
         },
         Phase.TRAINING: {
-            Event.WORKS: Phase.TRAINING,
-            Event.ORDERED: Phase.RESIZING,
-            Event.STOPPED: Phase.STOPPING,
-            Event.DIED: Phase.HEALING,
+            PhaseEvent.WORKS: Phase.TRAINING,
+            PhaseEvent.ORDERED: Phase.RESIZING,
+            PhaseEvent.STOPPED: Phase.STOPPING,
+            PhaseEvent.DIED: Phase.HEALING,
         },
         Phase.WAITING: {
-            Event.ORDERED: Phase.RESIZING,
-            Event.DIED: Phase.HEALING,
+            PhaseEvent.ORDERED: Phase.RESIZING,
+            PhaseEvent.DIED: Phase.HEALING,
         },
         Phase.RESIZING: {
-            Event.WORKS: Phase.TRAINING,
-            Event.SPARE: Phase.WAITING,
-            Event.STOPPED: Phase.STOPPING,  # a process had died before the last checkpoint was saved
-            Event.FINISHED: Phase.ENDING,
-            Event.DIED: Phase.HEALING,
+            PhaseEvent.WORKS: Phase.TRAINING,
+            PhaseEvent.SPARE: Phase.WAITING,
+            PhaseEvent.STOPPED: Phase.STOPPING,  # a process had died before the last checkpoint was saved
+            PhaseEvent.FINISHED: Phase.ENDING,
+            PhaseEvent.DIED: Phase.HEALING,
         },
         Phase.HEALING: {
-            Event.ORDERED: Phase.RESIZING,
-            Event.DIED: Phase.HEALING,
+            PhaseEvent.ORDERED: Phase.RESIZING,
+            PhaseEvent.DIED: Phase.HEALING,
         },
         Phase.STOPPING: {
-            Event.ORDERED: Phase.RESIZING,
-            Event.FINISHED: Phase.ENDING,
-            Event.DIED: Phase.HEALING,
+            PhaseEvent.ORDERED: Phase.RESIZING,
+            PhaseEvent.FINISHED: Phase.ENDING,
+            PhaseEvent.DIED: Phase.HEALING,
         },
         Phase.ENDING: {
-            Event.CLOSED: Phase.ENDED,
-            Event.DIED: Phase.HEALING,
+            PhaseEvent.CLOSED: Phase.ENDED,
+            PhaseEvent.DIED: Phase.HEALING,
         },
         Phase.ENDED: {},
     }
 )
 
 
-def next_phase(phase: Phase, event: Event) -> Phase:
+def next_phase(phase: Phase, event: PhaseEvent) -> Phase:
     """The phase that an event leads to; AssertionError if the event cannot come in this phase."""
     following = TRANSITIONS[phase].get(event)
     assert following is not None, f"{event.name} cannot come while {phase.name}"

@@ -1,7 +1,7 @@
 """From requests for workers to processes: requests from outside, the number that all ranks agree on, new processes.
 
-Signals, other shells and `discover` are asked by `Outside`; `WorkerTarget` has the agreed number; the first worker's
-`Recruiter` spawns processes if there are fewer workers.
+Signals, other shells and `discover` are asked by `ResizeRequests`; `WorkerTarget` has the agreed number; the first
+worker's `Recruiter` spawns processes if there are fewer workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpishard.launch.signals import Signals
 from mpishard.layout.tensors import ModelParallelRank
 
 
-class Outside:
+class ResizeRequests:
     """Receives requests while it is entered as a context manager.
 
     Creation is collective over `axis`, all processes of the run.  Raises ValueError or OSError on every rank if the
@@ -56,7 +56,7 @@ class Outside:
             refuse = (lambda sizes: FIXED) if choice is None else choice.refuse
             self._control = Control(control, min_workers, max_workers, refuse)
 
-    def __enter__(self) -> Outside:
+    def __enter__(self) -> ResizeRequests:
         self.signals.__enter__()
         return self
 
@@ -157,12 +157,12 @@ class WorkerTarget:
         if processes < self.agreed_size:
             self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
 
-    def look_outside(self, outside: Outside, workers: int, step: int, there: int = 0, mesh: str = "") -> None:
+    def poll_requests(self, requests: ResizeRequests, workers: int, step: int, there: int = 0, mesh: str = "") -> None:
         """Take over a request from outside of the script as this rank's.  The first worker calls this after each step.
 
         `there` is the number of workers that there could be, `mesh` the present one, of a run that may change it.
         """
-        wanted = outside.wanted(workers, step, self.agreed_size > max(workers, there), mesh)
+        wanted = requests.wanted(workers, step, self.agreed_size > max(workers, there), mesh)
         if isinstance(wanted, MeshSizes):
             self.resize(wanted.ranks, wanted)
         elif wanted is not None:

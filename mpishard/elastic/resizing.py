@@ -17,7 +17,7 @@ from mpishard.comm.product_choice import agree_on_products
 from mpishard.comm.reshard import reshard_state
 from mpishard.elastic.membership import Order
 from mpishard.elastic.mesh_choice import MeshSizes
-from mpishard.elastic.parts import Parts
+from mpishard.elastic.parts import ElasticRun
 from mpishard.elastic.transactions import ResizeMetadata, RunStatus, Survivor
 from mpishard.io import log
 from mpishard.launch.job_notes import JobNotes, RunLost
@@ -25,10 +25,10 @@ from mpishard.layout.run_state import RunState
 
 
 class Resizing:
-    """Gives the run other workers; it has no state, `parts` own all of it."""
+    """Gives the run other workers; it has no state, `run` owns all of it."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, run: ElasticRun) -> None:
+        self._run = run
 
     def resize(self, order: Order) -> None:
         """Give the run the number of workers of an order, and them the committed state.  Collective over all processes.
@@ -36,28 +36,28 @@ class Resizing:
         Spawned processes join first, if the order says so.  Then the mesh is split again, the optimizer makes its state
         for the new mesh, and the committed state and the metadata of the run are sent to it.
         """
-        parts = self._parts
-        membership, transactions, report = parts.membership, parts.transactions, parts.training.report
-        mesh = parts.workers.mesh
-        parts.agreements.end_steps()
-        was, sizes_before = mesh.data.size, parts.workers.sizes
+        run = self._run
+        membership, transactions, report = run.membership, run.transactions, run.training.report
+        mesh = run.workers.mesh
+        run.agreements.end_steps()
+        was, sizes_before = mesh.data.size, run.workers.sizes
         report.flush()  # rank 0 writes the record, and another process may become rank 0
         if order.recruits:
             self._take_in(order.workers)
         sizes = self._choose(order.workers)
         self._check_scripts()
         source = self._source()
-        parts.workers.release()
+        run.workers.release()
         works, target = self._split(order.workers if sizes is None else sizes.ranks, sizes)
         metadata = self._reshard(source, target)
         transactions.restore(metadata.status)
-        parts.elasticity.outside.discovered = metadata.discovered
-        parts.training.checkpoints.own = metadata.checkpoints
+        run.options.requests.discovered = metadata.discovered
+        run.training.checkpoints.own = metadata.checkpoints
         committed = None
         if works:
             self._restore(metadata)
             committed = transactions.copy_anew()
-        parts.agreements.agree_as_crew()  # nobody drops its old committed state before all have the new one
+        run.agreements.agree_on_membership()  # nobody drops its old committed state before all have the new one
         transactions.install(committed)
         if membership.rank == 0 and report.shows and not metadata.status.stop_reason:
             step = metadata.status.committed_step
@@ -66,22 +66,22 @@ class Resizing:
             if sizes is not None and sizes != sizes_before:
                 log.inform(f"{sizes_before} -> {sizes} after step {step}")
         if works:
-            parts.workers.note_whole()
-            parts.agreements.begin_steps()
+            run.workers.note_whole()
+            run.agreements.begin_steps()
         if membership.rank:  # another process may have become rank 0, which spawns
-            parts.recruiter.dismiss()
+            run.recruiter.dismiss()
 
     def _take_in(self, workers: int) -> None:
         """Let the spawned processes that are ready join, if they still live.  Collective over all processes."""
-        membership, recruiter = self._parts.membership, self._parts.recruiter
+        membership, recruiter = self._run.membership, self._run.recruiter
         request = recruiter.hand_over()
-        self._parts.decisions.forget_recruits()
-        recruiter.last_disruption = self._parts.transactions.status.committed_step
+        self._run.decisions.forget_recruits()
+        recruiter.last_disruption = self._run.transactions.status.committed_step
         try:
             port, problem = membership.call_in(request)
             if port:
                 # After a death, a process that connects to them alone could not be woken.
-                self._parts.agreements.agree_as_crew()
+                self._run.agreements.agree_on_membership()
                 membership.take_in(port, workers, request)
         except MPI.Exception:
             if request is not None:
@@ -90,7 +90,7 @@ class Resizing:
         if port and request is not None:
             request.close()
         if not port:
-            self._parts.elasticity.target.cap_workers(membership.roles.able)
+            self._run.options.target.cap_workers(membership.roles.able)
             if request is not None:
                 recruiter.say_none_come(problem)
 
@@ -100,12 +100,12 @@ class Resizing:
         Collective over all processes: the first one chooses, and sends the mesh to the others.  Raises RunLost on all
         if no mesh fits, or the user's function fails.
         """
-        parts = self._parts
-        membership, choice = parts.membership, parts.elasticity.choice
+        run = self._run
+        membership, choice = run.membership, run.options.choice
         if choice is None:
             return None
         membership.assign_roles(workers, self._ends, leaves=self._leaves)
-        target = parts.elasticity.target
+        target = run.options.target
         target.adopt_request(max(membership.axis.allgather_object(target.agreed)))  # spares may know an old one
         offered, wanted = membership.roles.workers, target.agreed_mesh
         sizes, problem = None, ""
@@ -113,65 +113,65 @@ class Resizing:
             sizes = wanted
         elif membership.rank == 0:
             try:
-                sizes = choice.best(offered, parts.training.problem.batch_size)
+                sizes = choice.best(offered, run.training.problem.batch_size)
             except Exception as error:  # of the user's function: all processes must learn of it
                 problem = f"layouts fails for {offered} ranks: {type(error).__name__}: {error}"
         told = membership.axis.allgather_object((sizes, problem))
         sizes, problem = told[membership.roles.ranks[0]]
         if sizes is None:
             raise RunLost(problem or f"no layout fits {offered} ranks of at least {choice.min_ranks}")
-        parts.workers.offered = offered, wanted
+        run.workers.offered = offered, wanted
         return MeshSizes(*sizes)
 
     @property
     def _ends(self) -> bool:
         """True if the run ends, so that processes that leave work once more."""
-        return bool(self._parts.transactions.status.stop_reason)
+        return bool(self._run.transactions.status.stop_reason)
 
     @property
     def _leaves(self) -> bool:
         """True if this process is a spare that was asked to leave."""
-        return self._parts.elasticity.outside.signals.came and not self._parts.membership.works
+        return self._run.options.requests.signals.came and not self._run.membership.works
 
     def _check_scripts(self) -> None:
         """Raise on all processes if those that have joined have another model or problem.  Collective."""
-        training = self._parts.training
+        training = self._run.training
         parameters = training.runner.parameters
         # Meshes of other sizes have other stages and slices of the same tensors.
-        chooses = self._parts.elasticity.choice is not None
+        chooses = self._run.options.choice is not None
         number = parameters.whole_fingerprint if chooses else parameters.fingerprint
         model = f"{parameters.description} ({number:x})"
         own: dict[str, object] = {} if chooses else dict(parameters.model_settings)
-        own |= {"model": model, **training.problem.settings, "scaling": self._parts.elasticity.scaling}
+        own |= {"model": model, **training.problem.settings, "scaling": self._run.options.scaling}
         evaluation = training.validation.evaluation
         own["stop_early"] = training.stop_early
         own["evaluation"] = None if evaluation is None else evaluation.settings
         agree_on_settings(
-            self._parts.membership.axis,
+            self._run.membership.axis,
             training.optimizer.settings.by_name() | {name: str(value) for name, value in own.items()},
             what="settings, those that were spawned as well",
             way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
             "measures (stage_costs)",
         )
-        bits, joined = training.optimizer.state.binding.bits, not choice.is_made()
-        agree_on_products(self._parts.membership.axis)
+        numerics, joined = training.optimizer.state.binding.numerics, not choice.is_made()
+        agree_on_products(self._run.membership.axis)
         if joined:
-            bits.note_products()
-        bits.agree(training.optimizer.config, self._parts.membership.axis, places=not chooses)
+            numerics.note_products()
+        numerics.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)
 
     def _source(self) -> RunState | None:
         """The state that this process can give to the next workers; None if it has none."""
-        parts = self._parts
-        state = parts.transactions.source()
+        run = self._run
+        state = run.transactions.source()
         if state is None:
             return None
         metadata = ResizeMetadata(
             optimizer=state.facts,
-            progress=parts.training.progress,
-            status=parts.transactions.status,
-            request=parts.elasticity.target.agreed,
-            discovered=parts.elasticity.outside.discovered,
-            checkpoints=parts.training.checkpoints.own,
+            progress=run.training.progress,
+            status=run.transactions.status,
+            request=run.options.target.agreed,
+            discovered=run.options.requests.discovered,
+            checkpoints=run.training.checkpoints.own,
         )
         return replace(state, facts=metadata.to_wire())
 
@@ -180,28 +180,28 @@ class Resizing:
 
         Returns True if this process is one of them, and its state.
         """
-        parts = self._parts
-        membership, agreements, optimizer = parts.membership, parts.agreements, parts.training.optimizer
+        run = self._run
+        membership, agreements, optimizer = run.membership, run.agreements, run.training.optimizer
         comm = membership.split(workers, self._leaves, self._ends)
-        parts.elasticity.watch.follow(membership.roles.peers)
-        agreements.agree_as_crew()  # a process could not be woken on a communicator that another one failed to make
+        run.options.monitor.follow(membership.roles.peers)
+        agreements.agree_on_membership()  # nobody could be woken on a communicator that another process failed to make
         if comm is not None:
-            parts.workers.rebind(comm, sizes)
-        agreements.agree_as_crew()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
+            run.workers.rebind(comm, sizes)
+        agreements.agree_on_membership()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
         target = None
         if comm is not None:
             if sizes is not None:
                 self._fit_model()
-            optimizer.state.rebuild(parts.training.runner.parameters)
-            parts.training.runner.attach()
+            optimizer.state.rebuild(run.training.runner.parameters)
+            run.training.runner.attach()
             target = optimizer.state.capture()
         if optimizer.config.hierarchical or sizes is not None:
-            agreements.agree_as_crew()  # the same: sums by nodes and ties have their own communicators
+            agreements.agree_on_membership()  # the same: sums by nodes and ties have their own communicators
         return comm is not None, target
 
     def _fit_model(self) -> None:
         """Make the model for the mesh, unless those of all workers fit it already.  Collective over the workers."""
-        training, build = self._parts.training, self._parts.elasticity.build
+        training, build = self._run.training, self._run.options.build
         mesh, parameters = training.optimizer.mesh, training.runner.parameters
         differs = np.array([parameters.place != mesh.place], np.int64)
         if mesh.world.all_reduce(differs, op="max", label="control")[0]:
@@ -213,7 +213,7 @@ class Resizing:
     def _reshard(self, source: RunState | None, target: RunState | None) -> ResizeMetadata:
         """Move the committed state to the new workers; returns its metadata.  Collective over all processes."""
         try:
-            sent = reshard_state(self._parts.membership.axis, source, target)
+            sent = reshard_state(self._run.membership.axis, source, target)
         except ValueError:
             raise RunLost(
                 "state is lost: those who died had all copies of it; start the run again from its newest checkpoint, "
@@ -223,21 +223,21 @@ class Resizing:
 
     def _restore(self, metadata: ResizeMetadata) -> None:
         """Continue the run on this worker.  Collective over the workers."""
-        training = self._parts.training
+        training = self._run.training
         training.optimizer.state.restore(metadata.optimizer)
         training.optimizer.state.resync()
         training.restore(metadata.progress)
         training.report_validation()
-        self._parts.elasticity.target.adopt_request(metadata.request)
+        self._run.options.target.adopt_request(metadata.request)
         if training.optimizer.mesh.rank == 0:
             training.report.show(len(training.losses))
 
 
 class Healing:
-    """Removes dead processes from the run; it has no state, `parts` own all of it."""
+    """Removes dead processes from the run; it has no state, `run` owns all of it."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, run: ElasticRun) -> None:
+        self._run = run
 
     def heal(self) -> Order:
         """Remove the dead processes and return to the last committed step; returns the order for the next workers.
@@ -245,14 +245,14 @@ class Healing:
         Collective over the survivors, which come here from anywhere; if another one dies meanwhile, MPI.Exception is
         raised, and `heal` is called again.  Raises RunLost if the survivors lack a part of the state, or are too few.
         """
-        parts = self._parts
-        membership, transactions, target = parts.membership, parts.transactions, parts.elasticity.target
+        run = self._run
+        membership, transactions, target = run.membership, run.transactions, run.options.target
         before = membership.roles.identities
         self._note_healed(transactions.status.committed_step)
-        parts.workers.revoke()
-        parts.training.optimizer.state.abandon()
+        run.workers.revoke()
+        run.training.optimizer.state.abandon()
         membership.revoke()
-        parts.agreements.refuse_all()
+        run.agreements.refuse_all()
         membership.shrink()
         survivors = self._exchange()
         known = [each for each in survivors if each.has_state]
@@ -269,24 +269,24 @@ class Healing:
             log.warn(f"{_have(dead)} died; {membership.roles.size} are left, step {step} is the last")
         if membership.roles.able < target.min_workers:
             raise RunLost(f"{membership.roles.able} whole workers are left, and min_workers={target.min_workers}")
-        parts.recruiter.note_death(step, max(each.last_disruption for each in survivors))
-        parts.decisions.forget_recruits()
+        run.recruiter.note_death(step, max(each.last_disruption for each in survivors))
+        run.decisions.forget_recruits()
         stops = transactions.status.stop_reason
         return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
 
     def _exchange(self) -> list[Survivor]:
         """The facts of each survivor.  Collective over them."""
-        transactions, request = self._parts.transactions, self._parts.elasticity.target.agreed
-        disruption = self._parts.recruiter.last_disruption
+        transactions, request = self._run.transactions, self._run.options.target.agreed
+        disruption = self._run.recruiter.last_disruption
         own = Survivor(transactions.status, transactions.has_state, request, disruption)
-        return self._parts.membership.axis.allgather_object(own)
+        return self._run.membership.axis.allgather_object(own)
 
     def _note_healed(self, step: int) -> None:
         """Inform the supervisor that the run has survived a death and continues after this step."""
         folder = JobNotes.from_environment()
         if folder is not None:
             with contextlib.suppress(OSError):
-                folder.note_healed(self._parts.membership.roles.size, step)
+                folder.note_healed(self._run.membership.roles.size, step)
 
 
 def _have(dead: list[str]) -> str:

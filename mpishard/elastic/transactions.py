@@ -30,7 +30,7 @@ from mpishard.training.run import StepOutcome, TrainingRun
 Array = Any
 
 
-_WORKERS, _MEMBERSHIP = "workers", "crew"
+_WORKERS, _MEMBERSHIP = "workers", "membership"
 
 
 class Agreements:
@@ -56,7 +56,7 @@ class Agreements:
         agree(self._mesh.world.comm, sound=True)
         self._pending.add(_WORKERS)
 
-    def agree_as_crew(self) -> None:
+    def agree_on_membership(self) -> None:
         """Return when all processes have come here.  Collective over all processes of the run."""
         self._pending.remove(_MEMBERSHIP)
         self._membership.agree()

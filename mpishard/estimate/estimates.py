@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mpishard.arguments import no_others, whole_or_fields
+from mpishard.arguments import config_or_kwargs, reject_unknown
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.memory import BatchShape, Workload, virtual_stages_of
 from mpishard.estimate.profile import TYPICAL, MachineProfile
-from mpishard.estimate.stages import Memory, Plan, StageEstimate
+from mpishard.estimate.stages import EstimateSettings, Memory, StageEstimate
 from mpishard.estimate.times import Times, makespan
 from mpishard.nn.architecture import DecoderArchitecture
 
@@ -154,20 +154,20 @@ def estimate(
     TypeError
         If an option is a field of neither, or is given in addition to the whole.
     """
-    layout = whole_or_fields("estimate()", "layout", Layout, layout, options)
-    workload = whole_or_fields("estimate()", "workload", Workload, workload, options)
-    no_others("estimate()", options)
+    layout = config_or_kwargs("estimate()", "layout", Layout, layout, options)
+    workload = config_or_kwargs("estimate()", "workload", Workload, workload, options)
+    reject_unknown("estimate()", options)
     if layout.tensor == 1:
         layout = replace(layout, sequence_parallel=False)
     shape = workload.batch_shape(architecture, layout)
     rows, microbatches = shape.rows, shape.microbatches
-    plan = Plan(architecture, layout, workload, shape)
+    settings = EstimateSettings(architecture, layout, workload, shape)
     by_rank = virtual_stages_of(architecture, layout)
     times = Times(architecture, layout, profile, shape.length, workload.itemsize)
     mean_rows = -(-sum(rows) // microbatches)
-    costs = {parts: plan.seconds(times, parts, mean_rows) for parts in set(by_rank)}
+    costs = {parts: settings.seconds(times, parts, mean_rows) for parts in set(by_rank)}
     pipeline = layout.pipeline
-    stages = tuple(plan.stage(rank, parts, costs[parts]) for rank, parts in enumerate(by_rank))
+    stages = tuple(settings.stage(rank, parts, costs[parts]) for rank, parts in enumerate(by_rank))
     compute, bubble = makespan(
         layout.schedule,
         pipeline,
@@ -221,8 +221,8 @@ def table(
     list of Estimate
         Of equally fast ones that with less memory comes first.
     """
-    workload = whole_or_fields("table()", "workload", Workload, workload, options)
-    no_others("table()", options)
+    workload = config_or_kwargs("table()", "workload", Workload, workload, options)
+    reject_unknown("table()", options)
     found = [
         estimate(architecture, layout, replace(workload, batch=-(-batch // layout.data)), profile)
         for layout in candidates

@@ -107,7 +107,7 @@ class Seconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class EstimateSettings:
     """The settings of an estimate: arguments of `mpishard.estimate.estimate`, and the batch of a data rank."""
 
     architecture: DecoderArchitecture

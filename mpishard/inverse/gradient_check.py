@@ -139,7 +139,7 @@ class Line:
         if not self._sum(float(np.abs(self.d).sum()))[0]:
             raise ValueError("direction is 0: nothing changes along it; leave it out for a random one")
 
-    def at(self, h: float) -> Evaluation:
+    def at(self, h: float) -> LineEvaluation:
         """The function at x + h d, rounded to the dtype of x; the same numbers on all ranks.
 
         Raises on all ranks if the function of any rank raises, or returns something else than value and gradient.
@@ -157,7 +157,7 @@ class Line:
             set_values(part.point.flat, self._start)
         part.world.raise_if_any(problem)
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
-        return Evaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
+        return LineEvaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
 
     def product(self, direction: np.ndarray) -> np.ndarray:
         """This rank's terms of the Hessian at x times a direction."""
@@ -184,7 +184,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LineEvaluation:
     """A function at one point."""
 
     value: float  # over all ranks
@@ -527,8 +527,8 @@ def _product_tests(
     line: Line,
     product: np.ndarray,
     row: list[float],
-    here: Evaluation,
-    points: list[Evaluation],
+    here: LineEvaluation,
+    points: list[LineEvaluation],
     left: list[float],
     rounding: list[float],
     precision: float,
@@ -570,7 +570,7 @@ def _precision(values: list[float], dtype: np.dtype) -> float:
     return float(np.finfo(np.float32 if rounded else dtype).eps)
 
 
-def _noise(line: Line, here: Evaluation, precision: float) -> float:
+def _noise(line: Line, here: LineEvaluation, precision: float) -> float:
     """Rounding errors of the values: second differences of tiny steps, and of the point itself."""
     found = [precision * abs(here.value), abs(line.at(0.0).value - here.value)]
     for tiny in _TINY:
@@ -595,7 +595,7 @@ def _praise(tests: list[TaylorTest]) -> str:
 
 def _diagnosis(
     line: Line,
-    here: Evaluation,
+    here: LineEvaluation,
     test: TaylorTest,
     derivative: float,
     values: list[float],

@@ -14,7 +14,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.inverse.functions import Unknowns
 from mpishard.minimizers.elements import preconditioned, whole_limits
-from mpishard.minimizers.limits import Limits, tell_of_projection
+from mpishard.minimizers.limits import Limits, warn_projected_start
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.minimizers.rehearsal import ELEMENTS, check_metadata
@@ -66,7 +66,7 @@ class LocalRun:
 
     def tell(self, value: float, gradient: Any, problem: BaseException | None) -> None:
         self.raise_if_any(problem)
-        tell_of_projection(self._moved)  # not before: a state may replace the start
+        warn_projected_start(self._moved)  # not before: a state may replace the start
         self._moved = 0
         self.value = value
         self.minimizer.tell(value, self.unknowns.vector("the gradient", gradient))

@@ -16,7 +16,7 @@ from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_evaluations import MethodEvaluations
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
-from mpishard.data_parallel.validation import tell_of_other_starts
+from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.inverse.comparison import Comparison, check_alike, exchange
 from mpishard.inverse.functions import Unknowns
 from mpishard.launch.signals import Interrupts
@@ -43,7 +43,7 @@ def same_start(mesh: Mesh, start: np.ndarray, settings: Mapping[str, Any]) -> No
     """Give all ranks the start of rank 0, in place, and raise on all if settings differ.  Collective over the mesh."""
     known = {name: text_of(value) for name, value in settings.items()}
     agree_on_settings(mesh.world, {"x0": f"{start.size} elements"} | known)
-    tell_of_other_starts(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
+    warn_if_initial_parameters_differ(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
     mesh.world.broadcast(start, label="x0")
 
 
@@ -80,7 +80,7 @@ class MeshRun:
         self.parameters = parameters
         start = f"{parameters.description} ({parameters.fingerprint:x})"
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
-        tell_of_other_starts(mesh, parameters)
+        warn_if_initial_parameters_differ(mesh, parameters)
         self._evaluations = MethodEvaluations(self.optimizer, parameters)
         self._comparison = Comparison(mesh, parameters, self._sums)
 

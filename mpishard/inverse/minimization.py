@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpishard.arguments import no_others
+from mpishard.arguments import reject_unknown
 from mpishard.inverse.elastic_options import elastic_options
 from mpishard.inverse.functions import Callback, Functions, Unknowns, size_of
 from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, make_method, pair_of_bounds
@@ -144,7 +144,7 @@ def minimize(
     try:
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
-        no_others("minimize", extra)
+        reject_unknown("minimize", extra)
         if mesh is None and (checkpoints is not None or resume or record is not None):
             raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         watcher = Callback(callback)
@@ -188,7 +188,7 @@ class ElasticArguments(NamedTuple):
     samples: int | None
 
 
-class Ended(NamedTuple):
+class MinimizationOutcome(NamedTuple):
     """The result of a minimisation, and the reason for its end in a word."""
 
     result: OptimizeResult
@@ -210,7 +210,7 @@ def solve(
     checkpoints: Checkpoints | None,
     resume: bool,
     record: RunRecord | None,
-) -> Ended:
+) -> MinimizationOutcome:
     """Minimise by a method, with arguments that are checked.  Collective over the mesh."""
     if elastic is not None and mesh is not None:
         from mpishard.inverse.elastic_minimization import ElasticMinimization
@@ -219,7 +219,7 @@ def solve(
             functions, elastic.unknowns, method, mesh, elastic.samples, elastic.options, callback, loop
         )
         result = run.run(checkpoints, resume, record)
-        return Ended(result, run.progress, run.stop_reason)
+        return MinimizationOutcome(result, run.progress, run.stop_reason)
     optimizer = ReverseCommunication(method, x0, bounds=bounds, mesh=mesh, reduction=reduction)
     files: RunFiles | None = None
     if mesh is not None:
@@ -227,7 +227,7 @@ def solve(
 
         files = RunFiles(optimizer.run, checkpoints, resume, record)
     result = _Loop(optimizer, functions, callback, loop, files).run()
-    return Ended(result, optimizer.progress, optimizer.stop_reason)
+    return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)
 
 
 class _Loop:

@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.arguments import shown
 from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
-from mpishard.backend.exact_gram import Gram
+from mpishard.backend.exact_gram import ExactGram
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
@@ -278,7 +278,7 @@ class Rows:
         self.raise_if_any(problem)
         return 0.5 * sum_of_losses(self._loss, values, self._world)
 
-    def gram(self, x: Array) -> Gram:
+    def gram(self, x: Array) -> ExactGram:
         problem: BaseException | None = None
         columns, tops = np.empty((0, x.size + 1)), np.zeros(x.size + 1)
         try:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import no_others, shown
+from mpishard.arguments import reject_unknown, shown
 from mpishard.inverse.functions import Unknowns, number_of, size_of
 from mpishard.inverse.local_run import LocalRun
 from mpishard.inverse.result import OptimizeResult, make_method, pair_of_bounds, result_of
-from mpishard.inverse.run import Run
+from mpishard.inverse.run import MinimizationRun
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress, Wanted
 
@@ -88,13 +88,13 @@ class ReverseCommunication:
         problem: Exception | None = None
         try:
             known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
-            no_others("ReverseCommunication", elements)
+            reject_unknown("ReverseCommunication", elements)
             unknowns = Unknowns(x0)
             size = size_of(x0)
             chosen, _ = make_method(method, options, None, size, bounds=pair_of_bounds(bounds, size), **known)
         except (TypeError, ValueError) as error:
             problem = error
-        self._run: Run
+        self._run: MinimizationRun
         if mesh is None:
             if problem is not None:
                 raise problem
@@ -238,7 +238,7 @@ class ReverseCommunication:
         return self._run.minimizer.progress
 
     @property
-    def run(self) -> Run:
+    def run(self) -> MinimizationRun:
         """The minimisation and its ranks."""
         return self._run
 

@@ -13,7 +13,7 @@ from mpishard.minimizers.minimizer import Minimizer
 Array = Any
 
 
-class Run(Protocol):
+class MinimizationRun(Protocol):
     """A minimisation, its unknowns, and the ranks that take part. Methods other than `watching` are collective."""
 
     method: Method

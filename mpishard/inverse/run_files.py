@@ -8,7 +8,7 @@ from typing import Any
 from mpishard.arguments import flag, shown
 from mpishard.comm.supervisor_reports import take_restart
 from mpishard.inverse.mesh_run import MeshRun
-from mpishard.inverse.run import Run
+from mpishard.inverse.run import MinimizationRun
 from mpishard.io import log
 from mpishard.launch.script import note_run
 from mpishard.record import RunRecord
@@ -25,7 +25,7 @@ class RunFiles:
     argument is invalid or the checkpoint is of another minimisation, OSError if a folder cannot be used.
     """
 
-    def __init__(self, run: Run, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
+    def __init__(self, run: MinimizationRun, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
         assert isinstance(run, MeshRun)
         self._run = run
         self._optimizer = run.optimizer

@@ -34,7 +34,7 @@ _FLOATS = {2: (15, 10, 5, 0, 10, 15), 4: (31, 23, 8, 0, 23, 127), 8: (63, 52, 11
 
 
 @dataclass(frozen=True)
-class Source:
+class VirtualSource:
     """A box of a virtual data set, and what it has: the elements from `start` on of a 1-D data set of a file."""
 
     box: Box
@@ -49,7 +49,7 @@ class VirtualDataset:
 
     name: str
     shape: tuple[int, ...]
-    sources: Sequence[Source]  # none if it has no elements
+    sources: Sequence[VirtualSource]  # none if it has no elements
 
 
 def group_address(group: h5py.Group) -> int:

@@ -224,7 +224,7 @@ class TreeState:
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Nothing: there are no facts."""
 
-    def spread(self, axis: Axis) -> None:
+    def broadcast(self, axis: Axis) -> None:
         """Note the rank, and warn of threads that disturb the other ranks; there are no values to spread."""
         self.rank = axis.rank
         threads, share = xla_threads() or 0, blas_threads() or 0

@@ -53,7 +53,7 @@ class JobOutcome:
 
 
 @dataclass(frozen=True)
-class History:
+class JobHistory:
     """The history over all starts: ranks asked for and left, the furthest step, starts without progress.
 
     `died_early` is `_died_early` of the last start.
@@ -81,7 +81,7 @@ class Start:
 
     ranks: int
     hosts: tuple[Host, ...]
-    history: History = field(repr=False)
+    history: JobHistory = field(repr=False)
     why: str = ""
 
 
@@ -119,7 +119,7 @@ def _died_early(outcome: JobOutcome) -> bool:
 
 
 def decide(
-    policy: Policy, history: History, outcome: JobOutcome, hosts: Sequence[Host], answering: Sequence[Host]
+    policy: Policy, history: JobHistory, outcome: JobOutcome, hosts: Sequence[Host], answering: Sequence[Host]
 ) -> Stop | Start:
     """Decide what follows an outcome; `history` is from before it.
 
@@ -167,7 +167,7 @@ def decide(
     now = min(ranks, slots) // policy.multiple_of * policy.multiple_of
     if now < least:
         return Stop(code, f"{what}; {min(ranks, slots)} ranks are left and {least} are needed")
-    history = History(history.asked, ranks, max(history.step, outcome.notes.step), restarts, failure, early)
+    history = JobHistory(history.asked, ranks, max(history.step, outcome.notes.step), restarts, failure, early)
     return Start(now, tuple(answering), history, what)
 
 
@@ -197,7 +197,7 @@ _ABORT_S = 3.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgressLimits:
     """Seconds after which a job is stuck."""
 
     start: float = 300.0  # from the start of the job until all ranks have imported mpishard
@@ -216,7 +216,7 @@ class ProgressMonitor:
     script has ended.
     """
 
-    def __init__(self, folder: JobNotes, limits: Limits) -> None:
+    def __init__(self, folder: JobNotes, limits: ProgressLimits) -> None:
         self.step = self.furthest = 0
         self.started = self.has_ended = False
         self.half_started = False

@@ -200,7 +200,7 @@ def _raises(error: BaseException, trace: TracebackType) -> bool:
 INTERRUPTED = 128 + signal.SIGINT
 
 
-class Ending:
+class ScriptEnding:
     """Knows the exit code of the running script, once it has ended: from the runner, or else from a hook.
 
     The hook wraps `sys.exit` when this is created, in a process that `mpishard run` has not started by its runner.
@@ -208,19 +208,19 @@ class Ending:
     of the script.
     """
 
-    this: ClassVar[Ending | None] = None
+    this: ClassVar[ScriptEnding | None] = None
     interrupted: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._hook = None if _runner() is not None else _ExitHook()
-        Ending.this = self
+        ScriptEnding.this = self
 
     @property
     def code(self) -> int | None:
         """The exit code, after the end; None after an exception, and if only the launcher will know it."""
         script = _runner() or self._hook
         code = None if script is None else script.code
-        return INTERRUPTED if code == 0 and Ending.interrupted else code
+        return INTERRUPTED if code == 0 and ScriptEnding.interrupted else code
 
 
 def note_run(stopped: bool) -> None:
@@ -228,12 +228,12 @@ def note_run(stopped: bool) -> None:
 
     If that was the script's last run, an exit code of 0 is changed to 130.
     """
-    Ending.interrupted = stopped
-    if stopped and Ending.this is None and not hasattr(sys, "ps1"):
-        atexit.register(_end, Ending(), os.getpid())
+    ScriptEnding.interrupted = stopped
+    if stopped and ScriptEnding.this is None and not hasattr(sys, "ps1"):
+        atexit.register(_end, ScriptEnding(), os.getpid())
 
 
-def _end(ending: Ending, process: int) -> None:
+def _end(ending: ScriptEnding, process: int) -> None:
     """Leave with code 130 at the very end, after files were closed and MPI was finalized."""
     if os.getpid() != process or hasattr(sys, "last_value") or ending.code != INTERRUPTED:
         return

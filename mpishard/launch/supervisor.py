@@ -33,10 +33,10 @@ from mpishard.launch.launchers import (
 )
 from mpishard.launch.processes import Leftovers, Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.launch.restart_policy import (
-    History,
+    JobHistory,
     JobOutcome,
-    Limits,
     Policy,
+    ProgressLimits,
     ProgressMonitor,
     Start,
     Stop,
@@ -66,7 +66,7 @@ class Job:
     folder: str | None = None
     launcher: str | None = None  # default: the launcher of the MPI next to this Python
     grace: float = 30.0  # seconds for ranks to stop after SIGTERM
-    limits: Limits = Limits()
+    limits: ProgressLimits = ProgressLimits()
 
 
 class Supervisor:
@@ -112,7 +112,7 @@ class Supervisor:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _run(self, folder: JobNotes) -> int:
-        history = History(self.ranks, self.ranks)
+        history = JobHistory(self.ranks, self.ranks)
         start = Start(self.ranks, self.hosts, history)
         ended = 0.0
         for number in itertools.count(1):

@@ -19,11 +19,11 @@ def main() -> int:
     sys.modules["mpishard"] = package
 
     from mpishard.launch.launchers import HostSettings
-    from mpishard.launch.restart_policy import Limits, Policy
+    from mpishard.launch.restart_policy import Policy, ProgressLimits
     from mpishard.launch.supervisor import Job, Supervisor
 
     fields = json.loads(sys.argv[1])
-    groups = {"hosts": HostSettings, "policy": Policy, "limits": Limits}
+    groups = {"hosts": HostSettings, "policy": Policy, "limits": ProgressLimits}
     parts = {name: group(**fields[name]) for name, group in groups.items()}
     try:
         return Supervisor(Job(**{**fields, **parts})).run()

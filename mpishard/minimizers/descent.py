@@ -46,7 +46,7 @@ class Descent(Minimizer):
         # The function is another one in each iteration, such as one of other samples: it is evaluated again at the new
         # iterate before the next direction, since pairs compare gradients of one function (Schraudolph, Yu and Günter
         # 2007, section 3.1.2).
-        self.renews = False
+        self.stochastic = False
 
     def begin(self) -> int:
         self.progress, self.stop_reason, self.wanted, self._search = Progress(), "", Wanted.GRADIENT, None
@@ -189,7 +189,7 @@ class Descent(Minimizer):
         reason = reason or failure or exhausted(self.method, self.progress)
         if reason:
             self._end(reason)
-        elif self.renews and started:
+        elif self.stochastic and started:
             self.point[:] = self.base
         else:
             self._set_out()

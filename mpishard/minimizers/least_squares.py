@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from mpishard.backend import exact_gram
-from mpishard.backend.exact_gram import Gram
+from mpishard.backend.exact_gram import ExactGram
 from mpishard.minimizers import small
 
 # The reason for which a method has ended: SciPy's status numbers.
@@ -45,7 +45,7 @@ class Residuals(Protocol):
         """The cost at a point, the same on all ranks. Collective."""
         ...
 
-    def gram(self, x: np.ndarray) -> Gram:
+    def gram(self, x: np.ndarray) -> ExactGram:
         """The products of the columns of ``[J f]`` at the last cost's point; the same on all ranks.  Collective."""
         ...
 
@@ -75,15 +75,15 @@ class State:
     status: int | None = None  # the reason for which it has ended; None until then
 
 
-class Model:
+class QuadraticModel:
     """The quadratic model ``g's + s'As / 2`` of the cost, in scaled variables; A is positive semidefinite.
 
     `products` are those of the columns of ``[J f]``; scaled variables are multiplied by `scale`; `diagonal` is added to
     the diagonal of A.
     """
 
-    def __init__(self, products: Gram, scale: np.ndarray, diagonal: np.ndarray) -> None:
-        parts = Gram(*(np.ascontiguousarray(part[:-1, :-1]) for part in products))
+    def __init__(self, products: ExactGram, scale: np.ndarray, diagonal: np.ndarray) -> None:
+        parts = ExactGram(*(np.ascontiguousarray(part[:-1, :-1]) for part in products))
         self._matrix = parts.scaled(scale).with_diagonal(diagonal)
         self._right = exact_gram.vector_product((products.high[:-1, -1], products.low[:-1, -1]), scale)
         self.gradient: np.ndarray = self._right[0] + self._right[1]
@@ -180,7 +180,7 @@ def reflective(
             return
         scaled = np.where(slope != 0, distance * units, distance)
         scale = np.sqrt(scaled) / units
-        model = Model(products, scale, state.gradient * slope / units)
+        model = QuadraticModel(products, scale, state.gradient * slope / units)
         inside = max(0.995, 1 - state.optimality)
         decrease = -1.0
         while decrease <= 0 and state.nfev < options.max_nfev and state.status is None:
@@ -216,7 +216,7 @@ def reflective(
 
 def _linearized(
     residuals: Residuals, state: State, options: Options, units: np.ndarray | None
-) -> tuple[Gram, np.ndarray]:
+) -> tuple[ExactGram, np.ndarray]:
     """The products of the columns at the point of the state, which gets the gradient; and the inverse scale."""
     products = residuals.gram(state.x)
     state.njev += 1
@@ -240,7 +240,7 @@ def _distances(
 
 
 def _within_bounds(
-    model: Model,
+    model: QuadraticModel,
     x: np.ndarray,
     free: np.ndarray,
     scale: np.ndarray,
@@ -355,7 +355,7 @@ def levenberg_marquardt(residuals: Residuals, start: np.ndarray, options: Option
         yield state
         if state.status is not None:
             return
-        model = Model(products, 1 / units, np.zeros(len(x)))
+        model = QuadraticModel(products, 1 / units, np.zeros(len(x)))
         accepted = False
         while not accepted and state.nfev < options.max_nfev and state.status is None:
             step, multiplier = model.step(radius, multiplier, 0.1, 0.1)

@@ -39,7 +39,7 @@ class Limits:
             raise ValueError(f"{method} takes no bounds; use LBFGSB, or fix elements")
 
 
-def tell_of_projection(moved: int) -> None:
+def warn_projected_start(moved: int) -> None:
     """Log that `moved` elements of the start, unless 0, were out of bounds; callers choose the rank that logs."""
     if moved:
         log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")

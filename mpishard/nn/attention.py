@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.backend.convert import convert
 from mpishard.backend.kinds import backend_of
-from mpishard.nn.device_attention import FusedMixing, Shape, choose_mixing, fused_mixing
+from mpishard.nn.device_attention import AttentionShape, FusedMixing, choose_mixing, fused_mixing
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
 from mpishard.nn.norms import HeadNorms
@@ -336,7 +336,7 @@ class CausalSelfAttention(Layer):
         if self.module is np or self._changes_heads or self.kinds != 3 or not backend_of(qkv_nd).has_cublas:
             return None
         _, _, batch, heads, _, width = self._shape_of_heads(qkv_nd, length)
-        shape = Shape(batch, heads, heads, length, width, in_rows=True)
+        shape = AttentionShape(batch, heads, heads, length, width, in_rows=True)
         return fused_mixing(self.matmul, self.ops, self.mixing.scale, shape, qkv_nd, work)
 
     def _mixed_in_rows(self, fused: FusedMixing, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.convert import convert
-from mpishard.backend.cublas import CublasLt, Shape, cublaslt_on_device
+from mpishard.backend.cublas import CublasLt, FeedForwardShape, cublaslt_on_device
 from mpishard.nn import device_kernels
 from mpishard.nn.attention import CausalSelfAttention
 from mpishard.nn.layers import GELU, Dropout, Layer, checked_rate
@@ -27,7 +27,7 @@ Array = Any
 
 
 # The small problem: rows that are not whole tiles of a kernel.
-TRIAL = Shape(rows=150, width=64, inner=256)
+TRIAL = FeedForwardShape(rows=150, width=64, inner=256)
 # Of the norm: by how many roundings of half precision two right results may differ.
 TRIAL_ROUNDINGS = 8
 
@@ -84,7 +84,7 @@ def choose_epilogues(
     if half is None or tensor.slices.total > 1 or work.cache is not None or not x_nc.flags.c_contiguous:
         return None
     library = cublaslt_on_device(x_nc)
-    if library is None or not library.takes(Shape(len(x_nc), x_nc.shape[1], inner), half, x_nc):
+    if library is None or not library.takes(FeedForwardShape(len(x_nc), x_nc.shape[1], inner), half, x_nc):
         return None
     if half not in library.proven:
         _prove(library, matmul, half, x_nc)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import integer, no_others, shown, whole_or_fields
+from mpishard.arguments import config_or_kwargs, integer, reject_unknown, shown
 from mpishard.backend.array import check_module
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import PRODUCT, Ledger
@@ -147,11 +147,11 @@ class Decoder:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise TypeError(f"{call}: mesh={shown(mesh)} must be mpishard.Mesh(), or None")
         self.architecture: DecoderArchitecture = architecture
-        pipeline = whole_or_fields(call, "pipeline", PipelineOptions, pipeline, options)
-        precision = whole_or_fields(call, "precision", Precision, precision, options)
-        memory = whole_or_fields(call, "memory", MemoryOptions, memory, options)
+        pipeline = config_or_kwargs(call, "pipeline", PipelineOptions, pipeline, options)
+        precision = config_or_kwargs(call, "precision", Precision, precision, options)
+        memory = config_or_kwargs(call, "memory", MemoryOptions, memory, options)
         seed = integer("seed", seed)
-        no_others(call, options)
+        reject_unknown(call, options)
         check_module(module)
         if precision.compute_dtype is not None:
             check_compute_dtype(precision.compute_dtype, precision.dtype)

@@ -31,7 +31,7 @@ WIDEST_HEAD, HEAD_MULTIPLE = 128, 8
 MOST_SHAPES = 32
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """Sequences, heads of queries, heads of keys and values, positions, and channels of a head.
 
     With `in_rows` a position has a row in memory, in which the query, key and value of each head are next to each
@@ -57,8 +57,8 @@ class CudnnAttention:
     """Attention by cuDNN on one device, for one thread; operands and results are in half precision.
 
     Queries, their results and their gradients are of shape (batch, heads, length, width), keys and values of (batch,
-    groups, length, width), in memory as `Shape` says. Query head i uses the keys and values of group ``i // (heads //
-    groups)``.
+    groups, length, width), in memory as `AttentionShape` says. Query head i uses the keys and values of group
+    ``i // (heads // groups)``.
     """
 
     def __init__(self, cudnn: Any, like: Array) -> None:
@@ -66,11 +66,11 @@ class CudnnAttention:
         self._backend = backend_of(like)
         with self._backend.on_device_of(like):
             self._handle = cudnn.create_handle()
-        self._graphs: dict[tuple[Shape, np.dtype, float], tuple[_Graph, _Graph] | None] = {}
+        self._graphs: dict[tuple[AttentionShape, np.dtype, float], tuple[_Graph, _Graph] | None] = {}
         # Whether it was right on a small problem, by what was tried; filled by callers.
         self.proven: dict[Any, bool] = {}
 
-    def builds(self, shape: Shape, half: np.dtype, scale: float, like: Array) -> bool:
+    def builds(self, shape: AttentionShape, half: np.dtype, scale: float, like: Array) -> bool:
         """Return True if cuDNN has forward and backward for this shape, which are then built."""
         if shape.width > WIDEST_HEAD or shape.width % HEAD_MULTIPLE or 0 in shape[:-1]:
             return False
@@ -111,7 +111,7 @@ class CudnnAttention:
 
     def _built(self, scale: float, in_rows: bool, q: Array, k: Array) -> tuple[_Graph, _Graph]:
         batch, heads, length, width = q.shape
-        built = self._graphs[Shape(batch, heads, k.shape[1], length, width, in_rows), q.dtype, scale]
+        built = self._graphs[AttentionShape(batch, heads, k.shape[1], length, width, in_rows), q.dtype, scale]
         assert built is not None
         return built
 
@@ -132,7 +132,7 @@ class CudnnAttention:
 
         return graph, tensor
 
-    def _forward_graph(self, shape: Shape, half: np.dtype, scale: float) -> _Graph:
+    def _forward_graph(self, shape: AttentionShape, half: np.dtype, scale: float) -> _Graph:
         graph, tensor = self._new_graph(half)
         places = _places(shape)
         tensors = {name: tensor(name, *places[name]) for name in ("q", "k", "v")}
@@ -143,7 +143,7 @@ class CudnnAttention:
         _mark_output(tensors["stats"], *places["stats"]).set_data_type(self._cudnn.data_type.FLOAT)
         return _Graph(self._cudnn, graph, tensors)
 
-    def _backward_graph(self, shape: Shape, half: np.dtype, scale: float) -> _Graph:
+    def _backward_graph(self, shape: AttentionShape, half: np.dtype, scale: float) -> _Graph:
         graph, tensor = self._new_graph(half)
         places = _places(shape)
         tensors = {name: tensor(name, *places[name]) for name in ("q", "k", "v", "o", "do", "stats")}
@@ -185,7 +185,7 @@ class _Graph:
             self._graph.execute(addresses, backend.address(workspace), handle=handle)
 
 
-def _places(shape: Shape) -> dict[str, tuple[list[int], list[int]]]:
+def _places(shape: AttentionShape) -> dict[str, tuple[list[int], list[int]]]:
     """Extents and strides of each operand and result, by name."""
     batch, heads, groups, length, width, _ = shape
     statistics = [batch, heads, length, 1]
@@ -376,7 +376,7 @@ class FusedMixing:
 
     The statistics are the library's: they lie in the memory of `logsum` in its order, and only `backward` of this class
     may read them. It rounds the mixed values again, which gives what `forward` had. With `in_rows` the arguments are
-    views of rows (`mpishard.nn.device_attention.Shape`), rounded as all operands and results are.
+    views of rows (`mpishard.nn.device_attention.AttentionShape`), rounded as all operands and results are.
     """
 
     def __init__(self, attention: CudnnAttention, half: np.dtype, scale: float, in_rows: bool = False) -> None:
@@ -466,12 +466,14 @@ def choose_mixing(
     kinds, batch, groups, length, width = q_sbhtd.shape
     fused = None
     if length == keys:
-        fused = fused_mixing(matmul, ops, scale, Shape(batch, groups * kinds, groups, length, width), q_sbhtd, work)
+        fused = fused_mixing(
+            matmul, ops, scale, AttentionShape(batch, groups * kinds, groups, length, width), q_sbhtd, work
+        )
     return fused or DeviceMixing(matmul, ops, scale)
 
 
 def fused_mixing(
-    matmul: Matmul, ops: Any, scale: float, shape: Shape, like: Array, work: Workspace
+    matmul: Matmul, ops: Any, scale: float, shape: AttentionShape, like: Array, work: Workspace
 ) -> FusedMixing | None:
     """That for a shape; None where it cannot be, see `choose_mixing`."""
     half = rounded_dtype(matmul)
@@ -497,7 +499,7 @@ def _is_right(
     attention: CudnnAttention,
     fused: FusedMixing,
     blocks: DeviceMixing,
-    shape: Shape,
+    shape: AttentionShape,
     half: np.dtype,
     scale: float,
     like: Array,

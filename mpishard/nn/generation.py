@@ -129,7 +129,7 @@ Predict = Callable[[np.ndarray, KeyValueCache | None], Array | None]
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """The arguments of `Decoder.generate`, checked."""
 
     prompts: list[np.ndarray]  # int64, at least one token each
@@ -142,7 +142,7 @@ class Request:
     @classmethod
     def of(
         cls, prompt_tokens: Any, vocabulary_size: int, *, count: Any, seed: Any, cache: Any, **sampling: Any
-    ) -> Request:
+    ) -> GenerationRequest:
         """The request of these arguments; raises TypeError or ValueError if one makes no sense."""
         prompts, several = checked_prompts(prompt_tokens, vocabulary_size)
         count, seed = integer("count", count, least=0), integer("seed", seed)
@@ -161,16 +161,16 @@ class Request:
         return found | {name: repr(value) for name, value in asdict(self.sampling).items()}
 
 
-def agreed_request(ranks: Axis | ModelParallelGroup | None, *arguments: Any, **named: Any) -> Request:
-    """`Request.of`, identical on all ranks; collective over them.
+def agreed_request(ranks: Axis | ModelParallelGroup | None, *arguments: Any, **named: Any) -> GenerationRequest:
+    """`GenerationRequest.of`, identical on all ranks; collective over them.
 
     Raises TypeError or ValueError on all ranks if it makes no sense on one, or differs.
     """
     if ranks is None:
-        return Request.of(*arguments, **named)
+        return GenerationRequest.of(*arguments, **named)
     request, problem = None, None
     try:
-        request = Request.of(*arguments, **named)
+        request = GenerationRequest.of(*arguments, **named)
     except (TypeError, ValueError) as error:
         problem = error
     facts = {} if request is None else request.facts()
@@ -212,7 +212,7 @@ def lengths_of_change(architecture: DecoderArchitecture) -> frozenset[int] | Non
 class Generation:
     """Some texts that grow; only the last `context_length` tokens of each count."""
 
-    def __init__(self, request: Request, context_length: int, changes: Collection[int] | None) -> None:
+    def __init__(self, request: GenerationRequest, context_length: int, changes: Collection[int] | None) -> None:
         self.texts: list[list[int]] = [prompt.tolist() for prompt in request.prompts]
         self._request = request
         self._context = context_length

@@ -435,7 +435,7 @@ class TiedLinear(Linear):
         super().__init__(name, inputs, outputs, scale=scale, bias=False, split=1)
         self.weight_name = weight_name
         # If the embedding is on the same rank, its backward comes last and marks the gradient of both ready.
-        self.announces = True
+        self.marks_ready = True
 
     def specs(self) -> list[ParameterSpec]:
         return [ParameterSpec(self.weight_name, (self.outputs, self.inputs), tensor_dim=0)]
@@ -450,5 +450,5 @@ class TiedLinear(Linear):
         _product_into(self.matmul, dy_no.T, x_ni, out, accumulate, work)
 
     def _finished(self, name: str, work: Workspace) -> None:
-        if self.announces:
+        if self.marks_ready:
             super()._finished(name, work)

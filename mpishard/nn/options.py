@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 
 import numpy as np
 
-from mpishard.arguments import flag, whole_or_fields
+from mpishard.arguments import config_or_kwargs, flag
 from mpishard.backend.array import FLOATS
 from mpishard.comm.agreement import text_of
 from mpishard.nn.products import check_half
@@ -237,4 +237,4 @@ def named_architecture(call: str, kind: type[T], given: Sequence[Any], options: 
         if name in options:
             raise TypeError(f"{call} got multiple values for argument {name!r}")
         options[name] = value
-    return whole_or_fields(call, "architecture", kind, options.pop("architecture", None), options)
+    return config_or_kwargs(call, "architecture", kind, options.pop("architecture", None), options)

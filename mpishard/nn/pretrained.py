@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401 - gives NumPy the name of bfloat16
 import numpy as np
 
-from mpishard.arguments import integer, no_others, printable, shown, whole_or_fields
+from mpishard.arguments import config_or_kwargs, integer, printable, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, fingerprint, text_of
 from mpishard.comm.axis import Axis
@@ -33,12 +33,12 @@ from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, setti
 from mpishard.nn.published import (
     DTYPES,
     HEAD,
+    ColumnRange,
     Published,
     PublishedGPT2,
     PublishedLlama,
     PublishedQwen2,
     PublishedQwen3,
-    Run,
     Weight,
 )
 from mpishard.parameters.flat import FlatParameters
@@ -50,7 +50,7 @@ INDEX = "model.safetensors.index.json"
 _MOST_SHOWN = 3
 
 
-class Stored(NamedTuple):
+class StoredWeight(NamedTuple):
     """A published tensor: its name in the file, the file in the folder, its dtype and its shape."""
 
     name: str
@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def stored_tensors(folder: Path) -> list[Stored]:
+def stored_tensors(folder: Path) -> list[StoredWeight]:
     """All tensors of a folder, from the headers of its files."""
     weight_map = None
     if (folder / INDEX).is_file():
@@ -91,14 +91,16 @@ def stored_tensors(folder: Path) -> list[Stored]:
             for name in opened.keys():
                 if weight_map is None or weight_map.get(name) == file:
                     part = opened.get_slice(name)
-                    found.append(Stored(name, file, part.get_dtype(), tuple(part.get_shape())))
+                    found.append(StoredWeight(name, file, part.get_dtype(), tuple(part.get_shape())))
     absent = sorted(set(weight_map or ()) - {each.name for each in found})
     if absent:
         raise ValueError(f"{folder / INDEX} names {_list(absent)}, which the files do not have")
     return found
 
 
-def match(table: Published, weights: Sequence[Weight], stored: Iterable[Stored], tied: bool) -> dict[str, Stored]:
+def match(
+    table: Published, weights: Sequence[Weight], stored: Iterable[StoredWeight], tied: bool
+) -> dict[str, StoredWeight]:
     """The stored tensors by their published names, with the copy of a tied output head, if any.
 
     Raises ValueError if one is missing, there are others, or a shape or a dtype differs.
@@ -106,7 +108,7 @@ def match(table: Published, weights: Sequence[Weight], stored: Iterable[Stored],
     wanted = {name: shape for weight in weights for name, shape in weight.published_shapes().items()}
     # The prefix is there or not.
     full = {name.removeprefix(table.prefix): name for name in wanted}
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredWeight] = {}
     extra = []
     for each in stored:
         short = each.name.removeprefix(table.prefix)
@@ -139,7 +141,7 @@ def _list(names: list[str]) -> str:
 class Reader:
     """Reads boxes of tensors from the files of a folder; a context manager that closes the files."""
 
-    def __init__(self, folder: Path, stored: Mapping[str, Stored] | None = None) -> None:
+    def __init__(self, folder: Path, stored: Mapping[str, StoredWeight] | None = None) -> None:
         self._folder = folder
         self._stored = stored or {}
         self._files: dict[str, Any] = {}
@@ -183,7 +185,7 @@ class Reader:
 
     def check_copy_of_table(self, weight: Weight, box: Box, values: np.ndarray) -> None:
         """ValueError unless a tied output head is stored with these values, those of a box of the table."""
-        copy = replace(weight, runs=(Run(0, weight.spec.shape[-1], HEAD),))
+        copy = replace(weight, runs=(ColumnRange(0, weight.spec.shape[-1], HEAD),))
         if not np.array_equal(self.read(copy, box, values.dtype), values, equal_nan=True):
             raise ValueError(
                 f"{self._folder} has {HEAD} with other values than {weight.runs[0].published}, but {CONFIG} ties them: "
@@ -213,7 +215,7 @@ _MOST_TEXT = 60
 
 
 @dataclass(frozen=True)
-class Plan:
+class ImportPlan:
     """The model of a folder, and where its weights are."""
 
     folder: Path
@@ -221,12 +223,12 @@ class Plan:
     architecture: DecoderArchitecture
     options: Mapping[str, Any]
     weights: list[Weight]
-    stored: Mapping[str, Stored]  # by published name
+    stored: Mapping[str, StoredWeight]  # by published name
     token_ids: dict[str, Any]
     facts: Mapping[str, str]  # what must be the same on all ranks, by name
 
     @classmethod
-    def of(cls, folder: str | os.PathLike[str], ranks: int, options: Mapping[str, Any]) -> Plan:
+    def of(cls, folder: str | os.PathLike[str], ranks: int, options: Mapping[str, Any]) -> ImportPlan:
         """The plan for a folder and the keywords of `import_pretrained`, on a pipeline of `ranks` ranks.
 
         Raises ValueError, TypeError or OSError if they make no sense.
@@ -247,12 +249,12 @@ class Plan:
         if given.get("precision") is None and "dtype" not in given:
             given["dtype"] = np.float64 if any(each.dtype == "F64" for each in found.values()) else np.float32
         parts = {
-            "pipeline": whole_or_fields(CALL, "pipeline", PipelineOptions, given.pop("pipeline", None), given),
-            "precision": whole_or_fields(CALL, "precision", Precision, given.pop("precision", None), given),
-            "memory": whole_or_fields(CALL, "memory", MemoryOptions, given.pop("memory", None), given),
+            "pipeline": config_or_kwargs(CALL, "pipeline", PipelineOptions, given.pop("pipeline", None), given),
+            "precision": config_or_kwargs(CALL, "precision", Precision, given.pop("precision", None), given),
+            "memory": config_or_kwargs(CALL, "memory", MemoryOptions, given.pop("memory", None), given),
         }
         seed, module = integer("seed", given.pop("seed", 0)), given.pop("module", np)
-        no_others(CALL, given)
+        reject_unknown(CALL, given)
         names = fingerprint({each.name: str(each) for each in stored})
         facts = {
             **{f"{CONFIG}'s {name}": _text(value) for name, value in config.items()},
@@ -282,7 +284,7 @@ def table_of_config(config: dict[str, Any]) -> Published:
     raise ValueError(f"config.json has model_type={shown(asked)}; the known ones are {known}")
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], list[Stored]]:
+def _read(folder: Path) -> tuple[dict[str, Any], list[StoredWeight]]:
     """The config and the headers."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; download the model first")
@@ -345,7 +347,7 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
     world = Axis.single("world") if mesh is None else mesh.world
     plan, problem = None, None
     try:
-        plan = Plan.of(folder, 1 if mesh is None else mesh.pipeline.size, options)
+        plan = ImportPlan.of(folder, 1 if mesh is None else mesh.pipeline.size, options)
     except Exception as error:  # whatever one rank alone has met, the others must not continue
         problem = error
     agree_on_settings(
@@ -439,7 +441,7 @@ def _holding(parameters: FlatParameters) -> LocalLayout:
     return cut_holding(parameters.pieces, parameters.sharded.own)
 
 
-def _fill(parameters: FlatParameters, plan: Plan) -> None:
+def _fill(parameters: FlatParameters, plan: ImportPlan) -> None:
     """Read what this rank holds."""
     by_name = {weight.spec.name: weight for weight in plan.weights}
     like = parameters.held

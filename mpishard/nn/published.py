@@ -29,7 +29,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 @dataclass(frozen=True)
-class Run:
+class ColumnRange:
     """Some columns of a tensor, the last dimension, which are columns of a published tensor from `first` on."""
 
     start: int
@@ -43,7 +43,7 @@ class Weight:
     """The published tensors of which a tensor of one or two dimensions consists."""
 
     spec: ParameterSpec
-    runs: tuple[Run, ...]  # all its columns, in order
+    runs: tuple[ColumnRange, ...]  # all its columns, in order
     transposed: bool = False  # published tensors are stored (outputs, inputs); tensors here are (inputs, outputs)
 
     @property
@@ -91,7 +91,7 @@ class Published(ABC):
         """The model."""
 
     @abstractmethod
-    def queries_keys_values(self, name: str, columns: int, architecture: Any) -> Iterator[Run]:
+    def queries_keys_values(self, name: str, columns: int, architecture: Any) -> Iterator[ColumnRange]:
         """The columns of the product of queries, keys and values; `name`: what ``attention.qkv`` is called there."""
 
     def weight(self, spec: ParameterSpec, architecture: Any) -> Weight:
@@ -99,13 +99,13 @@ class Published(ABC):
         columns = spec.shape[-1]
         block, kind, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", spec.name).groups()  # type: ignore[union-attr]
         if kind == "head":
-            return Weight(spec, (Run(0, columns, HEAD),), transposed=True)
+            return Weight(spec, (ColumnRange(0, columns, HEAD),), transposed=True)
         within = "" if block is None else f"{self.layers}.{block}."
         name = f"{self.prefix}{within}{self.names[kind]}.{leaf}"
         transposed = self.transposed and block is not None and len(spec.shape) > 1
         if kind == "attention.qkv":
             return Weight(spec, tuple(self.queries_keys_values(name, columns, architecture)), transposed)
-        return Weight(spec, (Run(0, columns, name),), transposed)
+        return Weight(spec, (ColumnRange(0, columns, name),), transposed)
 
     def weights(self, architecture: Any) -> list[Weight]:
         """That of all tensors of a model, in the order in which it uses them."""
@@ -202,11 +202,11 @@ class PublishedGPT2(Published):
     def build(self, architecture: Architecture, **options: Any) -> GPT:
         return GPT(architecture, **options)
 
-    def queries_keys_values(self, name: str, columns: int, architecture: Architecture) -> Iterator[Run]:
+    def queries_keys_values(self, name: str, columns: int, architecture: Architecture) -> Iterator[ColumnRange]:
         channels = architecture.width // architecture.heads
         for start in range(0, columns, channels):
             head, which = divmod(start // channels, 3)
-            yield Run(start, start + channels, name, which * architecture.width + head * channels)
+            yield ColumnRange(start, start + channels, name, which * architecture.width + head * channels)
 
 
 # Published weights of Llama 2 and 3, Qwen2 and Qwen3.
@@ -310,14 +310,14 @@ class PublishedLlama(Published):
     def build(self, architecture: LlamaArchitecture, **options: Any) -> Llama:
         return Llama(architecture, **options)
 
-    def queries_keys_values(self, name: str, columns: int, architecture: LlamaArchitecture) -> Iterator[Run]:
+    def queries_keys_values(self, name: str, columns: int, architecture: LlamaArchitecture) -> Iterator[ColumnRange]:
         channels, groups = architecture.head_width, architecture.key_value_heads
         assert channels is not None and groups is not None
         start = 0
         for group in range(groups):
             for which, heads in (("q", architecture.heads // groups), ("k", 1), ("v", 1)):
                 count = heads * channels
-                yield Run(start, start + count, name.format(which), group * count)
+                yield ColumnRange(start, start + count, name.format(which), group * count)
                 start += count
 
 

@@ -388,7 +388,7 @@ class OutputHead(Layer):
             True if they are.
         """
         if isinstance(self.head, TiedLinear):
-            self.head.announces = not embeddings_here
+            self.head.marks_ready = not embeddings_here
 
     def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> SupportsFloat:
         """Summed loss of the batch; keeps the gradient by the logits for `backward`.

@@ -21,7 +21,7 @@ Array = Any
 # Where a model's tensors are cut into buckets: runs of consecutive tensors whose gradients are reduced together.
 
 
-class Run(NamedTuple):
+class TensorRun(NamedTuple):
     """Tensors `first` to `last` (exclusive) of a model, whose gradients are complete together.
 
     `key` separates neighbouring runs of one virtual stage. A `tied` tensor is a separate run: it waits for the last
@@ -35,17 +35,17 @@ class Run(NamedTuple):
     tied: bool = False
 
 
-def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
+def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[TensorRun]:
     """Join neighbouring tensors with the same key into runs; a tied tensor stays alone.
 
     `tensors` are ``(virtual_stage, key, tied)`` in flat order.
     """
-    runs: list[Run] = []
+    runs: list[TensorRun] = []
     for index, (virtual_stage, key, tied) in enumerate(tensors):
         if runs and not tied and not runs[-1].tied and runs[-1].key == key:
             runs[-1] = runs[-1]._replace(last=index + 1)
         else:
-            runs.append(Run(index, index + 1, virtual_stage, key, tied))
+            runs.append(TensorRun(index, index + 1, virtual_stage, key, tied))
     return runs
 
 
@@ -53,8 +53,8 @@ def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
 class Bucket:
     """Tensors `first` to `last` (exclusive) of a model: elements ``[start, stop)`` of its flat buffer.
 
-    `virtual_stage` and `tied` are those of its `Run`. With `second_use` it is the second gradient of one tensor, which
-    has another place in memory than the range of the tensor.
+    `virtual_stage` and `tied` are those of its `TensorRun`. With `second_use` it is the second gradient of one tensor,
+    which has another place in memory than the range of the tensor.
     """
 
     index: int
@@ -83,7 +83,7 @@ def second_use(name: str) -> str:
 
 
 def make_buckets(
-    pieces: Sequence[Piece], minimum: int, runs: Sequence[Run] | None = None, sizes: Sequence[int] | None = None
+    pieces: Sequence[Piece], minimum: int, runs: Sequence[TensorRun] | None = None, sizes: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
     """Group consecutive tensors of a run until a bucket holds `minimum` elements; a short rest joins the last bucket.
 
@@ -94,7 +94,7 @@ def make_buckets(
         raise ValueError(f"minimum_parameter_group_size is {minimum}, but a bucket holds at least 1 element")
     sizes = [piece.size for piece in pieces] if sizes is None else sizes
     buckets: list[Bucket] = []
-    for run in [Run(0, len(pieces))] if runs is None else runs:
+    for run in [TensorRun(0, len(pieces))] if runs is None else runs:
         cuts = [run.first]
         size = 0
         for index in range(run.first, run.last):

@@ -15,7 +15,7 @@ from mpishard.backend.array import FLOATS, is_array
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import Box
 from mpishard.layout.tensors import WHOLE, LocalLayout, ModelParallelRank, ParameterSpec, Piece, merge_ties
-from mpishard.parameters.buckets import Run, make_buckets, make_runs
+from mpishard.parameters.buckets import TensorRun, make_buckets, make_runs
 from mpishard.parameters.reducer import GradientReducer
 from mpishard.parameters.zero3_units import ShardedUnits
 
@@ -59,7 +59,7 @@ class CarriedState(Protocol):
         """Take the values from facts of a saved state."""
         ...
 
-    def spread(self, axis: Axis) -> None:
+    def broadcast(self, axis: Axis) -> None:
         """Copy the values, and what else the model has besides its parameters, from rank 0 of the data axis.
 
         Collective.
@@ -176,7 +176,7 @@ class TensorLayout:
 
     def gradient_runs(
         self, *, by_unit: bool = False, copies_apart: bool = False, ties_apart: bool = False
-    ) -> list[Run]:
+    ) -> list[TensorRun]:
         """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
 
         The tensors of one stage are a run, or with `by_unit` those of one unit. A tied tensor is a separate run, which

@@ -197,7 +197,7 @@ class ReadyTracker:
 # The micro-batches of a step that are kept apart: terms of a sum in a fixed order, for reproducible runs.
 
 
-class KeptApart:
+class OrderedMicrobatches:
     """The micro-batches of a step, which of them are partial sums already, and these sums, separate for each order."""
 
     def __init__(self, orders: Sequence[BucketOrder], buckets: Sequence[Bucket], like: Array) -> None:
@@ -312,8 +312,8 @@ class GradientReducer:
             for piece in pieces[bucket.first : bucket.last]
         }
         self._reproducible = reproducible
-        self._apart = KeptApart(self._tracker.orders if reproducible else (), self.buckets, like)
-        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._apart.partials)
+        self._microbatches = OrderedMicrobatches(self._tracker.orders if reproducible else (), self.buckets, like)
+        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._microbatches.partials)
         self._pending: list[tuple[Bucket, Array, Transfer]] = []
 
     # -- what is known ----------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ class GradientReducer:
         for order in reversed(self._tracker.orders):
             if order.virtual_stage != virtual_stage or order.tied:
                 continue
-            if self._apart and self._apart.in_pass and order.more:
+            if self._microbatches and self._microbatches.in_pass and order.more:
                 self._keep(order)
             if self.on_demand or (self.is_last_pass and not order.more):
                 self._reduce_rest(order)
@@ -453,7 +453,7 @@ class GradientReducer:
             self._tracker.begin(order)
             order.more, order.pushed = False, 0
         self.memory.forget()
-        self._apart.forget()
+        self._microbatches.forget()
         self.accumulation.forget()
         self._enter(GradientPhase.ACCUMULATING)
         if self._sums is not None:
@@ -472,7 +472,7 @@ class GradientReducer:
         in each virtual stage; else each backward pass is a micro-batch.
         """
         assert self._reproducible
-        self._apart.begin(tree_merges, in_pass)
+        self._microbatches.begin(tree_merges, in_pass)
 
     def push_external(self, flat: Array) -> Array:
         """Keep a micro-batch apart whose gradient is the caller's array, which is the reducer's from now on.
@@ -480,11 +480,11 @@ class GradientReducer:
         Returns uninitialised memory for the next one.
         """
         (order,) = self._tracker.orders
-        return self.memory.push_external(flat, self._apart.push(order))
+        return self.memory.push_external(flat, self._microbatches.push(order))
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
         """Begin a micro-batch's input gradient, whose weight gradient comes later."""
-        if self._apart.in_pass:
+        if self._microbatches.in_pass:
             self.memory.early.begin(virtual_stage)
 
     def end_input_gradient(self) -> None:
@@ -526,13 +526,13 @@ class GradientReducer:
                 self._reduce_rest(order)
                 self._begin(order)
             else:
-                if self._apart and not self._apart.in_pass:
+                if self._microbatches and not self._microbatches.in_pass:
                     self._keep(order)
                 self._tracker.end(order)
 
     def _keep(self, order: BucketOrder) -> None:
         """Make a complete micro-batch a separate partial sum; the next one starts a separate gradient."""
-        tree_merges = self._apart.push(order)
+        tree_merges = self._microbatches.push(order)
         buckets = self.buckets[order.first : order.last + 1]
         for bucket in reversed(buckets):
             gradient = self.memory.zero_missing(bucket)
@@ -564,7 +564,7 @@ class GradientReducer:
         if self._reproducible:
             if sums is not None:
                 sums.sum_copies(bucket, gradient)
-            earlier = self._apart.complete(order, bucket, gradient)
+            earlier = self._microbatches.complete(order, bucket, gradient)
         order.next -= 1
         if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
             self._enter(GradientPhase.REDUCING)

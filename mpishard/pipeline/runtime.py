@@ -101,7 +101,7 @@ class WithinRank:
         return self._handed.pop((source, microbatch))
 
 
-class Messages:
+class BetweenRanks:
     """The `Handover` between ranks: sends never block.
 
     Rank r of the pipeline axis, which has several ranks, runs the virtual stages ``r, r + axis.size, ...``.  Messages
@@ -178,7 +178,7 @@ class Messages:
 Batch = Any
 
 
-class Chunk(Protocol):
+class PipelineChunk(Protocol):
     """The layers of one virtual stage, as a pipeline uses them; micro-batches may have 0 rows."""
 
     virtual_stage: int
@@ -237,14 +237,14 @@ class Pipeline:
     def __init__(
         self,
         axis: Axis,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[PipelineChunk],
         schedule: str,
         parameters: FlatParameters,
         *,
         wire_dtype: Any = None,
     ) -> None:
         self.axis = axis
-        self.chunks: tuple[Chunk, ...] = tuple(chunks)
+        self.chunks: tuple[PipelineChunk, ...] = tuple(chunks)
         self.schedule = schedule
         self.parameters = parameters
         self.virtual_stages: int = axis.size * len(self.chunks)
@@ -256,7 +256,7 @@ class Pipeline:
         self._flights: dict[tuple[int, int], Flight] = {}
         self._handover: Handover = WithinRank()
         if axis.size > 1:
-            self._handover = Messages(axis, self.virtual_stages, self.wire_dtype)
+            self._handover = BetweenRanks(axis, self.virtual_stages, self.wire_dtype)
         self._losses: dict[int, SupportsFloat] = {}  # by micro-batch, on the last stage
         self._unfinished = False
 

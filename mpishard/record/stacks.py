@@ -299,7 +299,7 @@ _LEAST_S = 1.0  # shorter waits are normal
 
 
 @dataclass(frozen=True)
-class Finding:
+class StackFinding:
     """Ranks (ascending) in the same state, its `kind` as `diagnose` says, and a description without the ranks."""
 
     ranks: tuple[int, ...]
@@ -307,7 +307,7 @@ class Finding:
     text: str
 
 
-def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) -> list[Finding]:
+def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) -> list[StackFinding]:
     """Diagnose a run from the answers of its ranks.
 
     `answers` are from `mpishard.record.stacks.StackReporter.answer`, at most one per rank; `silent` has the
@@ -318,7 +318,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) ->
     by_rank = {int(answer["rank"]): answer for answer in answers}
     waiting = {rank: a["call"] for rank, a in by_rank.items() if a["call"] and a["call"]["seconds"] >= _LEAST_S}
     if not waiting:
-        running = [Finding((rank,), "runs", _place(answer)) for rank, answer in sorted(by_rank.items())]
+        running = [StackFinding((rank,), "runs", _place(answer)) for rank, answer in sorted(by_rank.items())]
         return [*running, *_silent(silent, set())]
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, call in sorted(waiting.items()):
@@ -329,14 +329,18 @@ def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) ->
     findings += _mismatches(waiting, wanted)
     causes = sorted(awaited - waiting.keys())
     findings += [
-        Finding((rank,), "missing", f"is waited for, and {_place(by_rank[rank])}") for rank in causes if rank in by_rank
+        StackFinding((rank,), "missing", f"is waited for, and {_place(by_rank[rank])}")
+        for rank in causes
+        if rank in by_rank
     ]
     findings += _silent(silent, awaited)
     if not causes and not any(finding.kind == "mismatch" for finding in findings):
         cycle = _cycle(wanted)
         if cycle:
             chain = ", ".join(f"{rank} for {other}" for rank, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True))
-            findings.append(Finding(tuple(cycle), "cycle", f"wait for each other in a circle ({chain}): a deadlock"))
+            findings.append(
+                StackFinding(tuple(cycle), "cycle", f"wait for each other in a circle ({chain}): a deadlock")
+            )
     return findings
 
 
@@ -353,7 +357,7 @@ def _awaited(rank: int, waiting: Mapping[int, Any], groups: Mapping[Any, list[in
     return {member for member in call["members"] if member not in there}
 
 
-def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> Finding:
+def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> StackFinding:
     call = waiting[ranks[0]]
     longest = max(waiting[rank]["seconds"] for rank in ranks)
     sites = {waiting[rank]["site"] for rank in ranks}
@@ -361,10 +365,10 @@ def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> Finding:
     missing = sorted(set(call["members"]) - set(ranks))
     verb = "wait" if len(ranks) > 1 else "waits"
     without = f", without {_ranks(missing)}" if missing else ", all are there"
-    return Finding(tuple(ranks), "waits", f"{verb} {longest:.0f} s in {_call(call)}{others}{without}")
+    return StackFinding(tuple(ranks), "waits", f"{verb} {longest:.0f} s in {_call(call)}{others}{without}")
 
 
-def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> list[Finding]:
+def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> list[StackFinding]:
     """Members of a communicator that wait in different calls on it, since their scripts took different paths."""
     found: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for rank, others in wanted.items():
@@ -380,7 +384,7 @@ def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> l
     for (axis, _), ranks in found.items():
         calls = "; ".join(f"rank {rank} in {_call(waiting[rank])}" for rank in sorted(ranks))
         text = f"are in different calls of the {axis} axis, which can never meet: {calls}"
-        findings.append(Finding(tuple(sorted(ranks)), "mismatch", text))
+        findings.append(StackFinding(tuple(sorted(ranks)), "mismatch", text))
     return findings
 
 
@@ -401,9 +405,9 @@ def _cycle(wanted: Mapping[int, set[int]]) -> list[int]:
     return best
 
 
-def _silent(silent: Mapping[int, str], awaited: Any) -> list[Finding]:
+def _silent(silent: Mapping[int, str], awaited: Any) -> list[StackFinding]:
     return [
-        Finding((rank,), "silent", f"{'is waited for, and ' if rank in awaited else ''}does not answer: {what}")
+        StackFinding((rank,), "silent", f"{'is waited for, and ' if rank in awaited else ''}does not answer: {what}")
         for rank, what in sorted(silent.items())
     ]
 

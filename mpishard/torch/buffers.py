@@ -124,7 +124,7 @@ class Buffers:
             values = torch.from_numpy(np.array(facts[_FACT.format(name)]))
             tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
 
-    def spread(self, axis: Axis) -> None:
+    def broadcast(self, axis: Axis) -> None:
         """Copy the values of rank 0. Collective."""
         self.take_back()
         for flat, _ in self._flats:

@@ -485,9 +485,9 @@ class ModuleState:
     def restore(self, facts: Mapping[str, Any]) -> None:
         self.buffers.restore(facts)
 
-    def spread(self, axis: Axis) -> None:
+    def broadcast(self, axis: Axis) -> None:
         """Copy buffers and frozen parameters from rank 0. Collective."""
-        self.buffers.spread(axis)
+        self.buffers.broadcast(axis)
         if axis.size > 1:
             for p in self._frozen.values():
                 values = p.detach().contiguous()

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.comm.agreement import HeldError
+from mpishard.comm.agreement import DeferredError
 from mpishard.comm.axis import Axis
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.validation import tell_of_other_starts
+from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.io import log
 from mpishard.launch.script import note_run
 from mpishard.launch.signals import Interrupts
@@ -109,7 +109,7 @@ class TrainingRun:
     run.  With `transactional`, the loop ends each step with an agreement of all ranks: then all know the loss of every
     step, and an error of one rank alone reaches the others.
 
-    `held` is an error of the user's function or callback on this rank, until all ranks raise it.
+    `deferred_error` is an error of the user's function or callback on this rank, until all ranks raise it.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class TrainingRun:
             scaling,
             method=optimizer.rule if isinstance(optimizer.rule, Method) else None,
         )
-        self.held = HeldError(optimizer.mesh.world, transactional)
-        self.runner = StepRunner(problem, optimizer, begins or optimizer.mesh.debug, self.held)
+        self.deferred_error = DeferredError(optimizer.mesh.world, transactional)
+        self.runner = StepRunner(problem, optimizer, begins or optimizer.mesh.debug, self.deferred_error)
         if begins:
-            tell_of_other_starts(optimizer.mesh, self.runner.parameters)
+            warn_if_initial_parameters_differ(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
-        optimizer.state.binding.bits.note_micro_batches(problem.micro_batch_size)
+        optimizer.state.binding.numerics.note_micro_batches(problem.micro_batch_size)
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
@@ -155,7 +155,7 @@ class TrainingRun:
         elif begins and optimizer.clock:
             optimizer.state.report_continuation()
         elif begins:
-            self.checkpoints.tell_of_restart()
+            self.checkpoints.warn_of_restart()
         if begins and optimizer.clock and optimizer.state.method is not None:
             optimizer.state.method.show_point()  # the parameters may be the last iterate
         self.batches.check(workers)
@@ -175,7 +175,7 @@ class TrainingRun:
             raise ValueError(f"{problem.settings} for this mesh, {self.problem.settings} before; make them the same")
         self.problem = self.batches.problem = self.checkpoints.problem = problem
         self._stop = StopCondition(problem, self.stop_early)
-        self.runner = StepRunner(problem, self.optimizer, self.optimizer.mesh.debug, self.held)
+        self.runner = StepRunner(problem, self.optimizer, self.optimizer.mesh.debug, self.deferred_error)
 
     # -- progress ---------------------------------------------------------------------------------------------------
 
@@ -236,11 +236,11 @@ class TrainingRun:
         synchronized = self._transactional or optimizer.state.synchronizes_next_step
         costs = self.runner.costs
         if synchronized:
-            if self.held.error is not None:
+            if self.deferred_error.error is not None:
                 losses[...] = math.nan  # tells the others
             loss = self.losses.mean_over_ranks(losses, count, None if costs is None else costs.seconds)
             if math.isnan(loss) and not self.runner.together:
-                self._raise_held()
+                self._raise_deferred()
         else:
             loss = self.losses.mean_of_rank(losses, count)
         factor = self.batches.rate_factor
@@ -289,7 +289,7 @@ class TrainingRun:
         averaged = self.validation.evaluation.averaged
         averages = self.optimizer.averaged_parameters() if averaged and self.optimizer.steps else nullcontext()
         with self.report.phase("validation"), averages:
-            loss = self.validation.evaluate(step, self.runner, self.held)
+            loss = self.validation.evaluate(step, self.runner, self.deferred_error)
         self.report.validation(step, loss)
 
     def stop_request(self, step: int, outcome: StepOutcome) -> StopRequest:
@@ -307,10 +307,10 @@ class TrainingRun:
                 values,
                 self.validation.last,
             )
-            with self.held.holding():
-                if self.held.error is None and self._callback(state):
+            with self.deferred_error.capture():
+                if self.deferred_error.error is None and self._callback(state):
                     return StopRequest.CALLBACK
-            if self.held.error is not None:
+            if self.deferred_error.error is not None:
                 return StopRequest.FAILED
         timed_out = self.problem.seconds is not None and seconds >= self.problem.seconds
         return StopRequest.SECONDS if timed_out else StopRequest.NONE
@@ -322,17 +322,17 @@ class TrainingRun:
         ranks raise the error.
         """
         if request == StopRequest.FAILED:
-            self._raise_held()
+            self._raise_deferred()
         return self._reason(request, self.optimizer.gradient_norm)
 
     def _reason(self, request: int, norm: float) -> str:
         validated = (each.loss for each in self.validation.history)
         return self._stop.reason(request, len(self.losses), norm, method_ended=self._ended, validated=validated)
 
-    def _raise_held(self) -> None:
+    def _raise_deferred(self) -> None:
         """Raise an error that a rank holds on all ranks; return if none does.  Collective."""
         try:
-            self.held.raise_on_all()
+            self.deferred_error.raise_on_all()
         except BaseException:
             self.runner.parameters.reset_gradients()  # waits for the sums under way
             raise
@@ -397,7 +397,7 @@ class TrainingRun:
             "dtype": str(self.runner.parameters.dtype),
             "resumed_steps": self._resumed_steps,
             "steps_before": self._steps_before,
-            **optimizer.state.binding.bits.record,
+            **optimizer.state.binding.numerics.record,
             **self.problem.facts,
         }
 
@@ -514,7 +514,7 @@ class Loop:
         if not outcome.synchronized:
             reason = training.why_stop(StopRequest.NONE)
             if reason:  # the ranks meet no more in a step
-                training.held.raise_on_all()
+                training.deferred_error.raise_on_all()
             return reason
         training.losses.reduce()
         if self._watching:

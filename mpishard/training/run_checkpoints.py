@@ -54,7 +54,7 @@ class RunCheckpoints:
         how = "the same command goes on" if self._resumes else "optimize(..., resume=True) goes on"
         return f"{how} from the checkpoint in {self._checkpoints.folder}"
 
-    def tell_of_restart(self) -> None:
+    def warn_of_restart(self) -> None:
         """Say on the first rank, once a job, that a job that was started again begins from step 0.
 
         Nothing is said of a run that resumes: it has no checkpoint yet.

@@ -17,7 +17,7 @@ from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.array import aligned_copy
 from mpishard.backend.process import fix_blas_threads
-from mpishard.comm.agreement import HeldError
+from mpishard.comm.agreement import DeferredError
 from mpishard.data import ReadAhead, TokenData
 from mpishard.data.sampling import TermCosts, micro_batches, share
 from mpishard.data.text import Windows
@@ -87,10 +87,10 @@ class StepRunner:
     """Calls the function of a problem for this rank's part of each batch, after a first `attach`.
 
     FlatParameters of the problem are trained in place, an array is copied.  `looks`: the first call of the function is
-    checked for changes of inputs that it must only read; with ``debug`` of the mesh all calls are.  `held` takes an
-    error of the function, unless other ranks wait for this one inside the function.  ValueError if the optimizer has a
-    loss scale, but the problem has no model that multiplies its gradients by it; or if its method needs Hessian
-    products, and the problem has none.
+    checked for changes of inputs that it must only read; with ``debug`` of the mesh all calls are.  `deferred_error`
+    takes an error of the function, unless other ranks wait for this one inside the function.  ValueError if the
+    optimizer has a loss scale, but the problem has no model that multiplies its gradients by it; or if its method needs
+    Hessian products, and the problem has none.
 
     `misuse` is the error for inputs that a call of the function has changed.  `nonfinite_loss` describes this rank's
     first loss in the last batch that is not finite; empty if all are finite.  `together`: ranks wait for each other
@@ -107,7 +107,9 @@ class StepRunner:
     # The function adds its gradient to this: the reducer, or a flat array if the function takes flat arrays.
     _gradients: Any
 
-    def __init__(self, problem: Objective[Any], optimizer: ShardedOptimizer, looks: bool, held: HeldError) -> None:
+    def __init__(
+        self, problem: Objective[Any], optimizer: ShardedOptimizer, looks: bool, deferred_error: DeferredError
+    ) -> None:
         self.problem = problem
         self.optimizer = optimizer
         self.axis = optimizer.axis
@@ -126,7 +128,7 @@ class StepRunner:
                 "product=function(parameters, direction, samples, products)"
             )
         self._looks = looks
-        self._held = held
+        self._deferred_error = deferred_error
         self._direction: FlatParameters | None = None  # the factor of a Hessian product, if one is wanted
         self.misuse: Exception | None = None
         self.nonfinite_loss = ""
@@ -140,7 +142,7 @@ class StepRunner:
         """Bind the parameters to the optimizer; all ranks start from the parameters of the first.  Collective."""
         optimizer = self.optimizer
         strategy = optimizer.bind(self.parameters)
-        strategy.copies.spread()
+        strategy.copies.broadcast()
         self.reducer = strategy.reducer
         self.ordered = strategy.ordered
         if self.ordered is not None:
@@ -154,7 +156,7 @@ class StepRunner:
         repeats, alone = isinstance(optimizer.rule, Method) and full, optimizer.mesh.data.size == optimizer.mesh.size
         self.costs = TermCosts() if repeats and alone and self.ordered is not None and not self.together else None
         if isinstance(optimizer.minimizer, Descent):
-            optimizer.minimizer.renews = not full
+            optimizer.minimizer.stochastic = not full
         self._gradients = self.reducer
         self._another_follows = self.reducer.no_sync()
         if not self.of_model:  # the reducer gets the gradient after the last micro-batch
@@ -287,8 +289,8 @@ class StepRunner:
 
     def _call(self, micro_batches: list[np.ndarray]) -> list[float]:
         """The summed losses of micro-batches; 0 once the function has failed on this rank, which is reported later."""
-        if self._held.error is None:
-            with self._held.holding(alone=not self.together):
+        if self._deferred_error.error is None:
+            with self._deferred_error.capture(alone=not self.together):
                 return self._called(micro_batches)
         return [0.0] * len(micro_batches)
 

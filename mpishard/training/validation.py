@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.arguments import returned, shown
-from mpishard.comm.agreement import HeldError
+from mpishard.comm.agreement import DeferredError
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import MICRO_BATCHES, micro_batches
 from mpishard.reduction.tree_sum import tree_sum
@@ -55,7 +55,7 @@ class Validation:
         """The newest loss; NaN before the first."""
         return self.history[-1].loss if self.history else math.nan
 
-    def evaluate(self, step: int, runner: StepRunner, held: HeldError) -> float:
+    def evaluate(self, step: int, runner: StepRunner, deferred_error: DeferredError) -> float:
         """Compute the loss after a step, and keep it.  Collective over the mesh.
 
         On all ranks, raises the function's error if it fails on any, FloatingPointError if the loss of any micro-batch
@@ -71,7 +71,7 @@ class Validation:
         together = _AT_ONCE * mesh.pipeline.size if mesh.pipeline.size > 1 else 1
         nothing = micro[0][:0]
         call = self._losses_of_model(runner) if evaluation.of_batches else self._losses(runner)
-        with held.holding(alone=not runner.together):
+        with deferred_error.capture(alone=not runner.together):
             for first in range(0, rounds, together):
                 numbers = list(own[first : first + together])
                 empty = [nothing] * (min(together, rounds - first) - len(numbers))
@@ -82,7 +82,7 @@ class Validation:
                 if problem is not None:
                     raise problem
                 self._looks = mesh.debug
-        held.raise_on_all()
+        deferred_error.raise_on_all()
         runner.axis.all_reduce(losses, label="loss")
         if runner.axis.size < mesh.size:
             mesh.world.broadcast(losses, label="loss")  # what follows from it must be the same on all ranks

@@ -35,43 +35,43 @@ def part_differs(comm, mesh, monkeypatch):
         if comm.rank > 0:
             choice.go_on_with(choice.going_on_from("numpy", part.product_libraries))
     if comm.rank == 0:
-        choice.put_in_force(Choice.parse("mkl"), VERSIONS)
+        choice.activate(Choice.parse("mkl"), VERSIONS)
 
 
-def in_force(comm):
+def active_on_all(comm):
     with mpishard.Mesh(comm):
-        texts = comm.allgather(str(choice.in_force()))
+        texts = comm.allgather(str(choice.active()))
     assert len(set(texts)) == 1
     return texts[0]
 
 
 def test_all_ranks_do_as_rank_0_has_measured(comm):
-    assert in_force(comm) == "bfloat16.plain=onednn,float32.plain=mkl"
+    assert active_on_all(comm) == "bfloat16.plain=onednn,float32.plain=mkl"
 
 
 def test_the_variable_decides(comm, monkeypatch):
     monkeypatch.setenv(VARIABLE, "float64.plain=mkl")
-    assert in_force(comm) == "float64.plain=mkl"
+    assert active_on_all(comm) == "float64.plain=mkl"
     monkeypatch.setenv(VARIABLE, "numpy")
-    assert in_force(comm) == "numpy"
+    assert active_on_all(comm) == "numpy"
 
 
 def test_ranks_that_join_do_as_the_others_do(comm, monkeypatch):
     last = comm.size - 1
     if comm.rank == last:
-        choice.put_in_force(Choice.parse("float64.batched=mkl"), VERSIONS)
-    assert in_force(comm) == "float64.batched=mkl"
+        choice.activate(Choice.parse("float64.batched=mkl"), VERSIONS)
+    assert active_on_all(comm) == "float64.batched=mkl"
 
 
 def test_ranks_that_were_spawned_follow_those_that_they_join(mesh, comm, monkeypatch):
     monkeypatch.setattr(choice, "_process", choice._Process())
     agree_on_products(mesh.world, spawned=True)
-    assert not choice.is_made() and str(choice.in_force()) == "bfloat16.plain=onednn,float32.plain=mkl"
+    assert not choice.is_made() and str(choice.active()) == "bfloat16.plain=onednn,float32.plain=mkl"
     if comm.rank == comm.size - 1:
-        choice.put_in_force(Choice.parse("float64.batched=mkl"), VERSIONS)
+        choice.activate(Choice.parse("float64.batched=mkl"), VERSIONS)
     for _ in range(2):
         agree_on_products(mesh.world, spawned=comm.rank == 0)
-        assert choice.is_made() and str(choice.in_force()) == "float64.batched=mkl"
+        assert choice.is_made() and str(choice.active()) == "float64.batched=mkl"
 
 
 @pytest.mark.mpi(min_size=2)
@@ -81,12 +81,12 @@ def test_ranks_that_were_spawned_need_not_have_the_variable(mesh, comm, monkeypa
     joins = comm.rank == comm.size - 1
     monkeypatch.setenv(VARIABLE, "" if joins else "float64=mkl")
     if joins:
-        choice.put_in_force(Choice.parse("mkl"), VERSIONS, status=Status.FOR_NOW)
+        choice.activate(Choice.parse("mkl"), VERSIONS, status=Status.FOR_NOW)
     else:
-        choice.put_in_force(Choice.parse("float64=mkl"), VERSIONS)
+        choice.activate(Choice.parse("float64=mkl"), VERSIONS)
     for _ in range(2):
         agree_on_products(mesh.world)
-        assert choice.is_made() and str(choice.in_force()) == "float64=mkl"
+        assert choice.is_made() and str(choice.active()) == "float64=mkl"
     monkeypatch.setattr(choice, "_process", choice._Process())
     monkeypatch.setenv(VARIABLE, "" if joins else "float64=mkl")
     with pytest.raises(ValueError, match=f"{VARIABLE} is float64=mkl on rank 0 and unset on rank {comm.size - 1}"):
@@ -96,16 +96,16 @@ def test_ranks_that_were_spawned_need_not_have_the_variable(mesh, comm, monkeypa
 def test_a_library_that_one_rank_lacks_or_has_in_another_version_is_not_taken(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(product_choice, "loadable", lambda: {"onednn": "3.2.0"})
-    assert in_force(comm) == "bfloat16.plain=onednn"
+    assert active_on_all(comm) == "bfloat16.plain=onednn"
     monkeypatch.setattr(choice, "_process", choice._Process())
     if comm.rank == 0:
         monkeypatch.setattr(product_choice, "loadable", lambda: {"mkl": "1", "onednn": "3.2.1"})
-    assert in_force(comm) == ("numpy" if comm.size > 1 else "bfloat16.plain=onednn,float32.plain=mkl")
+    assert active_on_all(comm) == ("numpy" if comm.size > 1 else "bfloat16.plain=onednn,float32.plain=mkl")
 
 
 def test_bfloat16_needs_the_instructions_on_all_ranks(comm, monkeypatch):
     monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: comm.rank > 0)
-    assert in_force(comm) == "float32.plain=mkl"
+    assert active_on_all(comm) == "float32.plain=mkl"
     assert not products.has_fast_bfloat16()
 
 
@@ -134,10 +134,10 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
 
 def test_a_reproducible_run_records_the_libraries(mesh, monkeypatch):
     optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mpishard.ShardingConfiguration(mesh, reproducible=True))
-    choice.put_in_force(Choice.parse("float32.plain=mkl"), VERSIONS)
+    choice.activate(Choice.parse("float32.plain=mkl"), VERSIONS)
     monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     optimizer.step(np.ones(3), np.ones(3))
-    facts = optimizer.state.binding.bits.own
+    facts = optimizer.state.binding.numerics.own
     assert facts["products"] == "float32.plain=mkl" and facts["libraries for products"] == "mkl 2026.2"
 
 
@@ -150,14 +150,14 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
     optimizer.step(np.ones(3), np.ones(3))
     joined = comm.rank == comm.size - 1
     if joined:
-        choice.put_in_force(Choice(), status=Status.FOR_NOW)
+        choice.activate(Choice(), status=Status.FOR_NOW)
         monkeypatch.setattr(product_choice, "loadable", dict)
     agree_on_products(mesh.world)
-    bits = optimizer.state.binding.bits
+    numerics = optimizer.state.binding.numerics
     if joined:
-        bits.note_products()
+        numerics.note_products()
     with pytest.raises(ValueError, match=r"products is .*mkl on ranks? 0.*numpy on rank"):
-        bits.agree(config, mesh.world)
+        numerics.agree(config, mesh.world)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -168,7 +168,7 @@ def test_ranks_that_differ_are_told_in_a_reproducible_run_and_agree_in_the_next_
     optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
     with pytest.raises(ValueError, match=r"products is .*mkl on rank 0, numpy on rank"):
         optimizer.step(np.ones(3), np.ones(3))
-    assert in_force(comm) == str(Choice.parse("mkl"))
+    assert active_on_all(comm) == str(Choice.parse("mkl"))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -192,9 +192,9 @@ def test_ranks_that_differ_train_as_well(comm, mesh):
         return optimizer.optimize(problem, progress=False).parameters
 
     found = trained()
-    in_use = comm.allgather(str(choice.in_force()))
+    in_use = comm.allgather(str(choice.active()))
     assert in_use[0] == str(Choice.parse("mkl")) and set(in_use[1:]) == {"numpy"}
-    choice.put_in_force(Choice())
+    choice.activate(Choice())
     expected = trained()
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
     assert len(set(comm.allgather(found.tobytes()))) == 1
@@ -207,13 +207,13 @@ def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, 
         optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
         parameters = np.ones(3)
         optimizer.step(parameters, np.ones(3))
-        ours = str(choice.in_force())
+        ours = str(choice.active())
         with monkeypatch.context() as lacking:
             lacking.setattr(product_choice, "loadable", dict)
             with mpishard.Mesh(comm):
-                assert str(choice.in_force()) == "numpy" != ours
+                assert str(choice.active()) == "numpy" != ours
         optimizer.step(parameters, np.ones(3))
-        assert str(choice.in_force()) == ours == optimizer.state.binding.bits.own["products"]
+        assert str(choice.active()) == ours == optimizer.state.binding.numerics.own["products"]
 
 
 def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
@@ -223,15 +223,15 @@ def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
         config = mpishard.ShardingConfiguration(mesh, reproducible=True)
         optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
         optimizer.step(np.ones(3), np.ones(3))
-        bits = optimizer.state.binding.bits
-        saved = {"sharding.json": {"reproducible": True}, ARITHMETIC: dict(bits.own)}
+        numerics = optimizer.state.binding.numerics
+        saved = {"sharding.json": {"reproducible": True}, ARITHMETIC: dict(numerics.own)}
         with monkeypatch.context() as lacking:
             if comm.rank == 0:
                 lacking.setattr(product_choice, "loadable", dict)
             with mpishard.Mesh(comm.Split(comm.rank > 0)):
                 pass
-        assert comm.rank > 0 or str(choice.in_force()) == "numpy"
-        bits.check(saved, config)
-        bits.restore(saved, config)
-        assert str(choice.in_force()) == saved[ARITHMETIC]["products"] != "numpy"
-        bits.agree(config, mesh.world)
+        assert comm.rank > 0 or str(choice.active()) == "numpy"
+        numerics.check(saved, config)
+        numerics.restore(saved, config)
+        assert str(choice.active()) == saved[ARITHMETIC]["products"] != "numpy"
+        numerics.agree(config, mesh.world)

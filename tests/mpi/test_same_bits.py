@@ -92,7 +92,7 @@ def test_products_of_bfloat16_by_a_library_have_the_bits_of_one_rank(library, co
     for layout in LAYOUTS:
         case = grid_bits.BitsCase(WIDE[SIZE], compute="bfloat16", **layout)
         with mpishard.Mesh(comm, **case.sizes) as mesh:
-            assert choice.in_force().has_bfloat16
+            assert choice.active().has_bfloat16
             assert grid_bits.run(case, mesh, steps=2) == alone[library, case.tied], case
 
 

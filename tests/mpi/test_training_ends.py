@@ -26,7 +26,7 @@ from mpishard import (
     ZeRO3Optimizer,
 )
 from mpishard.data.sampling import Sampler
-from mpishard.launch.script import Ending
+from mpishard.launch.script import ScriptEnding
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 
@@ -81,7 +81,7 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
-    Ending.interrupted = False  # or the tests would end with its exit code
+    ScriptEnding.interrupted = False  # or the tests would end with its exit code
 
 
 def pressing(press, step, function=least_squares):
@@ -109,10 +109,10 @@ def test_ctrl_c_on_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path, ca
     task = replace(problem(), function=pressing(ctrl_c, 3) if culprit else least_squares)
     with mpishard.Checkpoints(folder, mesh) as checkpoints:
         result = optimizer().optimize(task, progress=False, checkpoints=checkpoints)
-        assert (result.steps, result.stop_reason) == (3, "signal") and Ending.interrupted
+        assert (result.steps, result.stop_reason) == (3, "signal") and ScriptEnding.interrupted
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         resumed = optimizer().optimize(problem(), progress=False, checkpoints=checkpoints, resume=True)
-    assert (resumed.resumed_steps, resumed.stop_reason) == (3, "steps") and not Ending.interrupted
+    assert (resumed.resumed_steps, resumed.stop_reason) == (3, "steps") and not ScriptEnding.interrupted
     errors = capfd.readouterr().err
     assert ("stopped after step 3; optimize(..., resume=True) goes on from" in errors) == (mesh.rank == 0)
     assert ("Ctrl-C: the run ends after this step" in errors) == (culprit and mesh.rank == 0)

@@ -30,7 +30,7 @@ from mpishard import (
     nn,
     save_checkpoint,
 )
-from mpishard.arguments import entries, flag, integer, mapping, no_others, number, printable, whole_or_fields
+from mpishard.arguments import config_or_kwargs, entries, flag, integer, mapping, number, printable, reject_unknown
 from mpishard.compression import Int8Compressor, TopKCompressor
 from mpishard.nn import GPT
 
@@ -204,13 +204,13 @@ def test_control_characters_are_escaped(text, shown):
 
 def test_a_value_as_a_whole_or_by_its_fields():
     options = {"width": 3, "depth": 4}
-    assert whole_or_fields("call()", "size", Size, None, options) == Size(3)
+    assert config_or_kwargs("call()", "size", Size, None, options) == Size(3)
     assert options == {"depth": 4}
-    assert whole_or_fields("call()", "size", Size, Size(5), options) == Size(5)
+    assert config_or_kwargs("call()", "size", Size, Size(5), options) == Size(5)
     with pytest.raises(TypeError, match=r"call\(\) got an unexpected keyword argument 'depth'"):
-        no_others("call()", options)
+        reject_unknown("call()", options)
     with pytest.raises(TypeError, match=r"call\(\) got size and also height; put all into size=Size\(...\)"):
-        whole_or_fields("call()", "size", Size, Size(), {"height": 1})
+        config_or_kwargs("call()", "size", Size, Size(), {"height": 1})
     with pytest.raises(TypeError, match="size must be a Size, got 7"):
-        whole_or_fields("call()", "size", Size, 7, {})
-    no_others("call()", {})
+        config_or_kwargs("call()", "size", Size, 7, {})
+    reject_unknown("call()", {})

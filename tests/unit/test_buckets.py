@@ -9,7 +9,7 @@ from gradient_recorder import specs
 from hypothesis import given
 
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
-from mpishard.parameters.buckets import Run, make_buckets
+from mpishard.parameters.buckets import TensorRun, make_buckets
 from mpishard.parameters.flat import FlatParameters
 
 
@@ -34,7 +34,7 @@ def test_buckets_are_cut_by_the_sizes_that_are_given():
 
 
 def test_no_bucket_spans_two_runs():
-    runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1), Run(4, 5, 1, "another")]
+    runs = [TensorRun(0, 1, 0, tied=True), TensorRun(1, 3, 0), TensorRun(3, 4, 1), TensorRun(4, 5, 1, "another")]
     buckets = make_buckets(specs(2, 2, 2, 2, 2), 100, runs)
     assert [(bucket.first, bucket.last, bucket.tied) for bucket in buckets] == [
         (0, 1, True),

@@ -251,11 +251,11 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypat
         (lambda link: link.write_text("step-00000001"), "is not a link"),
     ],
 )
-def test_a_link_that_went_astray(tmp_path, make, message):
+def test_a_link_to_no_checkpoint(tmp_path, make, message):
     save(tmp_path, 1)
     (tmp_path / "latest").unlink()
     make(tmp_path / "latest")
-    assert message in folder.astray(tmp_path) and bool(message) == bool(folder.astray(tmp_path))
+    assert message in folder.dangling_links(tmp_path) and bool(message) == bool(folder.dangling_links(tmp_path))
 
 
 def test_what_keep_counts(tmp_path):

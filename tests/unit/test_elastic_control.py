@@ -15,7 +15,7 @@ import pytest
 from mpishard.cli.app import main
 from mpishard.elastic import control as controls
 from mpishard.elastic.control import Control, ControlFolder, Discovery, count_slots, request_resize
-from mpishard.elastic.membership import Peer, Watch, this_process
+from mpishard.elastic.membership import Peer, StoppedPeerMonitor, this_process
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.io.files import NotPrivateError
 from mpishard.launch.signals import Signals
@@ -318,15 +318,15 @@ class TestWatch:
 
     def test_one_that_is_stopped_is_ended(self, sleepers):
         stopped, running = sleepers
-        with Watch(0.4) as watch:
-            watch.follow([this_process(), *map(self.peer, sleepers)])
+        with StoppedPeerMonitor(0.4) as monitor:
+            monitor.follow([this_process(), *map(self.peer, sleepers)])
             stopped.send_signal(signal.SIGSTOP)
             assert stopped.wait(10) == -signal.SIGKILL
             assert running.poll() is None
 
     def test_one_that_goes_on_in_time_is_not(self, sleepers):
-        with Watch(2.0) as watch:
-            watch.follow(map(self.peer, sleepers))
+        with StoppedPeerMonitor(2.0) as monitor:
+            monitor.follow(map(self.peer, sleepers))
             for _ in range(3):
                 sleepers[0].send_signal(signal.SIGSTOP)
                 time.sleep(0.7)
@@ -336,8 +336,8 @@ class TestWatch:
 
     @pytest.mark.parametrize("changes", [{"host": "another"}, {"started": "1"}])
     def test_others_of_the_same_number_are_left_alone(self, sleepers, changes):
-        with Watch(0.2) as watch:
-            watch.follow([self.peer(sleepers[0])._replace(**changes)])
+        with StoppedPeerMonitor(0.2) as monitor:
+            monitor.follow([self.peer(sleepers[0])._replace(**changes)])
             sleepers[0].send_signal(signal.SIGSTOP)
             time.sleep(0.6)
             assert sleepers[0].poll() is None

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mpishard.elastic.phases import TRANSITIONS, Event, Phase, next_phase
+from mpishard.elastic.phases import TRANSITIONS, Phase, PhaseEvent, next_phase
 
 # A row for each phase, a column for each event: the phase that it leads to, "-" where it cannot come.
 TABLE = """
@@ -25,17 +25,17 @@ ENDED      -         -        -         -         -         -       -
 def rows():
     events, *lines = (line.split() for line in TABLE.strip().splitlines())
     return {
-        (Phase[phase], Event[event]): None if cell == "-" else Phase[cell]
+        (Phase[phase], PhaseEvent[event]): None if cell == "-" else Phase[cell]
         for phase, *cells in lines
         for event, cell in zip(events, cells, strict=True)
     }
 
 
 def test_the_table_has_every_phase_and_event():
-    assert rows().keys() == set(itertools.product(Phase, Event))
+    assert rows().keys() == set(itertools.product(Phase, PhaseEvent))
 
 
-@pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, Event)), ids=lambda each: each.name)
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, PhaseEvent)), ids=lambda each: each.name)
 def test_every_event_in_every_phase(phase, event):
     following = rows()[phase, event]
     if following is None:

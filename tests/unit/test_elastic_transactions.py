@@ -42,7 +42,7 @@ def agreed(calls):
 
 def test_a_process_that_fails_says_no_wherever_others_may_wait(agreed, calls):
     agreed.agree_as_workers()
-    agreed.agree_as_crew()
+    agreed.agree_on_membership()
     assert agreed.workers_may_wait
     agreed.refuse_all()
     assert calls == [("workers", True), ("crew", True), ("workers", False), ("crew", False)]

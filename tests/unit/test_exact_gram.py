@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from mpishard.backend.exact_columns import SparseRows, values
-from mpishard.backend.exact_gram import Gram, exponents, gram, gram_words, solve
+from mpishard.backend.exact_gram import ExactGram, exponents, gram, gram_words, solve
 
 
 def wild(seed, rows, columns, decades=9):
@@ -50,7 +50,7 @@ def test_systems_are_solved_as_well_as_by_orthogonal_factors(condition):
     left, right = (np.linalg.qr(random.standard_normal(shape))[0] for shape in ((200, 8), (8, 8)))
     matrix = (left * np.logspace(0, -np.log10(condition), 8)) @ right.T
     found = products(np.column_stack([matrix, matrix @ np.ones(8)]))
-    inner = Gram(found.high[:8, :8].copy(), found.low[:8, :8].copy())
+    inner = ExactGram(found.high[:8, :8].copy(), found.low[:8, :8].copy())
     solution, square = solve(inner, (found.high[:8, 8], found.low[:8, 8]))
     assert abs(solution - 1).max() <= 1e-15 * condition
     assert square == pytest.approx(solution @ np.linalg.solve(matrix.T @ matrix, solution), rel=1e-3) or condition > 1e6

@@ -11,7 +11,7 @@ import pytest
 from gradient_recorder import LIKE, Recorder
 
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.parameters.buckets import Run
+from mpishard.parameters.buckets import TensorRun
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import GradientPhase
 
@@ -73,7 +73,7 @@ def test_lent_memory_is_not_counted_or_kept(on_demand):
 @pytest.mark.parametrize("on_demand", [False, True])
 def test_stages_are_handed_over_apart_and_a_tie_last(on_demand):
     """Tensors 1 and 2 are in stage 0, tensor 3 is in stage 1, and tensor 0 is tied between the stages."""
-    runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1)]
+    runs = [TensorRun(0, 1, 0, tied=True), TensorRun(1, 3, 0), TensorRun(3, 4, 1)]
     recorder = Recorder([2, 2, 2, 2], 2, runs, on_demand=on_demand)
     recorder.backward(["t2", "t1", "t0"])  # stage 0 before stage 1, as a schedule may have it
     assert recorder.order == [2, 1]
@@ -87,7 +87,7 @@ def test_stages_are_handed_over_apart_and_a_tie_last(on_demand):
 @pytest.mark.parametrize("on_demand", [False, True])
 def test_only_the_last_micro_batch_of_a_stage_travels(on_demand):
     """On demand every one does, but for ties."""
-    runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1)]
+    runs = [TensorRun(0, 1, 0, tied=True), TensorRun(1, 3, 0), TensorRun(3, 4, 1)]
     recorder = Recorder([2, 2, 2, 2], 2, runs, on_demand=on_demand)
     for stage, names in ((1, ["t3"]), (0, ["t2", "t0"])):
         for last in (False, True):

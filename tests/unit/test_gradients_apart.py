@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gradient_recorder import LIKE, Recorder, specs
 
-from mpishard.parameters.buckets import Bucket, Run, make_buckets
+from mpishard.parameters.buckets import Bucket, TensorRun, make_buckets
 from mpishard.parameters.reducer import GradientReducer
 
 
@@ -49,7 +49,7 @@ def backward_of_stage(recorder, stage, names, value, last):
 
 
 def test_virtual_stages_keep_micro_batches_of_one_pass_apart():
-    recorder = Recorder([2, 3], 1, [Run(0, 1, 0), Run(1, 2, 1)], reproducible=True)
+    recorder = Recorder([2, 3], 1, [TensorRun(0, 1, 0), TensorRun(1, 2, 1)], reproducible=True)
     recorder.gradients.keep_apart([0, 1, 0], in_pass=True)
     for stage, value in ((1, 1.0), (1, 10.0), (0, 1.0), (1, 100.0), (0, 10.0), (0, 100.0)):
         backward_of_stage(recorder, stage, [f"t{stage}"], value, value == 100)
@@ -63,7 +63,7 @@ def test_virtual_stages_keep_micro_batches_of_one_pass_apart():
 
 def test_input_gradients_write_aside_while_an_earlier_micro_batch_is_open():
     """As in ZB-H1: I0 I1 W0 W1, where the bias t0 is written in I and the weight t1 in W."""
-    recorder = Recorder([2, 3], 1, [Run(0, 2)], reproducible=True)
+    recorder = Recorder([2, 3], 1, [TensorRun(0, 2)], reproducible=True)
     gradients = recorder.gradients
     for _ in range(2):
         gradients.keep_apart([0, 0], in_pass=True)

@@ -18,11 +18,11 @@ from mpi4py import MPI
 from mpishard.comm import nccl_collectives
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.nccl import Facts, NcclLink, why_not
+from mpishard.comm.nccl import NcclFacts, NcclLink, why_not
 from mpishard.comm.nccl_collectives import _Queued
 from mpishard.comm.nccl_queue import NcclQueue, connect, new_id, starts
 
-GOOD = [Facts("", 2, "0000:17:00.0", 23203), Facts("", 2, "0000:18:00.0", 23203)]
+GOOD = [NcclFacts("", 2, "0000:17:00.0", 23203), NcclFacts("", 2, "0000:18:00.0", 23203)]
 
 
 @pytest.mark.parametrize(

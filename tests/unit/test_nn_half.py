@@ -70,7 +70,7 @@ def numpys_library(monkeypatch):
 def library(request, numpys_library):
     """What multiplies bfloat16."""
     if request.param != "rounded":
-        choice.put_in_force(choice.Choice.parse(request.param), [request.param])
+        choice.activate(choice.Choice.parse(request.param), [request.param])
     return request.param
 
 
@@ -244,7 +244,7 @@ def test_a_layer_of_ones_own_gets_numbers_not_bits():
 def test_results_that_only_products_take_need_half_the_memory(library):
     gpt, _ = gradients()
     kept = gpt.chunks[0].saved_bytes
-    choice.put_in_force(choice.Choice())
+    choice.activate(choice.Choice())
     plain, _ = gradients()
     *_, width, layers, _ = SIZES
     # Two norms and the wide result of GELU in each layer, and the last norm.

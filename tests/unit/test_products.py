@@ -135,7 +135,7 @@ def test_kinds(shapes, kind):
 )
 def test_numpy_multiplies_what_no_library_takes(a, b, out):
     assert product_of(a, b, out) is None
-    choice.put_in_force(Choice.parse(MKL), [MKL])
+    choice.activate(Choice.parse(MKL), [MKL])
     np.testing.assert_array_equal(products.matmul(a, b, out), np.matmul(a, b))
 
 
@@ -172,17 +172,17 @@ def test_a_text_that_is_no_choice_is_refused(text, message):
 
 
 def test_a_run_that_goes_on_multiplies_as_it_did_where_all_ranks_can(monkeypatch):
-    choice.put_in_force(Choice.parse(MKL), [MKL], bfloat16=False)
+    choice.activate(Choice.parse(MKL), [MKL], bfloat16=False)
     common = Common(frozenset([MKL]), bfloat16=False)
     choice.go_on_with(choice.going_on_from("float32.plain=mkl", common))
-    assert str(choice.in_force()) == "float32.plain=mkl"
+    assert str(choice.active()) == "float32.plain=mkl"
     for impossible in ("bfloat16.plain=mkl", "bfloat16.plain=onednn", "float32.plain=other"):
-        assert choice.going_on_from(impossible, common) == choice.in_force()
+        assert choice.going_on_from(impossible, common) == choice.active()
     monkeypatch.setenv(choice.VARIABLE, "mkl")
-    assert choice.going_on_from(NUMPY, common) == choice.in_force()
+    assert choice.going_on_from(NUMPY, common) == choice.active()
     monkeypatch.delenv(choice.VARIABLE)
     assert str(choice.going_on_from(NUMPY, common)) == NUMPY
-    assert str(choice.in_force()) == "float32.plain=mkl"
+    assert str(choice.active()) == "float32.plain=mkl"
 
 
 RATES = {
@@ -379,7 +379,7 @@ def test_a_library_sums_products_of_bfloat16_in_float32(name, m, k, n, a, b, out
 @pytest.mark.parametrize("shape", [(2048, 256, 768), (96, 192, 32), (100, 96, 33), (33, 1024, 257), (200, 48, 24)])
 def test_the_bits_do_not_depend_on_where_the_arrays_lie(name, transposed, shape):
     m, k, n = shape
-    choice.put_in_force(Choice.parse(name), [name])
+    choice.activate(Choice.parse(name), [name])
     dtypes = [dtype for dtype in libraries.TAKES[name] if dtype != "bfloat16" or libraries.multiplies_bfloat16()]
     for dtype in dtypes:
         found = set()
@@ -406,7 +406,7 @@ def shifted(array, shift):
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_layers_multiply_by_the_library_that_was_chosen(name, monkeypatch):
-    choice.put_in_force(Choice.parse(name), [name])
+    choice.activate(Choice.parse(name), [name])
     library, asked = libraries.load(name), []
     call = library.call
     monkeypatch.setattr(library, "call", lambda product: asked.append(product.kind) or call(product))
@@ -470,7 +470,7 @@ def test_the_threads_of_openmp_are_as_before_after_a_product(name):
     openmp = pytest.importorskip("threadpoolctl").threadpool_info
     libraries.load(name)
     before = [pool["num_threads"] for pool in openmp() if pool["user_api"] == "openmp"]
-    choice.put_in_force(Choice.parse(name), [name])
+    choice.activate(Choice.parse(name), [name])
     a = halves(np.ones((64, 64), np.float32))
     out = np.empty((64, 64), np.float32)
     assert np.all(products.matmul_bfloat16(a, a, out) == 64)

@@ -8,7 +8,7 @@ import pytest
 
 from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
 from mpishard.launch.launchers import parse_hosts
-from mpishard.launch.restart_policy import History, JobOutcome, Policy, Start, Stop, decide
+from mpishard.launch.restart_policy import JobHistory, JobOutcome, Policy, Start, Stop, decide
 
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
 ELASTIC = Policy(elastic=True)
@@ -30,7 +30,7 @@ KILLED = ended_with(137, step=10)
 
 
 def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
-    history = history or History(4, 4)
+    history = history or JobHistory(4, 4)
     return decide(policy, history, outcome, hosts, hosts if answering is None else answering)
 
 
@@ -106,25 +106,25 @@ def test_too_few_ranks():
     follows = after(KILLED, replace(SHRINKING, min_workers=4))
     assert isinstance(follows, Stop) and "3 ranks are left and 4 are needed" in follows.why
     assert isinstance(after(KILLED, replace(SHRINKING, multiple_of=4)), Stop)
-    assert isinstance(after(KILLED, SHRINKING, History(1, 1)), Stop)
+    assert isinstance(after(KILLED, SHRINKING, JobHistory(1, 1)), Stop)
 
 
 def test_starts_that_lose_ranks_in_succession():
     """Of as many once more, since a dead process is no dead core, and then of fewer, until one gets further."""
-    history, seen = History(4, 4), []
+    history, seen = JobHistory(4, 4), []
     for step in (5, 5, 5, 9, 9):
         follows = after(ended_with(137, step=step), history=history)
         assert isinstance(follows, Start)
         history = follows.history
         seen.append(follows.ranks)
     assert seen == [4, 3, 2, 4, 3]
-    never = after(ended_with(137, step=0), replace(ELASTIC, min_workers=4), History(4, 4, restarts=1))
+    never = after(ended_with(137, step=0), replace(ELASTIC, min_workers=4), JobHistory(4, 4, restarts=1))
     assert isinstance(never, Start) and never.ranks == 4
     assert after(ended_with(137, step=0)).ranks == 4  # the first start of all
 
 
 def test_hosts_that_are_left():
-    history = History(5, 5)
+    history = JobHistory(5, 5)
     lost = after(KILLED, history=history, hosts=HOSTS, answering=HOSTS[1:])
     assert isinstance(lost, Start) and (lost.ranks, lost.hosts, lost.history.ranks) == (3, HOSTS[1:], 5)
     back = after(ended_with(137, step=11), history=lost.history, hosts=HOSTS)  # it answers again
@@ -138,7 +138,7 @@ def test_hosts_that_are_left():
 
 
 def test_only_progress_resets_the_count_of_restarts():
-    history, starts = History(10, 10), []
+    history, starts = JobHistory(10, 10), []
     for step in (5, 5, 5, 9, 9, 9, 8, 9):
         follows = after(ended_with(137, step=step), history=history)
         starts.append(isinstance(follows, Start))
@@ -171,8 +171,8 @@ def test_what_all_ranks_were_refused_alike_is_not_tried_again():
     # What one rank has met, what has come with a step, and what follows a loss of ranks or hosts may come otherwise.
     for other in ({"alike": False}, {"step": 1}):
         assert isinstance(after(replace_failure(refused, **other)), Start)
-    assert isinstance(after(refused, history=History(4, 4, restarts=1)), Start)
-    assert isinstance(after(refused, history=History(4, 4, step=3)), Start)
+    assert isinstance(after(refused, history=JobHistory(4, 4, restarts=1)), Start)
+    assert isinstance(after(refused, history=JobHistory(4, 4, step=3)), Start)
     assert isinstance(after(refused, hosts=HOSTS, answering=HOSTS[1:]), Start)
     assert isinstance(after(replace(refused, notes=replace(refused.notes, step=3))), Start)
 
@@ -182,7 +182,7 @@ def test_a_job_that_never_started():
         follows = after(ended_with(127, started=False), policy)
         assert isinstance(follows, Stop) and follows.code == 127
         assert follows.why == "did not start, or its script never imported mpishard (the launcher reports 127)"
-    later = after(ended_with(127, started=False), history=History(4, 4, step=3))
+    later = after(ended_with(127, started=False), history=JobHistory(4, 4, step=3))
     assert isinstance(later, Start)
     hosts_gone = after(ended_with(1, started=False), hosts=HOSTS, answering=HOSTS[:1])
     assert isinstance(hosts_gone, Start) and hosts_gone.ranks == 2

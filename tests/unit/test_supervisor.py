@@ -130,7 +130,7 @@ def watched(tmp_path, monkeypatch):
         clock.now += seconds
         return look.monitor.look(gone)
 
-    limits = restart_policy.Limits(start=20.0, step=100.0, heal=10.0, end=5.0)
+    limits = restart_policy.ProgressLimits(start=20.0, step=100.0, heal=10.0, end=5.0)
     look.folder, look.monitor = folder, restart_policy.ProgressMonitor(folder, limits)
     return look
 

@@ -387,7 +387,7 @@ def test_streams_of_the_user_get_what_ranks_have_spread(monkeypatch: pytest.Monk
     made = module(still=parameter(2))
     made.still.requires_grad_(False)
     axis: Any = SimpleNamespace(size=2, broadcast=lambda array, **_: array.fill(0xFF))
-    state_of(made, ModuleTensors.of(made), "local").spread(axis)
+    state_of(made, ModuleTensors.of(made), "local").broadcast(axis)
     assert waited[1:] == [b"\xff" * 8]
 
 

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpishard.io.virtual_datasets import Source, VirtualDataset, fill_groups, group_address, lookup3
+from mpishard.io.virtual_datasets import VirtualDataset, VirtualSource, fill_groups, group_address, lookup3
 from mpishard.layout.boxes import whole_box
 
 OWN = "beside.h5"
@@ -28,7 +28,7 @@ def made(path, groups, userblock=512):
 
 
 def whole(name, shape, start):
-    return VirtualDataset(name, shape, [Source(whole_box(shape), OWN, "/values", start)])
+    return VirtualDataset(name, shape, [VirtualSource(whole_box(shape), OWN, "/values", start)])
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 256, 257, 20_000])
@@ -54,16 +54,18 @@ def test_data_sets_of_every_kind(tmp_path, dtype, userblock):
         h5["100%b"] = values
     box = ((1, 3), (0, 2), (2, 5))
     sets = [
-        VirtualDataset("scalar", (), [Source((), OWN, "/100%b", 3)]),
+        VirtualDataset("scalar", (), [VirtualSource((), OWN, "/100%b", 3)]),
         VirtualDataset("empty", (0, 3), []),
-        VirtualDataset("part", (3, 2, 5), [Source(box, OWN, "/100%b", 7)]),
-        VirtualDataset("two", (4,), [Source(((2, 4),), OWN, "/100%b", 0), Source(((0, 2),), OWN, "/100%b", 50)]),
-        VirtualDataset("none", (2,), [Source(((0, 2),), "gone.h5", "/x", 0)]),
-        VirtualDataset("large", (2**33,), [Source(((2**32, 2**32 + 4),), OWN, "/100%b", 9)]),
-        VirtualDataset("far", (4,), [Source(((0, 4),), OWN, "/100%b", 2**40)]),
-        VirtualDataset("ünï", (2,), [Source(((0, 2),), OWN, "/100%b", 1)]),
-        VirtualDataset("x" * 3000, (1,), [Source(((n, n + 1),), OWN, "/100%b", n) for n in range(1)]),
-        VirtualDataset("many", (60,), [Source(((n, n + 1),), OWN, "/100%b", 59 - n) for n in range(60)]),
+        VirtualDataset("part", (3, 2, 5), [VirtualSource(box, OWN, "/100%b", 7)]),
+        VirtualDataset(
+            "two", (4,), [VirtualSource(((2, 4),), OWN, "/100%b", 0), VirtualSource(((0, 2),), OWN, "/100%b", 50)]
+        ),
+        VirtualDataset("none", (2,), [VirtualSource(((0, 2),), "gone.h5", "/x", 0)]),
+        VirtualDataset("large", (2**33,), [VirtualSource(((2**32, 2**32 + 4),), OWN, "/100%b", 9)]),
+        VirtualDataset("far", (4,), [VirtualSource(((0, 4),), OWN, "/100%b", 2**40)]),
+        VirtualDataset("ünï", (2,), [VirtualSource(((0, 2),), OWN, "/100%b", 1)]),
+        VirtualDataset("x" * 3000, (1,), [VirtualSource(((n, n + 1),), OWN, "/100%b", n) for n in range(1)]),
+        VirtualDataset("many", (60,), [VirtualSource(((n, n + 1),), OWN, "/100%b", 59 - n) for n in range(60)]),
     ]
     path = made(tmp_path / "x.h5", {"all": (dtype, sets)}, userblock)
     with h5py.File(path) as h5:
@@ -102,7 +104,7 @@ def test_the_library_writes_the_same_mapping(tmp_path):
     plist.set_virtual(space, OWN.encode(), b"/values", source)
     with h5py.File(tmp_path / "theirs.h5", "w", libver=("earliest", "v110")) as h5:
         h5py.h5d.create(h5.id, b"x", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4, 6)), plist)
-    ours = VirtualDataset("x", (4, 6), [Source(((1, 3), (2, 5)), OWN, "/values", 10)])
+    ours = VirtualDataset("x", (4, 6), [VirtualSource(((1, 3), (2, 5)), OWN, "/values", 10)])
     found = []
     for path in (tmp_path / "theirs.h5", made(tmp_path / "ours.h5", {"all": ("f4", [ours])})):
         data = path.read_bytes()

@@ -88,18 +88,18 @@ def test_every_worker_has_a_sample(target):
 
 
 def test_what_is_wanted_from_outside_is_a_request(target):
-    outside = Asks(5)
-    target.look_outside(outside, workers=2, step=9)
-    assert outside.heard == (2, 9, True)  # a third is on its way
+    requests = Asks(5)
+    target.poll_requests(requests, workers=2, step=9)
+    assert requests.heard == (2, 9, True)  # a third is on its way
     target.adopt_request(target.request)
     assert target.agreed_size == 5
 
 
 def test_nothing_wanted_from_outside_asks_for_nothing(target):
     before = target.request
-    outside = Asks(None)
-    target.look_outside(outside, workers=3, step=1)
-    assert (target.request, outside.heard) == (before, (3, 1, False))
+    requests = Asks(None)
+    target.poll_requests(requests, workers=3, step=1)
+    assert (target.request, requests.heard) == (before, (3, 1, False))
 
 
 def test_a_request_for_a_mesh(target):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import process
-from mpishard.backend.products.choice import Choice, in_force
+from mpishard.backend.products.choice import Choice, active
 
 # A thread forgets the products that it has met at this number: generated texts have new shapes all the time,
 # and one of oneDNN takes some 150 kB.
@@ -36,7 +36,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
 
     The bits depend on shapes, transpositions, library and threads, not on where the arrays lie.
     """
-    choice = in_force()
+    choice = active()
     call = _planned(choice, a, b, out) if choice.libraries else None
     if call is None:
         return process.matmul(a, b, out=out)
@@ -49,7 +49,7 @@ def matmul_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray
     if not out.flags.c_contiguous:  # a slice of a wider matrix would have other bits, see `onednn`
         out[...] = matmul_bfloat16(a, b, np.empty(out.shape, out.dtype))
         return out
-    call = _planned(in_force(), a, b, out)
+    call = _planned(active(), a, b, out)
     if call is None:
         return matmul(widened(a), widened(b), out)
     call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
@@ -63,7 +63,7 @@ def widened(bits: np.ndarray) -> np.ndarray:
 
 def has_fast_bfloat16() -> bool:
     """Return True if a library multiplies bfloat16 faster than float32 in this process."""
-    return in_force().has_bfloat16
+    return active().has_bfloat16
 
 
 def threads() -> int:

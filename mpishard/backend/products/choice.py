@@ -112,7 +112,7 @@ class _Process:
 _process = _Process()
 
 
-def in_force() -> Choice:
+def active() -> Choice:
     """The choice of this process; NumPy's library for all, before a mesh was made."""
     return _process.choice
 
@@ -132,7 +132,7 @@ def chosen_by_variable() -> str:
     return os.environ.get(VARIABLE, "").strip()
 
 
-def put_in_force(
+def activate(
     choice: Choice, libraries: Collection[str] = (), *, bfloat16: bool = True, status: Status = Status.MADE
 ) -> None:
     """Multiply by these libraries from now on; all ranks of a mesh call it.
@@ -149,12 +149,12 @@ def going_on_from(text: str, common: Common) -> Choice:
     Else the active one. `text` is the saved choice; ranks of a mesh that pass the same text get the same.
     """
     if chosen_by_variable():
-        return in_force()
+        return active()
     try:
         saved = Choice.parse(text)
     except ValueError:  # of another release
-        return in_force()
-    return saved if common.allows(saved) else in_force()
+        return active()
+    return saved if common.allows(saved) else active()
 
 
 def go_on_with(choice: Choice) -> None:

@@ -77,14 +77,14 @@ class ScheduleOutcome:
     waits: tuple[Wait, ...]
 
 
-class Costs(NamedTuple):
+class ActionCosts(NamedTuple):
     """Times by kind of action and then by virtual stage; `transfer` is the time of a message from that stage."""
 
     compute: dict[str, Sequence[float]]
     transfer: Sequence[float]
 
 
-def execute(schedule: Schedule, costs: Costs, *, blocking_sends: bool = False) -> ScheduleOutcome:
+def execute(schedule: Schedule, costs: ActionCosts, *, blocking_sends: bool = False) -> ScheduleOutcome:
     """Run all programs as far as possible.
 
     Whether a rank can continue depends only on the actions that others have done, not on the order of execution.  So
@@ -94,7 +94,7 @@ def execute(schedule: Schedule, costs: Costs, *, blocking_sends: bool = False) -
 
 
 class _Execution:
-    def __init__(self, schedule: Schedule, costs: Costs, blocking_sends: bool) -> None:
+    def __init__(self, schedule: Schedule, costs: ActionCosts, blocking_sends: bool) -> None:
         self.schedule = schedule
         self.costs = costs
         self.blocking_sends = blocking_sends
@@ -232,7 +232,7 @@ def find_deadlock(schedule: Schedule, *, blocking_sends: bool = False) -> Deadlo
         None is the proof: the execution has finished, and the waits of a rank do not depend on timing.
     """
     nothing = [0.0] * schedule.virtual_stages
-    outcome = execute(schedule, Costs(dict.fromkeys(KINDS, nothing), nothing), blocking_sends=blocking_sends)
+    outcome = execute(schedule, ActionCosts(dict.fromkeys(KINDS, nothing), nothing), blocking_sends=blocking_sends)
     if not outcome.waits:
         return None
     # Each waiting rank waits for a rank that waits too, so following the waits must close a cycle.

@@ -9,7 +9,7 @@ from functools import cached_property
 from numbers import Real
 
 from mpishard.pipeline.schedule.actions import Schedule
-from mpishard.pipeline.schedule.execution import Costs, Event, check_deadlock_free, execute
+from mpishard.pipeline.schedule.execution import ActionCosts, Event, check_deadlock_free, execute
 
 Times = float | Sequence[float]
 
@@ -109,7 +109,7 @@ def simulate(
     kinds = {"forward": "F", "backward": "B", "input_gradient": "I", "weight_gradient": "W"}
     given = [forward, backward, input_gradient, weight_gradient]
     compute = {kind: _by_stage(schedule, name, times) for (name, kind), times in zip(kinds.items(), given, strict=True)}
-    return Timeline(schedule, execute(schedule, Costs(compute, _by_stage(schedule, "transfer", transfer))).events)
+    return Timeline(schedule, execute(schedule, ActionCosts(compute, _by_stage(schedule, "transfer", transfer))).events)
 
 
 def _by_stage(schedule: Schedule, name: str, times: Times) -> Sequence[float]:

@@ -16,7 +16,7 @@ from mpishard.backend.products import choice
 from mpishard.backend.products.choice import VARIABLE, Choice
 from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel import settings
-from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, BitFacts
+from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, NumericsFingerprint
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.optimizer import MeshLimits
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
@@ -33,15 +33,15 @@ def taken(mesh, specs=None, place=None, **options):
     """The facts of parameters, and a configuration."""
     parameters = FlatParameters(specs or [ParameterSpec("a", (4, 6))], **({} if place is None else {"place": place}))
     config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
-    bits = BitFacts()
-    bits.take(parameters, config, mesh.world)
-    bits.note_micro_batches(3)
-    return bits, config
+    numerics = NumericsFingerprint()
+    numerics.take(parameters, config, mesh.world)
+    numerics.note_micro_batches(3)
+    return numerics, config
 
 
-def saved(bits, **changes):
+def saved(numerics, **changes):
     """Facts of a checkpoint, of which some are others."""
-    return {"sharding.json": {"reproducible": True}, "steps": 7, ARITHMETIC: {**bits.own, **changes}}
+    return {"sharding.json": {"reproducible": True}, "steps": 7, ARITHMETIC: {**numerics.own, **changes}}
 
 
 def test_the_facts_are_of_this_process_now():
@@ -61,13 +61,13 @@ def test_shards_are_those_of_the_tensors_or_of_the_tensor_ranks(mesh):
     assert taken(mesh, sliced)[0].own["shards"] == "2"
     assert taken(mesh, sliced, of)[0].own["shards"] == "2"
     own_split = FlatParameters([ParameterSpec("a", (4, 6), tensor_dim=1)], place=of)
-    bits, config = BitFacts(), ShardingConfiguration(mesh, reproducible=True)
-    bits.take(own_split, config, mesh.world)
-    assert bits.own["shards"] == "1"  # what its sums depend on is the user's
+    numerics, config = NumericsFingerprint(), ShardingConfiguration(mesh, reproducible=True)
+    numerics.take(own_split, config, mesh.world)
+    assert numerics.own["shards"] == "1"  # what its sums depend on is the user's
     own_split.sums_by_mpi = True
-    bits = BitFacts()
-    bits.take(own_split, config, mesh.world)
-    assert bits.own["shards"] == "1 on 2 tensor ranks"
+    numerics = NumericsFingerprint()
+    numerics.take(own_split, config, mesh.world)
+    assert numerics.own["shards"] == "1 on 2 tensor ranks"
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_an_elastic_run_has_the_tensor_sizes_from_which_a_checkpoint_can_go_on(m
         parameters = FlatParameters([ParameterSpec("a", (4, 6), tensor_dim=1)], place=place)
         parameters.sums_by_mpi = sums_by_mpi
         config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
-        found.append((parameters, BitFacts(), config))
+        found.append((parameters, NumericsFingerprint(), config))
         found[-1][1].take(parameters, config, mesh.world)
-    (parameters, bits, config), (_, other, _) = found
+    (parameters, numerics, config), (_, other, _) = found
     problem = OptimizationProblem(lambda *_: 0.0, parameters, 8, 8, steps=1)
     why_not = MeshLimits(DDPOptimizer(SGD(0.1), config), problem)
     assert why_not(MeshSizes(1)) == ""
@@ -91,10 +91,10 @@ def test_an_elastic_run_has_the_tensor_sizes_from_which_a_checkpoint_can_go_on(m
     if sums_by_mpi and not options:
         assert why_not(MeshSizes(1, tensor=2)).startswith(refused)
         with pytest.raises(ValueError, match="but shards is 1 there and 1 on 2 tensor ranks here"):
-            other.check(saved(bits), config)
+            other.check(saved(numerics), config)
     else:
         assert why_not(MeshSizes(1, tensor=2)) == ""
-        other.check(saved(bits), config)
+        other.check(saved(numerics), config)
 
 
 CHANGES = {
@@ -109,26 +109,26 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_facts_are_refused_with_both_sides_and_the_way_out(mesh, name):
     then, remedy = CHANGES[name]
-    bits, config = taken(mesh)
-    bits.check(saved(bits), config)
+    numerics, config = taken(mesh)
+    numerics.check(saved(numerics), config)
     with pytest.raises(ValueError, match="allow_different_bits=True") as caught:
-        bits.check(saved(bits, **{name: then}), config)
-    assert f"{name} is {then} there and {bits.own[name]} here" in str(caught.value)
+        numerics.check(saved(numerics, **{name: then}), config)
+    assert f"{name} is {then} there and {numerics.own[name]} here" in str(caught.value)
     assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_they_are_allowed_and_recorded(mesh, capsys):
-    bits, config = taken(mesh, allow_different_bits=True)
-    facts = saved(bits, shards="4") | {DIFFERENT_BITS: ["from step 3 on something"]}
-    bits.check(facts, config)
-    bits.note(facts, config, rank=0)
-    bits.restore(facts, config)
+    numerics, config = taken(mesh, allow_different_bits=True)
+    facts = saved(numerics, shards="4") | {DIFFERENT_BITS: ["from step 3 on something"]}
+    numerics.check(facts, config)
+    numerics.note(facts, config, rank=0)
+    numerics.restore(facts, config)
     assert "shards is 4 there and 1 here" in capsys.readouterr().err
-    assert bits.facts[DIFFERENT_BITS][0] == "from step 3 on something"
-    assert bits.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
-    assert bits.record["arithmetic"] == bits.own
-    assert len(bits.record["different_bits"]) == 2
+    assert numerics.facts[DIFFERENT_BITS][0] == "from step 3 on something"
+    assert numerics.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
+    assert numerics.record["arithmetic"] == numerics.own
+    assert len(numerics.record["different_bits"]) == 2
 
 
 EARLIER = {"kernels": "1", "products": "numpy", "libraries for products": "none"}
@@ -137,34 +137,34 @@ EARLIER = {"kernels": "1", "products": "numpy", "libraries for products": "none"
 @pytest.mark.parametrize("name", EARLIER)
 def test_a_state_without_a_fact_counts_as_made_before_there_was_one(mesh, monkeypatch, capsys, name):
     monkeypatch.setenv(VARIABLE, "chosen")  # so that the saved libraries are not taken
-    bits, config = taken(mesh)
-    old = saved(bits, **{name: "of this release"})
-    bits.own[name] = old[ARITHMETIC].pop(name)
+    numerics, config = taken(mesh)
+    old = saved(numerics, **{name: "of this release"})
+    numerics.own[name] = old[ARITHMETIC].pop(name)
     monkeypatch.setattr(settings, "of_products", lambda choice: {})
     found = f"{name} is {EARLIER[name]} there and of this release here"
     with pytest.raises(ValueError, match=found) as caught:
-        bits.check(old, config)
+        numerics.check(old, config)
     assert name != "kernels" or "run it with the release of mpishard that made the state" in str(caught.value)
     assert str(caught.value).endswith("ShardingConfiguration(..., allow_different_bits=True) goes on, and records it")
     config = ShardingConfiguration(mesh, reproducible=True, allow_different_bits=True)
-    bits.check(old, config)
-    bits.note(old, config, rank=0)
-    assert bits.changes == [f"from step 7 on other bits than in one run: {found}"]
+    numerics.check(old, config)
+    numerics.note(old, config, rank=0)
+    assert numerics.changes == [f"from step 7 on other bits than in one run: {found}"]
     assert found in capsys.readouterr().err
-    bits.own[name] = EARLIER[name]  # as when it was made
-    bits.check(old, ShardingConfiguration(mesh, reproducible=True))
+    numerics.own[name] = EARLIER[name]  # as when it was made
+    numerics.check(old, ShardingConfiguration(mesh, reproducible=True))
 
 
 def test_a_refused_state_leaves_the_libraries_as_they_are(mesh):
-    bits, config = taken(mesh)
-    before = choice.in_force()
+    numerics, config = taken(mesh)
+    before = choice.active()
     choice.go_on_with(Choice({"float32.plain": "mkl"}))
     try:
         with pytest.raises(ValueError, match="shards is 4 there"):
-            bits.check(saved(bits, products="numpy", shards="4"), config)
-        assert str(choice.in_force()) == "float32.plain=mkl"
-        bits.restore(saved(bits, products="numpy"), config)
-        assert str(choice.in_force()) == bits.own["products"] == "numpy"
+            numerics.check(saved(numerics, products="numpy", shards="4"), config)
+        assert str(choice.active()) == "float32.plain=mkl"
+        numerics.restore(saved(numerics, products="numpy"), config)
+        assert str(choice.active()) == numerics.own["products"] == "numpy"
     finally:
         choice.go_on_with(before)
 
@@ -174,29 +174,29 @@ LATER = {"of a later version": "x", "kernels": str(KERNELS)}
 
 @pytest.mark.parametrize("facts", [{}, {ARITHMETIC: 3}, {ARITHMETIC: LATER}])
 def test_a_checkpoint_without_facts_goes_on_with_a_line(mesh, capsys, facts):
-    bits, config = taken(mesh)
+    numerics, config = taken(mesh)
     facts = {"sharding.json": {"reproducible": True}, "steps": 7, **facts}
-    bits.check(facts, config)
-    bits.note(facts, config, rank=0)
+    numerics.check(facts, config)
+    numerics.note(facts, config, rank=0)
     told = capsys.readouterr().err
     assert told.count("\n") == (not isinstance(facts.get(ARITHMETIC), dict))
-    assert not bits.changes
+    assert not numerics.changes
 
 
 def test_a_run_that_was_not_reproducible_goes_on_with_a_line(mesh, capsys):
-    bits, config = taken(mesh)
-    facts = saved(bits, shards="4") | {"sharding.json": {"reproducible": False}}
-    bits.check(facts, config)
-    bits.note(facts, config, rank=0)
+    numerics, config = taken(mesh)
+    facts = saved(numerics, shards="4") | {"sharding.json": {"reproducible": False}}
+    numerics.check(facts, config)
+    numerics.note(facts, config, rank=0)
     assert "holds from step 7 on" in capsys.readouterr().err
 
 
 def test_only_reproducible_runs_compare(mesh, capsys):
-    bits, config = taken(mesh, reproducible=False)
-    bits.check(saved(bits, shards="4"), config)
-    bits.note(saved(bits, shards="4"), config, rank=0)
+    numerics, config = taken(mesh, reproducible=False)
+    numerics.check(saved(numerics, shards="4"), config)
+    numerics.note(saved(numerics, shards="4"), config, rank=0)
     assert not capsys.readouterr().err
-    assert bits.facts[ARITHMETIC]["shards"] == "1"
+    assert numerics.facts[ARITHMETIC]["shards"] == "1"
 
 
 class Ranks:
@@ -216,16 +216,16 @@ class Ranks:
 
 
 def test_ranks_of_one_job_that_differ_are_told(mesh, capsys):
-    bits, config = taken(mesh)
-    ranks = Ranks({**bits.own, "BLAS kernels": "Zen"})
+    numerics, config = taken(mesh)
+    ranks = Ranks({**numerics.own, "BLAS kernels": "Zen"})
     with pytest.raises(ValueError, match="BLAS kernels is .* on rank 0, Zen on rank 1: use nodes of one kind"):
-        bits.agree(config, ranks)
-    bits, config = taken(mesh, allow_different_bits=True)
-    bits.agree(config, ranks)
-    bits.agree(config, ranks)
+        numerics.agree(config, ranks)
+    numerics, config = taken(mesh, allow_different_bits=True)
+    numerics.agree(config, ranks)
+    numerics.agree(config, ranks)
     told = capsys.readouterr().err
     assert told.count("Zen on rank 1") == 1
-    assert len(bits.changes) == 1
+    assert len(numerics.changes) == 1
 
 
 def test_a_model_that_rounds_where_stages_meet_is_refused(mesh, capsys):
@@ -253,5 +253,5 @@ def test_the_record_of_a_run_has_them(mesh, tmp_path):
     problem = mpishard.OptimizationProblem(function, np.ones(3), 4, 4, steps=1, micro_batch_size=2)
     optimizer.optimize(problem, progress=False, record=mpishard.RunRecord(tmp_path, mesh))
     (line,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
-    assert line["arithmetic"] == {**arithmetic(), **optimizer.state.binding.bits.own}
+    assert line["arithmetic"] == {**arithmetic(), **optimizer.state.binding.numerics.own}
     assert line["arithmetic"]["micro_batch_size"] == "2"

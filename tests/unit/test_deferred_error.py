@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm import axis as axis_module
-from mpishard.comm.agreement import HeldError
+from mpishard.comm.agreement import DeferredError
 from mpishard.comm.axis import Axis
 from mpishard.elastic.loop import ElasticLoop
 
@@ -30,18 +30,18 @@ class TwoRanks:
 
 @pytest.mark.parametrize("error", [KeyError("no data"), SystemExit(3)], ids=["error", "exit"])
 def test_an_error_waits_for_the_others(error):
-    held = HeldError(TwoRanks(), transactional=False)
-    with held.holding():
+    deferred = DeferredError(TwoRanks(), transactional=False)
+    with deferred.capture():
         raise error
-    assert held.error is error
+    assert deferred.error is error
     with pytest.raises(type(error)) as raised:
-        held.raise_on_all()
-    assert raised.value is error and held.error is None
+        deferred.raise_on_all()
+    assert raised.value is error and deferred.error is None
 
 
 def test_all_ranks_end_with_the_code_of_one(capfd):
     with pytest.raises(SystemExit) as raised:
-        HeldError(TwoRanks(), transactional=False).raise_on_all()
+        DeferredError(TwoRanks(), transactional=False).raise_on_all()
     assert raised.value.code == 3
     assert "rank 1 called sys.exit in the run; all ranks end with its code 3" in capfd.readouterr().err
 
@@ -56,7 +56,7 @@ def test_other_ranks_say_where_one_has_failed():
     other = TwoRanks()
     other.name, other.allgather_object = "world", gathered
     with pytest.raises(RuntimeError, match="^rank 1 of axis 'world': KeyError: 'no data'") as raised:
-        HeldError(other, transactional=False).raise_on_all()
+        DeferredError(other, transactional=False).raise_on_all()
     (note,) = raised.value.__notes__
     assert (
         note.startswith("On rank 1:\n") and f'File "{__file__}"' in note and note.endswith('raise KeyError("no data")')
@@ -69,9 +69,9 @@ def test_without_an_error_nobody_meets():
     """In an elastic run `meet` sends the spares an order to fail, and a loss may be NaN without an error."""
     both_fine = TwoRanks()
     both_fine.all_reduce = lambda buffer, op, label: buffer
-    held = HeldError(both_fine, transactional=True)
-    held.meet = lambda: pytest.fail("no rank has failed")
-    held.raise_on_all()
+    deferred = DeferredError(both_fine, transactional=True)
+    deferred.meet = lambda: pytest.fail("no rank has failed")
+    deferred.raise_on_all()
 
 
 def test_what_cannot_wait_is_raised_at_once(monkeypatch):
@@ -80,16 +80,16 @@ def test_what_cannot_wait_is_raised_at_once(monkeypatch):
         (MPI.Exception(MPI.ERR_OTHER), True),
         (KeyboardInterrupt(), True),
     ):
-        held = HeldError(TwoRanks(), transactional=False)
-        with pytest.raises(type(error)), held.holding(alone):
+        deferred = DeferredError(TwoRanks(), transactional=False)
+        with pytest.raises(type(error)), deferred.capture(alone):
             raise error
-        assert held.error is None
-    held = HeldError(Axis.single(), transactional=False)
-    with pytest.raises(KeyError), held.holding():
+        assert deferred.error is None
+    deferred = DeferredError(Axis.single(), transactional=False)
+    with pytest.raises(KeyError), deferred.capture():
         raise KeyError("no data")
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
-    held = HeldError(TwoRanks(), transactional=True)
-    with pytest.raises(KeyError), held.holding():
+    deferred = DeferredError(TwoRanks(), transactional=True)
+    with pytest.raises(KeyError), deferred.capture():
         raise KeyError("a death")
 
 
