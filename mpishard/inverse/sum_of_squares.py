@@ -194,9 +194,9 @@ def least_squares(
     >>> import numpy as np
     >>> def rosenbrock(x):
     ...     return np.array([10 * (x[1] - x[0] ** 2), 1 - x[0]])
-    >>> result = least_squares(rosenbrock, [-1.2, 1.0], bounds=([-2, 1.5], 2), jac="3-point")
+    >>> result = least_squares(rosenbrock, [2.0, 2.0], bounds=([-2, 1.5], np.inf), jac="3-point")
     >>> [round(float(each), 3) for each in result.x]
-    [1.223, 1.5]
+    [1.224, 1.5]
     """
     problem: Exception | None = None
     settings: _Settings | None = None
