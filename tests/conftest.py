@@ -30,7 +30,7 @@ QUIET = 2.0  # seconds after which a failed rank that is still alone says so its
 WHOLE = 3
 # Which third of the tests a run with --third has: 0, 1 or 2; else it has all.  Those of three days in turn have all.
 THIRD = os.environ.get("MPISHARD_TEST_THIRD", "all")
-SHARE = 3  # a sample has one of this many variants of a test
+SHARE = 3  # a sample has one of this many variants of a test, of 8 ranks, where each takes longest, half as many,
 # and in half of the places, which take about as long as the other half.
 HALVES = [
     {("MPICH", 8), ("Open MPI", 4), ("MPICH", 1), ("Open MPI", 2)},
@@ -223,7 +223,7 @@ def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False
             kept.update(every_third if short else set(names) - every_third)
         elif where in HALVES[number % 2]:
             names.sort(key=lambda name: zlib.crc32(f"{where} {name}".encode()))
-            kept.update(names[: -(-len(names) // SHARE)])
+            kept.update(names[: -(-len(names) // (2 * SHARE if ranks == 8 else SHARE))])
     return kept
 
 
