@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import linecache
 import opcode
 import os
 import re
@@ -115,7 +116,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
     report = traceback.TracebackException(type(error), error, trace)
     left_out = 0
     if os.environ.get(_FULL, "0") in ("", "0"):
-        left_out = sum(_shorten(each, of) for each, of in _chain(report, error, trace))
+        left_out = sum(_shorten(each, of) for each, of in _chain(report, error))
     some = "1 frame of mpishard is" if left_out == 1 else f"{left_out} frames of mpishard are"
     note = f"({some} left out; {_FULL}=1 shows all)\n" if left_out else ""
     return note + "".join(report.format())
@@ -127,7 +128,7 @@ def in_users_code(error: BaseException) -> str:
     report = traceback.TracebackException(type(error), error, trace)
     if trace is None or not any(_are_users(report.stack)):
         return ""
-    _shorten(report, (error, trace))
+    _shorten(report, error)
     return "".join(traceback.StackSummary.from_list(report.stack[-10:]).format())
 
 
@@ -155,20 +156,19 @@ def innermost(frame: FrameType | None, most: int) -> list[traceback.FrameSummary
 
 
 def _chain(
-    report: traceback.TracebackException | None, error: BaseException | None, trace: TracebackType | None
-) -> Iterator[tuple[traceback.TracebackException, tuple[BaseException, TracebackType]]]:
-    """A report and those of the causes and contexts of its error, each with its error and traceback."""
+    report: traceback.TracebackException | None, error: BaseException | None
+) -> Iterator[tuple[traceback.TracebackException, BaseException]]:
+    """A report and those of the causes and contexts of its error, each with its error."""
     if report is None or error is None:
         return
-    if trace is not None:
-        yield report, (error, trace)
-    for also, origin in ((report.__cause__, error.__cause__), (report.__context__, error.__context__)):
-        yield from _chain(also, origin, None if origin is None else origin.__traceback__)
+    if report.stack:
+        yield report, error
+    yield from _chain(report.__cause__, error.__cause__)
+    yield from _chain(report.__context__, error.__context__)
 
 
-def _shorten(report: traceback.TracebackException, of: tuple[BaseException, TracebackType]) -> int:
+def _shorten(report: traceback.TracebackException, error: BaseException) -> int:
     """Drop frames of mpishard; returns their number."""
-    error, trace = of
     ours = [frame.filename.startswith(_PACKAGE) for frame in report.stack]
     users = _are_users(report.stack)
     last = max((index for index, is_users in enumerate(users) if is_users), default=None)
@@ -176,7 +176,7 @@ def _shorten(report: traceback.TracebackException, of: tuple[BaseException, Trac
         return 0
     keep = [not inside for inside in ours]
     if any(ours[last:]):
-        if not ours[-1] or not _raises(error, trace):
+        if not ours[-1] or not _raises(error, report.stack[-1]):
             return 0
         keep[-1] = True
     report.stack[:] = [frame for frame, kept in zip(report.stack, keep, strict=True) if kept]
@@ -188,12 +188,10 @@ def _are_users(stack: traceback.StackSummary) -> list[bool]:
     return [not frame.filename.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) for frame in stack]
 
 
-def _raises(error: BaseException, trace: TracebackType) -> bool:
-    """Return True if the innermost frame of a traceback stands at a ``raise``."""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    operation = opcode.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
-    return operation == "RAISE_VARARGS" and not isinstance(error, AssertionError)
+def _raises(error: BaseException, frame: traceback.FrameSummary) -> bool:
+    """Return True if a frame stands at a ``raise``, not within the expression that it raises."""
+    line = linecache.getline(frame.filename, frame.lineno or 0)
+    return line[frame.colno or 0 :].startswith("raise ") and not isinstance(error, AssertionError)
 
 
 # The exit code that shells give to a program ended by Ctrl-C.

@@ -64,6 +64,21 @@ def test_a_fault_inside_of_mpishard_is_told_whole(monkeypatch):
     assert len(files) > 5
 
 
+@pytest.mark.parametrize(
+    ("line", "frames"), [("raise ValueError(what)", 1), ("raise ValueError(what[9])", 2), ("what[9]", 2)]
+)
+def test_a_fault_in_the_words_of_a_refusal_is_told_whole(line, frames, tmp_path, monkeypatch):
+    inside, between = tmp_path / "inside.py", tmp_path / "between.py"
+    inside.write_text(f"def refuse(what):\n    {line}\n")
+    between.write_text("def check(refuse):\n    refuse([])\n")
+    monkeypatch.setattr("mpishard.launch.script._PACKAGE", str(tmp_path))
+    functions: dict = {}
+    for path in (inside, between):
+        exec(compile(path.read_text(), path, "exec"), functions)
+    _, files = text_and_files(functions["check"], functions["refuse"])
+    assert [file for file in files if file.startswith(str(tmp_path))] == [str(between), str(inside)][-frames:]
+
+
 def test_whole_if_asked_for(monkeypatch):
     monkeypatch.setenv("MPISHARD_TRACEBACK", "1")
     text, files = text_and_files(refused)
