@@ -26,11 +26,19 @@ import numpy as np
 from mpishard.arguments import printable
 from mpishard.backend.array import FLOATS
 from mpishard.checkpoint import disk
-from mpishard.checkpoint import manifest as manifests
 from mpishard.checkpoint.disk import unlinked
-from mpishard.checkpoint.folder import Unfinished, named_step, provisional, publish, published
+from mpishard.checkpoint.folder import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Unfinished,
+    hash_file,
+    named_step,
+    provisional,
+    publish,
+    published,
+)
 from mpishard.checkpoint.index import write_index
-from mpishard.checkpoint.manifest import FileEntry, Manifest
 from mpishard.checkpoint.pieces import (
     INDEX,
     USER_BLOCK,
@@ -138,7 +146,7 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
     pieces: list[StoredPiece] = []
     with provisional(target, total_bytes(source, source.kinds)) as path:
         disk.make_folder(path)
-        with disk.hold(path / manifests.NAME) as held:
+        with disk.hold(path / MANIFEST) as held:
             for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
                 layout = cut_holding(whole, [bounds])
                 parts = [_Part(source, (kind, piece.name, piece.box)) for kind in source.kinds for piece in layout]
@@ -158,7 +166,7 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
             entries = {}
             for name in sorted({piece.file for piece in pieces} | {INDEX}):
                 disk.sync(path / name)
-                entries[name] = FileEntry(*manifests.hash_file(path / name))
+                entries[name] = FileEntry(*hash_file(path / name))
             publish(Unfinished(path, target, id, generation, held), Manifest(id, generation, step, entries))
 
 

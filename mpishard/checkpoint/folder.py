@@ -2,23 +2,200 @@
 
 A checkpoint is written in a folder whose name begins with ``.unfinished``, and renamed when every byte of it is on the
 disk.  So a folder with the name of a checkpoint was whole once.  Old ones are renamed before they are removed.
+
+The manifest of a checkpoint lists its files; with it damage is found before HDF5 opens a file.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from mpishard.checkpoint import disk
-from mpishard.checkpoint import manifest as manifests
-from mpishard.checkpoint.manifest import Manifest
+from mpishard.checkpoint.pieces import INDEX, Readers, pieces_file
+from mpishard.io import files
+
+# -- the manifest ------------------------------------------------------------------------------------------------------
+#
+# HDF5 reads the fill value where a piece of a virtual data set is missing, accepts changed or exchanged pieces, and can
+# hang on a corrupt file.  The manifest has the size and hash of every file, and a hash of itself.  A text that is not
+# the canonical encoding of its content is rejected, so that every flipped bit is found.
+
+MANIFEST = "manifest.json"
+
+_FORMAT = "mpishard checkpoint"
+_VERSION = 1
+# Bytes that are read and hashed at once: they stay in the cache of a core, and suffice to leave the interpreter's lock.
+_BLOCK = 2**18
+_HASH = "xxh3_128"
+_HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_FILE = re.compile(r"index\.h5|pieces-\d{5,}\.h5", re.ASCII)
+# The first bytes of a file of a checkpoint: the id of the checkpoint, and the writer of the pieces.
+_LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
+_LARGEST = 2**28
+
+
+def hash_file(path: Path) -> tuple[int, str]:
+    """The size of a file and the xxh3_128 of its content, in hex."""
+    hasher, size = xxhash.xxh3_128(), 0
+    block = memoryview(bytearray(_BLOCK))
+    with io.FileIO(files.open_to_read(path)) as file:
+        while count := file.readinto(block):
+            hasher.update(block[:count])
+            size += count
+    return size, hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and hash of a file."""
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The list of the files of a checkpoint."""
+
+    id: str  # 32 random hexadecimal digits, with which the files of the checkpoint begin
+    generation: int  # larger than that of any other checkpoint in the folder at the time of the save
+    step: int
+    files: Mapping[str, FileEntry]  # all but the manifest, by name
+
+    def encode(self) -> bytes:
+        """The manifest as canonical JSON with its own hash."""
+        said: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "id": self.id,
+            "generation": self.generation,
+            "step": self.step,
+            "files": {name: {"size": entry.size, _HASH: entry.xxh3_128} for name, entry in self.files.items()},
+        }
+        said[_HASH] = xxhash.xxh3_128(_canonical(said)).hexdigest()
+        return _canonical(said)
+
+
+def _canonical(said: Any) -> bytes:
+    return (json.dumps(said, sort_keys=True, indent=1) + "\n").encode()
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Decode the result of `Manifest.encode`; ValueError if a single bit differs, or it is of a later version."""
+    try:
+        said = json.loads(data)
+        version = said["version"] if said["format"] == _FORMAT else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError("damaged, or no manifest of an mpishard checkpoint") from None
+    if isinstance(version, int) and version > _VERSION:
+        raise ValueError(f"of version {version}; this mpishard reads version {_VERSION}, a later one reads it")
+    try:
+        files = {name: FileEntry(entry["size"], entry[_HASH]) for name, entry in said["files"].items()}
+        manifest = Manifest(said["id"], said["generation"], said["step"], files)
+        numbers = [manifest.generation, manifest.step, *(entry.size for entry in files.values())]
+        sound = (
+            manifest.encode() == data
+            and all(type(number) is int and number >= 0 for number in numbers)
+            and all(_FILE.fullmatch(name) for name in files)
+            and all(_HEX.fullmatch(digits) for digits in (manifest.id, *(each.xxh3_128 for each in files.values())))
+            and INDEX in files
+        )
+    except (TypeError, KeyError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise ValueError("damaged: it differs from what was written")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; ValueError if it is missing, cannot be read or is damaged."""
+    path = folder / MANIFEST
+    try:
+        data = files.read(path, _LARGEST, links=False)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        return decode_manifest(data)
+    except ValueError as error:
+        raise ValueError(f"{path} is {error}") from None
+
+
+def share_of_files(manifest: Manifest, rank: int, ranks: int) -> list[str]:
+    """The files that a rank checks: about as many bytes as other ranks, and about those that it will read.
+
+    Writers and readers are ranks in one order, so that their parts of the model are, too.
+    """
+    total = sum(entry.size for entry in manifest.files.values()) or 1
+    found, before = [], 0
+    for name in sorted(manifest.files, key=lambda name: (len(name), name)):
+        size = manifest.files[name].size
+        if (2 * before + size) * ranks // (2 * total + 1) == rank:
+            found.append(name)
+        before += size
+    return found
+
+
+def manifest_problems(
+    folder: Path, manifest: Manifest, names: Iterable[str] | None = None, readers: Readers | None = None
+) -> list[str]:
+    """A text for each problem with some files of a checkpoint, by default all; hashes every byte, without HDF5."""
+
+    def of(name: str) -> str:
+        return _problem(folder / name, manifest.files[name], manifest.id)
+
+    names = manifest.files if names is None else names
+    found = map(of, names) if readers is None else readers.map(of, names)
+    return [problem for problem in found if problem]
+
+
+def _problem(path: Path, entry: FileEntry, id: str) -> str:
+    try:
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode):
+            what = "a link that may lead elsewhere" if stat.S_ISLNK(about.st_mode) else "no file"
+            return f"{path} is {what}"
+        if about.st_size != entry.size:
+            how = "cut short" if about.st_size < entry.size else "too long"
+            return f"{path} is {how}: {about.st_size} bytes of {entry.size}"
+        if hash_file(path) == (entry.size, entry.xxh3_128):
+            return ""
+        return f"{path} is {_how_altered(path, id)}"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+
+
+def _how_altered(path: Path, id: str) -> str:
+    with io.FileIO(files.open_to_read(path)) as file:
+        label = _LABEL.match(file.read(512) or b"")
+    if label is None:
+        return "altered: its hash differs from the one in the manifest"
+    other = label[1].decode()
+    if other != id:
+        return f"stale: it belongs to the checkpoint {other}, this one is {id}"
+    whose = label[2]
+    if whose is not None and path.name != pieces_file(int(whose)):
+        return f"exchanged: it holds the pieces of rank {int(whose)}"
+    return "altered: its hash differs from the one in the manifest"
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
 
 LATEST, BEST = "latest", "best"
 
@@ -54,7 +231,7 @@ def candidates(run: Path) -> list[Candidate]:
     Only manifests are read.  A folder that is itself a checkpoint is the only candidate; one that does not exist has
     none.
     """
-    if (run / manifests.NAME).is_file():
+    if (run / MANIFEST).is_file():
         return [_candidate(run)]
     found = [_candidate(run / name) for name in _names(run) if _STEP.fullmatch(name) and (run / name).is_dir()]
     return sorted(found, key=_newest_first)
@@ -89,9 +266,9 @@ def best_step(run: Path) -> int:
 
 def _candidate(path: Path) -> Candidate:
     try:
-        manifest = manifests.read(path)
+        manifest = read_manifest(path)
         if named_step(path) not in (None, manifest.step):
-            raise ValueError(f"{path / manifests.NAME} is stale: it belongs to a checkpoint of step {manifest.step}")
+            raise ValueError(f"{path / MANIFEST} is stale: it belongs to a checkpoint of step {manifest.step}")
         return Candidate(path, manifest)
     except ValueError as error:
         return Candidate(path, None, str(error))
@@ -128,7 +305,7 @@ def sweep(folder: Path, names: str) -> None:
     left = re.compile(rf"{re.escape(_UNFINISHED)}({names})-[0-9a-f]{{8,32}}", re.ASCII)
     for path in (folder / name for name in _names(folder) if left.fullmatch(name)):
         with suppress(OSError):
-            held = path / manifests.NAME if path.is_dir() and not path.is_symlink() else path
+            held = path / MANIFEST if path.is_dir() and not path.is_symlink() else path
             if disk.abandoned(path, held):
                 disk.remove(path)
 
@@ -138,7 +315,7 @@ def begin(run: Path, step: int) -> Unfinished:
 
     Unfinished checkpoints of dead runs are removed.  ValueError if the folder is itself a checkpoint.
     """
-    if (run / manifests.NAME).is_file():
+    if (run / MANIFEST).is_file():
         raise ValueError("this is itself a checkpoint; save into the folder that it is in, or into another one")
     for folder in reversed([folder for folder in (run, *run.parents) if not folder.is_dir()]):
         with suppress(FileExistsError):  # another run begins, too
@@ -157,7 +334,7 @@ def begin(run: Path, step: int) -> Unfinished:
     others = frozenset(candidate.manifest.id for candidate in known if candidate.manifest)
     disk.make_folder(path)
     try:
-        held = disk.hold(path / manifests.NAME)
+        held = disk.hold(path / MANIFEST)
     except OSError:
         disk.remove(path)
         raise
@@ -169,7 +346,7 @@ def publish(unfinished: Unfinished, manifest: Manifest) -> None:
     path, run = unfinished.path, unfinished.path.parent
     assert unfinished.held is not None
     disk.write(unfinished.held, manifest.encode())
-    disk.sync(path / manifests.NAME)
+    disk.sync(path / MANIFEST)
     disk.sync(path)
     disk.rename(path, unfinished.target)
     disk.sync(run)

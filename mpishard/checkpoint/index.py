@@ -39,8 +39,8 @@ from mpishard.checkpoint.pieces import (
     refusing,
     writer_of,
 )
-from mpishard.io import hdf5, virtual_datasets
-from mpishard.io.virtual_datasets import VirtualDataset, VirtualSource
+from mpishard.io import hdf5
+from mpishard.io.hdf5 import VirtualDataset, VirtualSource
 from mpishard.layout.boxes import Box, box_size, run_start, whole_box
 from mpishard.layout.run_state import link_name
 from mpishard.version import VERSION as MPISHARD_VERSION
@@ -96,7 +96,7 @@ def write_index(
 
     def add_tensors(disk: DiskFile) -> None:
         added = _virtual_datasets(tensors, kinds, by_tensor)
-        virtual_datasets.fill_groups(disk, [(groups[kind], kinds[kind], each) for kind, each in added if each])
+        hdf5.fill_groups(disk, [(groups[kind], kinds[kind], each) for kind, each in added if each])
 
     with new_file(path, index_mark(id), finish=add_tensors) as (h5, disk):
         h5.attrs.update(format=_FORMAT, version=VERSION, mpishard_version=MPISHARD_VERSION, id=id)
@@ -110,7 +110,7 @@ def write_index(
                 h5.attrs[name] = value
         for name, text in texts.items():
             h5.create_dataset(f"json/{name}", data=text, dtype=h5py.string_dtype())
-        groups |= {kind: virtual_datasets.group_address(h5.create_group(kind)) for kind in kinds}
+        groups |= {kind: hdf5.group_address(h5.create_group(kind)) for kind in kinds}
         disk.check()
 
 

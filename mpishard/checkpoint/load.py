@@ -14,16 +14,15 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
-from mpishard.checkpoint import folder, manifest
+from mpishard.checkpoint import folder
 from mpishard.checkpoint.folder import Candidate
-from mpishard.checkpoint.pieces import Contents, PieceRange, PieceReader, StoredPiece
+from mpishard.checkpoint.pieces import Contents, PieceRange, PieceReader, Readers, StoredPiece
 from mpishard.checkpoint.save import gather_lists, share
 from mpishard.checkpoint.verify import validate
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard
-from mpishard.io.readers import Readers
 from mpishard.layout.boxes import Box, box_size, inside, intersect, run_start
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 from mpishard.layout.tensors import LocalLayout, Piece
@@ -260,7 +259,7 @@ def _find(run: Path, axis: Axis) -> tuple[list[Candidate], list[str]]:
     shared = share(axis, shared)
     if shared["error"] is not None:
         raise OSError(shared["error"][0], f"cannot look for checkpoints in {run}: {shared['error'][1]}")
-    known = [Candidate(run / name, manifest.decode(text.encode())) for name, text in shared["listed"]]
+    known = [Candidate(run / name, folder.decode_manifest(text.encode())) for name, text in shared["listed"]]
     return known, shared["problems"]
 
 

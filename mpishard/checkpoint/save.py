@@ -28,10 +28,9 @@ from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.backend.kinds import backend_of
 from mpishard.backend.streams import copy_together
-from mpishard.checkpoint import disk, folder, manifest
-from mpishard.checkpoint.folder import Retained, Unfinished
+from mpishard.checkpoint import disk, folder
+from mpishard.checkpoint.folder import FileEntry, Manifest, Retained, Unfinished
 from mpishard.checkpoint.index import write_index
-from mpishard.checkpoint.manifest import FileEntry, Manifest
 from mpishard.checkpoint.pieces import INDEX, PieceValues, pieces_file, stored, write_pieces
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import Request
@@ -399,9 +398,9 @@ def _to_disk(path: Path) -> FileEntry:
         beside.start()
     except RuntimeError:  # the interpreter is about to end and starts no more threads
         sync()
-        return FileEntry(*manifest.hash_file(path))
+        return FileEntry(*folder.hash_file(path))
     try:
-        return FileEntry(*manifest.hash_file(path))
+        return FileEntry(*folder.hash_file(path))
     finally:
         beside.join()
         if failed:

@@ -11,13 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from mpishard.checkpoint import folder as folders
-from mpishard.checkpoint import manifest as manifests
 from mpishard.checkpoint.archives import Source, Stored, blocks
-from mpishard.checkpoint.folder import Candidate
+from mpishard.checkpoint.folder import MANIFEST, Candidate, Manifest, manifest_problems, read_manifest, share_of_files
 from mpishard.checkpoint.index import check_virtual_datasets, read_index
-from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.pieces import INDEX, Contents, damages
-from mpishard.io.readers import Readers
+from mpishard.checkpoint.pieces import INDEX, Contents, Readers, damages
 
 _MOST_NAMES = 5
 
@@ -129,7 +126,7 @@ class Examination:
 
 def is_checkpoint(path: Path) -> bool:
     """Return True if a folder is one checkpoint, whole or damaged, rather than a folder of several."""
-    return any((path / name).is_file() for name in (manifests.NAME, INDEX)) or any(path.glob("pieces-*.h5"))
+    return any((path / name).is_file() for name in (MANIFEST, INDEX)) or any(path.glob("pieces-*.h5"))
 
 
 def found_at(path: Path) -> list[Candidate]:
@@ -150,7 +147,7 @@ def found_at(path: Path) -> list[Candidate]:
     found = folders.candidates(path)
     if not found and is_checkpoint(path):
         try:
-            return [Candidate(path, manifests.read(path))]
+            return [Candidate(path, read_manifest(path))]
         except ValueError as error:
             return [Candidate(path, None, str(error))]
     if not found:
@@ -194,8 +191,8 @@ def validate(
     if manifest is None:
         return Examination(folder, None, None, (candidate.problem,))
     contents = None
-    problems = agree(manifests.problems(folder, manifest, manifests.share(manifest, rank, ranks), readers))
-    if not problems or (kinds is None and not manifests.problems(folder, manifest, [INDEX])):
+    problems = agree(manifest_problems(folder, manifest, share_of_files(manifest, rank, ranks), readers))
+    if not problems or (kinds is None and not manifest_problems(folder, manifest, [INDEX])):
         found = []
         try:
             contents = _contents(folder, manifest)

@@ -15,7 +15,7 @@ from mpishard.cli.estimate_text import console, new_table, print_table, seconds,
 from mpishard.cli.figure import BLUE, GREEN, ORANGE, PINK, RED, check_format, save
 from mpishard.comm.mesh import Mesh
 from mpishard.estimate import MachineProfile, measure
-from mpishard.estimate.collectives import Timing, measure_collectives
+from mpishard.estimate.benchmark import Timing, measure_collectives
 
 
 def bench(

@@ -17,7 +17,7 @@ from mpishard.cli.estimate_startup import estimate_startup
 from mpishard.cli.estimate_text import console, details, new_table, overview, size
 from mpishard.cli.machine import Network, Speeds
 from mpishard.estimate import TYPICAL, Cluster, Workload, layouts, model_state_bytes, table
-from mpishard.estimate.zero import STAGES
+from mpishard.estimate.layouts import STAGES
 from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
 from mpishard.pipeline.schedule import SCHEDULES
 

@@ -2,7 +2,7 @@
 
 A rank with an uncaught exception prints its traceback and aborts the job. Under Open MPI's ULFM MPI informs the others
 only of a rank that a signal kills, not of ``MPI_Abort`` or an exit code (5.0.11, 4 ranks): a rank that aborts the job
-kills itself, and the informed ranks do the same; see `mpishard.comm.exits` for exits in `fail_alone`.
+kills itself, and the informed ranks do the same.
 
 The death monitor, a process next to the ranks, reports which rank died first: MPICH's launcher kills the others within
 a millisecond and then names a process, not always that one. It ends when the first of its sockets to the ranks closes
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -28,10 +29,66 @@ from typing import ClassVar, NoReturn, Protocol
 from mpi4py import MPI
 
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.exits import die_at_exit
 from mpishard.comm.ledger import Ledger
 from mpishard.launch.job_notes import ALIKE
 from mpishard.launch.script import INTERRUPTED, describe
+
+# Makes an exit of this process a death by a signal, of which ULFM informs the other ranks.
+#
+# At an exit with a code other than 0, the launcher of Open MPI 5 reports PMIX_ERR_EXIT_NONZERO_TERM.  MPI does not
+# listen to that event, so survivors that share memory with the rank wait for ever.  The launcher also counts the rank
+# twice, and ends the job once it has counted as many ended ranks as there were (5.0.11).  MPI does listen to the event
+# of a rank that a signal kills, and that is counted once.
+#
+# Covered are ``os._exit``, and C's ``exit``, which libraries call, as does Fortran's ``STOP``.  C's ``_exit`` is not.
+
+_SIG_DFL, _SIG_IGN = 0, 1  # <signal.h>
+
+
+def die_at_exit(wanted: bool) -> None:
+    """Set whether an exit of this process is a death by a signal; forks of it exit as usual."""
+    if wanted and not isinstance(os._exit, _FatalExit):
+        os._exit = _FatalExit()
+    elif not wanted and isinstance(os._exit, _FatalExit):
+        os._exit = os._exit.really_exit
+    if wanted != _CExit.is_deadly and hasattr(signal, "SIGRTMIN"):  # macOS has none
+        _CExit.make_deadly(wanted)
+
+
+class _FatalExit:
+    """Replaces ``os._exit``."""
+
+    def __init__(self) -> None:
+        self._rank, self.really_exit = os.getpid(), os._exit
+
+    def __call__(self, status: int) -> NoReturn:
+        if os.getpid() == self._rank:
+            os.kill(self._rank, signal.SIGKILL)
+        self.really_exit(status)
+
+
+class _CExit:
+    """C's ``exit`` raises a signal, which ends this process unless it is ignored.
+
+    C calls ``raise`` without Python: the interpreter may have ended.
+    """
+
+    is_deadly: ClassVar[bool] = False
+    _raises: ClassVar[bool] = False
+
+    @classmethod
+    def make_deadly(cls, deadly: bool) -> None:
+        library, number = ctypes.CDLL(None), signal.SIGRTMIN + 6
+        # Python's own function is for the main thread only.
+        library.signal(number, ctypes.c_void_p(_SIG_DFL if deadly else _SIG_IGN))
+        cls.is_deadly = deadly
+        if not cls._raises:
+            cls._raises = True
+            os.register_at_fork(after_in_child=lambda: cls.make_deadly(False))
+            library["__cxa_atexit"](ctypes.cast(library["raise"], ctypes.c_void_p), ctypes.c_void_p(number), None)
+
+
+# -- the death monitor -------------------------------------------------------------------------------------------------
 
 # A process next to the ranks of a node that reports which rank died first.
 
@@ -171,7 +228,7 @@ class DeathMonitor:
             self._socket = None
 
 
-# Ends the job when a rank fails, so that no rank waits for ever for it, and reports which rank failed.
+# -- uncaught exceptions -----------------------------------------------------------------------------------------------
 
 # How long other ranks leave to the first to report an error that all have; it ends them by then.
 FIRST_S = 1.0

@@ -18,8 +18,7 @@ from mpi4py import MPI
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.mesh import ModelParallelGroup
-from mpishard.comm.mesh_facts import in_words
+from mpishard.comm.mesh import ModelParallelGroup, in_words
 from mpishard.launch.job_notes import raised_by_all
 
 _MOST_SHOWN = 4

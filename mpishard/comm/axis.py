@@ -10,9 +10,8 @@ from mpi4py import MPI
 
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.channel import NOTHING
+from mpishard.comm.channel import NOTHING, Family
 from mpishard.comm.communicator import Communicator
-from mpishard.comm.family import Family
 from mpishard.comm.ledger import Ledger
 from mpishard.io import log
 from mpishard.launch.job_notes import ECHO, raised_by_all

@@ -16,11 +16,18 @@ from mpishard.backend import array as arrays
 from mpishard.comm.capabilities import probe
 from mpishard.comm.channel import OPS, Channel, Fields, Request
 from mpishard.comm.deferred import DEFERRED
-from mpishard.comm.deferred_request import DeferredRequest
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
-from mpishard.comm.staged_collectives import HostCalls, Runs, StagedCollectives
-from mpishard.comm.staged_request import StagedPiece, StagedRequest
-from mpishard.comm.staging import is_staged, stage_in, stage_out
+from mpishard.comm.staging import (
+    DeferredRequest,
+    HostCalls,
+    Runs,
+    StagedCollectives,
+    StagedPiece,
+    StagedRequest,
+    is_staged,
+    stage_in,
+    stage_out,
+)
 from mpishard.layout.boxes import counts as run_lengths
 from mpishard.layout.boxes import split, starts_of
 

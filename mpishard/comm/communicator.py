@@ -14,13 +14,11 @@ from typing import Any
 from mpi4py import MPI
 
 from mpishard.comm.call_matching import CallMatching
-from mpishard.comm.channel import NOTHING, OPS, Channel, Request
+from mpishard.comm.channel import NOTHING, OPS, Channel, Family, Request
 from mpishard.comm.collectives import Collectives, PointToPoint
 from mpishard.comm.deferred import DEFERRED
-from mpishard.comm.family import Family
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
-from mpishard.comm.nccl import NcclLink
-from mpishard.comm.nccl_collectives import NcclCollectives
+from mpishard.comm.nccl import NcclCollectives, NcclLink
 
 Array = Any
 Counts = Sequence[int] | None
@@ -55,7 +53,7 @@ class Communicator:
     calls do not match.
 
     Device arrays travel in pieces through the host, unless MPI takes them itself.  Their results are in stream order,
-    and a started call does not wait for the device.  `mpishard.comm.staged_collectives` says which ranks may then have
+    and a started call does not wait for the device.  `mpishard.comm.staging` says which ranks may then have
     a NumPy array, and `mpishard.comm.collectives` where MPI takes them.  The two buffers of a call may overlap: what
     MPI reads is then copied first.
 

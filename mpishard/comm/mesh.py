@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -19,22 +21,179 @@ from mpi4py import MPI
 
 from mpishard.arguments import flag, shown
 from mpishard.backend.process import limit_blas_threads
-from mpishard.backend.products.choice import Common
+from mpishard.backend.products import choice
+from mpishard.backend.products.choice import VARIABLE, Choice, Common, Status
+from mpishard.backend.products.libraries import TAKES, loadable, multiplies_bfloat16
 from mpishard.comm.abort import abort_on_exception, start_mpi
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import agree_on_device_buffers, heals_in_place
+from mpishard.comm.channel import CommunicatorsExhaustedError, Family
 from mpishard.comm.deferred import flush
-from mpishard.comm.family import CommunicatorsExhaustedError, Family
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.mesh_facts import exchange_facts
-from mpishard.comm.product_choice import agree_on_products
+from mpishard.comm.nccl import COLLECTIVES
 from mpishard.comm.watchdog import Watchdog, arrival
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
+from mpishard.launch.job_notes import ECHO, raised_by_all
 from mpishard.layout.tensors import ModelParallelRank
+from mpishard.version import VERSION
 
 Array = Any
 
+
+# The facts that ranks of a new mesh exchange at once, and the error that all of them raise if they differ.
+
+_MOST_SHOWN = 4
+
+
+def exchange_facts(
+    world: MPI.Intracomm, node: int, collectives: Any, sizes: str, family: Family, problem: Exception | None
+) -> tuple[list[int], Exception | None]:
+    """Exchange the facts of this rank with the other ranks of a mesh, and compare. Collective over `world`.
+
+    The family gets its name, and meshes that all of their ranks have dropped are freed. `node` is the first rank that
+    shares memory with this one; `problem` is why this rank cannot have such a mesh. Returns `node` by rank, and what to
+    raise, on every rank, if the ranks cannot share a mesh.
+    """
+    # The version comes first: another version may send something else after it.
+    text = None if problem is None else str(problem)
+    facts = allgather_values(world, (VERSION, node, collectives, sizes, text, family.own_name, Family.orphans()))
+    error = _unlike_versions(world, [version for version, *_ in facts])
+    if error is not None:
+        return [], raised_by_all(error, world.size)
+    _, nodes, all_collectives, all_sizes, problems, names, orphans = zip(*facts, strict=True)
+    family.name = family.name or names[0]
+    Family.free_orphans(orphans)
+    first = next((rank for rank, text in enumerate(problems) if text is not None), None)
+    if first is None:
+        error = _unlike_collectives(all_collectives) or _unlike_sizes(all_sizes)
+        return list(nodes), None if error is None else raised_by_all(error, world.size)
+    if problem is None:
+        problem = ValueError(f"rank {first}: {problems[first]}")
+        setattr(problem, ECHO, True)
+    elif len(set(problems)) == 1:
+        raised_by_all(problem, world.size)
+    return list(nodes), problem
+
+
+def _unlike_versions(world: MPI.Intracomm, by_rank: Sequence[str]) -> ValueError | None:
+    """The error if ranks run several versions of mpishard. Collective; ranks send their hosts only in that case."""
+    if len(set(by_rank)) == 1:
+        return None
+    hosts = allgather_values(world, platform.node())
+    shown = []
+    for version in dict.fromkeys(by_rank):
+        ranks = [rank for rank, each in enumerate(by_rank) if each == version]
+        on = list(dict.fromkeys(hosts[rank] for rank in ranks))
+        shown.append(f"{version} on {in_words('rank', ranks)} ({in_words('host', on)})")
+    return ValueError(
+        f"all ranks must have the same version of mpishard, but it is {', and '.join(shown)}; "
+        "install one version on every host, in the environment that the ranks start in"
+    )
+
+
+def _unlike_collectives(by_rank: Sequence[Any]) -> ValueError | None:
+    """The error if `collectives` of some rank is unknown or another than that of rank 0."""
+    for rank, each in enumerate(by_rank):
+        if each not in COLLECTIVES:
+            return ValueError(f'collectives={each!r} on rank {rank} must be "mpi" or "nccl"')
+        if each != by_rank[0]:
+            return ValueError(
+                f"collectives is {by_rank[0]!r} on rank 0 and {each!r} on rank {rank}; give the same on every rank"
+            )
+    return None
+
+
+def _unlike_sizes(by_rank: Sequence[str]) -> ValueError | None:
+    """The error if the mesh of some rank has other sizes than that of rank 0."""
+    for rank, each in enumerate(by_rank):
+        if each != by_rank[0]:
+            return ValueError(
+                f"the mesh is {by_rank[0]} on rank 0 and {each} on rank {rank}; give the same sizes on every rank"
+            )
+    return None
+
+
+def in_words(what: str, which: Sequence[Any]) -> str:
+    """Ranks or hosts as a text such as ``"ranks 0, 2"``, the first few by name; `what` is in the singular."""
+    shown = ", ".join(map(str, which[:_MOST_SHOWN]))
+    more = f" and {len(which) - _MOST_SHOWN} others" if len(which) > _MOST_SHOWN else ""
+    return f"{what}{'s' if len(which) > 1 else ''} {shown}{more}"
+
+
+# The agreement of ranks on the libraries that multiply matrices.
+
+# The mark of a rank without the variable that joins others; larger than all marks.
+_ANY = 2**40
+
+
+def agree_on_products(world: Axis, *, spawned: bool = False) -> Common:
+    """Multiply by the same libraries on all ranks from now on. Collective over `world`.
+
+    Only libraries of which all ranks have the same version are taken. The environment variable MPISHARD_PRODUCTS
+    decides which; without it the choice that was made on some rank stays, so that ranks that join (`spawned`) do as the
+    others do, and else rank 0 takes the fastest. Ranks that join need not have the variable: launchers do not pass all
+    variables on to processes that are spawned.
+
+    Returns what all ranks can multiply by. Raises ValueError on all ranks if the variable differs between ranks, cannot
+    be read, or names a library that some rank lacks.
+    """
+    forced, versions = choice.chosen_by_variable(), loadable()
+    marks = [_mark(f"{name} {versions[name]}") if name in versions else 0 for name in TAKES]
+    facts = np.array([*marks, multiplies_bfloat16(), _mark(forced)], np.int64)
+    made = world.rank if choice.is_made() else world.size
+    shared = np.array([made, *facts, *-facts])
+    follows = choice.is_for_now() and not forced
+    if follows:
+        shared[[facts.size, -1]] = _ANY
+    world.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MIN)
+    first_made, least, most = int(shared[0]), shared[1 : 1 + facts.size], -shared[1 + facts.size :]
+    source = first_made if first_made < world.size else 0
+    if 0 <= most[-1] != least[-1]:
+        texts = world.allgather_object(forced)
+        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        error = ValueError(
+            f"{VARIABLE} is {texts[0] or 'unset'} on rank 0 and {texts[other] or 'unset'} on rank {other}; "
+            "set it alike on all ranks, with the launcher's option for environment variables"
+        )
+        raise raised_by_all(error, world.size)
+    common = [name for name, low, high in zip(TAKES, least, most, strict=False) if low == high != 0]
+    if least[-1] not in (0, _ANY):
+        forced = world.comm.bcast(forced, source)
+        if follows:
+            os.environ[VARIABLE] = forced  # for the meshes to come
+        found = Choice.parse(forced)
+        if lacking := {*found.libraries.values()}.difference(common):
+            name = min(lacking)
+            error = ValueError(
+                f"{VARIABLE}={forced} wants {name}, but not every rank has the same version of it; "
+                f"pip install 'mpishard[{name}]' in the environment of all ranks, or unset {VARIABLE}"
+            )
+            raise raised_by_all(error, world.size)
+    elif common:
+        found = Choice.parse(world.comm.bcast(_own_text(common) if world.rank == source else "", source))
+    else:
+        found = Choice()
+    shared_by_all = Common(frozenset(common), bool(least[-2]))
+    status = Status.FOR_NOW if spawned and first_made == world.size else Status.MADE
+    choice.activate(found, common, bfloat16=shared_by_all.bfloat16, status=status)
+    return shared_by_all
+
+
+def _own_text(common: list[str]) -> str:
+    """The choice that was made on this rank, or else the fastest."""
+    if choice.is_made():
+        return str(choice.active())
+    from mpishard.backend.products.timing import fastest
+
+    return str(fastest(common))
+
+
+def _mark(text: str) -> int:
+    return zlib.crc32(text.encode()) + 1 if text else 0
+
+
+# -- the mesh ----------------------------------------------------------------------------------------------------------
 
 # Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
 CELL_OPTION = "mpishard_newcomer"

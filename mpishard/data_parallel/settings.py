@@ -30,7 +30,7 @@ from mpishard.io import log
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
-from mpishard.optim.live_values import LiveValues
+from mpishard.optim.rule import LiveValues
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
 

@@ -22,8 +22,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.io import files, log
-from mpishard.io.atomic_json import read_note, remove_notes, write_note
-from mpishard.io.files import NotPrivateError, opened, warn_of_writers
+from mpishard.io.files import NotPrivateError, opened, read_note, remove_notes, warn_of_writers, write_note
 from mpishard.io.log import warn
 from mpishard.launch.launchers import parse_hosts
 

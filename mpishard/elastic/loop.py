@@ -23,10 +23,9 @@ from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.membership import Membership, Order, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
-from mpishard.elastic.parts import Decisions, ElasticOptions, ElasticRun, WorkerMesh
 from mpishard.elastic.phases import Phase, PhaseEvent, next_phase
 from mpishard.elastic.requests import Recruiter
-from mpishard.elastic.resizing import Healing, Resizing
+from mpishard.elastic.resizing import Decisions, ElasticOptions, ElasticRun, Healing, Resizing, WorkerMesh
 from mpishard.elastic.transactions import Agreements, RunStatus, Transactions
 from mpishard.io import log
 from mpishard.layout.tensors import WHOLE

@@ -22,8 +22,8 @@ from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.elastic.membership import StoppedPeerMonitor, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
-from mpishard.elastic.parts import ElasticOptions
 from mpishard.elastic.requests import ResizeRequests, WorkerTarget
+from mpishard.elastic.resizing import ElasticOptions
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
 from mpishard.nn.architecture import MODEL, architecture_of

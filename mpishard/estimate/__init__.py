@@ -12,12 +12,11 @@
 import mpishard.comm  # noqa: F401  before MPI starts
 from mpishard.estimate.benchmark import measure
 from mpishard.estimate.estimates import Estimate, estimate, table
-from mpishard.estimate.layouts import Layout, layouts
+from mpishard.estimate.layouts import Layout, layouts, model_state_bytes
 from mpishard.estimate.many_ranks import Break, Cluster, Costs, StartParts, breaks, costs, measure_start
 from mpishard.estimate.memory import BatchShape, Workload
 from mpishard.estimate.profile import TYPICAL, Link, MachineProfile
-from mpishard.estimate.stages import Memory, StageEstimate
-from mpishard.estimate.zero import model_state_bytes
+from mpishard.estimate.times import Memory, StageEstimate
 
 __all__ = [
     "TYPICAL",

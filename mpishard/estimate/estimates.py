@@ -12,8 +12,7 @@ from mpishard.arguments import config_or_kwargs, reject_unknown
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.memory import BatchShape, Workload, virtual_stages_of
 from mpishard.estimate.profile import TYPICAL, MachineProfile
-from mpishard.estimate.stages import EstimateSettings, Memory, StageEstimate
-from mpishard.estimate.times import Times, makespan
+from mpishard.estimate.times import EstimateSettings, Memory, StageEstimate, Times, makespan
 from mpishard.nn.architecture import DecoderArchitecture
 
 

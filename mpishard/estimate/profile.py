@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.io import files
-from mpishard.io.atomic_json import parsed
+from mpishard.io.files import parsed
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 _VERSION = 1

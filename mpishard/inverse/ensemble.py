@@ -21,7 +21,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
-from mpishard.io.atomic_json import read_note, write_note
+from mpishard.io.files import read_note, write_note
 
 
 def map_runs(

@@ -10,9 +10,8 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.models import configuration_of, optimizer_for
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.jax.memory import array_module
 from mpishard.jax.optax_rule import rule_of
-from mpishard.jax.tree import TreeLeaves, TreeState
+from mpishard.jax.tree import TreeLeaves, TreeState, array_module
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 

@@ -17,11 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.jax.memory import as_array, as_jax, check_precision
-from mpishard.jax.tree import TreeLeaves
+from mpishard.jax.tree import TreeLeaves, as_array, as_jax, check_precision
 from mpishard.optim import Rule
-from mpishard.optim.parameter_groups import ParameterGroup
-from mpishard.optim.rule import LearningRate
+from mpishard.optim.rule import LearningRate, ParameterGroup
 
 Array = Any
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.io import log
-from mpishard.jax.memory import as_jax
-from mpishard.jax.tree import TreeLeaves, TreeState
+from mpishard.jax.tree import TreeLeaves, TreeState, as_jax
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpishard.io.atomic_json import read_note, remove_notes, write_note
+from mpishard.io.files import read_note, remove_notes, write_note
 
 E = TypeVar("E", bound=BaseException)
 

@@ -22,7 +22,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard
 from mpishard.io import files
-from mpishard.io.atomic_json import parsed
+from mpishard.io.files import parsed
 from mpishard.layout.boxes import Box, box_shape
 from mpishard.layout.run_state import PARAMETERS, Shard
 from mpishard.layout.tensors import LocalLayout, Piece, cut_holding

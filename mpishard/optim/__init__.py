@@ -1,7 +1,6 @@
 """Update rules, learning-rate schedules and loss scales.  No MPI."""
 
-from mpishard.optim.parameter_groups import ParameterGroup
-from mpishard.optim.rule import Rule
+from mpishard.optim.rule import ParameterGroup, Rule
 from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
 
 __all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Lion", "ParameterGroup", "RMSprop", "Rule"]

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.io.atomic_json import parsed
-from mpishard.io.files import open_to_append, open_to_read
+from mpishard.io.files import open_to_append, open_to_read, parsed
 
 _END = 65536
 _BLOCK = 2**20

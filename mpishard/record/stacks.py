@@ -24,8 +24,7 @@ from typing import IO, Any
 
 from mpishard.comm.ledger import Call
 from mpishard.comm.mesh import Mesh
-from mpishard.io.atomic_json import read_note, write_note
-from mpishard.io.files import create
+from mpishard.io.files import create, read_note, write_note
 from mpishard.launch.script import innermost, main_frame
 from mpishard.record.reading import PROCESSES, TRACE, Follower, Process, read_lines, state_here
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from runs import assert_is_at, at, check_load, check_nothing_unfinished, state, values, warns_on_rank_0
 
 from mpishard import Mesh
-from mpishard.checkpoint import Checkpoints, folder, manifest
+from mpishard.checkpoint import Checkpoints, folder
 from mpishard.checkpoint import save as saving
 from mpishard.checkpoint.save import Fault
 from mpishard.layout.run_state import Shard
@@ -331,8 +331,8 @@ def test_each_file_is_hashed_by_one_rank(mesh, run, single, monkeypatch):
     if mesh.rank == 0:
         with Checkpoints(run, single) as checkpoints:
             checkpoints.save(state(1))
-    hash_file, hashed = manifest.hash_file, []
-    monkeypatch.setattr(manifest, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
+    hash_file, hashed = folder.hash_file, []
+    monkeypatch.setattr(folder, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
     mesh.world.barrier()
     with Checkpoints(run, mesh) as checkpoints:
         check_load(checkpoints, 1)

@@ -13,7 +13,7 @@ import standin
 from mpishard import AdamW, HybridShardedOptimizer, Mesh, ShardingConfiguration
 from mpishard.backend import array as arrays
 from mpishard.estimate import estimate, measure
-from mpishard.estimate.collectives import measure_collectives
+from mpishard.estimate.benchmark import measure_collectives
 from mpishard.estimate.profile import OPERATIONS
 from mpishard.nn import GPT, Llama, products
 

@@ -182,7 +182,7 @@ def test_what_other_frameworks_are_handed(device, framework):
         jax = pytest.importorskip("jax", reason="JAX is not installed")
         if jax.default_backend() not in ("gpu", "cuda"):
             pytest.skip("this JAX finds no GPU")
-        from mpishard.jax.memory import as_array, as_jax
+        from mpishard.jax.tree import as_array, as_jax
 
     array = device.put(np.full(SIZE, OLD, np.float32))
     device.be_late()

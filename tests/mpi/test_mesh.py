@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm.abort import _AbortOnException
-from mpishard.comm.family import Family
-from mpishard.comm.mesh_facts import in_words
+from mpishard.comm.channel import Family
+from mpishard.comm.mesh import in_words
 from mpishard.launch.job_notes import ALIKE, ECHO
 from mpishard.layout.tensors import ModelParallelRank
 
@@ -78,7 +78,7 @@ def test_a_bad_size_on_one_rank_is_an_error_on_all(comm):
 def test_versions_that_differ_between_ranks_are_an_error_on_all(comm, monkeypatch):
     odd = comm.rank == 1
     with monkeypatch.context() as other:
-        other.setattr("mpishard.comm.mesh_facts.VERSION", "0.0.7" if odd else "0.0.8")
+        other.setattr("mpishard.comm.mesh.VERSION", "0.0.7" if odd else "0.0.8")
         other.setattr("platform.node", lambda: "second" if odd else "first")
         with pytest.raises(ValueError, match="all ranks must have the same version of mpishard") as found:
             mpishard.Mesh(comm)

@@ -9,8 +9,8 @@ import mpishard
 from mpishard.backend import process, products
 from mpishard.backend.products import choice, libraries, timing
 from mpishard.backend.products.choice import VARIABLE, Choice, Status
-from mpishard.comm import product_choice
-from mpishard.comm.product_choice import agree_on_products
+from mpishard.comm import mesh as product_choice
+from mpishard.comm.mesh import agree_on_products
 from mpishard.data_parallel.settings import ARITHMETIC
 
 VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}

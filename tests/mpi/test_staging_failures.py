@@ -18,7 +18,7 @@ from mpi4py import MPI
 import mpishard
 from mpishard.backend import array as arrays
 from mpishard.backend import streams
-from mpishard.comm import capabilities, staged_request, staging
+from mpishard.comm import capabilities, staging
 from mpishard.comm.deferred import DEFERRED
 
 
@@ -100,7 +100,7 @@ def test_a_trial_of_device_memory_that_fails_on_one_rank_decides_for_all_of_its_
         assert alone.data._blocking._is_staged(array) is (comm.rank == 0)
         array.fill(mesh.rank)
         send, recv = mesh.data.start_send(array, mesh.rank), mesh.data.start_recv(arrived, mesh.rank)
-        assert isinstance(send, staged_request.StagedRequest) and isinstance(recv, staged_request.StagedRequest)
+        assert isinstance(send, staging.StagedRequest) and isinstance(recv, staging.StagedRequest)
         assert np.all(arrays.to_host(recv.wait()) == mesh.rank)
         send.wait()
         assert np.all(arrays.to_host(mesh.data.all_reduce(array)) == sum(range(mesh.size)))

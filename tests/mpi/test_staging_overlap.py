@@ -12,7 +12,7 @@ import standin
 from buffers import late, read
 
 from mpishard.backend import array as arrays
-from mpishard.comm import staged_request
+from mpishard.comm import staging
 from mpishard.comm.deferred import DEFERRED
 
 
@@ -27,7 +27,7 @@ def log(monkeypatch):
 
     note(standin.StandIn, "start_to_host", "out")
     note(standin.StandIn, "start_to_device", "back")
-    note(staged_request.StagedRequest, "_start", "mpi")
+    note(staging.StagedRequest, "_start", "mpi")
     return entries
 
 

@@ -17,8 +17,8 @@ import safetensors.numpy
 from sources import FACTS, KINDS, SHAPES, Arrays, write
 
 from mpishard.checkpoint import disk, folder
-from mpishard.checkpoint import manifest as manifests
 from mpishard.checkpoint.archives import Archive, Stored, blocks, write_archive, write_plain
+from mpishard.checkpoint.folder import FileEntry, hash_file, read_manifest
 from mpishard.checkpoint.index import read_index
 from mpishard.checkpoint.verify import Difference, Figures, differences, figures, newest_whole, unlike
 from mpishard.layout.boxes import whole_box
@@ -149,13 +149,13 @@ def test_what_no_checkpoint_has_is_refused(facts, files, message, tmp_path):
 
 def test_indexes_and_manifests_that_contradict(tmp_path):
     one, two = write(Arrays(), tmp_path / "one", 2), write(Arrays(1), tmp_path / "two", 2, generation=2)
-    manifest = manifests.read(two)
+    manifest = read_manifest(two)
     kept = {"index.h5": manifest.files["index.h5"], "pieces-00000.h5": manifest.files["pieces-00000.h5"]}
     (two / "manifest.json").write_bytes(replace(manifest, files=kept).encode())
     with pytest.raises(ValueError, match=r"wants pieces of pieces-00001\.h5, which the manifest does not have"):
         newest_whole(two)
     (two / "index.h5").write_bytes((one / "index.h5").read_bytes())
-    files = {**manifest.files, "index.h5": manifests.FileEntry(*manifests.hash_file(two / "index.h5"))}
+    files = {**manifest.files, "index.h5": FileEntry(*hash_file(two / "index.h5"))}
     (two / "manifest.json").write_bytes(replace(manifest, files=files).encode())
     with pytest.raises(ValueError, match="generation 1; the manifest beside it is of .*, generation 2"):
         newest_whole(two)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpishard.checkpoint import disk, folder
-from mpishard.checkpoint.folder import Retained, Retention
-from mpishard.checkpoint.manifest import FileEntry, Manifest, hash_file
+from mpishard.checkpoint.folder import FileEntry, Manifest, Retained, Retention, hash_file
 
 
 def save(run, step, keep=None, own=None):

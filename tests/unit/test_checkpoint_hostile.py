@@ -13,8 +13,8 @@ from mpi4py import MPI
 from runs import KINDS, assert_is_at, state
 
 from mpishard import AdamW, DDPOptimizer, LocalSGDOptimizer, Mesh, OptimizationProblem, load_checkpoint, save_checkpoint
-from mpishard.checkpoint import Checkpoints, manifest, pieces
-from mpishard.checkpoint.manifest import FileEntry, Manifest
+from mpishard.checkpoint import Checkpoints, pieces
+from mpishard.checkpoint.folder import MANIFEST, FileEntry, Manifest, hash_file, read_manifest
 from mpishard.parameters.flat import FlatParameters
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:the checkpoint .* is damaged:RuntimeWarning")
@@ -32,9 +32,9 @@ def forge(step, file, change):
     """Change a file of a checkpoint, and write all hashes again."""
     with h5py.File(step / file, "r+") as h5:
         change(h5)
-    was = manifest.read(step)
-    files = {name: FileEntry(*manifest.hash_file(step / name)) for name in was.files}
-    (step / manifest.NAME).write_bytes(Manifest(was.id, was.generation, was.step, files).encode())
+    was = read_manifest(step)
+    files = {name: FileEntry(*hash_file(step / name)) for name in was.files}
+    (step / MANIFEST).write_bytes(Manifest(was.id, was.generation, was.step, files).encode())
 
 
 # -- facts ------------------------------------------------------------------------------------------------------------

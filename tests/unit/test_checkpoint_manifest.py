@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from mpishard.checkpoint.manifest import FileEntry, Manifest, decode, hash_file, problems, read, share
+from mpishard.checkpoint.folder import (
+    FileEntry,
+    Manifest,
+    decode_manifest,
+    hash_file,
+    manifest_problems,
+    read_manifest,
+    share_of_files,
+)
 from mpishard.checkpoint.pieces import pieces_file
 
 ID = "0123456789abcdef" * 2
@@ -39,7 +47,7 @@ def test_hash_of_a_file_of_several_blocks(tmp_path):
 def test_a_manifest_is_json_that_reads_back(checkpoint):
     folder, manifest = checkpoint
     data = manifest.encode()
-    assert decode(data) == read(folder) == manifest
+    assert decode_manifest(data) == read_manifest(folder) == manifest
     said = json.loads(data)
     assert (said["format"], said["version"], said["generation"], said["step"]) == ("mpishard checkpoint", 1, 7, 50)
     assert said["files"]["index.h5"]["size"] == 512 + 256 * 40
@@ -50,18 +58,18 @@ def test_every_flipped_bit_is_noticed(checkpoint):
     for place in range(8 * len(data)):
         data[place // 8] ^= 1 << place % 8
         with pytest.raises(ValueError):
-            decode(bytes(data))
+            decode_manifest(bytes(data))
         data[place // 8] ^= 1 << place % 8
-    assert decode(bytes(data)) == checkpoint[1]
+    assert decode_manifest(bytes(data)) == checkpoint[1]
 
 
 def test_every_truncation_is_noticed(checkpoint):
     data = checkpoint[1].encode()
     for length in range(len(data)):
         with pytest.raises(ValueError):
-            decode(data[:length])
+            decode_manifest(data[:length])
     with pytest.raises(ValueError):
-        decode(data + b"\n")
+        decode_manifest(data + b"\n")
 
 
 def resigned(manifest, **changes):
@@ -93,32 +101,32 @@ def resigned(manifest, **changes):
     ],
 )
 def test_content_that_nobody_writes_is_refused(checkpoint, changes):
-    assert decode(resigned(checkpoint[1])) == checkpoint[1]
+    assert decode_manifest(resigned(checkpoint[1])) == checkpoint[1]
     with pytest.raises(ValueError, match="damaged"):
-        decode(resigned(checkpoint[1], **changes))
+        decode_manifest(resigned(checkpoint[1], **changes))
 
 
 def test_a_later_version_says_so(checkpoint):
     with pytest.raises(ValueError, match="of version 2; this mpishard reads version 1"):
-        decode(resigned(checkpoint[1], version=2))
+        decode_manifest(resigned(checkpoint[1], version=2))
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[" * 100_000, b"1" * 10_000, b"\xff\xfe", b'{"format": 1}'])
 def test_bytes_that_are_no_manifest(data):
     with pytest.raises(ValueError):
-        decode(data)
+        decode_manifest(data)
 
 
 def test_a_missing_manifest(tmp_path):
     with pytest.raises(ValueError, match=r"manifest\.json is missing"):
-        read(tmp_path)
+        read_manifest(tmp_path)
     (tmp_path / "manifest.json").symlink_to("/etc/passwd")
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read: it is a link, which is not followed"):
-        read(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_whole_files_have_no_problems(checkpoint):
-    assert problems(*checkpoint) == []
+    assert manifest_problems(*checkpoint) == []
 
 
 def flipped(path):
@@ -164,9 +172,9 @@ def replaced_by_folder(path):
 def test_a_damaged_file_is_named(checkpoint, change, message):
     folder, manifest = checkpoint
     change(folder / "pieces-00000.h5")
-    (problem,) = problems(folder, manifest)
+    (problem,) = manifest_problems(folder, manifest)
     assert message in problem and str(folder / "pieces-00000.h5") in problem
-    assert problems(folder, manifest, ["index.h5"]) == []
+    assert manifest_problems(folder, manifest, ["index.h5"]) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 20])
@@ -174,10 +182,10 @@ def test_each_file_is_checked_by_one_rank_which_is_that_of_its_writer(ranks):
     entry = FileEntry(1000, "0" * 32)
     files = {pieces_file(writer): entry for writer in range(10)} | {"index.h5": FileEntry(10, "0" * 32)}
     manifest = Manifest("0" * 32, 1, 1, files)
-    shares = [share(manifest, rank, ranks) for rank in range(ranks)]
+    shares = [share_of_files(manifest, rank, ranks) for rank in range(ranks)]
     assert sorted(sum(shares, [])) == sorted(files)
     pieces = [[name for name in names if name != "index.h5"] for names in shares]
     assert sum(pieces, []) == [pieces_file(writer) for writer in range(10)]
     assert max(map(len, pieces)) <= -(-10 // ranks)
     empty = Manifest("0" * 32, 1, 1, {"index.h5": FileEntry(0, "0" * 32)})
-    assert sum((share(empty, rank, ranks) for rank in range(ranks)), []) == ["index.h5"]
+    assert sum((share_of_files(empty, rank, ranks) for rank in range(ranks)), []) == ["index.h5"]

@@ -12,7 +12,7 @@ from mpishard.cli.bench import draw
 from mpishard.cli.estimate import parse_bytes
 from mpishard.cli.estimate_text import seconds, size
 from mpishard.estimate import TYPICAL, MachineProfile
-from mpishard.estimate.collectives import Timing
+from mpishard.estimate.benchmark import Timing
 
 MODEL = "--vocabulary 256 --context 64 --width 64 --layers 8 --heads 8"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mpishard.comm import nccl_queue
+from mpishard.comm import nccl
 
 ROOT = Path(__file__).parents[2]
 CUBLAS, NCCL, CUBLASLT = "cupy_backends.cuda.libs.cublas", "cupy.cuda.nccl", "nvmath.bindings.cublasLt"
@@ -27,8 +27,7 @@ MEANINGS = {
     "mpishard/backend/array.py": {"cupy": "cupy"},
     "mpishard/backend/cublas.py": {"lt": CUBLASLT, "self._lt": CUBLASLT},
     "mpishard/nn/device_attention.py": {"cudnn": "cudnn", "self._cudnn": "cudnn", "graph": "cudnn.pygraph"},
-    "mpishard/comm/nccl.py": {"nccl": NCCL},
-    "mpishard/comm/nccl_queue.py": {
+    "mpishard/comm/nccl.py": {
         "nccl": NCCL,
         "self._nccl": NCCL,
         "self._communicator": f"{NCCL}.NcclCommunicator",
@@ -192,7 +191,7 @@ def test_routines_of_cublas_and_constants_of_nccl() -> None:
     assert sorted(routines) == ["gemmEx", "gemmStridedBatchedEx"]
     assert not missing([("", f"{CUBLAS}.{name}") for name in routines])
     skip_without(NCCL)
-    constants = [*nccl_queue._TYPES.values(), *nccl_queue._OPS.values()]
+    constants = [*nccl._TYPES.values(), *nccl._OPS.values()]
     assert not missing([("", f"{NCCL}.{name}") for name in constants])
 
 

@@ -11,7 +11,7 @@ from facts import GOOD, OPEN_MPI, VERSIONS, changed, job, only
 
 from mpishard.cli.info import rows
 from mpishard.environment import Facts, findings
-from mpishard.environment.gpus import Gpu, collect_devices, gpus_of_driver, version_of_nccl
+from mpishard.environment.facts import Gpu, collect_devices, gpus_of_driver, version_of_nccl
 
 
 def test_gpus() -> None:
@@ -87,7 +87,7 @@ def test_two_cupys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return installed[name]
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    monkeypatch.setattr("mpishard.environment.gpus.libraries", dict)
+    monkeypatch.setattr("mpishard.environment.facts.libraries", dict)
     devices = collect_devices(1, 0, False)
     assert devices.cupy_packages == ("cupy-cuda13x", "cupy-cuda12x") and devices.cupy_cuda == "13"
     # Whether the files are those of the older one is not known, so that CuPy is not said to be too new for the driver.
@@ -163,6 +163,6 @@ def test_what_a_driver_says() -> None:
 
 
 def test_nothing_is_asked_about_gpus_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpishard.environment.gpus.libraries", lambda: pytest.fail("was asked"))
+    monkeypatch.setattr("mpishard.environment.facts.libraries", lambda: pytest.fail("was asked"))
     assert collect_devices(0, 0, False) == GOOD.devices
     assert [version_of_nccl(code) for code in (22304, 2708)] == ["2.23.4", "2.7.8"]

@@ -17,7 +17,7 @@ IN_FORK = "if os.fork() == 0: {}\nprint(os.waitstatus_to_exitcode(os.wait()[1]))
 
 
 def run(*lines):
-    script = "\n".join(["import ctypes, os, sys", "from mpishard.comm.exits import die_at_exit", *lines])
+    script = "\n".join(["import ctypes, os, sys", "from mpishard.comm.abort import die_at_exit", *lines])
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
 
 

@@ -19,7 +19,7 @@ from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint import save as saving
 from mpishard.io import files
-from mpishard.io.atomic_json import parsed, read_note, write_note
+from mpishard.io.files import parsed, read_note, write_note
 from mpishard.record.reading import JsonLinesWriter
 from mpishard.record.stacks import StackReporter
 

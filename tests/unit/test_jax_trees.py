@@ -20,10 +20,9 @@ from mpishard.data.text import windows
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 jnp = jax.numpy
 
-from mpishard.jax import as_distributed, memory, optax_rule, parameters_of, problem, rule_of, tree_of  # noqa: E402
+from mpishard.jax import as_distributed, optax_rule, parameters_of, problem, rule_of, tree_of  # noqa: E402
 from mpishard.jax import tree as tree_states  # noqa: E402
-from mpishard.jax.memory import xla_threads  # noqa: E402
-from mpishard.jax.tree import TreeLeaves  # noqa: E402
+from mpishard.jax.tree import TreeLeaves, xla_threads  # noqa: E402
 
 
 def tree() -> Any:
@@ -62,10 +61,10 @@ def test_a_tree_and_back() -> None:
 @pytest.mark.parametrize("first", [0, 1, 2, 4, 7])
 def test_programs_of_xla_get_device_arrays_where_they_take_them(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU JAX shares any address, and XLA raises for arguments that begin at no multiple of 16 bytes."""
-    monkeypatch.setattr(memory, "jnp", SimpleNamespace(from_dlpack=lambda array: array))
+    monkeypatch.setattr(tree_states, "jnp", SimpleNamespace(from_dlpack=lambda array: array))
     values = np.arange(20, dtype=np.float32)
     part = standin.on_device(values)[first:]
-    given = memory.as_jax(part)
+    given = tree_states.as_jax(part)
     address, before = (backend_of(each).address(each) for each in (given, part))
     assert address % 16 == 0 and (address == before) == (first % 4 == 0)
     assert np.array_equal(to_host(given), values[first:])

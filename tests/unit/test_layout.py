@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from layouts import filled, lower_bound, random_layout, random_model, tensors_of, view
 
+from mpishard.comm.reshard import Holders, transfers
 from mpishard.layout.boxes import (
     box_shape,
     box_size,
@@ -23,7 +24,6 @@ from mpishard.layout.boxes import (
     whole_box,
 )
 from mpishard.layout.tensors import WHOLE, ModelParallelRank, ParameterSpec, Piece, cut_holding, merge_ties
-from mpishard.layout.transfers import Holders, transfers
 
 shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 

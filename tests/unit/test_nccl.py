@@ -15,12 +15,10 @@ import pytest
 import standin
 from mpi4py import MPI
 
-from mpishard.comm import nccl_collectives
+from mpishard.comm import nccl
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.nccl import NcclFacts, NcclLink, why_not
-from mpishard.comm.nccl_collectives import _Queued
-from mpishard.comm.nccl_queue import NcclQueue, connect, new_id, starts
+from mpishard.comm.nccl import NcclFacts, NcclLink, NcclQueue, _Queued, connect, new_id, starts, why_not
 
 GOOD = [NcclFacts("", 2, "0000:17:00.0", 23203), NcclFacts("", 2, "0000:18:00.0", 23203)]
 
@@ -124,7 +122,7 @@ def test_calls_that_wait_for_a_copy_begin_before_communicators_are_freed() -> No
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_host_waits_where_others_survive_a_death(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
-    monkeypatch.setattr(nccl_collectives, "heals_in_place", lambda: True)
+    monkeypatch.setattr(nccl, "heals_in_place", lambda: True)
     asked, done = [], []
 
     class Queue:

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from mpishard.checkpoint.pieces import Readers, read_into
 from mpishard.io import readers
-from mpishard.io.readers import Readers, read_into
 
 
 @pytest.mark.parametrize("cores", [1, 3, 100])

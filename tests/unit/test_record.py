@@ -18,7 +18,7 @@ from records import process_line, write
 
 from mpishard.record import Run
 from mpishard.record.reading import Follower, JsonLinesWriter, read_lines
-from mpishard.record.record_files import plain
+from mpishard.record.run_record import plain
 from mpishard.record.summary import binned, spent
 
 
@@ -280,7 +280,7 @@ def test_settings_become_plain() -> None:
 
 def test_surroundings_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     import mpishard
-    from mpishard.record.record_files import surroundings
+    from mpishard.record.run_record import surroundings
 
     for name in ("SLURM_JWT", "MPISHARD_API_KEY", "UCX_Auth_Mode", "OMPI_MCA_PASSWD", "MPISHARD_Credentials"):
         monkeypatch.setenv(name, "hunter2")
@@ -309,7 +309,7 @@ def test_surroundings_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_command_line_holds_no_secret(given: str, kept: str | None) -> None:
-    from mpishard.record.record_files import without_secrets
+    from mpishard.record.run_record import without_secrets
 
     assert " ".join(without_secrets(given.split())) == (kept or given)
 

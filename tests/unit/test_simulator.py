@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from mpishard.pipeline.schedule import Action, Schedule, find_deadlock, make_schedule, simulate
-from mpishard.pipeline.schedule.execution import Wait
+from mpishard.pipeline.schedule.simulator import Wait
 
 DURATIONS = {"F": 3, "B": 7, "I": 4, "W": 2}
 

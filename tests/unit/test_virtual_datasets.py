@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpishard.io.virtual_datasets import VirtualDataset, VirtualSource, fill_groups, group_address, lookup3
+from mpishard.io.hdf5 import VirtualDataset, VirtualSource, fill_groups, group_address, lookup3
 from mpishard.layout.boxes import whole_box
 
 OWN = "beside.h5"

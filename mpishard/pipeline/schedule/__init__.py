@@ -8,9 +8,16 @@ No MPI.
 """
 
 from mpishard.pipeline.schedule.actions import KINDS, Action, Schedule
-from mpishard.pipeline.schedule.execution import Deadlock, Event, Wait, check_deadlock_free, find_deadlock
 from mpishard.pipeline.schedule.generators import SCHEDULES, check_chunks, forward_only, make_schedule, warn_if_bubbly
-from mpishard.pipeline.schedule.simulator import Timeline, simulate
+from mpishard.pipeline.schedule.simulator import (
+    Deadlock,
+    Event,
+    Timeline,
+    Wait,
+    check_deadlock_free,
+    find_deadlock,
+    simulate,
+)
 
 __all__ = [
     "KINDS",

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from mpishard.pipeline.schedule.actions import Action, Schedule, positive
-from mpishard.pipeline.schedule.execution import check_deadlock_free
-from mpishard.pipeline.schedule.simulator import simulate
+from mpishard.pipeline.schedule.simulator import check_deadlock_free, simulate
 
 # (rank, stages, micro-batches, chunks) -> the program of that rank
 Generator = Callable[[int, int, int, int], list[Action]]

@@ -1,15 +1,275 @@
-"""Simulates a schedule: how long it takes, how long its ranks are idle, and how many activations they keep."""
+"""Executes a schedule action by action, and simulates it: how long it takes, how long its ranks are idle, and how many
+activations they keep.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
+from typing import NamedTuple
 
-from mpishard.pipeline.schedule.actions import Schedule
-from mpishard.pipeline.schedule.execution import ActionCosts, Event, check_deadlock_free, execute
+from mpishard.pipeline.schedule.actions import KINDS, Action, Schedule
+
+# The execution of a schedule: the only file that knows which action waits for which.
+#
+# The rules, which the simulator follows exactly:
+#
+# - A rank runs its program in order.  On reaching an action it posts the receive of the message that the action needs.
+# - Before it computes, an action waits for that message.
+# - The result of an action is sent by a non-blocking synchronous send, complete once its receive is posted.
+# - A buffer is used again only after its send is complete.  The activation of a micro-batch lives until its B or W, and
+#   by then the next stage has used it.  Gradients have one buffer a model chunk: before a B or I computes, the chunk's
+#   previous gradient must have been taken.  Without a backward the same holds for activations.
+# - Between model chunks of one rank there is no message.
+#
+# A program that is free of deadlock under these rules is also free of it with later waits or more buffers.
+
+Key = tuple[bool, int, int]  # (is a forward, micro-batch, virtual stage): the action that sends or receives a message
+
+
+class Event(NamedTuple):
+    """An action in time.
+
+    Parameters
+    ----------
+    rank : int
+        Pipeline rank.
+    action : Action
+        Of the program of that rank.
+    start, stop : float
+        In the unit of the times given to `simulate`; the first action starts at 0.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank that waits for another rank.
+
+    Parameters
+    ----------
+    rank : int
+        The rank that waits.
+    action : Action
+        The action of its program in which it waits.
+    reason : {"message", "buffer", "send"}
+        It waits until a message is sent; until an earlier message is received, so that its buffer is free; or until
+        its new message is received (blocking sends only).
+    other : int
+        The rank for which it waits.
+    until : Action
+        The action of `other` that has to be done ("message") or reached.
+    """
+
+    rank: int
+    action: Action
+    reason: str
+    other: int
+    until: Action
+
+
+@dataclass(frozen=True)
+class ScheduleOutcome:
+    """The result of an execution: its events, by rank in program order, and the ranks that still wait."""
+
+    events: tuple[Event, ...]
+    waits: tuple[Wait, ...]
+
+
+class ActionCosts(NamedTuple):
+    """Times by kind of action and then by virtual stage; `transfer` is the time of a message from that stage."""
+
+    compute: dict[str, Sequence[float]]
+    transfer: Sequence[float]
+
+
+def execute(schedule: Schedule, costs: ActionCosts, *, blocking_sends: bool = False) -> ScheduleOutcome:
+    """Run all programs as far as possible.
+
+    Whether a rank can continue depends only on the actions that others have done, not on the order of execution.  So
+    one greedy execution decides for all: if it finishes, every execution does.
+    """
+    return _Execution(schedule, costs, blocking_sends).run()
+
+
+class _Execution:
+    def __init__(self, schedule: Schedule, costs: ActionCosts, blocking_sends: bool) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.blocking_sends = blocking_sends
+        self.events: list[list[Event]] = [[] for _ in range(schedule.stages)]
+        self.reached: dict[Key, float] = {}
+        self.done: dict[Key, float] = {}
+        self.location: dict[Key, tuple[int, Action]] = {
+            key: (rank, action)
+            for rank, program in enumerate(schedule.programs)
+            for action in program
+            if (key := self.key(rank, action)) is not None
+        }
+
+    def run(self) -> ScheduleOutcome:
+        running = {rank: self.rank_runs(rank) for rank in range(self.schedule.stages)}
+        waits: dict[int, Wait] = {}
+        moved = True
+        while moved:
+            moved = False
+            for rank, steps in list(running.items()):
+                wait = next(steps, None)
+                moved = moved or wait is None or wait != waits.get(rank)
+                if wait is None:
+                    del running[rank]
+                    waits.pop(rank, None)
+                else:
+                    waits[rank] = wait
+        return ScheduleOutcome(tuple(event for events in self.events for event in events), tuple(waits.values()))
+
+    def rank_runs(self, rank: int) -> Generator[Wait, None, None]:
+        """Run the program of `rank`; yields each wait repeatedly until it is over."""
+        now: float = 0
+        untaken: dict[int, Key] = {}  # by chunk: the action that must receive the message in its only buffer
+        buffered_kinds = "BI" if self.schedule.trains else "F"
+        for action in self.schedule.programs[rank]:
+            stage = self.schedule.virtual_stage(rank, action)
+            key = self.key(rank, action)
+            needed, taker = self.neighbours(key)
+            if key is not None:
+                self.reached[key] = now
+            start = now
+            if needed is not None:
+                while needed not in self.done:
+                    yield self.wait(rank, action, "message", needed)
+                start = max(start, self.done[needed] + self.transfer(rank, needed))
+            if action.kind in buffered_kinds and action.chunk in untaken:
+                while untaken[action.chunk] not in self.reached:
+                    yield self.wait(rank, action, "buffer", untaken[action.chunk])
+                start = max(start, self.reached[untaken[action.chunk]])
+            now = start + self.costs.compute[action.kind][stage]
+            self.events[rank].append(Event(rank, action, start, now))
+            if key is not None:
+                self.done[key] = now
+            if taker is None or self.location[taker][0] == rank:
+                continue
+            if self.blocking_sends:
+                while taker not in self.reached:
+                    yield self.wait(rank, action, "send", taker)
+            elif action.kind in buffered_kinds:
+                untaken[action.chunk] = taker
+
+    def key(self, rank: int, action: Action) -> Key | None:
+        if action.kind == "W":
+            return None
+        return action.kind == "F", action.microbatch, self.schedule.virtual_stage(rank, action)
+
+    def neighbours(self, key: Key | None) -> tuple[Key | None, Key | None]:
+        """The action whose message this action needs, and the action that receives its message."""
+        if key is None:
+            return None, None
+        forward, microbatch, stage = key
+        around = [
+            (forward, microbatch, other) if 0 <= other < self.schedule.virtual_stages else None
+            for other in (stage - 1, stage + 1)
+        ]
+        return (around[0], around[1]) if forward else (around[1], around[0])
+
+    def transfer(self, rank: int, source: Key) -> float:
+        return 0 if self.location[source][0] == rank else self.costs.transfer[source[2]]
+
+    def wait(self, rank: int, action: Action, reason: str, key: Key) -> Wait:
+        return Wait(rank, action, reason, *self.location[key])
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """A cycle of ranks, each of which waits for the next; `str` names the actions in which they wait.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The schedule that deadlocks.
+    blocking_sends : bool
+        Whether the sends of this execution were blocking.
+    cycle : tuple of Wait
+        Each waits for the next one, and the last for the first.
+    """
+
+    schedule: Schedule
+    blocking_sends: bool
+    cycle: tuple[Wait, ...]
+
+    def __str__(self) -> str:
+        sends = "blocking sends" if self.blocking_sends else "non-blocking synchronous sends"
+        waits = "; ".join(map(self._sentence, self.cycle))
+        return f"schedule {self.schedule.name!r} deadlocks with {sends}: {waits}"
+
+    def _sentence(self, wait: Wait) -> str:
+        label = self.schedule.label
+        other = f"rank {wait.other}" if wait.other != wait.rank else "itself"
+        here = f"rank {wait.rank} in {label(wait.action)}"
+        what = "activation" if wait.until.kind == "F" else "gradient"
+        if wait.reason == "message":
+            return f"{here} waits for the {what} that {other} makes in {label(wait.until)}"
+        if wait.reason == "send":
+            return f"{here} has sent its {what} and waits until {other} takes it in {label(wait.until)}"
+        return f"{here} needs the buffer of an earlier {what}, which {other} takes in {label(wait.until)}"
+
+
+def find_deadlock(schedule: Schedule, *, blocking_sends: bool = False) -> Deadlock | None:
+    """Prove a schedule free of deadlock, or find a counter-example.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        It is executed in a simulation; nothing is sent.
+    blocking_sends : bool
+        False: sends as in the pipeline, synchronous (complete only once the receive is posted, so that nothing relies
+        on buffered messages) but not blocking.  True: each send blocks until its receive is posted, as
+        ``MPI.Comm.Ssend`` does.
+
+    Returns
+    -------
+    Deadlock or None
+        None is the proof: the execution has finished, and the waits of a rank do not depend on timing.
+    """
+    nothing = [0.0] * schedule.virtual_stages
+    outcome = execute(schedule, ActionCosts(dict.fromkeys(KINDS, nothing), nothing), blocking_sends=blocking_sends)
+    if not outcome.waits:
+        return None
+    # Each waiting rank waits for a rank that waits too, so following the waits must close a cycle.
+    waits = {wait.rank: wait for wait in outcome.waits}
+    seen: list[int] = []
+    rank = outcome.waits[0].rank
+    while rank not in seen:
+        seen.append(rank)
+        rank = waits[rank].other
+    return Deadlock(schedule, blocking_sends, tuple(waits[rank] for rank in seen[seen.index(rank) :]))
+
+
+def check_deadlock_free(schedule: Schedule) -> None:
+    """Raise unless `find_deadlock` proves the schedule.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        It is executed in a simulation; nothing is sent.
+
+    Raises
+    ------
+    ValueError
+        If ranks wait for each other; the message names the actions.
+    """
+    deadlock = find_deadlock(schedule)
+    if deadlock is not None:
+        raise ValueError(str(deadlock))
+
+
+# Simulates a schedule: how long it takes, how long its ranks are idle, and how many activations they keep.
 
 Times = float | Sequence[float]
 
