@@ -306,7 +306,7 @@ def strike(
     A spare is in no phase of a step: the first process strikes it as soon as that is in the phase itself.
     """
     from mpishard.checkpoint import save as saving
-    from mpishard.data_parallel import update
+    from mpishard.data_parallel import sharded_optimizer
     from mpishard.elastic import membership, resizing, spawning, transactions
 
     together = ("resize", "heal")  # in which spares take part
@@ -365,7 +365,7 @@ def strike(
     # The parameters of ZeRO-3 are gathered in the forward pass, those of ZeRO-1 and 2 and gradients of DDP after it.
     within(mesh.data, "start_all_to_all", "reduction")
     within(mesh.data, "start_all_gather", "all-gather")
-    within(update, "apply_rule", "update")
+    within(sharded_optimizer, "apply_rule", "update")
     within(mesh.world if case.moves else mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
     before(transactions.Agreements, "agree_as_workers", "agreement")
     before(transactions.Transactions, "commit", "committed")

@@ -19,9 +19,10 @@ from mpishard.data_parallel.rank_state import EMA, RankState
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.settings import Configured, Settings, agree_on_beginning, agree_on_step
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.data_parallel.update import update, update_by_method
+from mpishard.data_parallel.update import apply_rule, update_by_method
 from mpishard.data_parallel.validation import (
     check_configuration,
+    check_copies,
     check_count,
     check_gradients,
     check_method,
@@ -33,6 +34,7 @@ from mpishard.data_parallel.validation import (
 from mpishard.minimizers import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.optim import Rule
+from mpishard.optim.formulas import clip_by_value
 from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters, check_flat
 
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
+
+# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
+_CLIP_EPSILON = 1e-6
 
 
 @contextmanager
@@ -519,15 +524,64 @@ class ShardedOptimizer:
             return update_by_method(
                 self, self._binding, method, count, loss, nonfinite_loss=nonfinite_loss, interrupted=interrupted
             )
-        return update(
-            self,
-            self._binding,
-            count,
-            rate_factor=rate_factor,
-            nonfinite_loss=nonfinite_loss,
-            interrupted=interrupted,
-            exchange_status=exchange_status,
-        )
+        config, counters, rule = self.config, self._counters, self._rule
+        on_rank = self._binding.on_rank
+        strategy, inspection = on_rank.strategy, on_rank.inspection
+        assert isinstance(rule, Rule)
+        strategy.reducer.finalize()
+        divisor = float(count) * counters.scaling.value
+        inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
+        usable = self._gradients_are_usable(divisor, exchange_status)
+        if usable:
+            clip = 1.0
+            if config.max_gradient_norm is not None and not math.isnan(counters.gradient_norm):
+                clip = min(1.0, config.max_gradient_norm / (counters.gradient_norm + _CLIP_EPSILON))
+            counters.steps += 1
+            self.mesh.ledger.step = counters.clock
+            if config.max_gradient_value is not None:
+                rows = [(gradient,) for gradient in strategy.gradients()]
+                ranges = on_rank.rule_ranges.of_all(clip_by_value)
+                clip_by_value.over_ranges(rows, ranges, [(divisor, config.max_gradient_value)])
+                divisor = 1.0
+            apply_rule(rule, on_rank, counters.steps, rate_factor=rate_factor, divisor=divisor, clip=clip)
+            strategy.publish_parameters()
+            strategy.keep_errors()
+            counters.scaling.succeeded()
+        else:
+            counters.skipped_steps += 1
+        carried = on_rank.parameters.carried
+        if carried is not None and not strategy.workers_differ:
+            carried.synchronize(strategy.axis)
+        on_rank.prepare_step(counters)
+        strategy.reducer.reset()
+        if self.mesh.debug and not strategy.workers_differ:
+            check_copies(strategy.copies, counters.steps)
+        return usable
+
+    def _gradients_are_usable(self, divisor: float, exchange_status: bool) -> bool:
+        """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
+        counters, on_rank = self._counters, self._binding.on_rank
+        inspection = on_rank.inspection
+        mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
+        counters.gradient_norm = math.nan
+        measure = limit is not None or self.measure_norm
+        if mode == "ignore" and not measure and not inspection.is_first:
+            return True
+        norm = inspection.norm(measure, exchange_status)
+        if not math.isinf(norm):
+            counters.gradient_norm = norm / divisor
+            if inspection.finite_loss:
+                return True
+        elif counters.scaling.overflowed():
+            return False
+        if mode == "raise":
+            what = inspection.culprits(counters.clock + 1)
+            on_rank.strategy.reducer.reset()
+            raise FloatingPointError(
+                f"{what}; parameters and state are unchanged.  "
+                'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
+            )
+        return mode == "ignore"
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""An update: finish the sums of the gradients, agree on whether to use them, clip, and step along them, or by a method.
+"""What an update does with summed gradients: step along them by a rule, or pass them to a method.
 
 LAMB also needs the norm of each whole tensor, which may be split over ranks.  A method gets the value and the gradient,
-and goes where its minimisation evaluates next.
+and goes where its minimisation evaluates next.  `ShardedOptimizer.update` comes first: it finishes the sums, agrees on
+whether to use them, and clips.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.minimizer import Wanted
 from mpishard.minimizers.stopping import FAILURES
 from mpishard.optim import Rule
-from mpishard.optim.formulas import clip_by_value, moving_average
+from mpishard.optim.formulas import moving_average
 
 Array = Any
 
@@ -58,10 +59,7 @@ def norms(
     return [exact.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]
 
 
-# An update: finish the sums of the gradients, agree on whether to use them, clip, and step along them.
-
-# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
-_CLIP_EPSILON = 1e-6
+# A step along the summed gradients.
 
 
 class NormBased(Protocol):
@@ -96,79 +94,6 @@ class Factors(NamedTuple):
     rate_factor: float
     divisor: float
     clip: float
-
-
-def update(
-    optimizer: Configured,
-    binding: Binding,
-    count: float,
-    *,
-    rate_factor: float,
-    nonfinite_loss: str,
-    interrupted: bool,
-    exchange_status: bool,
-) -> bool:
-    """Update the bound parameters; the arguments and the result are those of `ShardedOptimizer.update`.
-
-    Collective over the mesh; between averages of Local SGD over the ranks of a worker.
-    """
-    config, counters, on_rank, rule = optimizer.config, binding.counters, binding.on_rank, optimizer.rule
-    assert isinstance(rule, Rule)
-    strategy, inspection = on_rank.strategy, on_rank.inspection
-    strategy.reducer.finalize()
-    divisor = float(count) * counters.scaling.value
-    inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
-    usable = _gradients_are_usable(optimizer, binding, divisor, exchange_status)
-    if usable:
-        clip = 1.0
-        if config.max_gradient_norm is not None and not math.isnan(counters.gradient_norm):
-            clip = min(1.0, config.max_gradient_norm / (counters.gradient_norm + _CLIP_EPSILON))
-        counters.steps += 1
-        config.mesh.ledger.step = counters.clock
-        if config.max_gradient_value is not None:
-            rows = [(gradient,) for gradient in strategy.gradients()]
-            ranges = on_rank.rule_ranges.of_all(clip_by_value)
-            clip_by_value.over_ranges(rows, ranges, [(divisor, config.max_gradient_value)])
-            divisor = 1.0
-        apply_rule(rule, on_rank, counters.steps, rate_factor=rate_factor, divisor=divisor, clip=clip)
-        strategy.publish_parameters()
-        strategy.keep_errors()
-        counters.scaling.succeeded()
-    else:
-        counters.skipped_steps += 1
-    carried = strategy.parameters.carried
-    if carried is not None and not strategy.workers_differ:
-        carried.synchronize(strategy.axis)
-    on_rank.prepare_step(counters)
-    strategy.reducer.reset()
-    if config.mesh.debug and not strategy.workers_differ:
-        check_copies(strategy.copies, counters.steps)
-    return usable
-
-
-def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: float, exchange_status: bool) -> bool:
-    """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
-    counters, inspection = binding.counters, binding.on_rank.inspection
-    mode, limit = optimizer.config.nonfinite_gradients, optimizer.config.max_gradient_norm
-    counters.gradient_norm = math.nan
-    measure = limit is not None or optimizer.measure_norm
-    if mode == "ignore" and not measure and not inspection.is_first:
-        return True
-    norm = inspection.norm(measure, exchange_status)
-    if not math.isinf(norm):
-        counters.gradient_norm = norm / divisor
-        if inspection.finite_loss:
-            return True
-    elif counters.scaling.overflowed():
-        return False
-    if mode == "raise":
-        what = inspection.culprits(counters.clock + 1)
-        binding.strategy.reducer.reset()
-        raise FloatingPointError(
-            f"{what}; parameters and state are unchanged.  "
-            'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
-        )
-    return mode == "ignore"
 
 
 def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float, divisor: float, clip: float) -> None:

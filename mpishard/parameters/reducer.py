@@ -390,8 +390,7 @@ class GradientReducer:
         """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced."""
         order = self._tracker.mark(name)
         if not order.tied and (self.on_demand or (self.is_last_pass and not order.more)):
-            while self._tracker.is_complete(order):
-                self._reduce(order)
+            self._reduce(order, rest=False)
 
     def no_sync(self) -> NoSync:
         """A context, for one ``with`` statement, for a backward pass that is not the last one of the step.
@@ -419,7 +418,7 @@ class GradientReducer:
             if self._microbatches and self._microbatches.in_pass and order.more:
                 self._keep(order)
             if self.on_demand or (self.is_last_pass and not order.more):
-                self._reduce_rest(order)
+                self._reduce(order)
             if self.on_demand and order.more:
                 self._begin(order)  # after the last micro-batch `end_pass` does this
             self._tracker.end(order)
@@ -433,12 +432,15 @@ class GradientReducer:
 
     def finalize(self) -> None:
         """End the last pass, if that is not done, and wait for all sums.  Collective over the data axis."""
-        if self.phase is not GradientPhase.REDUCED:
-            self._end_pass(True)
-            self._wait_all()
-            if self._reproducible and self._sums is not None:
-                self._sums.add_uses()
-            self._enter(GradientPhase.REDUCED)
+        if self.phase is GradientPhase.REDUCED:
+            return
+        self._enter(GradientPhase.REDUCING)
+        for order in reversed(self._tracker.orders):
+            self._reduce(order)
+        self._wait_all()
+        if self._reproducible and self._sums is not None:
+            self._sums.add_uses()
+        self._enter(GradientPhase.REDUCED)
 
     def abandon(self) -> None:
         """Drop the sums under way, whose communicators were revoked."""
@@ -517,13 +519,13 @@ class GradientReducer:
     def _end_pass(self, last: bool) -> None:
         if self.phase is GradientPhase.REDUCED:
             return
-        if last and self.phase is GradientPhase.ACCUMULATING:
+        if last:
             self._enter(GradientPhase.REDUCING)
         for order in reversed(self._tracker.orders):
             if last:
-                self._reduce_rest(order)
+                self._reduce(order)
             elif self.on_demand and not order.tied:
-                self._reduce_rest(order)
+                self._reduce(order)
                 self._begin(order)
             else:
                 if self._microbatches and not self._microbatches.in_pass:
@@ -552,38 +554,36 @@ class GradientReducer:
         self._wait_all()
         self._tracker.begin(order)
 
-    def _reduce_rest(self, order: BucketOrder) -> None:
-        while order.next >= order.first:
-            self._reduce(order)
-
-    def _reduce(self, order: BucketOrder) -> None:
-        """Complete the next bucket of an order, and start its sum over ranks."""
-        bucket, sums = self.buckets[order.next], self._sums
-        gradient = self.memory.zero_missing(bucket)
-        earlier: Sequence[Array] = ()
-        if self._reproducible:
-            if sums is not None:
+    def _reduce(self, order: BucketOrder, rest: bool = True) -> None:
+        """Start the sums of the buckets of an order that come next: of all the rest, or of those that are complete."""
+        sums = self._sums
+        while order.next >= order.first and (rest or self._tracker.is_complete(order)):
+            bucket = self.buckets[order.next]
+            gradient = self.memory.zero_missing(bucket)
+            earlier: Sequence[Array] = ()
+            if self._reproducible:
+                if sums is not None:
+                    sums.sum_copies(bucket, gradient)
+                earlier = self._microbatches.complete(order, bucket, gradient)
+            order.next -= 1
+            if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
+                self._enter(GradientPhase.REDUCING)
+            if self.inspector is not None:
+                for partial in (*earlier, gradient):
+                    self.inspector.look(bucket, partial)
+            if sums is None:
+                self.memory.release(bucket)
+                continue
+            if self.on_demand:
+                self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
+            if not self._reproducible:
                 sums.sum_copies(bucket, gradient)
-            earlier = self._microbatches.complete(order, bucket, gradient)
-        order.next -= 1
-        if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
-            self._enter(GradientPhase.REDUCING)
-        if self.inspector is not None:
-            for partial in (*earlier, gradient):
-                self.inspector.look(bucket, partial)
-        if sums is None:
-            self.memory.release(bucket)
-            return
-        if self.on_demand:
-            self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
-        if not self._reproducible:
-            sums.sum_copies(bucket, gradient)
-        for _, _, transfer in self._pending:
-            transfer.test()  # MPI moves data only while it is called
-        started = sums.start(bucket, gradient, earlier)
-        if started is None:
-            self.memory.release(bucket)
-        else:
-            self._pending.append((bucket, gradient, started))
-        if not self._overlap:
-            self._wait_all()
+            for _, _, transfer in self._pending:
+                transfer.test()  # MPI moves data only while it is called
+            started = sums.start(bucket, gradient, earlier)
+            if started is None:
+                self.memory.release(bucket)
+            else:
+                self._pending.append((bucket, gradient, started))
+            if not self._overlap:
+                self._wait_all()
