@@ -1,7 +1,7 @@
 """Strategies: how gradients and optimizer state are spread over a mesh; DDP, stages of ZeRO, Local SGD's workers.
 
-A strategy chooses the ranges of the flat parameters that this rank updates, sums the gradients over ranks for its
-`GradientReducer`, whose `BucketSums` it is, and sends the new parameters to ranks with a copy. The optimizer divides.
+A strategy chooses the ranges of the flat parameters that this rank updates, and the `Summation` of gradients over ranks
+for its `GradientReducer`; it sends the new parameters to ranks with a copy. The optimizer divides.
 The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.
 
 Order of summation: the micro-batches, in the gradient buffer; the copies of a tensor within one data coordinate
@@ -13,23 +13,31 @@ last (`TiedUses`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from mpishard.backend import array as arrays
-from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
-from mpishard.comm.capabilities import probe
-from mpishard.comm.channel import Request
 from mpishard.comm.mesh import Mesh, ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
 from mpishard.data_parallel.ownership import OwnedRanges, TensorCopies, TiedUses
+from mpishard.data_parallel.summation import (
+    Accumulated,
+    AllReduce,
+    BetweenNodes,
+    ByNodes,
+    Compressed,
+    Ordered,
+    ReduceScatter,
+    StartedAllReduce,
+    Summation,
+    WithinWorker,
+)
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import AVERAGE_ERRORS, GRADIENT_ERRORS
 from mpishard.parameters.buckets import Bucket, make_buckets
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.reducer import GradientReducer, Transfer
+from mpishard.parameters.reducer import GradientReducer
 from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.reduction.compressed import CompressedSums, CompressedSumsMaker
 from mpishard.reduction.hierarchical import HierarchicalSums, node_axes
@@ -75,30 +83,32 @@ class Strategy(ABC):
         self.buckets: tuple[Bucket, ...] = make_buckets(
             parameters.pieces, config.minimum_parameter_group_size, runs, sizes
         )
-        self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
+        # By bucket and rank, the number of elements that the rank owns.
+        self.counts: list[list[int]] = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
         self.uses: TiedUses | None = None  # adds the uses of tied tensors; None unless `reproducible`
         if config.reproducible:
-            self.uses = TiedUses(parameters, self.buckets, self._counts, self.axis.rank)
-            self._counts += self.uses.counts
-        self.reducer: GradientReducer = GradientReducer(
-            parameters.pieces,
-            (*self.buckets, *(() if self.uses is None else self.uses.buckets)),
-            parameters.like,
-            self,
-            on_demand=self.gradients_on_demand,
-            overlap=config.overlap_communication,
-            reproducible=config.reproducible,
-        )
+            self.uses = TiedUses(parameters, self.buckets, self.counts, self.axis.rank)
+            self.counts += self.uses.counts
         # The elements that this rank updates.
         self.ownership: OwnedRanges = self._make_ownership(parameters, self._shares())
         self.compresses = True  # the gradients of this step are compressed
         # Sums gradients over the data axis in compressed form; None without compression.
         self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
+        self.summation: Summation = self._make_summation()
+        self.reducer: GradientReducer = GradientReducer(
+            parameters.pieces,
+            (*self.buckets, *(() if self.uses is None else self.uses.buckets)),
+            parameters.like,
+            self.summation,
+            on_demand=self.gradients_on_demand,
+            overlap=config.overlap_communication,
+            reproducible=config.reproducible,
+        )
 
     def _shares(self) -> list[Range]:
         """This rank's even share of each bucket, as ranges of the flat parameters."""
         shares = []
-        for bucket, pieces in zip(self.buckets, self._counts, strict=False):
+        for bucket, pieces in zip(self.buckets, self.counts, strict=False):
             start = bucket.start + sum(pieces[: self.axis.rank])
             shares.append((start, start + pieces[self.axis.rank]))
         return shares
@@ -112,8 +122,19 @@ class Strategy(ABC):
         if config.compressor is None:
             return None
         like, scale, pieces = parameters.like, parameters.loss_scale, parameters.pieces
-        maker = CompressedSumsMaker(self.axis, self.buckets, self._counts, like, scale, pieces, self.gathers_gradients)
+        maker = CompressedSumsMaker(self.axis, self.buckets, self.counts, like, scale, pieces, self.gathers_gradients)
         return config.compressor.make_sums(maker)
+
+    @abstractmethod
+    def _make_plain_sums(self) -> Summation:
+        """The sums that one MPI collective does, neither ordered nor compressed."""
+
+    def _make_summation(self) -> Summation:
+        """How this strategy sums gradients over the data axis."""
+        if self.ordered is not None and self.uses is not None:
+            return Ordered(self, self.ordered, self.uses, self.buckets, self.gathers_gradients)
+        plain = self._make_plain_sums()
+        return plain if self.compressed is None else Compressed(self, self.compressed, plain, self.gathers_gradients)
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
@@ -125,26 +146,6 @@ class Strategy(ABC):
         self.parameters = parameters
         self.copies: TensorCopies = TensorCopies(self.mesh, parameters)
 
-    def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
-        """Sum a bucket's gradient over the copies of its tensors within one data coordinate.
-
-        With `reproducible` no bucket is tied here: the uses of a tied tensor are added by `add_uses`.
-        """
-        self.copies.sum(bucket, gradient)
-
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
-        """Start the sum of a bucket's gradient over the data axis; `earlier` are partial sums of other terms."""
-        if self.ordered is not None:
-            partial, pieces = [*earlier, gradient], self._counts[bucket.index]
-            return self.ordered.start(bucket, partial, pieces, self.target(bucket, gradient))
-        if self.compressed is not None and self.compresses:
-            return self.compressed.start(bucket, gradient, self.target(bucket, gradient))
-        return self.start_plain(bucket, gradient)
-
-    @abstractmethod
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
-        """Sum, or start to sum, with one MPI collective: neither ordered nor compressed; on one data rank with none."""
-
     @property
     def blocks(self) -> bool:
         """Return True if sums are blocking calls: a lent array leaves nothing to overlap them with."""
@@ -154,26 +155,13 @@ class Strategy(ABC):
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
 
-    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        """Wait for the sums of buckets.  Here the results stay in the gradient buffer."""
-        for _, _, transfer in started:
-            transfer.wait()
-
-    def add_uses(self) -> None:
-        """Add the gradients of the uses of tied tensors, after all sums of a reproducible step."""
-        assert self.uses is not None
-        self.uses.add(self.owned, self.copies)
-
     @abstractmethod
     def owned(self, bucket: Bucket) -> Array:
         """This rank's part of the sum of a bucket, also of one of a second use."""
 
-    def reset(self) -> None:
-        """Forget the sums of this step; not collective."""
-        if self.ordered is not None:
-            self.ordered.reset()
-        if self.compressed is not None:
-            self.compressed.reset()
+    def whole(self, bucket: Bucket) -> Array:
+        """The gradient memory of a bucket."""
+        return self.reducer.memory.of_bucket(bucket)
 
     def abandon(self) -> None:
         """Drop the pending sums, whose communicators were revoked; not collective."""
@@ -233,48 +221,20 @@ class Strategy(ABC):
 
 # The strategies by name.
 
-# Bytes of a bucket from which DDP's sum of it is a reduce-scatter, and an all-gather when all are done, by MPI library.
-# The non-blocking all-reduce of Open MPI 5 takes up to twice as long as these two, that of MPICH does not.
-IN_PARTS_FROM: dict[str, int] = {"Open MPI": 2**20}
-
 
 class WholeSums(Strategy):
     """Gradients are all-reduced: every data rank gets all sums, in the gradient buffer."""
 
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
-        if self.axis.size == 1:
-            return None
-        if self.blocks:
-            self.axis.all_reduce(gradient, label="gradients")
-            return None
-        if self._is_in_parts(gradient):
-            own = self.target(bucket, gradient)
-            return self.axis.start_reduce_scatter(gradient, own, self._counts[bucket.index], label="gradients")
-        return self.axis.start_all_reduce(gradient, label="gradients")
-
-    def _is_in_parts(self, gradient: Array) -> bool:
-        """Whether `start_plain` reduce-scatters a bucket, so that `finish` gathers it, in place of all-reducing it."""
-        least = IN_PARTS_FROM.get(probe().library)
-        return least is not None and gradient.nbytes >= least and not arrays.is_device(gradient) and self.axis.size > 1
+    def _make_plain_sums(self) -> Summation:
+        return AllReduce(self)
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
-        pieces = self._counts[bucket.index]
+        pieces = self.counts[bucket.index]
         start = sum(pieces[: self.axis.rank])
         return gradient[start : start + pieces[self.axis.rank]]
 
     def owned(self, bucket: Bucket) -> Array:
         return self.target(bucket, self.reducer.memory.of_bucket(bucket))
-
-    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        """Wait for the sums of buckets, and write each whole sum into its gradient."""
-        super().finish(started)
-        gathers = [
-            self.axis.start_all_gather(gradient, counts=self._counts[bucket.index], label="gradients")
-            for bucket, gradient, _ in started
-            if self._is_in_parts(gradient)
-        ]
-        for gather in gathers:
-            gather.wait()
 
 
 class DataParallel(WholeSums):
@@ -300,45 +260,12 @@ class DataParallel(WholeSums):
     def error_ranges(self) -> list[Range]:
         return self.ownership.counted if self.hierarchical is None else self.hierarchical.owned
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
-        if self.hierarchical is not None:
-            return self.hierarchical.start(bucket, gradient)
-        return super().start(bucket, gradient, earlier)
+    def _make_summation(self) -> Summation:
+        return super()._make_summation() if self.hierarchical is None else ByNodes(self, self.hierarchical)
 
     @property
     def sums_are_everywhere(self) -> bool:
         return self.mesh.size == self.axis.size and self.compressed is None and not self.workers_differ
-
-    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        """Wait for the sums of buckets, and write each whole sum into its gradient."""
-        gathers_ordered = self.ordered is not None or (self.compressed is not None and self.compresses)
-        if self.hierarchical is None and not gathers_ordered:
-            super().finish(started)
-            return
-        arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in started]
-        if self.hierarchical is not None:
-            self.hierarchical.finish(arrived, compresses=self.compresses)
-        else:
-            self._gather([(bucket, gradient) for bucket, gradient, _ in arrived if not self._waits_for_uses(bucket)])
-
-    def add_uses(self) -> None:
-        super().add_uses()
-        memory = self.reducer.memory
-        self._gather([(bucket, memory.of_bucket(bucket)) for bucket in self.buckets if self._waits_for_uses(bucket)])
-
-    def _waits_for_uses(self, bucket: Bucket) -> bool:
-        """Return True if the uses of a tied tensor are added in this bucket, or from it, before it is gathered."""
-        return self.uses is not None and (bucket.second_use or bucket.index in self.uses.incomplete)
-
-    def _gather(self, sums: Sequence[tuple[Bucket, Array]]) -> None:
-        for gather in [self._start_gather(bucket, gradient) for bucket, gradient in sums]:
-            gather.wait()
-
-    def _start_gather(self, bucket: Bucket, gradient: Array) -> Transfer:
-        pieces = self._counts[bucket.index]
-        if self.compressed is not None:
-            return self.compressed.start_gather(bucket, gradient)
-        return self.axis.start_all_gather(gradient, counts=pieces, label="gradients")
 
     def gradients(self) -> list[Array]:
         return [self.reducer.memory.of_bucket(bucket) for bucket in self.buckets]
@@ -360,17 +287,11 @@ class ShardedState(Strategy):
 
     divides_state = True
 
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
-        if self.axis.size == 1:
-            return None
-        counts = self._counts[bucket.index]
-        if self.blocks:
-            self.axis.reduce_scatter(gradient, counts=counts, label="gradients")
-            return None
-        return self.axis.start_reduce_scatter(gradient, counts=counts, label="gradients")
+    def _make_plain_sums(self) -> Summation:
+        return ReduceScatter(self)
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
-        return gradient[: self._counts[bucket.index][self.axis.rank]]
+        return gradient[: self.counts[bucket.index][self.axis.rank]]
 
     def owned(self, bucket: Bucket) -> Array:
         return self.target(bucket, self.reducer.memory.of_bucket(bucket))
@@ -378,7 +299,7 @@ class ShardedState(Strategy):
     def gradients(self) -> list[Array]:
         return [
             self.reducer.memory.of_bucket(bucket)[: pieces[self.axis.rank]]
-            for bucket, pieces in zip(self.buckets, self._counts, strict=False)  # those of second uses follow
+            for bucket, pieces in zip(self.buckets, self.counts, strict=False)  # those of second uses follow
         ]
 
     def publish_parameters(self) -> None:
@@ -404,11 +325,11 @@ class ShardedState(Strategy):
         if self.axis.size == 1:
             return
         if self.blocks:
-            self.axis.all_gather(flat, counts=self._counts[0], label=label)
+            self.axis.all_gather(flat, counts=self.counts[0], label=label)
             return
         pending = [
             self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
-            for bucket, pieces in zip(self.buckets, self._counts, strict=False)
+            for bucket, pieces in zip(self.buckets, self.counts, strict=False)
         ]
         for gathered in pending:
             gathered.wait()
@@ -433,46 +354,22 @@ class ShardedGradients(ShardedState):
 
     gradients_on_demand = True
 
-    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
-        super().__init__(config, parameters)
-        self._shard = arrays.zeros(self.ownership.size, parameters.dtype, like=parameters.like)
-        self._summed: set[int] = set()
+    def _make_summation(self) -> Summation:
+        like = self.parameters.like
+        self._shard = arrays.zeros(self.ownership.size, self.parameters.dtype, like=like)
         # By bucket of a second use: this rank's part of its sum.
         self._second: dict[int, Array] = {}
         for bucket in () if self.uses is None else self.uses.buckets:
-            size = self._counts[bucket.index][self.axis.rank]
-            self._second[bucket.index] = arrays.zeros(size, parameters.dtype, like=parameters.like)
-
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
-        started = super().start_plain(bucket, gradient)
-        if started is None:
-            self._add(bucket, self.target(bucket, gradient))
-        return started
+            size = self.counts[bucket.index][self.axis.rank]
+            self._second[bucket.index] = arrays.zeros(size, self.parameters.dtype, like=like)
+        sums = super()._make_summation()
+        return sums if self.ordered is not None else Accumulated(self, sums, self.gradients())
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         return super().target(bucket, gradient) if self.ordered is None else self.owned(bucket)
 
     def owned(self, bucket: Bucket) -> Array:
         return self._second[bucket.index] if bucket.second_use else self.gradients()[bucket.index]
-
-    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        """Wait for the sums of buckets, and add this rank's part of each to those of earlier micro-batches."""
-        for bucket, _, transfer in started:
-            result = transfer.wait()
-            if self.ordered is None:
-                self._add(bucket, result)
-
-    def _add(self, bucket: Bucket, result: Array) -> None:
-        shard = self.gradients()[bucket.index]
-        if bucket.index in self._summed:
-            accumulate(shard, result)
-        else:
-            shard[...] = result
-        self._summed.add(bucket.index)
-
-    def reset(self) -> None:
-        super().reset()
-        self._summed.clear()
 
     def gradients(self) -> list[Array]:
         return self.ownership.state_views(self._shard)
@@ -537,41 +434,23 @@ class LocalUpdates(DataParallel):
         super().__init__(config, parameters)
         # Each rank of a node has the worker's whole gradient, so that the ranks of a node need no agreement.
         self.team = ModelParallelGroup(self.mesh)
-        self._within = None if self.hierarchical is None else self.hierarchical.within
-        self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
+        self.workers: int = self.axis.size // (1 if self.hierarchical is None else self.hierarchical.within.size)
 
     def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
         buckets = [(bucket.start, bucket.stop) for bucket in self.buckets]
         return OwnedRanges(parameters, buckets, shares, in_team=buckets)  # a worker counts all of its gradient
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
-        """Start the sum of a gradient within the worker; None if the worker is one data rank."""
-        return None if self._within is None else self._within.start_all_reduce(gradient, label="gradients")
+    def _make_plain_sums(self) -> Summation:
+        return StartedAllReduce(self)
 
-    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        Strategy.finish(self, started)
-
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
-        return self.axis.start_all_reduce(gradient, label="gradients")  # an average may take several steps
-
-    def _is_in_parts(self, gradient: Array) -> bool:
-        return False
-
-    def start_average(self, bucket: Bucket, delta: Array) -> Transfer:
-        """Start the sum of a bucket's difference from the anchor over all workers."""
-        if self.hierarchical is not None:
-            return self.hierarchical.start_shared(bucket, delta)
-        transfer = super().start(bucket, delta)
-        assert transfer is not None
-        return transfer
-
-    def finish_averages(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        """Wait for the sums of `start_average`, and write each into its difference."""
+    def _make_summation(self) -> Summation:
+        # Sums the differences from the anchor over all workers.
+        self.averages: Summation
         if self.hierarchical is None:
-            super().finish(started)
-            return
-        arrived = [(bucket, delta, transfer.wait()) for bucket, delta, transfer in started]
-        self.hierarchical.finish(arrived, compresses=True, shared=True)
+            self.averages = super()._make_summation()
+            return WithinWorker(self, None, self.averages)
+        self.averages = BetweenNodes(self, self.hierarchical)
+        return WithinWorker(self, self.hierarchical.within, self.averages)
 
     def error_scale(self, loss_scale: float) -> float:
         """1: the errors are differences of parameters, which contain no loss scale."""

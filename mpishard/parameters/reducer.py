@@ -75,7 +75,7 @@ Transfer = Request | ChainedRequest
 class BucketSums(Protocol):
     """Sums buckets over ranks for a `GradientReducer`, which decides when. Collective, except `reset`.
 
-    In this package it is always a `mpishard.data_parallel.strategies.Strategy`.
+    In this package it is always a `mpishard.data_parallel.summation.Summation`.
     """
 
     def sum_copies(self, bucket: Bucket, gradient: Array) -> None:

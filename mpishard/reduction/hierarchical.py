@@ -141,6 +141,11 @@ class HierarchicalSums:
             for pending in [start(*each) for each in arrived]:
                 pending.wait()
 
+    def reset(self) -> None:
+        """Begin a new step."""
+        if self.compressed is not None:
+            self.compressed.reset()
+
     def keep_bucket(self, bucket: Bucket) -> None:
         if self.compressed is not None:
             self.compressed.keep_bucket(self._inner[bucket.index])
