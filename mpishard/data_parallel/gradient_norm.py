@@ -146,6 +146,12 @@ class Inspection:
         self._sums_are_everywhere = looks_at_all and parameters.size <= _SHORT
         parts = strategy.ownership.owned_parts if self._sums_are_everywhere else strategy.ownership.counted_parts
         self._spans = Ranges([Range(*span) for span in spans_of(parts)])
+        # Compression adds errors to gradients, and a worker of Local SGD asks its own ranks alone.
+        alone = strategy.mesh.size == 1 or strategy.workers_differ
+        self._looks_ahead = looks and not alone and strategy.compressed is None
+        # No sum of as many terms as there are ranks, each with this absolute value, is infinite.
+        self._safe = float(np.finfo(parameters.dtype).max) / (4 * strategy.mesh.size)
+        self._finite_ahead = False  # no sum of this step can be infinite or NaN
         same = strategy.mesh.size == 1 and strategy.reducer.keeps_memory
         self._largest = LargestGradients(parameters.pieces, self._spans, same)
         self._first_steps = _FIRST_STEPS
@@ -157,6 +163,7 @@ class Inspection:
     def forget(self) -> None:
         """Forget what was found; the next gradients belong to another step."""
         self._largest.forget()
+        self._finite_ahead = False
         self.nonfinite_loss = ""
 
     @property
@@ -164,17 +171,38 @@ class Inspection:
         """Return True if the next step is one of the first few. The same on all ranks."""
         return self._first_steps > 0
 
+    def largest_ahead(self, gradients: Array) -> float:
+        """The largest absolute value of this rank's whole gradient before the sum, for ranks to exchange.
+
+        Infinity stands for NaN, and for what only the sums tell. On a device the host would wait for it.
+        """
+        if not self._looks_ahead or self._first_steps or arrays.is_device(gradients):
+            return math.inf
+        top = exact.largest(gradients)
+        return top if math.isfinite(top) else math.inf
+
+    def note_largest(self, largest: float) -> None:
+        """Note the largest `largest_ahead` of all ranks, whose gradients are summed next as they are.
+
+        If it is far from the largest number, no sum can be infinite, and `norm` has nothing to find out.
+        """
+        self._finite_ahead = largest < self._safe
+
     def look(self, bucket: Bucket, gradient: Array) -> None:
         """Find this rank's first tensor with a NaN or infinite gradient, before the sum with other ranks."""
-        self._largest.look(bucket, gradient)
+        if not self._finite_ahead:
+            self._largest.look(bucket, gradient)
 
     def norm(self, measure: bool, exchange_status: bool) -> float:
         """Agree on whether the summed gradients and the losses are finite, and on whether to stop. Collective.
 
         `exchange_status`, the same on all ranks: a rank may have set `nonfinite_loss` or `interrupted`. Returns
         infinity if the gradients are not finite; otherwise, if `measure`, their 2-norm over the team, which counts
-        every logical element once; else NaN.
+        every logical element once; else NaN. Nothing is exchanged where ranks know it from `note_largest`.
         """
+        if self._finite_ahead and not measure and not exchange_status:
+            self.finite_loss = True
+            return math.nan
         gradients = self._strategy.gradients()
         tops = self._largest.of_spans(gradients)
         finite = not self._largest.nonfinite and all(map(math.isfinite, tops))

@@ -11,6 +11,7 @@ with them (`NumericsFingerprint`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
@@ -212,21 +213,25 @@ def agree_on_step(
     count: float | None,
     problem: Exception | None,
     settings: Compared | None = None,
-) -> None:
+    largest: float = math.inf,
+) -> float:
     """Raise on all of some ranks if any has a problem, or if their arguments of `step` differ. Collective over them.
 
     A problem of any rank is raised as it is, a difference as ValueError on every rank. `parameters` is None where this
-    rank has a problem; `count` is the divisor that it was given.
+    rank has a problem; `count` is the divisor that it was given. Returns the maximum over the ranks of `largest`, a
+    number that is not negative: it travels with the comparison.
     """
     if len(ranks.members) == 1:  # nothing to compare
         if problem is not None:
             raise problem
-        return
+        return largest
     model = -1 if parameters is None else parameters.fingerprint ^ parameters.model_fingerprint
     if settings is not None:
         model ^= settings.fingerprint
     number = -1 if count is None else int(np.float64(count).view(np.int64))
-    shared = np.array([problem is not None, model, -model, number, -number], np.int64)
+    # The bits of floating-point numbers that are not negative have the order of the numbers.
+    order = int(np.float64(largest).view(np.int64))
+    shared = np.array([problem is not None, model, -model, number, -number, order], np.int64)
     ranks.all_reduce(shared, op="max", label="control")
     if shared[0]:
         ranks.raise_together(problem)
@@ -240,6 +245,7 @@ def agree_on_step(
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
     if shared[3] != -shared[4]:
         raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.allgather_object(count)}")
+    return float(shared[5:].view(np.float64)[0])
 
 
 def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool:

@@ -293,10 +293,15 @@ class ShardedOptimizer:
         synchronized = by_name and parameters.gradients.reduced
         if by_name and binding.parameters is parameters and gradients is None and not synchronized:
             # The other ranks have started reductions in their backward pass; a rank without one starts them here.
-            binding.strategy.reducer.end_pass()
+            reducer = binding.strategy.reducer
+            reducer.end_pass()
         named, problem = checked_arguments(self, binding, parameters, gradients, count)
-        if automatic or synchronized or not binding.is_bound:
-            agree_on_step(binding.comparing_ranks, named, count, problem, self.settings)
+        inspection = binding.on_rank.inspection if binding.is_bound else None
+        largest = math.inf
+        if automatic or synchronized or inspection is None:
+            if automatic and inspection is not None and problem is None and gradients is not None:
+                largest = inspection.largest_ahead(gradients)
+            largest = agree_on_step(binding.comparing_ranks, named, count, problem, self.settings, largest)
         elif problem is not None:
             raise problem
         assert named is not None
@@ -308,11 +313,14 @@ class ShardedOptimizer:
             binding.numerics.keep_products()
         if automatic or synchronized:
             if gradients is not None:
-                strategy.reducer.memory.use_external(gradients)
+                strategy.memory.use_external(gradients)
+            if inspection is not None:
+                inspection.note_largest(largest)
             divisor = count if count is not None else self._calls() or self.axis.size
             self.update(divisor, exchange_status=False)
             return
-        strategy.reducer.accumulation.add(gradients)
+        accumulation = strategy.reducer.accumulation
+        accumulation.add(gradients)
 
     def synchronize_optimizer_state(self) -> None:
         """Bring all ranks to one state.
@@ -330,17 +338,21 @@ class ShardedOptimizer:
         if not agree_on_beginning(self.world, self._binding.is_bound, self.settings):
             return
         self._level_workers()
-        reducer, calls = self._binding.strategy.reducer, self._calls()
+        strategy, calls = self._binding.strategy, self._calls()
         if not calls:
             self._binding.broadcast()
             return
-        if reducer.accumulation.total is not None:
-            reducer.memory.use_external(reducer.accumulation.total)
+        total = strategy.reducer.accumulation.total
+        if total is not None:
+            strategy.memory.use_external(total)
         self.update(calls)
 
     def _calls(self) -> int:
         """Number of calls of `step` that only accumulated since the last update, over all data ranks.  Collective."""
-        return 0 if self.config.auto_sync_gradients else self._binding.strategy.reducer.accumulation.calls(self.mesh)
+        if self.config.auto_sync_gradients:
+            return 0
+        accumulation = self._binding.strategy.reducer.accumulation
+        return accumulation.calls(self.mesh)
 
     def _level_workers(self) -> None:
         """Bring workers that take steps by themselves to one state; other ranks take all steps together."""
@@ -561,7 +573,7 @@ class ShardedOptimizer:
     def _gradients_are_usable(self, divisor: float, exchange_status: bool) -> bool:
         """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
         counters, on_rank = self._counters, self._binding.on_rank
-        inspection = on_rank.inspection
+        inspection, reducer = on_rank.inspection, on_rank.strategy.reducer
         mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
         counters.gradient_norm = math.nan
         measure = limit is not None or self.measure_norm
@@ -576,7 +588,7 @@ class ShardedOptimizer:
             return False
         if mode == "raise":
             what = inspection.culprits(counters.clock + 1)
-            on_rank.strategy.reducer.reset()
+            reducer.reset()
             raise FloatingPointError(
                 f"{what}; parameters and state are unchanged.  "
                 'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'

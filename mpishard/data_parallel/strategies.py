@@ -35,7 +35,7 @@ from mpishard.data_parallel.summation import (
 )
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import AVERAGE_ERRORS, GRADIENT_ERRORS
-from mpishard.parameters.buckets import Bucket, make_buckets
+from mpishard.parameters.buckets import Bucket, BucketMemory, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import GradientReducer
 from mpishard.parameters.zero3_units import ShardedUnits
@@ -104,6 +104,7 @@ class Strategy(ABC):
             overlap=config.overlap_communication,
             reproducible=config.reproducible,
         )
+        self.memory: BucketMemory = self.reducer.memory
 
     def _shares(self) -> list[Range]:
         """This rank's even share of each bucket, as ranges of the flat parameters."""
@@ -161,7 +162,7 @@ class Strategy(ABC):
 
     def whole(self, bucket: Bucket) -> Array:
         """The gradient memory of a bucket."""
-        return self.reducer.memory.of_bucket(bucket)
+        return self.memory.of_bucket(bucket)
 
     def abandon(self) -> None:
         """Drop the pending sums, whose communicators were revoked; not collective."""
@@ -216,7 +217,7 @@ class Strategy(ABC):
     def gradient_bytes(self) -> int:
         """Peak bytes of gradient memory on this rank."""
         kept = self.ordered or self.compressed
-        return self.reducer.memory.peak_bytes + (0 if kept is None else kept.nbytes)
+        return self.memory.peak_bytes + (0 if kept is None else kept.nbytes)
 
 
 # The strategies by name.
@@ -234,7 +235,7 @@ class WholeSums(Strategy):
         return gradient[start : start + pieces[self.axis.rank]]
 
     def owned(self, bucket: Bucket) -> Array:
-        return self.target(bucket, self.reducer.memory.of_bucket(bucket))
+        return self.target(bucket, self.memory.of_bucket(bucket))
 
 
 class DataParallel(WholeSums):
@@ -268,7 +269,7 @@ class DataParallel(WholeSums):
         return self.mesh.size == self.axis.size and self.compressed is None and not self.workers_differ
 
     def gradients(self) -> list[Array]:
-        return [self.reducer.memory.of_bucket(bucket) for bucket in self.buckets]
+        return [self.memory.of_bucket(bucket) for bucket in self.buckets]
 
     def publish_parameters(self) -> None:
         """Send nothing: every data rank has updated all parameters."""
@@ -294,11 +295,11 @@ class ShardedState(Strategy):
         return gradient[: self.counts[bucket.index][self.axis.rank]]
 
     def owned(self, bucket: Bucket) -> Array:
-        return self.target(bucket, self.reducer.memory.of_bucket(bucket))
+        return self.target(bucket, self.memory.of_bucket(bucket))
 
     def gradients(self) -> list[Array]:
         return [
-            self.reducer.memory.of_bucket(bucket)[: pieces[self.axis.rank]]
+            self.memory.of_bucket(bucket)[: pieces[self.axis.rank]]
             for bucket, pieces in zip(self.buckets, self.counts, strict=False)  # those of second uses follow
         ]
 

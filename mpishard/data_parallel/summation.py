@@ -82,7 +82,8 @@ class Summation(ABC):
 
         With `reproducible` no bucket is tied here: the uses of a tied tensor are added by `add_uses`.
         """
-        self._parts.copies.sum(bucket, gradient)
+        copies = self._parts.copies
+        copies.sum(bucket, gradient)
 
     @abstractmethod
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:

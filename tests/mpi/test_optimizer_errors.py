@@ -126,24 +126,41 @@ def test_nonfinite_gradients_name_tensor_and_rank(mesh, strategy, value):
     assert np.isfinite(parameters.flat).all()
 
 
+def after_steps(optimizer, flat, steps):
+    """Take steps that are finite: after the first ones, ranks find out before the sum that it is finite."""
+    for _ in range(steps):
+        optimizer.step(flat, np.ones_like(flat))
+    return flat.copy()
+
+
+@pytest.mark.parametrize("earlier", [0, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nonfinite_gradients_skip_or_go_on(mesh, strategy):
+def test_nonfinite_gradients_skip_or_go_on(mesh, strategy, earlier):
     bad = np.full(7, np.nan if mesh.rank == 0 else 1.0, np.float32)
     flat = start(7)
     skipping = strategy(SGD(lr=0.1), ShardingConfiguration(mesh, nonfinite_gradients="skip"))
+    before = after_steps(skipping, flat, earlier)
     skipping.step(flat, bad.copy())
-    assert (skipping.steps, skipping.skipped_steps) == (0, 1)
-    assert np.array_equal(flat, start(7))
+    assert (skipping.steps, skipping.skipped_steps) == (earlier, 1)
+    assert np.array_equal(flat, before)
     going_on = strategy(SGD(lr=0.1), ShardingConfiguration(mesh, nonfinite_gradients="ignore"))
+    after_steps(going_on, flat, earlier)
     going_on.step(flat, bad.copy())
     assert np.isnan(flat).all()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_sum_that_overflows_is_told_apart(mesh):
-    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+@pytest.mark.parametrize("earlier", [0, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_sum_that_overflows_is_told_apart(mesh, strategy, earlier):
+    optimizer, flat = strategy(SGD(lr=0.1), mesh), start(7)
+    before = after_steps(optimizer, flat, earlier)
     with pytest.raises(FloatingPointError, match="overflowed"):
-        optimizer.step(start(7), np.full(7, 3e38, np.float32))
+        optimizer.step(flat, np.full(7, 3e38, np.float32))
+    assert np.array_equal(flat, before)
+    # Near the largest number, but the sum is finite.
+    optimizer.step(flat, np.full(7, np.finfo(np.float32).max / (2 * mesh.size), np.float32))
+    assert optimizer.steps == earlier + 1 and np.isfinite(flat).all()
 
 
 def read_only(array):

@@ -170,6 +170,11 @@ def test_bytes_sent_are_twice_n_minus_1_over_n_of_the_parameters(comm, strategy)
         assert sent * mesh.size == 4 * 2 * (mesh.size - 1) * flat.nbytes
         agreements = 4 * 2 * 8 * 8  # eight numbers a step
         assert mesh.ledger.sent(label="control") == mesh.ledger.sent() - sent <= agreements
+        # Ranks agree on arguments and on finite gradients at once, but in the first steps.
+        mesh.ledger.clear()
+        train(optimizer, flat, steps=4)
+        agreements = {name: each["calls"] for name, each in mesh.ledger.summary().items() if "control" in name}
+        assert agreements == ({} if mesh.size == 1 else {"world.all_reduce control": 4})
 
 
 def test_bytes_of_state_and_gradients_a_rank(mesh):
