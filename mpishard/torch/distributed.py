@@ -260,7 +260,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         factor = min(1.0, float(max_norm) / (norm + _CLIP_EPSILON))
         for gradient in strategy.gradients():
             gradient *= factor
-        return torch.tensor(norm)
+        return next(iter(hooks.tensors.values())).new_tensor(norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of backward passes that no step has used.

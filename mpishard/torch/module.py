@@ -74,8 +74,9 @@ class GradientHooks:
         self._kept: dict[str, tuple[Any, int]] = {}
         # Means of earlier passes since the last step, in flat order.
         self._earlier: Any = None
-        # The pass of autograd whose end waits for the sums.
-        self._pass = -1
+        # The passes of autograd whose ends wait for the sums: several where one is made within another, as by reentrant
+        # activation checkpoints.
+        self._passes: set[int] = set()
         self._told = False
         self._handles: list[Any] = []
         for name, p in self.tensors.items():
@@ -100,6 +101,7 @@ class GradientHooks:
         self._kept.clear()
         self._earlier = None
         self._told_pass = False
+        self._passes.clear()  # some are left after an exception in a pass
         for p in self.tensors.values():
             p.grad = None
 
@@ -164,7 +166,11 @@ class GradientHooks:
         self._parameters.gradients.end_pass()
         self.complete()
 
-    def _finish_pass(self) -> None:
+    def _finish_pass(self, number: int) -> None:
+        self._passes.discard(number)
+        if self._passes and torch._C._current_autograd_node() is not None:
+            return  # the end of the outer pass waits
+        self._passes.clear()
         self.complete()
 
     def take_changes(self) -> None:
@@ -236,10 +242,10 @@ class GradientHooks:
         if self.keeps and reducer.is_last_pass:
             self.begin_sums()
             current = torch._C._current_graph_task_id()
-            if current != self._pass and self.sums_over():
-                self._pass = current
+            if current not in self._passes and self.sums_over():
+                self._passes.add(current)
                 # As in DistributedDataParallel, called when this pass of autograd is over.
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish_pass, current))
         try:
             view, adds = reducer.gradient(name)
         except RuntimeError:
