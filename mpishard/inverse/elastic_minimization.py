@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
@@ -116,9 +115,12 @@ class ElasticMinimization:
         )
         minimizer, method = self._minimizer, self._elastic.optimizer.rule
         assert isinstance(method, Method)
-        self.progress, self.stop_reason = minimizer.progress, found.stop_reason
+        self.progress = progress = minimizer.progress
+        self.stop_reason = found.stop_reason
+        unknowns, reason = self._unknowns, found.stop_reason
         gradient = self._whole(minimizer.row("base_gradient"))
-        result = result_of(self._unknowns.shown_to_user(), gradient, found.stop_reason, method, minimizer.progress)
+        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, unknowns.doubt(reason))
+        result["jac"] = unknowns.like_x0(gradient)
         if self._mesh.rank == 0:
             self._table.end(result.message)
         return result
@@ -147,7 +149,7 @@ class ElasticMinimization:
         self, parameters: FlatParameters, direction: FlatParameters, samples: np.ndarray, products: Any
     ) -> None:
         """The product of the problem."""
-        x, along = self._unknowns.shown_to_user(), direction.flat.copy()
+        x, along = self._unknowns.shown_to_user(), self._unknowns.like_x0(direction.flat.copy())
         if self._samples is not None:
             product = self._functions.product(x, along, samples)
             self._add(self._unknowns.vector("the Hessian product", product), products)
@@ -202,17 +204,7 @@ class ElasticMinimization:
 
         def make() -> OptimizeResult:
             return OptimizeResult(
-                x=self._like_x0(whole), fun=progress.value, nit=progress.iterations, nfev=progress.evaluations
+                x=self._unknowns.copy_of(whole), fun=progress.value, nit=progress.iterations, nfev=progress.evaluations
             )
 
         return self._callback(make)
-
-    def _like_x0(self, flat: Array) -> Any:
-        """An iterate as the user knows points; the parameters themselves are the next point already."""
-        if self._unknowns.parameters is None:
-            return flat
-        parameters = self._parameters
-        module = arrays.module_of(parameters.like)
-        shown_parameters = FlatParameters(parameters.specs, parameters.dtype, module=module, place=parameters.place)
-        shown_parameters.flat[...] = flat
-        return shown_parameters

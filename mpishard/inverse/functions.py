@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +10,10 @@ import numpy as np
 
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
-from mpishard.inverse.result import OptimizeResult
+from mpishard.inverse.result import OptimizeResult, pair_of_bounds
+from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
 from mpishard.layout.tensors import ParameterSpec
+from mpishard.minimizers.elements import element_name
 
 Array = Any
 
@@ -125,45 +126,73 @@ def has_names(x0: Any) -> bool:
     return hasattr(x0, "pieces") and hasattr(x0, "layout")
 
 
-def size_of(x0: Any) -> int:
-    """The number of unknowns of a start, over all ranks; 1 for other objects than arrays."""
-    if has_names(x0):
-        return sum(spec.size for spec in x0.specs)
-    try:
-        return math.prod(np.shape(x0))  # NumPy's size is none of a tensor of PyTorch
-    except ValueError:  # which `Unknowns` explains
-        return 1
-
-
 class Unknowns:
     """The unknowns on this rank.
 
-    An array is copied: float32 and float64 stay, other real numbers become float64. A FlatParameters is changed in
-    place. Raises TypeError unless `x0` is an array of real numbers, ValueError if it is empty or has NaN or infinite
-    elements.
+    An array is copied: float32 and float64 stay, other real numbers become float64. So are the arrays of a tree, see
+    `Tree`. A FlatParameters is changed in place. Raises TypeError unless `x0` has arrays of numbers, ValueError if it
+    is empty or has NaN or infinite elements.
     """
 
     def __init__(self, x0: Any) -> None:
         self.parameters: Any = x0 if has_names(x0) else None
+        self.tree: Tree | None = None
         self.specs: tuple[ParameterSpec, ...]  # an array is one tensor "x"
         self.flat: Array  # the values on this rank
         if self.parameters is not None:
             self.specs, self.flat = x0.specs, x0.flat
+        elif is_tree(x0) or is_complex(x0):
+            self.tree = Tree(x0)
+            self.specs, self.flat = self.tree.specs, self.tree.flat
         else:
             values = _real_array(x0)
             self.specs = (ParameterSpec("x", values.shape),)
             self.flat = arrays.aligned_copy(values.reshape(-1))
-        if not sum(spec.size for spec in self.specs):
+        if not self.total:
             raise ValueError("x0 is empty: there is nothing to minimize; give it at least one element")
         host = arrays.to_host(self.flat)
         if not np.isfinite(host).all():
             wrong = int(np.flatnonzero(~np.isfinite(host))[0])
-            raise ValueError(f"x0 must be finite, but element {wrong} is {host[wrong]}")
+            where = f"element {wrong}" if self.tree is None else element_name(wrong, self.specs)
+            raise ValueError(f"x0 must be finite, but {where} is {host[wrong]}")
+
+    @classmethod
+    def of(cls, x0: Any) -> Unknowns:
+        """The unknowns of a start, which may be unknowns already."""
+        return x0 if isinstance(x0, Unknowns) else cls(x0)
 
     @property
     def size(self) -> int:
         """The number of elements on this rank."""
         return int(self.flat.size)
+
+    @property
+    def total(self) -> int:
+        """The number of elements over all ranks."""
+        return sum(spec.size for spec in self.specs)
+
+    def options(self, bounds: Any, **elements: Any) -> dict[str, Any]:
+        """The options of elements as methods take them, with bounds as the pair of `pair_of_bounds`.
+
+        Raises TypeError or ValueError for other forms.
+        """
+        tree = self.tree
+        if tree is None:
+            return {**elements, "bounds": pair_of_bounds(bounds, self.total)}
+        function = elements.get("preconditioner")
+        named = {what: None if callable(given) else tree.by_name(what, given) for what, given in elements.items()}
+        if callable(function):
+
+            def product(vector: Array) -> Array:
+                return tree.flattened("the result of preconditioner", function(tree.of(vector)))
+
+            named["preconditioner"] = product
+        return {**named, "bounds": None if bounds is None else pair_of_bounds(tree.bounds(bounds), self.total)}
+
+    def doubt(self, reason: str) -> str:
+        """What may be wrong with the gradient of complex unknowns where a run ended for this reason; or nothing."""
+        wrong = reason == "line search" and self.tree is not None and self.tree.complex_leaf is not None
+        return f"x0 is complex, and {CONVENTION}" if wrong else ""
 
     def check_whole(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
@@ -176,14 +205,18 @@ class Unknowns:
             )
 
     def shown_to_user(self) -> Any:
-        """The point as functions of the user get it: a copy of the array, or the parameters by name."""
-        return self.flat.copy() if self.parameters is None else self.parameters
+        """The point as functions of the user get it: a copy of the array or the tree, or the parameters by name."""
+        return self.like_x0(self.flat.copy()) if self.parameters is None else self.parameters
+
+    def like_x0(self, vector: Array) -> Any:
+        """A vector as functions of the user get a direction: a tree of its views, or the flat array itself."""
+        return vector if self.tree is None else self.tree.of(vector)
 
     def copy_of(self, flat: Array) -> Any:
         """A copy of a point as functions of the user get it, apart from the unknowns."""
         named = self.parameters
         if named is None:
-            return flat.copy()
+            return self.like_x0(flat.copy())
         copy = type(named)(named.specs, named.dtype, module=arrays.module_of(named.like), place=named.place)
         copy.flat[...] = flat
         return copy
@@ -192,8 +225,11 @@ class Unknowns:
         """A vector of the user's as a flat array of the dtype and on the device of the unknowns; maybe not a copy.
 
         `given` has as many elements as the unknowns on this rank, of any shape; or by tensor name arrays of the shapes
-        of this rank's slices, all of them. Raises TypeError or ValueError, with `what`, if it is something else.
+        of this rank's slices, all of them; of a tree it has its structure. Raises TypeError or ValueError, with `what`,
+        if it is something else.
         """
+        if self.tree is not None:
+            return self.tree.flattened(what, given)
         if isinstance(given, Mapping):
             return self._joined(what, given)
         return self._converted(what, given, self.size)
@@ -235,19 +271,7 @@ def _real_array(x0: Any) -> Array:
         try:
             values = np.atleast_1d(np.asarray(x0))
         except (TypeError, ValueError):
-            raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}{_way_out(x0)}") from None
+            raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}") from None
     if values.dtype.kind not in "biuf":
-        raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}{_way_out(x0)}")
+        raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}")
     return values if values.dtype in arrays.FLOATS else values.astype(np.float64)
-
-
-def _way_out(x0: Any) -> str:
-    """The way to start from several arrays, for messages; empty for a start without arrays."""
-    if isinstance(x0, Mapping):
-        names = [str(name) for name in x0][:2]
-    elif isinstance(x0, list | tuple) and any(hasattr(each, "shape") for each in x0):
-        names = ["a", "b"]
-    else:
-        return ""
-    inside = ", ".join(f"{name!r}: ..." for name in names)
-    return f"; several arrays are given by name, as x0=mpishard.FlatParameters.of({{{inside}}})"

@@ -48,7 +48,8 @@ class Part:
     ) -> Part:
         """The part of a function with SciPy's signature."""
         unknowns = Unknowns(x)
-        point = FlatParameters.over(unknowns.flat) if unknowns.parameters is None else unknowns.parameters
+        specs = None if unknowns.tree is None else unknowns.specs
+        point = FlatParameters.over(unknowns.flat, specs) if unknowns.parameters is None else unknowns.parameters
         given = unknowns.shown_to_user
 
         def call() -> tuple[Any, Any]:
@@ -63,7 +64,7 @@ class Part:
         def product(direction: np.ndarray) -> Any:
             vector = arrays.empty(point.size, point.dtype, like=point.like)
             set_values(vector, direction.astype(point.dtype))
-            return unknowns.vector("the Hessian product", hessp(given(), vector))
+            return unknowns.vector("the Hessian product", hessp(given(), unknowns.like_x0(vector)))
 
         axis = Axis.single() if mesh is None else mesh.world
         first = mesh is None or mesh.data.rank == 0
@@ -394,9 +395,9 @@ def check_gradient(
     ----------
     function : callable or OptimizationProblem
         ``function(x) -> (value, gradient)``, as `minimize` takes it; or a problem, whose mean loss is checked.
-    x : array or FlatParameters, optional
-        The point, not a minimum: float32 or float64, else it becomes float64.  A FlatParameters has this rank's slice,
-        and is the same afterwards.  Default: the start of the problem.
+    x : array, FlatParameters, or dict, list or tuple of arrays, optional
+        The point, not a minimum, as the `x0` of `minimize`: float32 or float64, else it becomes float64.  A
+        FlatParameters has this rank's slice, and is the same afterwards.  Default: the start of the problem.
     jac : True or callable
         ``jac(x) -> gradient``, if the function returns the value alone.
     hessp : callable, optional

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import reject_unknown
 from mpishard.inverse.elastic_options import elastic_options
-from mpishard.inverse.functions import Callback, Functions, Unknowns, size_of
-from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, make_method, pair_of_bounds
+from mpishard.inverse.functions import Callback, Functions, Unknowns
+from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress
@@ -55,10 +55,15 @@ def minimize(
     fun : callable
         ``fun(x, *args)`` returns the value and the gradient, or with another `jac` the value.  On a mesh all ranks call
         it for the same point; see `reduction`.
-    x0 : array or FlatParameters
+    x0 : array, FlatParameters, or dict, list or tuple of arrays
         The start.  An array is copied and seen as flat; `fun` gets a flat copy of each point.  A FlatParameters is
         changed in place; `fun` gets it, to read its tensors by name, and may return the gradient by name, too.  Ranks
-        start from the values of rank 0, with a warning if theirs differ.
+        start from the values of rank 0, with a warning if theirs differ.  A dictionary, list or tuple of arrays, also
+        nested, is copied; `fun`, `jac`, `hessp`, `callback` and a callable `preconditioner` get copies of this
+        structure and return it, the result has it, and options of elements are given in it or as one number, bounds as
+        one pair.  Its arrays have the paths to them as names, such as ``layers.0.weight``.  Complex arrays count as
+        pairs of real numbers: the gradient by ``z = a + ib`` is ``df/da + i df/db``, as that of PyTorch; that of JAX is
+        its conjugate.
     args : tuple
         Further arguments of `fun`, `jac` and `hessp`.
     method : str or Method
@@ -150,10 +155,8 @@ def minimize(
         watcher = Callback(callback)
         functions = Functions(fun, jac, hessp, args)
         workers, samples = elastic_options(elastic, samples, reduction, mesh)
-        if workers is not None:
-            unknowns = Unknowns(x0)
-            known["bounds"] = pair_of_bounds(bounds, unknowns.size)
-        chosen, loop = make_method(method, options, tol, size_of(x0), **known)
+        unknowns = Unknowns(x0)
+        chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
     except (TypeError, ValueError) as error:
         problem = error
     if mesh is not None:
@@ -162,17 +165,16 @@ def minimize(
         agreed(mesh, problem)
     if problem is not None:
         raise problem
-    assert functions is not None
+    assert functions is not None and unknowns is not None
     ended = solve(
         functions,
         chosen,
-        x0,
+        unknowns,
         watcher,
         loop,
-        bounds=bounds,
         mesh=mesh,
         reduction=reduction,
-        elastic=None if unknowns is None else ElasticArguments(unknowns, workers or {}, samples),
+        elastic=None if workers is None else ElasticArguments(workers, samples),
         checkpoints=checkpoints,
         resume=resume,
         record=record,
@@ -183,7 +185,6 @@ def minimize(
 class ElasticArguments(NamedTuple):
     """The further arguments of an elastic run; `options` are those of `ElasticOptimizer`."""
 
-    unknowns: Unknowns
     options: dict[str, Any]
     samples: int | None
 
@@ -199,11 +200,10 @@ class MinimizationOutcome(NamedTuple):
 def solve(
     functions: Functions,
     method: Method,
-    x0: Any,
+    unknowns: Unknowns,
     callback: Callback,
     loop: LoopOptions,
     *,
-    bounds: Any,
     mesh: Mesh | None,
     reduction: str | None,
     elastic: ElasticArguments | None,
@@ -215,12 +215,10 @@ def solve(
     if elastic is not None and mesh is not None:
         from mpishard.inverse.elastic_minimization import ElasticMinimization
 
-        run = ElasticMinimization(
-            functions, elastic.unknowns, method, mesh, elastic.samples, elastic.options, callback, loop
-        )
+        run = ElasticMinimization(functions, unknowns, method, mesh, elastic.samples, elastic.options, callback, loop)
         result = run.run(checkpoints, resume, record)
         return MinimizationOutcome(result, run.progress, run.stop_reason)
-    optimizer = ReverseCommunication(method, x0, bounds=bounds, mesh=mesh, reduction=reduction)
+    optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
     files: RunFiles | None = None
     if mesh is not None:
         from mpishard.inverse.run_files import RunFiles

@@ -513,13 +513,13 @@ def regularized(
         unknowns = Unknowns(x)
         gradient = unknowns.vector("the gradient", given).copy()
         for term in chosen:
-            added, slope = term.value_and_gradient(_tensor(x, term))
+            field, start = _field(unknowns, x, term)
+            added, slope = term.value_and_gradient(field)
             # On a mesh every tensor rank has the value of the whole field.
             if not (summed and term.mesh is not None and term.mesh.tensor.rank):
                 value = value + added
-            start = x.layout.piece_of[_name(x, term)].start if has_names(x) else 0
             gradient[start : start + slope.size] += slope.reshape(-1)
-        return value, gradient
+        return value, unknowns.like_x0(gradient)
 
     def of_samples(x: Any, samples: np.ndarray, gradients: Any) -> float:
         loss = function(x, samples, gradients)
@@ -538,6 +538,21 @@ def regularized(
         return plain(x, *rest) if len(rest) < 2 else of_samples(x, *rest)
 
     return with_terms
+
+
+def _field(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tuple[Array, int]:
+    """The array of a term, and its place in a flat gradient."""
+    tree = unknowns.tree
+    if tree is None:
+        return _tensor(x, term), x.layout.piece_of[_name(x, term)].start if has_names(x) else 0
+    leaves = {leaf.name: leaf for leaf in tree.leaves}
+    name = _name(leaves, term)
+    if name not in leaves:
+        raise ValueError(f"{type(term).__name__}: x0 has no array {name!r}; there are {', '.join(leaves)}")
+    leaf = leaves[name]
+    if leaf.is_complex:
+        raise TypeError(f"{type(term).__name__} is for real numbers, and x0 is complex; give its parts as two arrays")
+    return unknowns.flat[leaf.start : leaf.start + leaf.size].reshape(leaf.shape), leaf.start
 
 
 def _tensor(x: Any, term: RegularizationTerm) -> Array:

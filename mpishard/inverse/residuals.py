@@ -12,6 +12,7 @@ from mpishard.arguments import shown
 from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram
+from mpishard.inverse.trees import Tree, is_tree
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
@@ -99,11 +100,20 @@ class Loss:
 class ResidualFunctions:
     """The residuals and their Jacobian on this rank, from functions as for `least_squares`.
 
-    `jac` may be the name of a finite difference, with relative `steps` inside of the bounds `lower` and `upper`.
+    `jac` may be the name of a finite difference, with relative `steps` inside of the bounds `lower` and `upper`. With a
+    `tree` they get points as trees, and here are flat.
     """
 
     def __init__(
-        self, fun: Any, jac: Any, args: Any, kwargs: Any, steps: Array | None, lower: Array, upper: Array
+        self,
+        fun: Any,
+        jac: Any,
+        args: Any,
+        kwargs: Any,
+        steps: Array | None,
+        lower: Array,
+        upper: Array,
+        tree: Tree | None = None,
     ) -> None:
         if not callable(fun):
             raise TypeError(f"fun={shown(fun)} must be a function that returns the residuals")
@@ -115,6 +125,7 @@ class ResidualFunctions:
         self._fun, self._jac = fun, jac
         self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
         self._steps, self._lower, self._upper = steps, lower, upper
+        self._tree = tree
         self.rows = -1  # of the first call
         self._first: tuple[bytes, Array, Any] | None = None  # the evaluation that chose a method
 
@@ -131,7 +142,7 @@ class ResidualFunctions:
         """The residuals as a float64 array of one dimension, as many in each call unless there are samples."""
         if self._first is not None and self._first[0] == _flat(x).tobytes():
             return self._first[1]
-        found = _numbers("fun", self._fun(_copy(x), *samples, *self._args, **self._kwargs))
+        found = _numbers("fun", self._fun(self._shown(x), *samples, *self._args, **self._kwargs))
         if found.ndim > 1:
             raise ValueError(f"fun must return the residuals in one dimension, but their shape is {found.shape}")
         found = np.array(found.reshape(-1), np.float64)
@@ -151,7 +162,9 @@ class ResidualFunctions:
                 return found
         if not callable(self._jac):
             return self._differences(x, f, *samples)
-        found = self._jac(_copy(x), *samples, *self._args, **self._kwargs)
+        found = self._jac(self._shown(x), *samples, *self._args, **self._kwargs)
+        if self._tree is not None and is_tree(found):
+            found = self._tree.columns("jac", found, len(f))
         size = size_on_rank(x)
         if hasattr(found, "tocsr") or (hasattr(found, "rmatvec") and hasattr(found, "matvec")):
             shape = tuple(found.shape)
@@ -166,6 +179,10 @@ class ResidualFunctions:
                 f"({len(f)}, {size})"
             )
         return found
+
+    def _shown(self, x: Any) -> Any:
+        """A copy of a point as the user's functions get it."""
+        return _copy(x) if self._tree is None else self._tree.of(_copy(x))
 
     def _differences(self, x: Array, f: Array, *samples: Array) -> Array:
         """The Jacobian by finite differences inside of the bounds."""

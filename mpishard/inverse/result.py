@@ -60,12 +60,12 @@ class OptimizeResult(dict[str, Any]):
 
     Attributes
     ----------
-    x : 1-D array or FlatParameters
-        The best iterate; the parameters themselves if the start had tensor names.
+    x : 1-D array, FlatParameters, or dict, list or tuple of arrays
+        The best iterate, in the structure of the start; a FlatParameters is the start itself.
     fun : float
         The value there.
-    jac : 1-D array
-        The gradient there; with a start that is split over ranks this rank's part.
+    jac : 1-D array, or dict, list or tuple of arrays
+        The gradient there, of a FlatParameters flat; with a start that is split over ranks this rank's part.
     nit, nfev, njev, nhev : int
         Iterations, values, gradients and Hessian products.
     status : int

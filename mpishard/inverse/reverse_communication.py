@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import reject_unknown, shown
-from mpishard.inverse.functions import Unknowns, number_of, size_of
+from mpishard.inverse.functions import Unknowns, number_of
 from mpishard.inverse.local_run import LocalRun
-from mpishard.inverse.result import OptimizeResult, make_method, pair_of_bounds, result_of
+from mpishard.inverse.result import OptimizeResult, make_method, result_of
 from mpishard.inverse.run import MinimizationRun
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress, Wanted
@@ -28,14 +28,14 @@ class EvaluationRequest:
 
     Parameters
     ----------
-    x : 1-D array or FlatParameters
+    x : 1-D array, FlatParameters, or dict, list or tuple of arrays
         The point: a copy, or the parameters themselves, to be read only.
-    direction : 1-D array or None
+    direction : 1-D array, or dict, list or tuple of arrays, or None
         None: value and gradient at the point are wanted.  Else the Hessian at the point times this direction is.
     """
 
     x: Any
-    direction: Array | None = None
+    direction: Any = None
 
 
 class ReverseCommunication:
@@ -55,8 +55,8 @@ class ReverseCommunication:
     ----------
     method : str or Method
         As for `minimize`.
-    x0 : array or FlatParameters
-        The start.  An array is copied, a FlatParameters is changed in place.
+    x0 : array, FlatParameters, or dict, list or tuple of arrays
+        The start, as for `minimize`.  A FlatParameters is changed in place, others are copied.
     bounds : optional
         As for `minimize`.
     options : mapping, optional
@@ -89,9 +89,8 @@ class ReverseCommunication:
         try:
             known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
             reject_unknown("ReverseCommunication", elements)
-            unknowns = Unknowns(x0)
-            size = size_of(x0)
-            chosen, _ = make_method(method, options, None, size, bounds=pair_of_bounds(bounds, size), **known)
+            unknowns = Unknowns.of(x0)
+            chosen, _ = make_method(method, options, None, unknowns.total, **unknowns.options(bounds, **known))
         except (TypeError, ValueError) as error:
             problem = error
         self._run: MinimizationRun
@@ -129,8 +128,8 @@ class ReverseCommunication:
         self._is_asked = True
         if minimizer.wanted is Wanted.GRADIENT:
             return EvaluationRequest(run.unknowns.shown_to_user())
-        direction = run.whole(minimizer.direction)
-        return EvaluationRequest(run.unknowns.shown_to_user(), direction.copy())
+        direction = run.whole(minimizer.direction).copy()
+        return EvaluationRequest(run.unknowns.shown_to_user(), run.unknowns.like_x0(direction))
 
     def tell(self, value: Any, gradient: Any) -> None:
         """Give the value and the gradient at the point that was asked for.
@@ -139,7 +138,7 @@ class ReverseCommunication:
         ----------
         value : float
             Of the function; NaN or infinite where it is not defined.
-        gradient : array or mapping
+        gradient : array, mapping, list or tuple
             Like `x0`, or by tensor name; only read.
 
         Raises
@@ -163,7 +162,7 @@ class ReverseCommunication:
 
         Parameters
         ----------
-        product : array or mapping
+        product : array, mapping, list or tuple
             Like `x0`, or by tensor name; only read.
 
         Raises
@@ -256,7 +255,10 @@ class ReverseCommunication:
             self._is_published = False
             x = run.unknowns.shown_to_user()
         gradient = run.whole(minimizer.row("base_gradient")).copy()
-        return result_of(x, gradient, self.stop_reason, run.method, minimizer.progress, run.culprits)
+        culprits = run.culprits or run.unknowns.doubt(self.stop_reason)
+        result = result_of(x, gradient, self.stop_reason, run.method, minimizer.progress, culprits)
+        result["jac"] = run.unknowns.like_x0(gradient)
+        return result
 
     @property
     def _has_iterate(self) -> bool:

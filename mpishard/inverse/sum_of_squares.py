@@ -12,11 +12,12 @@ import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
 from mpishard.inverse.elastic_options import elastic_options
-from mpishard.inverse.functions import Callback, Functions, Unknowns, size_of
+from mpishard.inverse.functions import Callback, Functions, Unknowns
 from mpishard.inverse.gauss_newton import GaussNewtonFunctions
 from mpishard.inverse.minimization import ElasticArguments, solve
 from mpishard.inverse.residuals import Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
+from mpishard.inverse.trees import Tree
 from mpishard.io import log
 from mpishard.minimizers.elements import whole_bounds, whole_elements
 from mpishard.minimizers.gauss_newton import GaussNewton
@@ -96,10 +97,12 @@ def least_squares(
     fun : callable
         ``fun(x, *args, **kwargs)`` returns the residuals, an array of one dimension.  On a mesh those of this rank: any
         number, which may differ between ranks, and be 0; as many in each call.  All ranks call it for the same points.
-    x0 : array or FlatParameters
+    x0 : array, FlatParameters, or dict, list or tuple of arrays
         The start.  An array is copied and seen as flat, in float64; ranks start from that of rank 0, with a warning if
-        theirs differ.  A FlatParameters is for ``"cg"``, is changed in place, and may be split over the tensor axis:
-        then products of the Jacobian take and give this rank's slices.
+        theirs differ.  A dictionary, list or tuple of arrays, also nested, is taken as by `minimize`; `jac` then
+        returns such a structure of blocks ``(residuals, *shape)``, or a matrix whose columns are in the order of the
+        arrays.  A FlatParameters is for ``"cg"``, is changed in place, and may be split over the tensor axis: then
+        products of the Jacobian take and give this rank's slices.
     jac : {"2-point", "3-point", "cs"} or callable
         ``jac(x, *args, **kwargs)`` returns the derivatives of the residuals of this rank, of shape (residuals,
         unknowns): an array; sparse rows, as SciPy's; or an operator with ``shape``, ``matvec(v)`` and ``rmatvec(u)``,
@@ -107,7 +110,7 @@ def least_squares(
         name: by finite differences inside of the bounds, or by complex steps.
     bounds : pair or scipy.optimize.Bounds
         ``(lower, upper)``, each a number or an array as long as `x0`; the start must be between them.  For ``"trf"``.
-        Of a FlatParameters as for `minimize`.
+        Of a FlatParameters or a structure of arrays as for `minimize`.
     method : {"trf", "lm"}
         A trust region: reflective (``"exact"``) or with projected steps (``"cg"``).  Or the Levenberg-Marquardt
         algorithm of MINPACK, ``"exact"``, for the linear loss without bounds.
@@ -208,7 +211,9 @@ def least_squares(
             Unknowns(x0), bounds, method, (ftol, xtol, gtol), x_scale, loss, f_scale, diff_step, max_nfev, verbose
         )
         watcher = Callback(callback)
-        functions = ResidualFunctions(fun, jac, args, kwargs, settings.steps, settings.lower, settings.upper)
+        functions = ResidualFunctions(
+            fun, jac, args, kwargs, settings.steps, settings.lower, settings.upper, settings.tree
+        )
         losses = Loss(loss, settings.f_scale)
         chosen = _solver(tr_solver, method, jac, settings.is_named, further | {"tr_options": tr_options})
         large = _Large.checked(settings, x0, tr_options, mesh, **further)
@@ -232,8 +237,8 @@ def least_squares(
     if chosen is None:
         chosen = "exact" if rows.are_dense_at(settings.start) else "cg"
     if chosen == "cg":
-        return large.run(functions, losses, watcher)
-    return _run(settings, rows, watcher, speaks=mesh is None or mesh.rank == 0)
+        return settings.shown(large.run(functions, losses, watcher))
+    return settings.shown(_run(settings, rows, watcher, speaks=mesh is None or mesh.rank == 0))
 
 
 def _solver(given: Any, method: str, jac: Any, is_named: bool, further: Mapping[str, Any]) -> str | None:
@@ -270,6 +275,7 @@ class _Settings:
     verbose: int
     bounds: Any  # as they were given
     is_named: bool  # the start is a FlatParameters, whose bounds are checked where it is minimised
+    tree: Tree | None
 
     @classmethod
     def checked(
@@ -286,6 +292,9 @@ class _Settings:
         verbose: Any,
     ) -> _Settings:
         is_named, size = unknowns.parameters is not None, unknowns.size
+        tree = unknowns.tree
+        if tree is not None and tree.complex_leaf is not None:
+            raise TypeError("x0 is complex, and least_squares takes real numbers; give real and imaginary parts apart")
         start = np.array(unknowns.flat, np.float64)
         if method not in _METHODS:
             raise ValueError(f"method={shown(method)} must be 'trf' or 'lm'; there is no other")
@@ -304,23 +313,29 @@ class _Settings:
         ends = (
             0.0 if each is None else number(name, each, least=0) for name, each in zip(names, tolerances, strict=True)
         )
-        most = (
-            100 * sum(spec.size for spec in unknowns.specs)
-            if max_nfev is None
-            else integer("max_nfev", max_nfev, least=1)
-        )
+        most = 100 * unknowns.total if max_nfev is None else integer("max_nfev", max_nfev, least=1)
         if integer("verbose", verbose, least=0) > 2:
             raise ValueError(f"verbose={verbose} must be 0, 1 or 2")
+        if tree is not None:
+            x_scale = x_scale if isinstance(x_scale, str) else tree.by_name("x_scale", x_scale)
+            diff_step = tree.by_name("diff_step", diff_step)
         scale = _scale(x_scale, method, unknowns)
         steps = None if diff_step is None else whole_elements("diff_step", diff_step, unknowns.specs, _FLOAT, missing=0)
         options = Options(next(ends), next(ends), next(ends), most, scale)
-        return cls(start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_named)
+        return cls(start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_named, tree)
 
     def iterate(self, rows: Rows) -> Iterator[State]:
         """The method at work."""
         if self.method == "lm":
             return levenberg_marquardt(rows, self.start, self.options)
         return reflective(rows, self.start, self.lower, self.upper, self.options)
+
+    def shown(self, result: OptimizeResult) -> OptimizeResult:
+        """A result with trees where it has vectors like the start, if that is a tree."""
+        if self.tree is not None:
+            like_x0 = {name: result[name] for name in ("x", "grad", "active_mask") if name in result}
+            result |= {name: self.tree.of(vector) for name, vector in like_x0.items()}
+        return result
 
     def active_mask(self, x: np.ndarray) -> np.ndarray:
         """-1 where the lower bound is active, 1 where the upper one is, else 0."""
@@ -338,14 +353,16 @@ _FLOAT = np.dtype(np.float64)
 
 
 def _bounds(bounds: Any, unknowns: Unknowns) -> tuple[np.ndarray, np.ndarray]:
-    if hasattr(bounds, "lb") and hasattr(bounds, "ub"):
+    if unknowns.tree is not None:
+        bounds = pair_of_bounds(unknowns.tree.bounds(bounds), unknowns.total)
+    elif hasattr(bounds, "lb") and hasattr(bounds, "ub"):
         bounds = bounds.lb, bounds.ub
-    if isinstance(bounds, str | Mapping) or not hasattr(bounds, "__len__") or len(bounds) != 2:
+    elif isinstance(bounds, str | Mapping) or not hasattr(bounds, "__len__") or len(bounds) != 2:
         raise ValueError(
             f"bounds={shown(bounds)} must be (lower, upper), each a number or an array of {unknowns.size} elements, or "
             "scipy.optimize.Bounds"
         )
-    pair = whole_bounds(tuple(bounds), unknowns.specs, _FLOAT)
+    pair = whole_bounds(bounds if isinstance(bounds, Mapping) else tuple(bounds), unknowns.specs, _FLOAT)
     lower, upper = (
         np.full(unknowns.size, none) if each is None else np.broadcast_to(each, unknowns.size).copy()
         for each, none in zip(pair, (-np.inf, np.inf), strict=True)
@@ -432,7 +449,7 @@ class _Large:
             limits = np.isfinite(settings.lower).any() or np.isfinite(settings.upper).any()
             bounds: Any = (settings.lower, settings.upper) if limits else None
         else:
-            bounds = pair_of_bounds(settings.bounds, size_of(x0))
+            bounds = pair_of_bounds(settings.bounds, sum(spec.size for spec in x0.specs))
         method = GaussNewton(
             gtol=options.gtol,
             ftol=options.ftol,
@@ -445,7 +462,7 @@ class _Large:
         )
         workers, count = elastic_options(elastic, samples, None, mesh)
         start = x0 if named else settings.start
-        arguments = None if workers is None else ElasticArguments(Unknowns(start), workers, count)
+        arguments = None if workers is None else ElasticArguments(workers, count)
         return cls(settings, start, method, by_columns, mesh, arguments, checkpoints, resume, record)
 
     def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
@@ -460,15 +477,15 @@ class _Large:
 
         def told(intermediate_result: OptimizeResult) -> bool:
             seen = intermediate_result
-            return callback(lambda: OptimizeResult(x=seen.x, cost=seen.fun, nit=seen.nit, nfev=seen.nfev))
+            made = OptimizeResult(x=seen.x, cost=seen.fun, nit=seen.nit, nfev=seen.nfev)
+            return callback(lambda: self.settings.shown(made))
 
         ended = solve(
             Functions(squares.value_and_gradient, True, squares.product, ()),
             method,
-            self.x0,
+            Unknowns(self.x0),
             Callback(told if callback.is_given else None),
             LoopOptions(disp=self.settings.verbose == 2),
-            bounds=None,
             mesh=self.mesh,
             reduction="sum" if split else None,
             elastic=self.elastic,
@@ -511,7 +528,7 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, speaks: bool) -> O
         if shows:
             log.inform(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}")
         status = state.status
-        if status is None and state.iterations and watched and _stops(rows, callback, state):
+        if status is None and state.iterations and watched and _stops(settings, rows, callback, state):
             status = _CALLBACK
             break
     assert status is not None
@@ -535,11 +552,12 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, speaks: bool) -> O
     )
 
 
-def _stops(rows: Rows, callback: Callback, state: State) -> bool:
+def _stops(settings: _Settings, rows: Rows, callback: Callback, state: State) -> bool:
     """Return True if the callback of any rank wants to stop. Collective."""
 
     def make() -> OptimizeResult:
-        return OptimizeResult(x=state.x.copy(), cost=state.cost, nit=state.iterations, nfev=state.nfev)
+        made = OptimizeResult(x=state.x.copy(), cost=state.cost, nit=state.iterations, nfev=state.nfev)
+        return settings.shown(made)
 
     problem, stops = None, False
     try:

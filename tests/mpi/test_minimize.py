@@ -51,6 +51,41 @@ def test_sums_of_parts(mesh, same_on_all, method, options):
     assert result.fun < 1e-9
 
 
+def test_a_start_that_is_a_tree(mesh, same_on_all, folder):
+    """Its steps are those of the flat array, also where it is complex, from a checkpoint, and in an elastic run."""
+
+    def tree_of(x):
+        return {"a": [x[:4].reshape(2, 2), x[4:5]], "z": x[5:13].view(complex)}
+
+    def flat(tree):
+        return np.concatenate([tree["a"][0].reshape(-1), tree["a"][1], tree["z"].view(float)])
+
+    def fun(tree, *samples):
+        value, gradient = of_samples(flat(tree), *samples or [np.arange(70)])
+        return value, tree_of(gradient)
+
+    expected = minimize(lambda x: of_samples(x, np.arange(70)), START, options={"maxiter": 6})
+    options = {"options": {"maxiter": 6}, "mesh": mesh}
+    result = minimize(fun, tree_of(START), **options)
+    with mpishard.Checkpoints(folder, mesh, every=2) as checkpoints:
+        files = {"checkpoints": checkpoints, "resume": True}
+        assert minimize(fun, tree_of(START), callback=lambda x: x["a"][1].shape == (1,), **files, **options).nit == 1
+        resumed = minimize(fun, tree_of(START), **files, **options)
+    for found in (result, resumed, minimize(fun, tree_of(START), elastic=True, **options)):
+        assert np.array_equal(flat(found.x), expected.x) and np.array_equal(flat(found.jac), expected.jac)
+        assert same_on_all(flat(found.x)) and found.nfev == expected.nfev
+    points = []
+    dealt = minimize(fun, tree_of(START), samples=70, elastic=True, callback=points.append, **options)
+    plain = minimize(of_samples, START, samples=70, elastic=True, **options)
+    assert np.array_equal(flat(dealt.x), plain.x) and np.array_equal(flat(points[-1]), plain.x)
+    odd = mesh.rank == mesh.size - 1
+    with pytest.raises(ValueError, match="the gradient must have the structure of x0"):
+        minimize(lambda x: (fun(x)[0], [] if odd else fun(x)[1]), tree_of(START), mesh=mesh)
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match="x0"):
+            minimize(fun, tree_of(START) if odd else flat(tree_of(START)), mesh=mesh)
+
+
 def test_slabs_of_a_field(comm, same_on_all, capsys):
     """Each tensor rank has rows of a field, and the value and gradient of its rows."""
     with mpishard.Mesh(comm, tensor=comm.size) as mesh:

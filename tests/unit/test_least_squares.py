@@ -311,3 +311,37 @@ def test_the_number_of_residuals_stays():
 def test_weights_of_the_loss_are_positive():
     first, second = Loss("cauchy", 1.0).weights(np.array([0.0, 10.0, 1e100]))
     assert (second > 0).all() and first[0] == 1
+
+
+def test_a_start_that_is_a_tree():
+    times = np.linspace(0, 10, 50)
+    measured = 0.5 + 2 * np.exp(-0.7 * times)
+
+    def residuals(x):
+        return x["offset"] + x["decay"][0] * np.exp(-x["decay"][1] * times) - measured
+
+    def blocks(x):
+        fall = np.exp(-x["decay"][1] * times)
+        return {"decay": np.stack([fall, -x["decay"][0] * times * fall], 1), "offset": np.ones(50)}
+
+    def flat(x):
+        return residuals({"offset": x[0], "decay": x[1:]})
+
+    start, seen = {"offset": 1.0, "decay": np.ones(2)}, []
+    expected = least_squares(flat, np.ones(3), bounds=([-np.inf, 0, 0], [np.inf, 1.5, 10]), x_scale=[1, 2, 1])
+    bounds, scale = {"decay": (0, [1.5, 10])}, {"offset": 1, "decay": [2, 1]}
+    found = least_squares(residuals, start, bounds=bounds, x_scale=scale, callback=seen.append)
+    for name in ("x", "grad", "active_mask"):
+        assert np.array_equal([found[name]["offset"], *found[name]["decay"]], expected[name])
+    assert found.nfev == expected.nfev and seen[-1]["decay"].shape == (2,)
+    for solver in ("exact", "cg"):
+        found = least_squares(residuals, start, blocks, tr_solver=solver)
+        assert np.allclose([found.x["offset"], *found.x["decay"]], [0.5, 2, 0.7], atol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"jac of 'decay' has the shape \(50,\), but there are 50 residuals of x0 of sh"
+    ):
+        least_squares(residuals, start, lambda x: {**blocks(x), "decay": np.ones(50)})
+    with pytest.raises(ValueError, match="bounds must have the structure of x0"):
+        least_squares(residuals, start, bounds=([0, 0, 0], 1))
+    with pytest.raises(TypeError, match="least_squares takes real numbers"):
+        least_squares(residuals, {"offset": 1j, "decay": np.ones(2)})

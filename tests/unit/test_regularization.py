@@ -190,3 +190,14 @@ def test_bad_input() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
+
+
+def test_a_term_of_an_array_in_a_tree():
+    def fun(x):
+        return 0.0, {"a": [np.zeros(3), np.zeros(2)]}
+
+    x = {"a": [np.array([0.0, 1.0, 3.0]), np.ones(2)]}
+    value, gradient = mpishard.regularized(fun, Tikhonov(weight=2.0, name="a.0"))(x)
+    assert value == 5.0 and gradient["a"][0].tolist() == [-2, -2, 4] and not gradient["a"][1].any()
+    with pytest.raises(ValueError, match="x0 has no array 'b'; there are a.0, a.1"):
+        mpishard.regularized(fun, Tikhonov(weight=2.0, name="b"))(x)
