@@ -88,11 +88,12 @@ def test_an_error_of_one_rank_in_fortran_ends_all(mpirun: Callable[..., Any]) ->
     assert finished.errors.count("invert: the misfit of this rank's cells is not finite (status 3)") == 1
 
 
-def test_deepwave_inversion_says_what_it_needs(mpirun: Callable[..., Any]) -> None:
-    if importlib.util.find_spec("deepwave") is not None:
-        pytest.skip("deepwave is installed")
-    finished = mpirun(1, EXAMPLES / "deepwave_inversion.py")
-    assert finished.code == 1 and "pip install deepwave" in finished.errors
+@pytest.mark.parametrize("needs", ["deepwave", "devito"])
+def test_an_example_says_what_it_needs(needs: str, mpirun: Callable[..., Any]) -> None:
+    if importlib.util.find_spec(needs) is not None:
+        pytest.skip(f"{needs} is installed")
+    finished = mpirun(1, EXAMPLES / f"{needs}_inversion.py")
+    assert finished.code == 1 and f"pip install {needs}" in finished.errors
 
 
 def test_domain_decomposed(mpirun: Callable[..., Any], tmp_path: Path) -> None:

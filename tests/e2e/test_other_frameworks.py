@@ -1,12 +1,16 @@
-"""The examples of PyTorch and JAX, which compare themselves with their originals."""
+"""The examples of PyTorch, JAX, Deepwave and Devito, which compare themselves with their originals."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -79,3 +83,42 @@ def test_deepwave_gives_the_same_gradients(mpirun: Callable[..., Any]) -> None:
     finished = mpirun(2, EXAMPLES / "deepwave_inversion.py", timeout=300, OMP_NUM_THREADS="1")
     assert finished.code == 0, finished.all
     assert finished.output.count("PASS") == 1
+
+
+ENDS: dict[int, tuple[str, str]] = {}  # by ranks: the value in the end, and a name for all bits
+
+
+def devito_on(ranks: int, mpirun: Callable[..., Any]) -> tuple[str, str]:
+    if ranks not in ENDS:
+        finished = mpirun(ranks, EXAMPLES / "devito_inversion.py", timeout=150)
+        assert finished.code == 0, finished.all
+        ENDS[ranks] = end_of(finished.output)
+    return ENDS[ranks]
+
+
+def end_of(output: str) -> tuple[str, str]:
+    (end,) = re.findall(r"evaluations, value (\S+); bits: (\S+)", output)
+    return end
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_devito_finds_the_bits_of_one_rank(ranks: int, mpirun: Callable[..., Any]) -> None:
+    pytest.importorskip("devito")
+    assert devito_on(ranks, mpirun) == devito_on(1, mpirun)
+
+
+def test_devito_finds_them_after_a_death(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("devito")
+    script = [EXAMPLES / "devito_inversion.py", "--kill", "--output", tmp_path]
+    killed = subprocess.run(
+        [sys.executable, "-m", "mpishard", "run", "--elastic", "-n", "3", "--", *script],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=launching.environment(),
+        cwd=tmp_path,
+        timeout=170,
+        check=False,
+    )
+    assert killed.returncode == 0 and "rank 2 is shot" in killed.stdout, killed
+    assert end_of(killed.stdout) == devito_on(1, mpirun)
