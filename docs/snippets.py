@@ -28,6 +28,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Pages that need what mpishard does not.
 NEEDS = {
     "how-to/jax.md": "optax",  # which needs JAX
+    "how-to/pyadjoint.md": "pyadjoint",
     "how-to/pytorch.md": "torch",
     "tutorials/jax-function.md": "jax",
     "tutorials/pytorch.md": "torch",
