@@ -36,7 +36,7 @@ BAD = "#d0433f"
 
 
 def _panel(figure: Figure, *position: int) -> Axes:
-    """An empty drawing area in units of its own, without axes."""
+    """An empty drawing area in its own units, without axes."""
     axes = figure.add_subplot(*position)
     axes.set_axis_off()
     return axes
@@ -271,7 +271,7 @@ def draw(folder: Path) -> Iterator[Path]:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Sphinx: draw the pictures beside the pages that show them, before these are read."""
+    """Sphinx: draw the pictures next to the pages that show them, before these are read."""
     app.connect("builder-inited", lambda app: list(draw(Path(app.srcdir) / "pictures")))
     return {"parallel_read_safe": True}
 

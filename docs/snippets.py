@@ -47,7 +47,7 @@ def program(page: Path) -> str:
 
 
 def run(page: Path, source: str) -> str:
-    """Run a program as a script of its own; returns what went wrong."""
+    """Run a program as a separate script; returns what went wrong."""
     main = type(sys)("__main__")
     main.__dict__["__file__"] = str(page)
     before, sys.modules["__main__"] = sys.modules["__main__"], main

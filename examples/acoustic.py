@@ -187,12 +187,12 @@ class Sound:
     spacing, time_step : float
         In km and s.
     layer : int
-        Cells of the absorbing layer around the grid.  The velocity of the grid's edge goes on in it.
+        Cells of the absorbing layer around the grid.  It continues the velocity of the grid's edge.
     damping : float
         p and q at the outer edge of the layer, in 1/s; they grow with the square of the depth in it.
     kept : int, optional
         Steps whose s is in memory at a time.  The others are computed again when the adjoint needs them, from fields
-        kept at the beginning of each so many steps: with the square root of all steps memory is least, and a gradient
+        kept every this many steps: with the square root of all steps memory is least, and a gradient
         takes three runs through time instead of two.  Default: all.
     history : {"float64", "float32"}
         The type of what is kept; with float32 the gradient has about seven digits.

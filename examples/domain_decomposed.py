@@ -7,7 +7,7 @@ that neighbours need of each other are sent here, by mpi4py; so is the gradient,
 backward in time.  The first run ends early and is resumed, with its slabs cut again for one rank less.  Ends with PASS
 if the gradient passes its Taylor test, m is recovered, and the run that was interrupted has the bits of one rank.
 
-With --shots the other axis of the mesh is used, too: hot spots are spread over so many groups of ranks.
+With --shots the other axis of the mesh is used, too: hot spots are divided over this many groups of ranks.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ contains
       call diffuse(comm, rank, ranks, heat, status)
       heat(first:last) = heat(first:last) - readings(first:last)
       value = 0.5_c_double * sum(heat(first:last)**2)
-      ! A rank that has found an error goes on until `tell`: the others wait for its edges.
+      ! A rank that has found an error continues until `tell`: the others wait for its edges.
       if (.not. ieee_is_finite(value)) status = not_finite
       call diffuse(comm, rank, ranks, heat, status)  ! the adjoint: a step is a symmetric matrix
       gradient(first:last) = heat(first:last)

@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    comm = MPI.COMM_WORLD  # of the Fortran code; the mesh has communicators of its own
+    comm = MPI.COMM_WORLD  # of the Fortran code; the mesh has its own communicators
     readings, minimizer = readings_and_minimizer(options.cells, options.seed)
     if options.broken is not None:
         readings[options.broken] = np.nan

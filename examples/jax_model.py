@@ -32,7 +32,7 @@ with mpishard.Mesh() as mesh:  # before the first array of JAX: it limits the th
         return jnp.sum((jnp.tanh(orbits @ p["w"] + p["b"]) @ p["v"] - shift) ** 2)
 
     def loss_and_gradient(parameters: np.ndarray, samples: np.ndarray, gradients: np.ndarray) -> float:
-        # JAX shares the parameters, NumPy its gradient; JAX copies the batch. XLA writes results to memory of its own
+        # JAX shares the parameters, NumPy its gradient; JAX copies the batch. XLA writes results to its own memory
         # only, hence the sum. The optimizer changes the parameters in place: JAX must be done with them before.
         results = value_and_grad(jnp.from_dlpack(parameters), orbits[samples], shift[samples])
         loss, gradient = jax.block_until_ready(results)

@@ -84,7 +84,7 @@ class Survey:
         return cls(sound, made, observed)
 
     def below(self, corner: float) -> Survey:
-        """The survey without the frequencies above a corner in Hz, in wavelets and recordings alike."""
+        """The survey without the frequencies above a corner in Hz, in both wavelets and recordings."""
         shots = [Shot(shot.source, low_pass(shot.wavelet, corner), shot.receivers) for shot in self.shots]
         return replace(self, shots=shots, observed=[low_pass(heard, corner) for heard in self.observed])
 
@@ -188,7 +188,7 @@ def undisturbed(
 class Shooting:
     """Runs whose last rank is shot, once, between two evaluations of a line search.
 
-    Open MPI's survivors go on; under other MPIs `mpishard run --elastic` starts the job again from its checkpoints.
+    Open MPI's survivors continue; under other MPIs `mpishard run --elastic` starts the job again from its checkpoints.
     """
 
     folder: Path

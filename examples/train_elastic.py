@@ -77,7 +77,7 @@ def main() -> int:
     with mpishard.Mesh() as mesh:
         model, optimizer = make(mesh, options.seed)
         elastic = mpishard.ElasticOptimizer(optimizer, max_workers=5)
-        # All run the same lines; rank 0 gives the orders.  It and rank 1, its successor, are there at every step.
+        # All run the same lines; rank 0 gives the orders.  It and rank 1, its successor, take part in every step.
         plan = [*PLAN, PLAN[-1]] if heals_in_place() else [*PLAN]
         stage, stayed, asked, shot = 0, 0, elastic.current_workers, None
         workers: list[int] = []

@@ -2,7 +2,7 @@
 
 Train a byte-level GPT on the source of Python's standard library, from a loss of ln 256 = 5.5 nats per byte down to
 where it has learned what Python looks like. Writes a plot of the loss, a sample of its writing and checkpoints, from
-which --resume goes on, with the same or another number of ranks and in the same or another layout.  On SIGUSR1 or
+which --resume continues, with the same or another number of ranks and in the same or another layout.  On SIGUSR1 or
 SIGTERM it saves one more, and leaves with exit code 75.
 """
 
@@ -104,7 +104,7 @@ def arguments() -> argparse.Namespace:
         "--microbatches", type=int, help="parts of a data rank's batch in a pipeline (default 4 a stage)"
     )
     parser.add_argument(
-        "--workers", type=int, help="train elastically, with at most so many replicas; ranks beyond those are spares"
+        "--workers", type=int, help="train elastically, with at most this many replicas; ranks beyond those are spares"
     )
     option("--seed", 0, "of initial values, sample order and generated text")
     option("--sample", 400, "bytes of text to generate at the end")
@@ -116,7 +116,7 @@ def arguments() -> argparse.Namespace:
         help="steps from one checkpoint to the next, or the share of the time that saving may take, as 0.02; there is "
         "one at the end too (default 100)",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --output")
     parser.add_argument("--sequence-parallel", action="store_true", help="split norms and residuals over --tensor too")
     parser.add_argument("--tied", action="store_true", help="one table for input and output embedding")
     parser.add_argument("--recompute", action="store_true", help="compute blocks twice instead of keeping activations")

@@ -93,11 +93,11 @@ def minimize(
         None: `fun` returns the whole value and gradient on each rank, the same on all.  ``"sum"``: each rank returns
         its part of both, and their sums over all ranks count.  If `x0` is split over the tensor axis
         (``FlatParameters(specs, place=mesh.place)``), the gradient is that of the rank's slices, summed over the data
-        axis; the value is treated as above, over all ranks.  Tensors that all ranks of the tensor axis hold whole need
+        axis; the value is summed or compared over all ranks.  Tensors that all ranks of the tensor axis hold whole need
         the same gradient on them, or ``partial=True`` in their spec, which sums it over that axis too.
     samples : int, optional
-        With `elastic`: the function is a sum over so many samples, such as shots.  ``fun(x, samples, *args)`` returns
-        value and gradient summed over the samples whose numbers are in this int64 array; so do ``jac`` and
+        With `elastic`: the number of samples, such as shots, in the sum that the function is.  ``fun(x, samples,
+        *args)`` returns value and gradient summed over the samples whose numbers are in this int64 array; so do ``jac`` and
         ``hessp(x, direction, samples, *args)``.  They are dealt out to the ranks by what they have cost, and again when
         ranks come or go; a call gets one of them, or with more than 64 a 64th part;
         with fewer samples than ranks some ranks have none to compute.
@@ -108,7 +108,7 @@ def minimize(
         ranks; an error in it, or in `fun` with samples, is the end of its rank alone.  ``maxtime`` ends the loop after
         an evaluation.
     checkpoints : Checkpoints, optional
-        With a mesh: save the minimisation there after every so many evaluations and Hessian products, also in the
+        With a mesh: save the minimisation there after every N evaluations and Hessian products, also in the
         middle of a line search, and at the end.
     resume : bool
         Continue from the newest checkpoint there, with the next evaluation, on any number of ranks; start anew if there

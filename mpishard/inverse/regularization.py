@@ -147,7 +147,7 @@ class RegularizationTerm(ABC):
         that of the whole field, on every rank.
     exchange : callable, optional
         For a field that is cut in another way along its first dimension: ``exchange(slab) -> (before, after)`` returns
-        the neighbours' `halo` rows next to this slab, None where there is none.  The value is that of the slab.
+        the neighbours' `halo` rows next to this slab, or None at an end.  The value is that of the slab.
 
     Raises
     ------
@@ -464,7 +464,7 @@ def regularized(
 ) -> Callable[..., Any]:
     """A function with terms added, of which each counts once, however many samples and ranks there are.
 
-    Not collective; the function that it returns is, where a term is.
+    The function that it returns is collective where a term is.
 
     Parameters
     ----------

@@ -56,7 +56,7 @@ _NOT_FINITE = (
 
 
 class OptimizeResult(dict[str, Any]):
-    """The result of `minimize`: a dictionary whose items are attributes too.  Not collective.
+    """The result of `minimize`: a dictionary whose items are attributes too.
 
     Attributes
     ----------

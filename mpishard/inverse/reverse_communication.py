@@ -223,7 +223,7 @@ class ReverseCommunication:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is wanted any more."""
+        """True when nothing is wanted any more."""
         return bool(self._end) or self._run.minimizer.wanted is Wanted.NOTHING
 
     @property

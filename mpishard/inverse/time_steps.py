@@ -26,7 +26,7 @@ def backward_in_time(
 ) -> Any:
     """Take time steps forward, and their adjoints backward, with few states in memory.
 
-    Not collective; functions may be.  The result has the bits that it has with all states in memory.
+    The functions may be collective.  The result has the bits that it has with all states in memory.
 
     Parameters
     ----------

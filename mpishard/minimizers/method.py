@@ -35,7 +35,7 @@ class Method(ABC):
     xtol : float
         Stop when no element of an iteration's step is larger than this times the largest of the point and 1.
     maxiter, maxfun : int
-        Stop after so many iterations or evaluations.
+        Stop after this number of iterations or evaluations.
     fixed : array of bool, mapping or None
         True for elements that keep their value: a flat array as long as the parameters, or by tensor name an array of
         its shape or True.
@@ -80,8 +80,6 @@ class Method(ABC):
     @abstractmethod
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> Minimizer:
         """A minimisation by this method.
-
-        Not collective.
 
         Parameters
         ----------

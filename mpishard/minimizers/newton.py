@@ -381,7 +381,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             raise ValueError(f"this minimisation wants a {self.wanted.value} next, and was told a {what.value}")
 
     def _riesz(self, gradient: Array) -> list[Array]:
-        """The vectors of stop tests besides the gradient: its Riesz map, and the projection of that."""
+        """The vectors of stop tests in addition to the gradient: its Riesz map, and the projection of that."""
         weights = self.limits.weights
         riesz = gradient if weights is None else gradient / weights
         if not self.bounds.any:

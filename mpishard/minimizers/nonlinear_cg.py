@@ -55,7 +55,7 @@ class NonlinearCG(Method):
     eta : float
         Positive: of the least beta.
     restart : int or None
-        After so many iterations the direction is steepest descent again; None for 6 times the number of elements.
+        Iterations after which the direction is steepest descent again; None for 6 times the number of elements.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The sizes, units and pipeline stages of GPT, Llama and models alike, without memory or ranks.
+"""The sizes, units and pipeline stages of GPT, Llama and similar models, without memory or ranks.
 
 `described` gives them as plain values for files: a checkpoint has the architecture of its model.
 """
@@ -487,7 +487,7 @@ class LlamaArchitecture(DecoderArchitecture):
     TypeError
         If a size is no integer, or another value is of the wrong type.
     ValueError
-        If a size is below 1, or sizes do not divide each other as above.
+        If a size is below 1, or sizes do not divide each other as required.
     """
 
     vocabulary_size: int

@@ -71,7 +71,7 @@ def processors(like: Array) -> int:
 
 
 def most_shared(like: Array) -> int:
-    """Bytes that the ``extern __shared__`` array of a block may have: all but what functions use besides."""
+    """Bytes that the ``extern __shared__`` array of a block may have: all but what functions use otherwise."""
     return backend_of(like).shared_memory(like) - OTHER_SHARED
 
 

@@ -111,7 +111,7 @@ class Inputs:
 
 
 def _draws(seed: int, samples: Any, step: int, size: int, length: int, first: int, last: int) -> Draws | None:
-    """What determines the masks of dropout of some sequences of a batch; None if no samples are given."""
+    """The key of the dropout masks of some sequences of a batch; None if no samples are given."""
     if samples is None:
         return None
     if np.shape(samples) != (size,):

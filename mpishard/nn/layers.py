@@ -44,7 +44,7 @@ def operations(array: Array) -> Any:
 class Layer:
     """Named tensors and the layers inside.
 
-    Not collective, unless a layer says otherwise: layers that communicate are collective over the tensor axis.
+    Layers that communicate are collective over the tensor axis, and say so.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ class Layer:
 class GELU(Layer):
     """Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016), with the bias of what comes before.
 
-    Not collective: each rank computes with its own columns, of which all its slices have equally many.
+    Each rank computes with its own columns, of which all its slices have equally many.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ class GELU(Layer):
 
 @dataclass(frozen=True)
 class Draws:
-    """What the masks of a micro-batch depend on, besides the layer."""
+    """The key of the masks of a micro-batch, apart from the layer."""
 
     seed: int
     step: int
@@ -271,7 +271,7 @@ class Dropout(Layer):
     The mask of a sequence is keyed by seed, step, number of the sample, and name, and counted by position and channel:
     it is the same in every layout, in whatever order samples come, and after a resume.  No mask is stored.
 
-    Not collective: each rank computes with its own rows.
+    Each rank computes with its own rows.
 
     Parameters
     ----------

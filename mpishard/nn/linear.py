@@ -419,7 +419,7 @@ class TiedLinear(Linear):
     Parameters
     ----------
     name : str
-        Of the layer; it has no tensor of its own.
+        Of the layer, which has no tensor itself.
     weight_name : str
         Of the table.
     inputs, outputs : int

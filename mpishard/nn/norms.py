@@ -15,8 +15,8 @@ Array = Any
 class LayerNorm(Layer):
     """Rows brought to mean 0 and variance 1, then scaled and shifted (Ba, Kiros and Hinton, 2016).
 
-    Each rank computes with its own rows.  Not collective, but `backward` is, over the tensor axis, where rows are split
-    in a model of several shards.
+    Each rank computes with its own rows.  `backward` is collective over the tensor axis where rows are split in a model
+    of several shards.
 
     Parameters
     ----------
@@ -116,8 +116,8 @@ class LayerNorm(Layer):
 class RMSNorm(Layer):
     """Rows divided by their root mean square, then scaled (Zhang and Sennrich, 2019).
 
-    Each rank computes with its own rows.  Not collective, but `backward` is, over the tensor axis, where rows are split
-    in a model of several shards.
+    Each rank computes with its own rows.  `backward` is collective over the tensor axis where rows are split in a model
+    of several shards.
 
     Parameters
     ----------

@@ -379,11 +379,11 @@ def export_pretrained(
     model : GPT or Llama
         Trained on any mesh.
     folder : path
-        Must not be there yet, or be empty.  It appears at once, when all is written, by the first rank.
+        Must not exist yet, or be empty.  It appears at once, when all is written, by the first rank.
     dtype : dtype, optional
         float64, float32, float16 or ``"bfloat16"``; default: that of the parameters.
     file_bytes : int
-        A file has at most so many bytes of tensors, but at least one tensor; with several there is an index.  The first
+        The most bytes of tensors in a file, which has at least one tensor; several files have an index.  The first
         rank needs memory for two such files.
 
     Raises

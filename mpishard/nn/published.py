@@ -84,7 +84,7 @@ class Published(ABC):
 
     @abstractmethod
     def config(self, architecture: Any) -> dict[str, Any]:
-        """The fields of ``config.json`` for an architecture, besides its sizes and what is required."""
+        """The fields of ``config.json`` for an architecture, other than its sizes and what is required."""
 
     @abstractmethod
     def build(self, architecture: Any, **options: Any) -> Decoder:

@@ -23,8 +23,6 @@ SCALINGS = ("linear", "llama3", "longrope")
 class RopeScaling:
     """Rescaled frequencies of rotary positions for longer contexts, as ``rope_scaling`` of `transformers`.
 
-    Not collective.
-
     Parameters
     ----------
     kind : {"linear", "llama3", "longrope"}
@@ -137,8 +135,6 @@ class Rotary:
 
     Pair p of the d channels of a head is turned by ``position * theta ** (-2 p / d)`` radians.  The angles are computed
     in the dtype of the model, as `transformers` does it in float32.
-
-    Not collective.
 
     Parameters
     ----------

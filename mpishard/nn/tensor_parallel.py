@@ -351,7 +351,7 @@ def _join_columns(pair: AdjointPair, columns: int, x_nc: Array, rows: int, memor
 class TensorParallel:
     """The tensor axis, as layers use it.
 
-    Not collective; `enter` and `leave` are, over the axis.
+    `enter` and `leave` are collective over the axis.
 
     Parameters
     ----------

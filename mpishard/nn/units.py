@@ -32,8 +32,6 @@ class Embedding(Layer):
     If the table is split by rows (`split` 0, Shoeybi et al., 2019), a rank returns zeros for indices in the slices of
     other ranks.  The caller takes the sum over the ranks.
 
-    Not collective.
-
     Parameters
     ----------
     name : str
@@ -105,8 +103,6 @@ class Embedding(Layer):
 
 class PositionEmbedding(Embedding):
     """A learned row for each position of a sequence, added to an array.
-
-    Not collective.
 
     Parameters
     ----------

@@ -123,8 +123,6 @@ class Pool:
 class Workspace:
     """Activations of one micro-batch in flight, and scratch memory that all micro-batches share.
 
-    Not collective.
-
     Parameters
     ----------
     dtype : dtype

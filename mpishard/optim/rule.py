@@ -32,7 +32,7 @@ class LiveValues(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """The fields of the rule that follow the values.  Not collective."""
+        """The fields of the rule that follow the values."""
         ...
 
     @property

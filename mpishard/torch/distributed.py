@@ -284,7 +284,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """A context for a backward pass that is not the last one of its step: gradients add up on this rank.
 
         Under ZeRO-2, whose memory of gradients is short, they are summed over the ranks nevertheless, and all ranks
-        must make equally many passes.  Not collective else.
+        must make equally many passes.  Otherwise this is not collective.
 
         Returns
         -------
@@ -420,8 +420,8 @@ def as_distributed(
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an element-wise optimizer of PyTorch that
         was made for the parameters of the module, whose steps are then taken here, with the learning rates and other
-        values that its parameter groups have then, as a scheduler sets them; or an optimizer of this mesh with options
-        of its own, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
+        values that its parameter groups have then, as a scheduler sets them; or an optimizer of this mesh with its
+        options, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too.  Under 0 and 1 ``p.grad`` is the
         mean over ranks after a backward pass, as under DDP, and what a loop makes of it is what steps.

@@ -29,7 +29,7 @@ def problem(
 ) -> OptimizationProblem[FlatParameters]:
     """The problem of training a PyTorch module: for ``optimizer.optimize(problem)`` of any optimizer of mpishard.
 
-    Not collective.  The parameters of the module become views into one flat array, which is trained in place.
+    The parameters of the module become views into one flat array, which is trained in place.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def problem(
         As for `mpishard.torch.as_distributed`.
     losses : callable
         ``losses(module, samples)`` returns the loss of each sample, a tensor of shape (len(samples),); `samples` are
-        indices, int64.  With PyTorch's losses: ``reduction="none"``, and a mean over what a sample has besides.
+        indices, int64.  With PyTorch's losses: ``reduction="none"``, and a mean over the other dimensions of a sample.
     samples, batch_size : int
         All samples, and those of a step over all ranks.
     buffers : {"broadcast", "average", "local"}

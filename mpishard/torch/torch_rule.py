@@ -149,7 +149,7 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
     """An element-wise optimizer of `torch.optim` as a rule, for any optimizer of mpishard.
 
     Each rank takes PyTorch's step for the elements that it updates, so that the state is divided under ZeRO, and saved
-    and moved as that of other rules.  Not collective.
+    and moved as that of other rules.
 
     Parameters
     ----------

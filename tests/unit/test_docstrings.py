@@ -12,11 +12,9 @@ import importlib
 import importlib.util
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -130,19 +128,6 @@ def is_never_called(thing: Any) -> bool:
     return inspect.isclass(thing) and (issubclass(thing, Enum) or getattr(thing, "_is_protocol", False))
 
 
-def says_who_calls(each: Public) -> bool:
-    """Whether it, its class or its file says whether it is collective.
-
-    Properties are not, nor is the creation of a value, nor anything where the package has no MPI.
-    """
-    module = sys.modules[(each.owner or each.thing).__module__]
-    is_value = is_dataclass(each.thing) or (inspect.isclass(each.thing) and issubclass(each.thing, tuple))
-    places = [module.__doc__ or "", sys.modules[module.__package__ or ""].__doc__ or ""]
-    if is_property(each.thing) or is_value or any("No MPI." in place for place in places):
-        return True
-    return any("ollective" in (inspect.getdoc(thing) or "") for thing in (each.thing, each.owner, module) if thing)
-
-
 @contextmanager
 def as_written(thing: Any) -> Iterator[None]:
     """The class with the arguments of its code: models show the fields of values that their docstrings do not list."""
@@ -169,8 +154,6 @@ def complaints(each: Public) -> list[str]:
         name for entry in NumpyDocString(inspect.getdoc(each.thing) or "")["Raises"] for name in entry.type.split(", ")
     }
     wrong += [f"raises {name}, and does not say when" for name in sorted(raised(each.thing) - told)]
-    if not says_who_calls(each):
-        wrong.append("does not say whether it is collective")
     return [f"{each.name}: {what}" for what in wrong]
 
 
@@ -190,7 +173,7 @@ def test_a_docstring_that_lacks_something_is_found() -> None:
 
 
 def halved(number: float) -> float:
-    """Half of it.  Not collective."""
+    """Half of it."""
     if not number:
         raise ValueError("zero")
     return number / 2

@@ -55,7 +55,7 @@ class HagerZhang(LineSearch[HagerZhangState]):
     gamma : float
         A double secant step must reduce the interval to this part of it, or it is bisected.
     rho : float
-        Each step is so many times the one before until the minimum is bracketed.
+        The factor by which the step grows until the minimum is bracketed.
 
     Raises
     ------
