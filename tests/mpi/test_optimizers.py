@@ -26,7 +26,7 @@ from mpishard import (
 )
 from mpishard.backend import array as arrays
 from mpishard.comm import collectives
-from mpishard.data_parallel import strategies
+from mpishard.data_parallel import summation
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
@@ -116,7 +116,7 @@ def test_overlap_bucket_sizes_and_ways_of_sums_do_not_change_the_bits(mesh, stra
     library, results = MPI.get_vendor()[0], []
     for overlap, least in ((True, 2**62), (False, 2**62), (True, 0)):  # sums by the library, and by exchanges of pieces
         monkeypatch.setitem(collectives.EXCHANGED_BYTES, library, range(least, 2**62))
-        monkeypatch.setitem(strategies.IN_PARTS_FROM, library, least)
+        monkeypatch.setitem(summation.IN_PARTS_FROM, library, least)
         for group in (1, 16, 1000):
             parameters = FlatParameters.over(start(40), SPECS)
             config = ShardingConfiguration(

@@ -11,7 +11,7 @@ import mpishard
 from mpishard import LocalSGDOptimizer, ShardingConfiguration
 from mpishard.comm.capabilities import probe
 from mpishard.compression import Int8Compressor
-from mpishard.data_parallel import strategies
+from mpishard.data_parallel import summation
 
 torch = pytest.importorskip("torch")
 from torch_models import KINDS, RULE, SAMPLES, images, loss_of, make, samples_of, smooth  # noqa: E402
@@ -112,7 +112,7 @@ def test_gradients_that_are_summed_in_parts(mesh, monkeypatch, zero):
     """As large ones are under Open MPI: the gradients and the parameters are those of a sum at once."""
     runs = []
     for least in (2**62, 0):
-        monkeypatch.setattr(strategies, "IN_PARTS_FROM", {probe().library: least})
+        monkeypatch.setattr(summation, "IN_PARTS_FROM", {probe().library: least})
         module, x, y = make("transformer")
         optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero)
         for step in range(2):
