@@ -5,10 +5,11 @@ what users call           ``sharded_optimizer``, the base; ``optimizers``, those
                           ``results``: what `optimize` returns
 settings                  ``configuration``; ``settings``: as text by name, and that all ranks have the same;
                           ``validation``: checks on a rank
-who sums what             ``strategies``; ``configuration``: what is summed at once, and its bytes
+who sums what             ``strategies`` choose a ``summation``; ``configuration``: what is summed at once
 who updates what          ``strategies`` decide; ``ownership`` has what follows, and copies on ranks of one model
-a step                    ``gradient_norm``: clipping's, and NaN; ``update``, also by a method, with the norms of LAMB
-methods                   ``method_state``: a minimisation as state of an optimizer; ``method_evaluations``
+a step                    ``sharded_optimizer``; ``gradient_norm``: clipping's, and NaN; ``update``, also by a
+                          method, with the norms of LAMB
+methods                   ``method_state``: a minimisation as state of an optimizer
 the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need, and of which
                           parameters; ``rank_state``: the arrays of one rank, with layouts; ``results``: the numbers;
                           ``full_state``: as one value for any layout; ``serialization``: as bytes

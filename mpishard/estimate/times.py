@@ -27,7 +27,7 @@ from mpishard.estimate.profile import MachineProfile
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.attention import BLOCK
 from mpishard.nn.tensor_parallel import nodes_by_rank, summed_by_mpi
-from mpishard.parameters.block_pool import block_sizes
+from mpishard.parameters.buckets import block_sizes
 from mpishard.pipeline.schedule import SCHEDULES, make_schedule, simulate
 
 # -- times -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import Request
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.tensors import Piece
-from mpishard.parameters.block_pool import BlockPool
+from mpishard.parameters.buckets import BlockPool
 
 Array = Any
 

@@ -74,8 +74,8 @@ class HierarchicalSums:
     def __init__(
         self, axes: NodeAxes, buckets: Sequence[Bucket], like: Array, compressor: Compressor | None, scale: float
     ) -> None:
-        self._axes = axes
         self.within: Axis = axes.within  # the ranks of this node
+        self._across = axes.across  # the ranks with the same number on each node
         self._like = like
         self._counts = {bucket.index: counts(split(bucket.size, axes.within.size)) for bucket in buckets}
         # This rank's pieces as buckets of an array that holds them end to end.
@@ -104,8 +104,8 @@ class HierarchicalSums:
         The content of `gradient` is undefined afterwards; the result's `wait` returns this rank's piece of the sum.
         """
         pieces = self._counts[bucket.index]
-        own = arrays.empty(pieces[self._axes.within.rank], gradient.dtype, like=gradient)
-        return self._axes.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
+        own = arrays.empty(pieces[self.within.rank], gradient.dtype, like=gradient)
+        return self.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
 
     def start_shared(self, bucket: Bucket, values: Array) -> Request | ChainedRequest:
         """Start to sum a bucket between the nodes; then `finish` it. Collective over the axis.
@@ -151,7 +151,7 @@ class HierarchicalSums:
             self.compressed.keep_bucket(self._inner[bucket.index])
 
     def _sum_across(self, bucket: Bucket, gradient: Array, piece: Array) -> Request:
-        return self._axes.across.start_all_reduce(piece, label="gradients")
+        return self._across.start_all_reduce(piece, label="gradients")
 
     def _compressed_across(self, bucket: Bucket, gradient: Array, piece: Array) -> ChainedRequest:
         assert self.compressed is not None
@@ -162,9 +162,9 @@ class HierarchicalSums:
         return self.compressed.start_gather(self._inner[bucket.index], piece)
 
     def _gather_within(self, bucket: Bucket, gradient: Array, piece: Array) -> Request:
-        return self._axes.within.start_all_gather(gradient, piece, counts=self._counts[bucket.index], label="gradients")
+        return self.within.start_all_gather(gradient, piece, counts=self._counts[bucket.index], label="gradients")
 
     def _own(self, bucket: Bucket, piece: Array) -> Array:
         """The part of a piece that this rank owns in the sum between the nodes."""
-        pieces, rank = self._parts[bucket.index], self._axes.across.rank
+        pieces, rank = self._parts[bucket.index], self._across.rank
         return piece[sum(pieces[:rank]) : sum(pieces[: rank + 1])]
