@@ -226,7 +226,7 @@ def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> Non
     labels = {_label(kind, name): (kind, name) for kind in kinds for name in source.tensors}
     for name in source.tensors:
         if name.startswith(_SLOTS) or "\0" in name or name == "__metadata__":
-            raise ValueError(f"a tensor named {name!r} cannot be told from other entries of {file.name}; rename it")
+            raise ValueError(f"a tensor named {name!r} clashes with other entries of {file.name}; rename it")
     with published(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=unlinked) as stream:
         write(source, labels, stream)
 

@@ -202,7 +202,7 @@ class Checkpoints:
         as often as 2 % of the time allow; with ``asynchronous=True`` ranks wait less.
     keep : int or None
         Number of checkpoints to keep: after each save the older ones are removed; None: all are kept.  Only those saved
-        by this object count and, once a checkpoint was loaded from the folder, all that are there: a script that is
+        by this object count and, once a checkpoint was loaded from the folder, all that exist: a script that is
         started again without loading removes nothing.
     asynchronous : bool
         The default of `save`.
@@ -274,7 +274,7 @@ class Checkpoints:
 
     @property
     def best_step(self) -> int:
-        """The step of the checkpoint that ``best`` points to, as the first rank sees it; 0 if there is none."""
+        """The step of the checkpoint that ``best`` points to, as the first rank sees it; 0 without one."""
         axis = self._writer.axis
         return int(axis.allgather_object(best_step(self.folder) if axis.rank == 0 else 0)[0])
 

@@ -444,9 +444,9 @@ def provisional(target: Path, size: int) -> Iterator[Path]:
     does not; OSError if the disk fails or has too little space.
     """
     if os.path.lexists(target):
-        raise ValueError(f"{target} is there already; give another name, or remove it first")
+        raise ValueError(f"{target} exists already; give another name, or remove it first")
     if not target.parent.is_dir():
-        raise ValueError(f"{target} cannot be made: there is no folder {target.parent}")
+        raise ValueError(f"{target} cannot be made: folder {target.parent} does not exist")
     free = disk.free_bytes(target.parent)
     if free is not None and free < size:
         raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free", str(target))

@@ -49,7 +49,7 @@ _WAYS_OUT = {
     ): "make room there, keep fewer checkpoints (keep=...), or give a folder on another disk",
     (errno.EROFS, errno.EACCES, errno.EPERM): "give a folder that all ranks may write to",
     (errno.ENOENT, errno.ESTALE): "all ranks must see one and the same folder, and it must stay while they write",
-    (errno.ENOTEMPTY,): "another run saves into it at this moment; give each run a folder of its own",
+    (errno.ENOTEMPTY,): "another run saves into it at this moment; give each run its own folder",
     (errno.ENOTDIR, errno.EEXIST, errno.EISDIR): "give the path of a folder",
 }
 # Errors of the caller, which keep their class.

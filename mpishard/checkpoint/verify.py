@@ -138,7 +138,7 @@ def found_at(path: Path) -> list[Candidate]:
         where = f"the link {path} leads to {path.readlink()}, which" if path.is_symlink() else f"{path}"
         nearest = next(above for above in (*path.parents, Path.cwd()) if above.is_dir())
         named = "the working directory" if nearest == Path() else f"{nearest}"
-        raise ValueError(f"{where} is not there; {_what_is_there(nearest, named)}")
+        raise ValueError(f"{where} does not exist; {_what_is_there(nearest, named)}")
     path = path.resolve()
     if not path.is_dir():
         if is_checkpoint(path.parent):
@@ -151,7 +151,7 @@ def found_at(path: Path) -> list[Candidate]:
         except ValueError as error:
             return [Candidate(path, None, str(error))]
     if not found:
-        raise ValueError(f"there is no checkpoint in {path}; {_what_is_there(path, 'it')}")
+        raise ValueError(f"no checkpoint in {path}; {_what_is_there(path, 'it')}")
     return found
 
 
@@ -211,7 +211,7 @@ def _contents(folder: Path, manifest: Manifest) -> Contents:
     contents, index = read_index(folder), folder / INDEX
     if (contents.id, contents.generation) != (manifest.id, manifest.generation):
         raise ValueError(
-            f"{index} is of the checkpoint {contents.id}, generation {contents.generation}; the manifest beside it is "
+            f"{index} is of the checkpoint {contents.id}, generation {contents.generation}; the manifest next to it is "
             f"of {manifest.id}, generation {manifest.generation}"
         )
     unlisted = {piece.file for piece in contents.pieces} - manifest.files.keys()
@@ -238,4 +238,4 @@ def newest_whole(path: Path) -> Examination:
         if examined.contents is not None and not examined.problems:
             return examined
         all_problems += examined.problems
-    raise ValueError(f"there is no whole checkpoint at {path}: {'; '.join(all_problems)}")
+    raise ValueError(f"no whole checkpoint at {path}: {'; '.join(all_problems)}")

@@ -20,13 +20,13 @@ from mpishard.version import VERSION
 _COMMANDS = {
     "info": ("info", "Show what this MPI and this machine can do, and what is wrong."),
     "schedule": ("schedule", "Draw a pipeline schedule, with its bubble and its memory."),
-    "estimate": ("estimate", "Compare the layouts of a model on so many ranks."),
+    "estimate": ("estimate", "Compare the layouts of a model on a number of ranks."),
     "bench": ("bench", "Measure how fast the ranks compute and communicate."),
     "run": ("run", "Run a command on several ranks, and again when some are lost."),
-    "resize": ("resize", "Let a run that goes on have another number of workers."),
+    "resize": ("resize", "Change the number of workers of a run in progress."),
     "plot": ("plot", "Draw a run: loss and other series, speed, workers, time, bytes."),
     "top": ("top", "Show live how a run stands, and what its ranks spend time on."),
-    "why": ("why", "Say why a run does not go on: who waits where, and for whom."),
+    "why": ("why", "Say why a run hangs: which ranks wait, where, and for whom."),
     "trace": ("trace", "Write a timeline of all ranks, and draw it as a Gantt chart."),
     "inspect": ("checkpoint", "Show what is in a checkpoint, or in the newest of a run."),
     "verify": ("checkpoint", "Check a checkpoint, or all of a run, for damage."),
@@ -59,7 +59,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in _COMMANDS and not ctx.resilient_parsing:
-            raise ValueError(f"there is no command {args[0]!r}; {_nearest(args[0])}see mpishard --help")
+            raise ValueError(f"unknown command {args[0]!r}; {_nearest(args[0])}see mpishard --help")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:

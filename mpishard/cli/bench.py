@@ -11,8 +11,20 @@ from typing import Annotated
 
 import typer
 
-from mpishard.cli.estimate_text import console, new_table, print_table, seconds, size
-from mpishard.cli.figure import BLUE, GREEN, ORANGE, PINK, RED, check_format, save
+from mpishard.cli.output import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    check_format,
+    console,
+    new_table,
+    print_table,
+    save,
+    seconds,
+    size,
+)
 from mpishard.comm.mesh import Mesh
 from mpishard.estimate import MachineProfile, measure
 from mpishard.estimate.benchmark import Timing, measure_collectives

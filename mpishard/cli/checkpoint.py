@@ -29,7 +29,7 @@ from mpishard.checkpoint.verify import (
     unlike,
     validate,
 )
-from mpishard.cli.estimate_text import cell, console, new_table, print_table, size
+from mpishard.cli.output import cell, console, new_table, print_table, size
 
 _CORNER = 6  # entries of a tensor printed along each dimension
 
@@ -154,7 +154,7 @@ def inspect(
     if chosen.problems:
         raise ValueError(f"{chosen.folder} is damaged; the values of its tensors are not shown")
     if tensor not in chosen.contents.tensors:
-        raise ValueError(f"there is no tensor {tensor!r} in {chosen.folder}; inspect without --tensor lists them")
+        raise ValueError(f"no tensor {tensor!r} in {chosen.folder}; inspect without --tensor lists them")
     with Stored(chosen.contents) as source:
         show_tensor(source, tensor)
 
@@ -194,8 +194,8 @@ def verify(path: _Checkpoint) -> None:
 def convert(
     source: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run's checkpoints (the newest).")],
     target: Annotated[Path, typer.Argument(help="What to make; it must not be there yet.")],
-    files: Annotated[int | None, typer.Option(help="A checkpoint, evenly cut over so many files.")] = None,
-    plain_file: Annotated[bool, typer.Option("--plain", help="One HDF5 file that needs no others beside it.")] = False,
+    files: Annotated[int | None, typer.Option(help="A checkpoint, cut evenly over this number of files.")] = None,
+    plain_file: Annotated[bool, typer.Option("--plain", help="One HDF5 file that needs no others next to it.")] = False,
 ) -> None:
     """Write a checkpoint as another number of files, or as one.
 

@@ -1,25 +1,365 @@
-"""``mpishard estimate``: the cost of each layout of a model."""
+"""``mpishard estimate``: the cost of each layout of a model; with ``--startup`` that of a start on very many ranks."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.table import Table
 
 from mpishard.arguments import printable
-from mpishard.cli.estimate_startup import estimate_startup
-from mpishard.cli.estimate_text import console, details, new_table, overview, size
-from mpishard.cli.machine import Network, Speeds
-from mpishard.estimate import TYPICAL, Cluster, Workload, layouts, model_state_bytes, table
+from mpishard.cli.output import console, new_table, print_table, seconds, size
+from mpishard.estimate import (
+    TYPICAL,
+    Break,
+    Cluster,
+    Costs,
+    Estimate,
+    MachineProfile,
+    Memory,
+    StartParts,
+    Workload,
+    breaks,
+    costs,
+    layouts,
+    measure_start,
+    model_state_bytes,
+    table,
+)
 from mpishard.estimate.layouts import STAGES
+from mpishard.estimate.many_ranks import LIMITS, THINGS
 from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
 from mpishard.pipeline.schedule import SCHEDULES
+
+# ``mpishard estimate --startup``: the time of start, step, checkpoint and healing on very many ranks.
+
+_RANKS = (10**3, 10**4, 10**5)
+_WAYS_OUT = {
+    "processor time": "give each rank its own core",
+    "opening files": "keep Python and its packages on the nodes' own disks, or in one image file",
+    "reading files": "keep Python and its packages on the nodes' own disks",
+    "bytes of gradients and parameters": "larger batches, compressed gradients, or tensor and pipeline ranks",
+    "rounds of collectives": "larger batches, or buckets (minimum_parameter_group_size)",
+    "writing": "fewer checkpoints, or a faster file system",
+    "creating files": "fewer checkpoints, or fewer ranks a node with more threads each",
+}
+
+
+def estimate_startup(ranks: int | None, cluster: Cluster, machine: MachineProfile, as_json: bool) -> None:
+    """Measure the start of one rank here, and print the costs on `ranks` ranks, or on 10^3, 10^4 and 10^5 (None).
+
+    `cluster` has what is assumed, `machine` its links; `as_json` prints JSON in place of tables.  Raises ValueError for
+    another number of ranks, a machine without links, or where the start cannot be measured.
+    """
+    counts = _RANKS if ranks is None else (ranks,)
+    for count in counts:
+        costs(count, StartParts(0.0, 0, 0, 0, 0.0), cluster, machine)  # before it measures for seconds
+    parts = measure_start()
+    found, broken = [costs(count, parts, cluster, machine) for count in counts], breaks(parts, cluster, machine)
+    if as_json:
+        figures = {
+            "measured": asdict(parts),
+            "assumed": asdict(cluster),
+            "links": machine.name,
+            "costs": [asdict(each) for each in found],
+            "breaks": [{**asdict(each), "limit": LIMITS[each.what]} for each in broken],
+        }
+        typer.echo(json.dumps(figures))
+        return
+    _table(found)
+    _measured(parts)
+    _assumptions(cluster)
+    typer.echo(_links_of(machine))
+    for place, each in enumerate(each for each in broken if each.ranks):
+        way_out = f"  A way out: {_WAYS_OUT[each.part]}." if each.part in _WAYS_OUT else ""
+        typer.echo(f"{'Then' if place else 'What breaks first'}: {_break(each)}.{way_out}")
+    if holding := [each.what for each in broken if not each.ranks]:
+        typer.echo(f"Up to ten million ranks nothing breaks of: {', '.join(holding)}.")
+
+
+def _table(found: Sequence[Costs]) -> None:
+    output = console()
+    output.print("predicted times on many ranks", style="bold")
+    made = new_table("ranks", *(f"{each.ranks:,}" for each in found))
+    for what in THINGS:
+        times = [getattr(each, what) for each in found]
+        made.add_row(what, *(seconds(sum(each.values())) for each in times), style="bold")
+        for part in times[0]:
+            made.add_row(f"  {part}", *(seconds(each[part]) for each in times))
+    made.add_row("days between deaths", *(f"{1 / each.deaths_per_second / 86400:.3g}" for each in found), style="bold")
+    print_table(output, made)
+
+
+def _measured(parts: StartParts) -> None:
+    output = console()
+    output.print("\nmeasured here, of one rank until its first step", style="bold")
+    made = new_table("what", "figure")
+    made.add_row("processor time", seconds(parts.processor_seconds))
+    made.add_row("files that it opens", f"{parts.opens:,}")
+    made.add_row("their sizes together", size(parts.bytes_read))
+    made.add_row("questions where files are", f"{parts.lookups:,}")
+    made.add_row("reading a small object of another rank", seconds(parts.object_seconds))
+    print_table(output, made)
+
+
+def _assumptions(cluster: Cluster) -> None:
+    output = console()
+    output.print("\nassumed, not measured", style="bold")
+    made = new_table("what", "figure", "option")
+    made.columns[2].justify = "left"
+    for what, figure, option in (
+        ("cores of a node", str(cluster.cores_per_node), "cores-per-node"),
+        ("ranks of a node", str(cluster.ranks_per_node), "ranks-per-node"),
+        ("opens and questions of all ranks a second", f"{cluster.opens_per_second:,.0f}", "opens-per-second"),
+        ("file system a second, each file once a node", size(cluster.file_bandwidth), "file-bandwidth"),
+        ("days between two deaths of one node", f"{cluster.days_between_failures:g}", "days-between-failures"),
+        ("until all know of a death", seconds(cluster.detection_seconds), "detection-seconds"),
+        ("parameters: data parallel, float32, Adam", f"{cluster.parameters:.3g}", "parameters"),
+        ("computing of a step", seconds(cluster.step_seconds), "step-seconds"),
+    ):
+        made.add_row(what, figure, f"--{option}")
+    print_table(output, made)
+
+
+def _links_of(machine: MachineProfile) -> str:
+    if machine is TYPICAL:
+        found = "a typical core; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE"
+    elif not machine.network:
+        found = f"{machine.name}, which knows no network: nodes are as near to each other as ranks of one node"
+    else:
+        found = machine.name
+    return f"\nLinks are those of {found}.\nNot in it: the launcher, MPI's own start, and waiting for slower ranks."
+
+
+def _break(found: Break) -> str:
+    where = (
+        f"{found.what}, on {found.ranks:,} rank{'s' * (found.ranks > 1)}"
+        if found.ranks
+        else f"nothing below ten million ranks; {found.what}"
+    )
+    return f"{where}: it {LIMITS[found.what]}; {found.share:.0%} of that is {found.part}"
+
+
+# Estimates as tables.
+
+_MEMORY = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "state": "optimizer",
+    "gathered": "gathered",
+    "buckets": "buckets",
+    "activations": "activ.",
+    "scratch": "scratch",
+    "rounded": "rounded",
+    "total": "total",
+}
+
+
+def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -> None:
+    """Print at most `shown` layouts in this order, one a line; more than `limit` bytes a rank are marked.
+
+    `tokens` is the number in a step of all ranks.
+    """
+    output = console()
+    layouts = f"{len(found)} layouts" if len(found) > 1 else "1 layout"
+    output.print(
+        f"{layouts} of {found[0].layout.ranks} ranks, {tokens} tokens a step; bytes are those of a rank", style="bold"
+    )
+    rows = [_overview_row(each, limit, tokens) for each in found[:shown]]
+    columns = _fitting(rows, output.width)
+    made = new_table(*columns, left=0)
+    made.columns[columns.index("schedule")].justify = "left"
+    for each, row in zip(found, rows, strict=False):
+        made.add_row(*(row[column] for column in columns), style="dim" if each.memory.total > limit else None)
+    print_table(output, made)
+    if len(columns) < len(rows[0]):
+        missing = ", ".join(column.replace("\n", " ") for column in rows[0] if column not in columns)
+        output.print(f"(not shown in {output.width} columns: {missing})")
+    if len(found) > shown:
+        output.print(f"... and {len(found) - shown} more; --all shows them")
+    over = sum(each.memory.total > limit for each in found)
+    if over == len(found):
+        least = min(found, key=lambda each: each.memory.total)
+        output.print(f"No layout fits into {size(limit)} a rank; the least is {size(least.memory.total)}.")
+    elif over:
+        output.print(f"! {over} of {len(found)} layouts need more than the limit of {size(limit)} a rank.")
+
+
+def _overview_row(each: Estimate, limit: float, tokens: int) -> dict[str, str]:
+    """Cells by column."""
+    layout, memory = each.layout, each.memory
+    schedule = layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
+    return {
+        "data": str(layout.data),
+        "tens": str(layout.tensor),
+        "pipe": str(layout.pipeline),
+        "zero": str(layout.zero_stage),
+        "schedule": schedule if layout.pipeline > 1 else "-",
+        "step": seconds(each.step_time),
+        "tokens/s": f"{tokens / each.step_time:,.0f}",
+        "bubble": f"{each.bubble_fraction:.0%}" if layout.pipeline > 1 else "-",
+        "memory": ("!" if memory.total > limit else "") + size(memory.total),
+        "model": size(memory.total - memory.activations - memory.scratch),
+        "activ.": size(memory.activations + memory.scratch),
+        "tensor\nsends": size(each.sent.get("tensor", 0)),
+        "pipe\nsends": size(each.sent.get("pipeline", 0)),
+        "data\nsends": size(each.sent.get("data", 0)),
+    }
+
+
+def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns for a terminal of `width`: without room for all, optional columns are left out."""
+    columns = list(rows[0])
+    widths = {column: 2 + max(map(len, (*column.split("\n"), *(row[column] for row in rows)))) for column in columns}
+    for column in ("activ.", "model", "tensor\nsends", "pipe\nsends", "data\nsends"):
+        if sum(widths[kept] for kept in columns) > width + 2:
+            columns.remove(column)
+    return columns
+
+
+def details(found: Estimate, tokens: int, machine: MachineProfile) -> None:
+    """Print one layout by pipeline stage, with the links of its axes."""
+    layout = found.layout
+    extras = [f"schedule {layout.schedule}"] if layout.pipeline > 1 else []
+    extras += [f"{layout.chunks} chunks"] if layout.chunks > 1 else []
+    extras += [what.replace("_", " ") for what in ("sequence_parallel", "recompute") if getattr(layout, what)]
+    output = console()
+    output.print(
+        f"data {layout.data} x tensor {layout.tensor} x pipeline {layout.pipeline}, ZeRO {layout.zero_stage}"
+        + "".join(f", {extra}" for extra in extras)
+        + f"; {found.batch} sequences of {found.length} tokens a data rank, {found.microbatches} micro-batches",
+        style="bold",
+    )
+    output.print(
+        f"step {seconds(found.step_time)} ({tokens / found.step_time:,.0f} tokens/s): "
+        f"forward and backward {seconds(found.compute)} with a bubble of {found.bubble_fraction:.1%}, "
+        f"data axis {seconds(found.communication)}, update {seconds(found.update)}"
+    )
+    if layout.ranks > 1:
+        output.print("\nlinks", style="bold")
+        print_table(output, _links(found, machine))
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for stage in found.stages:
+        rows.setdefault(_memory_row(stage.parameters, stage.memory), []).append(stage.rank)
+    output.print("\nmemory of a rank", style="bold")
+    # A kind of memory that no stage needs has no column, so that the others fit a terminal.
+    used = [place for place, cells in enumerate(zip(*rows, strict=True)) if set(cells) != {"-"}]
+    names = ["tensors", *_MEMORY.values()]
+    made = new_table("stage", *(names[place] for place in used))
+    for row, ranks in rows.items():
+        made.add_row(_ranks(ranks), *(row[place] for place in used))
+    print_table(output, made)
+    output.print("sent by a rank in a step, mean of the stage", style="bold")
+    made = new_table("stage", "axis", "what", "bytes", left=3)
+    rows = {}
+    for stage in found.stages:
+        for (axis, label), count in stage.sent.items():
+            if count:
+                rows.setdefault((axis, label, size(count / (layout.data * layout.tensor))), []).append(stage.rank)
+    for row, ranks in rows.items():
+        made.add_row(_ranks(ranks), *row)
+    if rows:
+        print_table(output, made)
+    else:
+        output.print("nothing")
+
+
+def _links(found: Estimate, machine: MachineProfile) -> Table:
+    """For each axis of a layout: its link, and the speed of its most important operation."""
+    layout = found.layout
+    operations = {
+        "tensor": "all_gather" if layout.sequence_parallel else "all_reduce",
+        "data": "reduce_scatter" if layout.zero_stage else "all_reduce",
+        "pipeline": "send",
+    }
+    made = new_table("axis", "ranks", "where", "operation", "latency", "bandwidth")
+    made.columns[2].justify = made.columns[3].justify = "left"
+    for axis, operation in operations.items():
+        ranks, span = getattr(layout, axis), layout.span(axis)
+        if ranks > 1:
+            link = machine.link(operation, span)
+            where = "within a node" if machine.within_node(span) else "between nodes"
+            made.add_row(axis, str(ranks), where, operation, seconds(link.latency), f"{link.bandwidth / 1e9:.3g} GB/s")
+    return made
+
+
+def _memory_row(parameters: int, memory: Memory) -> tuple[str, ...]:
+    return (f"{parameters:,}", *(size(getattr(memory, what)) for what in _MEMORY))
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+# The machine for which ``mpishard estimate`` predicts, from the options that describe it.
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The speeds of a rank: in a file, or each by an option; without any, those of a typical machine."""
+
+    profile: Path | None = None
+    flops: float | None = None
+    bandwidth: float | None = None
+    latency: float | None = None
+    memory_bandwidth: float | None = None
+
+    def machine(self) -> MachineProfile:
+        """The machine with these speeds; ValueError if the options do not go together."""
+        given = {"--flops": self.flops, "--bandwidth": self.bandwidth, "--latency": self.latency}
+        if self.profile is not None:
+            if any(value is not None for value in (*given.values(), self.memory_bandwidth)):
+                raise ValueError(
+                    "--profile brings all speeds: give it, or --flops, --bandwidth and --latency, not both"
+                )
+            if not self.profile.is_file():
+                what = "is no file" if self.profile.exists() else "does not exist"
+                raise ValueError(f"--profile {self.profile} {what}; make one: mpirun -n N mpishard bench --output FILE")
+            return MachineProfile.load(self.profile)
+        if all(value is None for value in given.values()):
+            if self.memory_bandwidth is not None:
+                raise ValueError("--memory-bandwidth goes with --flops, --bandwidth and --latency")
+            return TYPICAL
+        if missing := [name for name, value in given.items() if value is None]:
+            raise ValueError(f"a machine given by hand needs {' and '.join(missing)} too")
+        assert self.flops is not None and self.bandwidth is not None and self.latency is not None
+        memory_bandwidth = math.inf if self.memory_bandwidth is None else self.memory_bandwidth
+        return MachineProfile.given(self.flops, self.bandwidth, self.latency, memory_bandwidth)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between nodes: all of it or, for one that the profile has or for none, nothing."""
+
+    ranks_per_node: int | None = None
+    bandwidth: float | None = None
+    latency: float | None = None
+
+    def between(self, machine: MachineProfile) -> MachineProfile:
+        """The machine, with this network between its nodes; ValueError if a part of it is missing."""
+        given = {
+            "--ranks-per-node": self.ranks_per_node,
+            "--network-bandwidth": self.bandwidth,
+            "--network-latency": self.latency,
+        }
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given):
+            return machine
+        if missing:
+            raise ValueError(f"a network between nodes needs {' and '.join(missing)} too")
+        assert self.ranks_per_node is not None and self.bandwidth is not None and self.latency is not None
+        return machine.with_network(self.latency, self.bandwidth, int(self.ranks_per_node))
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _ZERO = {
@@ -56,14 +396,12 @@ def estimate(
     width: Annotated[int | None, typer.Option(help="Channels.")] = None,
     layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
-    key_value_heads: Annotated[
-        int | None, typer.Option(help="A model like Llama, with so many heads of keys and values.")
-    ] = None,
-    hidden: Annotated[int | None, typer.Option(help="A model like Llama, with so many channels in its MLP.")] = None,
+    key_value_heads: Annotated[int | None, typer.Option(help="A model like Llama: heads of keys and values.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="A model like Llama: channels of its MLP.")] = None,
     tied: Annotated[bool, typer.Option("--tied", help="The head uses the table of the embedding.")] = False,
     shards: Annotated[int, typer.Option(help="Slices by which the model is defined.")] = 1,
     parameters: Annotated[
-        float | None, typer.Option(help="Instead of a model: so many parameters, and the memory of each ZeRO stage.")
+        float | None, typer.Option(help="Instead of a model: its parameters; shows the memory of each ZeRO stage.")
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences a step of all ranks together (1 a rank).")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a sequence (the context).")] = None,
@@ -114,7 +452,7 @@ def estimate(
     show_all: Annotated[bool, typer.Option("--all", help="All layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
 ) -> None:
-    """Compare the layouts of a model on so many ranks: time of a step, memory and bytes sent of a rank.
+    """Compare the layouts of a model on a number of ranks: time of a step, memory and bytes sent of a rank.
 
     One that is left alone by --data, --tensor, --pipeline, --zero and --schedule is shown in detail.
     """
@@ -144,9 +482,9 @@ def estimate(
     llama = {"key_value_heads": key_value_heads, "hidden": hidden}
     architecture = _model(sizes, llama, tied, shards)
     if schedule is not None and schedule not in SCHEDULES:
-        raise ValueError(f"there is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     if zero not in (None, *STAGES):
-        raise ValueError(f"there is no ZeRO stage {zero}; choose one of 0, 1, 2, 3")
+        raise ValueError(f"unknown ZeRO stage {zero}; choose one of 0, 1, 2, 3")
     if dtype not in ("float32", "float64"):
         raise ValueError(f"--dtype is {dtype!r}; choose float32 or float64")
     machine = Speeds(profile, flops, bandwidth, latency, memory_bandwidth).machine()

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpishard.backend.products.choice import VARIABLE
 from mpishard.backend.products.libraries import NUMPY
-from mpishard.cli.estimate_text import size
+from mpishard.cli.output import size
 from mpishard.comm.abort import abort
 from mpishard.environment import Facts, Finding, collect, findings, launch_of, launches
 from mpishard.environment.findings import cores_of, count, gpus_in_use, limit_of, nodes
@@ -91,7 +91,7 @@ def _launch(first: Facts) -> str:
 def _deaths(first: Facts) -> str:
     if first.mpi_setup.heals:
         return "healed in place (ULFM is on)"
-    return "end the job; ULFM is there, but off" if first.mpi_setup.could_heal else "end the job"
+    return "end the job; ULFM is available, but off" if first.mpi_setup.could_heal else "end the job"
 
 
 def _gpus(node: Sequence[Facts]) -> list[str]:

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.cli.arguments import RecordFolder
-from mpishard.cli.figure import AXES, BLUE, GREEN, ORANGE, PINK, RED, SKY, save
+from mpishard.cli.output import AXES, BLUE, GREEN, ORANGE, PINK, RED, SKY, RecordFolder, save
 from mpishard.record import Run
 from mpishard.record.reading import VALIDATION, began_after
 from mpishard.record.summary import COMPUTATION, binned, spent
@@ -29,7 +28,7 @@ def plot(
 
     And each series that record.log(step, name=value) was given; one whose name ends in "loss" is drawn with the loss.
 
-    Of a run that goes on, what there is so far.  The record is written by optimize(problem,
+    Of a run in progress, what is recorded so far.  The record is written by optimize(problem,
     record=mpishard.RunRecord(folder, mesh)).
     """
     found = Run.read(run)

@@ -18,7 +18,7 @@ def resize(
     mesh: Annotated[str | None, typer.Option(help="Instead: sizes such as data=2,tensor=2.")] = None,
     wait: Annotated[float, typer.Option(min=0, help="Most seconds until the run has taken it over.")] = 60.0,
 ) -> None:
-    """Let a run that goes on have another number of workers, or another mesh.
+    """Change the number of workers of a run in progress, or its mesh.
 
     \b
     mpishard resize checkpoints/ 4
@@ -38,5 +38,5 @@ def resize(
         text += f", mesh {answer.mesh}"
     has_it = answer.after == workers if sizes is None else answer.mesh == str(sizes)
     if not has_it:
-        text += f"; there are not processes enough for {wanted}, and no more could be spawned: see what the run prints"
+        text += f"; too few processes for {wanted}, and no more could be spawned: see what the run prints"
     typer.echo(printable(text))

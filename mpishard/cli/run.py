@@ -31,11 +31,11 @@ def run(
     replace: Annotated[
         bool, typer.Option(help="Start again with as many ranks, where the hosts have room; or on those left.")
     ] = True,
-    min_workers: Annotated[int, typer.Option(help="Fewest ranks to go on with.")] = 1,
+    min_workers: Annotated[int, typer.Option(help="Fewest ranks to continue with.")] = 1,
     multiple_of: Annotated[int, typer.Option(help="Ranks are a multiple of this: tensor x pipeline sizes.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="Most restarts in succession without a new step.")] = 3,
     folder: Annotated[Path | None, typer.Option(help="The run's own folder, seen by all hosts.")] = None,
-    launcher: Annotated[str | None, typer.Option(help="Default: the mpirun beside this Python.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="Default: the mpirun next to this Python.")] = None,
     remote_shell: Annotated[str | None, typer.Option(help="What reaches a host; default: ssh.")] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that ranks get to leave on SIGTERM.")] = 30.0,
     start_limit: Annotated[
@@ -100,5 +100,5 @@ def _words(command: list[str], elsewhere: bool) -> tuple[str, ...]:
     if program in ("python", "python3"):
         return (sys.executable, *command[1:])
     if not elsewhere and shutil.which(program) is None:
-        raise ValueError(f"{program!r} cannot be executed: there is no such program; a script is run by python FILE")
+        raise ValueError(f"{program!r} cannot be executed: the program does not exist; a script is run by python FILE")
     return tuple(command)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mpishard.cli.figure import ACTIONS, save
+from mpishard.cli.output import ACTIONS, save
 from mpishard.pipeline.schedule import (
     KINDS,
     SCHEDULES,

@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mpishard.cli.arguments import RecordFolder
-from mpishard.cli.estimate_text import cell, console, new_table, seconds, size
+from mpishard.cli.output import RecordFolder, cell, console, new_table, seconds, size
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.environment.findings import count
 from mpishard.record.reading import VALIDATION, Follower, Process, check_record, state_here
@@ -145,7 +144,7 @@ def _remarks(run: Follower, processes: list[Process]) -> list[Text]:
         clock = _clock(min(map(run.silent, others)))
         remarks.append(cell(f"silent: rank{'s' if len(others) > 1 else ''} {ranks}{more} for {clock}", style="red"))
     if silent:
-        remarks.append(cell(f"mpishard why {run.folder} tells who waits for whom"))
+        remarks.append(cell(f"mpishard why {run.folder} shows who waits for whom"))
     return remarks
 
 

@@ -11,9 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mpishard.cli.arguments import RecordFolder
-from mpishard.cli.estimate_text import console, new_table, print_table
-from mpishard.cli.figure import ACTIONS, AXES, save, write
+from mpishard.cli.output import ACTIONS, AXES, RecordFolder, console, new_table, print_table, save, write
 from mpishard.comm.ledger import PRODUCT
 from mpishard.record.reading import check_record
 from mpishard.record.stacks import ask_for_trace
@@ -42,15 +40,15 @@ def trace(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: trace.json in that folder.")] = None,
     first: Annotated[int | None, typer.Option(min=1, help="First step; default: of all that were traced.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Last step.")] = None,
-    upcoming: Annotated[int | None, typer.Option("--next", min=1, help="So many steps that a run takes next.")] = None,
-    png: Annotated[bool, typer.Option("--png", help="A Gantt chart beside it, NAME.png.")] = False,
+    upcoming: Annotated[int | None, typer.Option("--next", min=1, help="How many of a run's next steps.")] = None,
+    png: Annotated[bool, typer.Option("--png", help="A Gantt chart next to it, NAME.png.")] = False,
 ) -> None:
     """Write a timeline of all ranks, and draw it as a Gantt chart; show how each rank spent its steps.
 
     The file is for ui.perfetto.dev or chrome://tracing, the chart comes with --png.  A table shows the milliseconds of
     a step, and its shares: matrix products of mpishard's layers on the host, communication, which is mostly waiting,
     and the rest, which is element-wise kernels, the optimizer and Python.  The steps to trace are chosen at
-    the start, mpishard.RunRecord(folder, mesh, trace=(100, 104)), or of a run that goes on by --next 3.
+    the start, mpishard.RunRecord(folder, mesh, trace=(100, 104)), or of a run in progress by --next 3.
     """
     check_record(run)
     if upcoming is not None:
@@ -67,7 +65,7 @@ def trace(
     if path.suffix == ".png":
         raise ValueError(
             f"{path} would be the timeline, which is JSON; with -o {path.with_suffix('.json')} --png "
-            "the chart is beside it"
+            "the chart is next to it"
         )
     write(path, json.dumps(chrome_events(chosen)).encode())
     typer.echo(path)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mpishard.arguments import printable
-from mpishard.cli.arguments import RecordFolder
+from mpishard.cli.output import RecordFolder
 from mpishard.record.reading import check_record
 from mpishard.record.stacks import StackFinding, ask, diagnose
 
@@ -22,11 +22,11 @@ def why(
     wait: Annotated[float, typer.Option(min=0, help="Seconds that processes get; 0: what they said last.")] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Findings and all answers, as data.")] = False,
 ) -> None:
-    """Say why a run does not go on: who waits where, and for whom.
+    """Say why a run hangs: which ranks wait, where, and for whom.
 
     Who waits in which collective, who is missing there, and what that one does instead.
     Asks every process through the folder of the record, written by optimize(problem,
-    record=mpishard.RunRecord(folder, mesh)).  After the end of a run that was stuck it tells what the processes said
+    record=mpishard.RunRecord(folder, mesh)).  After the end of a run that was stuck it shows what the processes said
     while they waited.
     """
     check_record(run)
@@ -50,7 +50,7 @@ def why(
     elif not asked.answers:
         typer.echo("nobody answers, and nobody was asked before: the run has ended, or its hosts are lost")
     elif all(finding.kind == "runs" for finding in findings):
-        typer.echo("nobody has waited for long: the run goes on, or computes")
+        typer.echo("no rank has waited for long: the run continues, or computes")
     for line in _lines(findings):
         typer.echo(printable(line))
 

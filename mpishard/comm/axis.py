@@ -115,7 +115,7 @@ class Axis(Communicator):
         Parameters
         ----------
         withhold : bool
-            Alike on all ranks, see `agree_on_device_buffers`.  Its sub-groups do the same.
+            The same on all ranks, see `agree_on_device_buffers`.  Its sub-groups do the same.
         """
         self._channel.withholds_device_buffers = self._channel_of_started.withholds_device_buffers = withhold
         for part in self._subgroups.values():
@@ -283,7 +283,7 @@ class Axis(Communicator):
     # -- small values, and errors -------------------------------------------------------------------------------------
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Tell each other a small plain value.  Collective.
+        """Exchange a small plain value.  Collective.
 
         Parameters
         ----------

@@ -415,7 +415,7 @@ def check_alike(one: Array, other: Array) -> None:
     """Raise ValueError unless source and target have equal shapes and dtypes."""
     if one.shape != other.shape or one.dtype != other.dtype:
         raise ValueError(
-            f"the two buffers differ: {one.dtype} {one.shape} and {other.dtype} {other.shape}; they must be alike"
+            f"the two buffers differ: {one.dtype} {one.shape} and {other.dtype} {other.shape}; they must be the same"
         )
 
 

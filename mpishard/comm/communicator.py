@@ -162,7 +162,7 @@ class Communicator:
         Parameters
         ----------
         buffer : array
-            Alike in shape and dtype on all ranks.
+            The same shape and dtype on all ranks.
         out : array, optional
             For the result, of the same shape and dtype too; default: in place.
         op : {"sum", "max", "min", "prod"}
@@ -190,7 +190,7 @@ class Communicator:
         Parameters
         ----------
         buffer : array
-            Alike in size and dtype on all ranks.
+            The same size and dtype on all ranks.
         out : array, optional
             For the piece: ``counts[rank]`` elements of the dtype of `buffer`.  Default: the front of `buffer`, whose
             rest is then undefined.
@@ -219,7 +219,7 @@ class Communicator:
         Parameters
         ----------
         buffer : array
-            Alike in size and dtype on all ranks.
+            The same size and dtype on all ranks.
         piece : array, optional
             This rank's: ``counts[rank]`` elements of the dtype of `buffer`.  Default: it is in `buffer` already.
         counts : sequence of int, optional
@@ -275,7 +275,7 @@ class Communicator:
         Parameters
         ----------
         buffer : array
-            Alike in size and dtype on all ranks; overwritten on all but `root`.
+            The same size and dtype on all ranks; overwritten on all but `root`.
         root : int
             The rank that has the values; ValueError on every rank if there is no such rank.
         label : str
@@ -419,7 +419,7 @@ class Communicator:
         to : int
             The rank that calls `recv`.
         tag : int
-            Alike in both calls.
+            The same in both calls.
         label : str
             The purpose, for the ledger.
         """
@@ -435,7 +435,7 @@ class Communicator:
         source : int
             The rank that calls `send`.
         tag : int
-            Alike in both calls.
+            The same in both calls.
         label : str
             The purpose, for the ledger.
 

@@ -66,7 +66,7 @@ class DeferredCalls(threading.local):
             self._wait_for_first()
 
     def until(self, is_over: Callable[[], bool]) -> None:
-        """Go on to begin calls until all have begun, or something is over."""
+        """Continue to begin calls until all have begun, or something is over."""
         while self.waiting and not is_over():
             self.progress()
             time.sleep(0)

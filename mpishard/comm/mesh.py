@@ -154,7 +154,7 @@ def agree_on_products(world: Axis, *, spawned: bool = False) -> Common:
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
         error = ValueError(
             f"{VARIABLE} is {texts[0] or 'unset'} on rank 0 and {texts[other] or 'unset'} on rank {other}; "
-            "set it alike on all ranks, with the launcher's option for environment variables"
+            "set the same on all ranks, with the launcher's option for environment variables"
         )
         raise raised_by_all(error, world.size)
     common = [name for name, low, high in zip(TAKES, least, most, strict=False) if low == high != 0]

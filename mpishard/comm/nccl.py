@@ -380,7 +380,7 @@ class NcclLink:
                 problem = f"NCCL {version} is too old; install version {_OLDEST} or later"
         except Exception as error:  # without a library, or of one that cannot be loaded
             nccl, version = None, 0
-            problem = f"NCCL is not there ({error}); install nvidia-nccl-cu12 or nvidia-nccl-cu13, as CuPy's CUDA is"
+            problem = f"NCCL is missing ({error}); install nvidia-nccl-cu12 or nvidia-nccl-cu13, as CuPy's CUDA is"
         facts = NcclFacts(problem, _neighbours(comm), backend.device_name(like), version)
         reason = why_not([NcclFacts(*each) for each in _exchange(comm, facts)])
         if reason:

@@ -284,7 +284,7 @@ def _check_sharing(source: Shard, target: Shard, local: Sequence[Transfer]) -> N
     if not same or len(local) != sum(map(_stays, local)) or in_place != sum(piece.size for piece in source.holding):
         raise ValueError(
             f"source and target of {source.kind!r} share memory, but elements lie elsewhere in the one than in the "
-            "other; give the target an array of its own"
+            "other; give the target its own array"
         )
 
 

@@ -178,7 +178,7 @@ def check_samples(samples: Any, count: int) -> np.ndarray:
         raise TypeError(f"samples={shown(samples)} must be a one-dimensional array of sample indices")
     outside = known[(known < 0) | (known >= count)]
     if outside.size:
-        raise IndexError(f"there is no sample {outside[0]}: the data has {count}, from 0 to {count - 1}")
+        raise IndexError(f"sample {outside[0]} does not exist: the data has {count}, from 0 to {count - 1}")
     return known.astype(np.int64, copy=False)
 
 

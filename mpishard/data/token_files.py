@@ -181,7 +181,7 @@ def file_size(path: Path) -> int:
     except IsADirectoryError:
         raise IsADirectoryError(f"{path} is a folder: give the file of tokens in it") from None
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {path}") from None
+        raise FileNotFoundError(f"{path} does not exist") from None
 
 
 # Of Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic and version, code of the dtype, numbers of sequences
@@ -465,7 +465,7 @@ class ZarrTokens:
             raise ModuleNotFoundError("ZarrTokens needs the package zarr: pip install 'mpishard[zarr]'") from None
 
         if not Path(self.path).is_dir():
-            raise FileNotFoundError(f"there is no folder {self.path}")
+            raise FileNotFoundError(f"folder {self.path} does not exist")
         try:
             array = zarr.open_array(str(self.path), mode="r")
         except Exception as error:  # of many kinds

@@ -249,7 +249,7 @@ def request_resize(run: Path, wanted: Wanted, wait: float) -> Answer:
         folder.check()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
-            f"there is no elastic run in {run}; name the folder of its checkpoints, or the one given to "
+            f"no elastic run in {run}; name the folder of its checkpoints, or the one given to "
             "ElasticOptimizer(..., folder=...)"
         ) from None
     standing = folder.standing
@@ -275,8 +275,8 @@ def request_resize(run: Path, wanted: Wanted, wait: float) -> Answer:
         time.sleep(_WAIT_POLL_S)
     if standing is not None and standing.taken == id:
         raise TimeoutError(
-            f"the run in {run} has taken the request over and goes on with {standing.workers} workers until the others "
-            f"are there, which has taken more than {wait:g} s; another request takes its place"
+            f"the run in {run} has accepted the request and continues with {standing.workers} workers until the others "
+            f"arrive, which has taken more than {wait:g} s; another request takes its place"
         )
     folder.take_back(id)
     raise TimeoutError(

@@ -295,7 +295,7 @@ class Membership:
                 merged = JoiningProcess.this.join()
                 self.axis: Axis = in_time(lambda: _shared_axis(merged))
             except MPI.Exception:
-                die("mpishard: another process has died while this one came to the run, which goes on without both")
+                die("mpishard: another process has died while this one came to the run, which continues without both")
             self.assign_roles(0)
             atexit.unregister(_leave)
         else:

@@ -182,7 +182,7 @@ class ElasticOptimizer:
         elif config is not None and config is not optimizer.mesh and config is not optimizer.config:
             what = "mesh" if isinstance(config, Mesh) else "configuration"
             raise TypeError(
-                f"{type(optimizer).__name__} was made with a mesh and a configuration of its own; leave this {what} out"
+                f"{type(optimizer).__name__} was made with its own mesh and configuration; leave this {what} out"
             )
         self.optimizer = optimizer
         mesh = optimizer.mesh

@@ -233,7 +233,7 @@ class Recruiter:
 
     def say_none_come(self, problem: str) -> None:
         workers = self._membership.roles.able
-        log.warn(f"the run goes on with {workers} workers, no more could be spawned: {problem}")
+        log.warn(f"continuing with {workers} workers; no more could be spawned: {problem}")
 
     def _do_without(self, problem: str) -> None:
         """Report the problem and request no more workers than there are, unless a newer request has come."""

@@ -437,9 +437,9 @@ class Healing:
         self._note_healed(step)
         dead = [str(who) for who in before if who not in membership.roles.identities]
         if membership.rank == 0:
-            log.warn(f"{_have(dead)} died; {membership.roles.size} are left, step {step} is the last")
+            log.warn(f"lost {_names(dead)}; {membership.roles.size} workers remain; continuing from step {step}")
         if membership.roles.able < target.min_workers:
-            raise RunLost(f"{membership.roles.able} whole workers are left, and min_workers={target.min_workers}")
+            raise RunLost(f"{membership.roles.able} whole workers remain, and min_workers={target.min_workers}")
         run.recruiter.note_death(step, max(each.last_disruption for each in survivors))
         run.decisions.forget_recruits()
         stops = transactions.status.stop_reason
@@ -460,8 +460,8 @@ class Healing:
                 folder.note_healed(self._run.membership.roles.size, step)
 
 
-def _have(dead: list[str]) -> str:
-    """Subject and verb of a message on the dead; "one has" if only a joining process has died."""
+def _names(dead: list[str]) -> str:
+    """The dead in a message; "a joining process" if only such a one has died."""
     if not dead:
-        return "one has"
-    return f"process {dead[0]} has" if len(dead) == 1 else f"processes {', '.join(dead)} have"
+        return "a joining process"
+    return f"process {dead[0]}" if len(dead) == 1 else f"processes {', '.join(dead)}"

@@ -189,7 +189,7 @@ def _products(facts: Sequence[Facts]) -> Iterator[Finding]:
     other = next((rank for rank, text in enumerate(chosen) if text != chosen[0]), None)
     if other is not None:
         what = f"{VARIABLE} is {chosen[0] or 'unset'} on rank 0 and {chosen[other] or 'unset'} on rank {other}"
-        yield Finding(WRONG, "products", what, "set it alike on all ranks, with the launcher's option for variables")
+        yield Finding(WRONG, "products", what, "set the same on all ranks, with the launcher's option for variables")
         return
     try:
         wanted = {*Choice.parse(chosen[0] or NUMPY).libraries.values()}
@@ -323,7 +323,7 @@ def _deaths(facts: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding(NOTE, "death", what, way_out)
     elif not setup.heals:
         what = f"a rank that dies ends the job: {mpi.library} {mpi.version} does not heal in place"
-        way_out = "mpishard run --elastic goes on from the newest checkpoint; Open MPI 5 loses no step"
+        way_out = "mpishard run --elastic resumes from the newest checkpoint; Open MPI 5 loses no step"
         yield Finding(NOTE, "death", what, way_out)
 
 

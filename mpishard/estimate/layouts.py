@@ -59,7 +59,7 @@ def model_state_bytes(
     if ranks < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
     if zero_stage not in STAGES:
-        raise ValueError(f"there is no ZeRO stage {zero_stage!r}; choose one of 0, 1, 2, 3")
+        raise ValueError(f"unknown ZeRO stage {zero_stage!r}; choose one of 0, 1, 2, 3")
     shares = [1 / ranks if zero_stage >= stage else 1 for stage in (3, 2, 1)]
     return parameters * (parameter_bytes * shares[0] + gradient_bytes * shares[1] + state_bytes * shares[2])
 
@@ -111,9 +111,9 @@ class Layout:
             if getattr(self, what) < 1:
                 raise ValueError(f"the layout has {what}={getattr(self, what)}; it must be at least 1")
         if self.zero_stage not in STAGES:
-            raise ValueError(f"there is no ZeRO stage {self.zero_stage!r}; choose one of 0, 1, 2, 3")
+            raise ValueError(f"unknown ZeRO stage {self.zero_stage!r}; choose one of 0, 1, 2, 3")
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+            raise ValueError(f"unknown schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
         check_chunks(self.schedule, self.chunks)
 
     @property

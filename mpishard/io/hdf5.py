@@ -166,7 +166,7 @@ def check_chunks(dataset: h5py.h5d.DatasetID) -> None:
     for place in itertools.product(*map(range, itertools.repeat(0), dataset.shape, chunk)):
         stored = dataset.get_chunk_info_by_coord(place)
         if stored.byte_offset is None or not 0 < stored.size <= 2 * size + 64:
-            raise ValueError(f"its chunk at {place} is not there, or too long")
+            raise ValueError(f"its chunk at {place} is missing, or too long")
         skipped, data = dataset.read_direct_chunk(place)
         # HDF5 skips the compression if it does not make a chunk smaller.
         if skipped and (last is None or skipped != 1 << len(filters) - 1):
@@ -184,7 +184,7 @@ def _check_run(dataset: h5py.h5d.DatasetID) -> None:
     if dataset.get_storage_size() != size:
         raise ValueError("some of its values were never written")
     if (dataset.get_offset() or 0) + size > h5py.h5i.get_file_id(dataset).get_filesize():
-        raise ValueError("its values go on beyond the end of the file")
+        raise ValueError("its values extend beyond the end of the file")
 
 
 def _inflated_size(data: bytes, most: int) -> int:

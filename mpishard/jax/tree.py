@@ -120,7 +120,7 @@ class TreeLeaves:
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
         if not paths:
-            raise ValueError(f"there are no parameters: this {type(tree).__name__} has no leaves")
+            raise ValueError(f"no parameters: this {type(tree).__name__} has no leaves")
         named: dict[str, Any] = {}
         for path, leaf in paths:
             name = name_of(path)
@@ -163,7 +163,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
         raise TypeError(f"parameter {name!r} has no values under jit, grad or vmap: give the tree outside of them")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ValueError(
-            f"parameter {name!r} was deleted, as jit with donate_argnums does; give an array that is there"
+            f"parameter {name!r} was deleted, as jit with donate_argnums does; give an array that still exists"
         )
 
 
@@ -275,9 +275,9 @@ class TreeState:
         found = [name_of(path) for path, _ in paths]
         missing = [repr(name) for name in self._names if name not in found][:_SHOWN]
         more = [repr(name) for name in found if name not in self._names][:_SHOWN]
-        told = [f"{', '.join(missing)} missing"] if missing else []
-        told += [f"{', '.join(more)} unknown"] if more else []
-        return "; ".join(told) or f"{self.structure} there, {structure} here"
+        differences = [f"{', '.join(missing)} missing"] if missing else []
+        differences += [f"{', '.join(more)} unknown"] if more else []
+        return "; ".join(differences) or f"{self.structure} there, {structure} here"
 
     # -- what CarriedState has --------------------------------------------------------------------------------------
 

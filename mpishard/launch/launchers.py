@@ -72,7 +72,7 @@ def check_shell(hosts: Sequence[Host], shell: str | None) -> None:
     """Raise ValueError if the program that reaches the hosts does not exist."""
     program = shlex.split(shell or _SHELL)[0]
     if not all(host.is_local for host in hosts) and shutil.which(program) is None:
-        raise ValueError(f"there is no {program} to reach the hosts with; give another one as --remote-shell")
+        raise ValueError(f"{program} to reach the hosts with does not exist; give another one as --remote-shell")
 
 
 class Probe:
@@ -252,7 +252,7 @@ def find_launcher(path: str | None = None) -> Launcher:
     found = shutil.which(found) if found else next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         raise ValueError(
-            f"there is no launcher {path}" if path else "no mpirun beside this Python or on the PATH; give --launcher"
+            f"launcher {path} does not exist" if path else "no mpirun next to Python or on the PATH; give --launcher"
         )
     try:
         version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False)

@@ -146,7 +146,7 @@ def decide(
         step = 0 if failure is None else failure.step or outcome.notes.step
         if failure is not None and failure.alike and not step and not history.restarts:
             # No rank has been lost, so that another start would have the same ranks and give the same.
-            return Stop(code, f"{what} on all ranks alike, before any step: another start would end like this one")
+            return Stop(code, f"{what} on all ranks, before any step: another start would end the same way")
     if failure is not None and failure.trained:
         return Stop(code, what)
     if failure is not None and failure.same_as(history.failure):
@@ -166,7 +166,7 @@ def decide(
     slots = sum(host.slots for host in answering) if hosts else ranks
     now = min(ranks, slots) // policy.multiple_of * policy.multiple_of
     if now < least:
-        return Stop(code, f"{what}; {min(ranks, slots)} ranks are left and {least} are needed")
+        return Stop(code, f"{what}; {min(ranks, slots)} ranks remain and {least} are needed")
     history = JobHistory(history.asked, ranks, max(history.step, outcome.notes.step), restarts, failure, early)
     return Start(now, tuple(answering), history, what)
 

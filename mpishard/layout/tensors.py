@@ -122,7 +122,7 @@ def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
             raise ValueError(
                 f"{spec.name!r} ties a tensor of shape {first.shape}, split along {first.tensor_dim}, on stage "
                 f"{first.stage} to one of shape {spec.shape}, split along {spec.tensor_dim}, on stage {spec.stage}; "
-                "tied tensors must be alike, in `partial` and `slices` too"
+                "tied tensors must be the same, in `partial` and `slices` too"
             )
         merged[spec.name] = replace(first, copies=(*first.copies, spec.stage))
     return list(merged.values())

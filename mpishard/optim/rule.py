@@ -105,7 +105,7 @@ class ParameterGroup:
             raise ValueError(f'ParameterGroup: patterns={shown(self.patterns)} name no tensor; give some as "*.bias"')
         object.__setattr__(self, "patterns", tuple(patterns))
         if self.weight_decay is None and self.lr_factor is None:
-            raise ValueError(f"{self._name} has no value of its own; give weight_decay or lr_factor")
+            raise ValueError(f"{self._name} has no own value; give weight_decay or lr_factor")
         for name in ("weight_decay", "lr_factor"):
             if getattr(self, name) is not None:
                 value = number(f"{self._name}: {name}", getattr(self, name), least=0)

@@ -125,7 +125,7 @@ class BetweenRanks:
         if self._axis.times_bound == self._bound:
             raise RuntimeError(
                 "an earlier pass over this pipeline was left by an exception, and the next would take what is still on "
-                "its way for its own; start the job again, or go on with another mesh, without freeing this one"
+                "its way for its own; start the job again, or continue with another mesh, without freeing this one"
             )
         for send in self._gradient_sends.values():
             send.abandon()

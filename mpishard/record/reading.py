@@ -255,7 +255,7 @@ def check_record(folder: Path) -> None:
         return
     written = "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
     if not folder.exists():
-        raise ValueError(f"{folder} is not there; give the folder of a run's record; {written}")
+        raise ValueError(f"{folder} does not exist; give the folder of a run's record; {written}")
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; give the folder of a run's record")
     near = [other for other in (folder.parent, *sorted(folder.iterdir())) if other.is_dir() and _has_record(other)]
@@ -422,7 +422,7 @@ def _slow(group: Sequence[Process]) -> list[Straggler]:
     return found
 
 
-GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT lets it go on)"
+GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT continues it)"
 _METRICS = 200  # lines kept
 # Texts for the values of `OptimizationResult.stop_reason`.
 _REASONS = {

@@ -228,7 +228,7 @@ class RecordFiles:
                 )
             self.broken = True
             if self._mesh.rank == 0:
-                log.warn(f"{what}; training goes on without")
+                log.warn(f"{what}; training continues without")
         self._start = 0
         return before
 
@@ -269,7 +269,7 @@ class RecordFiles:
     def give_up(self, error: OSError) -> None:
         """Write nothing any more, and say why."""
         self.broken = True
-        log.warn(f"the record of the run ends here, training goes on: {error}")
+        log.warn(f"the record of the run ends here; training continues: {error}")
 
     def end(self, line: Mapping[str, Any]) -> None:
         """Note the end of this start; the first rank does that."""

@@ -363,7 +363,7 @@ def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> StackFinding:
     others = "" if len(sites) == 1 else f" (others at {', '.join(sorted(sites - {call['site']}))})"
     missing = sorted(set(call["members"]) - set(ranks))
     verb = "wait" if len(ranks) > 1 else "waits"
-    without = f", without {_ranks(missing)}" if missing else ", all are there"
+    without = f", without {_ranks(missing)}" if missing else ", all have arrived"
     return StackFinding(tuple(ranks), "waits", f"{verb} {longest:.0f} s in {_call(call)}{others}{without}")
 
 

@@ -48,7 +48,7 @@ def read_trace(folder: Path) -> list[Traced]:
     if not lines:
         raise ValueError(
             f"{folder} has no trace; ask for one of a few steps, by mpishard.RunRecord(folder, mesh, trace=(100, 104)) "
-            f"or, while the run goes on, by mpishard trace {folder} --next 3"
+            f"or, during the run, by mpishard trace {folder} --next 3"
         )
     spans = [Traced(rank, step, *span) for (rank, step), line in lines.items() for span in line["spans"]]
     return sorted(spans, key=lambda span: (span.rank, span.start, -span.seconds))

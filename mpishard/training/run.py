@@ -70,7 +70,7 @@ class RunCheckpoints:
         """A sentence on how to continue a run that was stopped."""
         if self._checkpoints is None:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
-        how = "the same command goes on" if self._resumes else "optimize(..., resume=True) goes on"
+        how = "the same command resumes" if self._resumes else "optimize(..., resume=True) resumes"
         return f"{how} from the checkpoint in {self._checkpoints.folder}"
 
     def warn_of_restart(self) -> None:
@@ -121,8 +121,8 @@ class RunCheckpoints:
             if changed:
                 pairs = ", ".join(f"{name}={brief(facts[name])} there and {order[name]} here" for name in changed)
                 raise ValueError(
-                    f"the checkpoint is of a run with other samples: {pairs}; their order would not go on.  Take the "
-                    "values it was saved with, or load_checkpoint() into the model and begin a new run"
+                    f"the checkpoint is of a run with other samples: {pairs}; their order would not continue.  Take "
+                    "the values it was saved with, or load_checkpoint() into the model and begin a new run"
                 )
 
         found = self._checkpoints.load(optimizer.state.capture(), check=check)
@@ -146,7 +146,7 @@ class RunCheckpoints:
             return
         changed = [f"{name}={new} in place of {brief(old)}" for name, (new, old) in changes(now, then).items()]
         if changed:
-            log.warn(f"the saved model goes on with {', '.join(changed)}")
+            log.warn(f"the saved model continues with {', '.join(changed)}")
 
     def _comparable(self, progress: RunProgress, facts: Mapping[str, Any]) -> RunProgress:
         """The progress, without the validation losses of another set; a message on rank 0 says so."""
@@ -609,9 +609,10 @@ class TrainingRun:
         reason = self._reason(StopRequest.NONE, self.optimizer.gradient_norm if resumed else math.nan)
         if reason and resumed and folder is not None and self.optimizer.mesh.rank == 0:
             goal = f"the end of its method ({reason})" if self._ended else self._stop.described(reason)
+            more = "increase `steps`" if reason == "steps" else "set a later goal"
             log.inform(
-                f"the run in {folder} had reached {goal} at step {self.optimizer.clock}: nothing is "
-                "left to do.  Ask for more, and it goes on from there"
+                f"the run in {folder} is already finished: it reached {goal} at step {self.optimizer.clock}; "
+                f"{more} to continue"
             )
         return reason
 

@@ -129,7 +129,7 @@ def load_checkpoint(
     with _for_once(folder, mesh) as checkpoints:
         found = checkpoints.load(state, check=check)
     if found is None:
-        raise FileNotFoundError(f"there is no checkpoint in {folder}")
+        raise FileNotFoundError(f"no checkpoint in {folder}")
     if optimizer is not None:
         optimizer.state.restore_settings(found.facts)
         optimizer.state.restore(found.facts)

@@ -129,7 +129,7 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
     done = mpirun(2, script, "grow", tmp_path, timeout=90)
     assert done.code == 0 and "same: True workers: 2 3 steps" in done.output, done.all
     assert "steps meanwhile: 0" not in done.output, done.all
-    assert "another" in done.all and "goes on with 3 workers" in done.all, done.all
+    assert "another" in done.all and "continues with 3 workers" in done.all, done.all
     assert none_is_left(tmp_path)
 
 
@@ -137,8 +137,8 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
     ("case", "word"),
     [
         ("short", "workers: 2 steps"),
-        ("failing", "goes on with 2 workers, no more could be spawned: "),
-        ("failing inside", "goes on with 2 workers, no more could be spawned: "),
+        ("failing", "continuing with 2 workers; no more could be spawned: "),
+        ("failing inside", "continuing with 2 workers; no more could be spawned: "),
         ("leaving", "workers: 2 1 steps"),
     ],
 )

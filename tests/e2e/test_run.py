@@ -244,7 +244,7 @@ mpishard.DDPOptimizer(mpishard.AdamW(lr=0.1 + mesh.rank), mesh).optimize(problem
     differing = run(["--elastic", "-n", 2], script)
     assert differing.code() == 1, differing.errors
     assert "all ranks must have the same settings, but lr(" in differing.errors, differing.errors
-    assert "on all ranks alike, before any step: another start would end like this one" in differing.errors
+    assert "on all ranks, before any step: another start would end the same way" in differing.errors
     assert "start 2" not in differing.errors, differing.errors
 
 
@@ -434,5 +434,5 @@ def test_ctrl_c_saves_a_checkpoint_under_any_optimizer(run):
     assert stopped.code() == 128 + signal.SIGINT, stopped.errors
     assert "mpishard run: Ctrl-C: the run ends after its step, and saves" in stopped.errors
     step = stopped.steps[-1][1]
-    assert f"mpishard: stopped after step {step}; the same command goes on" in stopped.errors
+    assert f"mpishard: stopped after step {step}; the same command resumes" in stopped.errors
     assert (stopped.folder / "checkpoints" / f"step-{step:08d}").is_dir()

@@ -137,7 +137,7 @@ def test_a_straggler_is_named(start) -> None:
     assert "straggler: rank 2" in output and "straggler: rank 0" not in output, output
     (slow,) = json.loads(mpishard("top", folder, "--json"))["stragglers"]
     assert slow["rank"] == 2 and slow["busy"] > 1.5 * slow["median"]
-    assert "nobody has waited for long" in mpishard("why", folder)
+    assert "no rank has waited for long" in mpishard("why", folder)
 
 
 def test_a_run_that_goes_on_is_traced(start) -> None:

@@ -375,7 +375,7 @@ def test_what_has_no_sense_is_refused(mesh):
             ElasticOptimizer(inner, min_workers=least, max_workers=most)
     with pytest.raises(ValueError, match="start more of them"):
         ElasticOptimizer(inner, min_workers=mesh.size + 1, max_workers=mesh.size + 1)
-    with pytest.raises(TypeError, match="a mesh and a configuration of its own; leave this configuration out"):
+    with pytest.raises(TypeError, match="its own mesh and configuration; leave this configuration out"):
         ElasticOptimizer(inner, ShardingConfiguration(mesh))
     assert ElasticOptimizer(inner, mesh).mesh is mesh
     with pytest.raises(TypeError, match="needs a Mesh"):

@@ -207,7 +207,7 @@ def test_what_nccl_does_not_take_goes_by_mpi(mesh):
         axis.all_reduce(late(np.zeros(3)), op="mean")
     with pytest.raises(ValueError, match="contiguous"):
         axis.all_reduce(late(np.zeros((3, 3)))[:, 1])
-    with pytest.raises(ValueError, match="must be alike"):
+    with pytest.raises(ValueError, match="must be the same"):
         axis.all_reduce(late(np.zeros(3)), late(np.zeros(4)))
     with pytest.raises(ValueError, match="piece must have"):
         axis.reduce_scatter(late(np.zeros(axis.size)), late(np.zeros(2)))
@@ -307,7 +307,7 @@ def falls_back(comm, double, warnings, reason):
 def test_a_rank_without_nccl(comm, double, warnings, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(standin, "nccl_module", None)
-    falls_back(comm, double, warnings, f"rank {comm.size - 1}: NCCL is not there (the stand-in has no NCCL)")
+    falls_back(comm, double, warnings, f"rank {comm.size - 1}: NCCL is missing (the stand-in has no NCCL)")
 
 
 def test_an_old_nccl(comm, double, warnings):

@@ -127,7 +127,7 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setenv(VARIABLE, "mkl")
     with pytest.raises(
-        ValueError, match=f"{VARIABLE} is unset on rank 0 and mkl on rank {comm.size - 1}; set it alike"
+        ValueError, match=f"{VARIABLE} is unset on rank 0 and mkl on rank {comm.size - 1}; set the same"
     ):
         mpishard.Mesh(comm)
 

@@ -44,7 +44,7 @@ def test_a_run_goes_on_where_it_stopped(mesh, folder, same_on_all, asynchronous,
         result = DDPOptimizer(RULE, mesh).optimize(problem(9), progress=False, checkpoints=checkpoints, resume=True)
         assert (result.steps, result.resumed_steps) == (9, 9)
         assert np.array_equal(result.parameters, whole.parameters)
-        nothing_left = "had reached steps=9 at step 9: nothing is left to do"
+        nothing_left = "is already finished: it reached steps=9 at step 9; increase `steps` to continue"
         assert (nothing_left in capsys.readouterr().err) == (mesh.rank == 0)
 
 
@@ -214,7 +214,7 @@ def test_a_model_with_other_heads_is_reported(mesh, folder, capsys):
         with Checkpoints(folder, mesh) as checkpoints:
             DDPOptimizer(RULE, mesh).optimize(task, progress=False, checkpoints=checkpoints, resume=True)
         shown = capsys.readouterr().err
-        assert shown.count("mpishard: the saved model goes on with") == int(bool(expected) and mesh.rank == 0)
+        assert shown.count("mpishard: the saved model continues with") == int(bool(expected) and mesh.rank == 0)
         assert mesh.rank or expected in shown
 
 

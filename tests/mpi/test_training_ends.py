@@ -114,7 +114,7 @@ def test_ctrl_c_on_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path, ca
         resumed = optimizer().optimize(problem(), progress=False, checkpoints=checkpoints, resume=True)
     assert (resumed.resumed_steps, resumed.stop_reason) == (3, "steps") and not ScriptEnding.interrupted
     errors = capfd.readouterr().err
-    assert ("stopped after step 3; optimize(..., resume=True) goes on from" in errors) == (mesh.rank == 0)
+    assert ("stopped after step 3; optimize(..., resume=True) resumes from" in errors) == (mesh.rank == 0)
     assert ("Ctrl-C: the run ends after this step" in errors) == (culprit and mesh.rank == 0)
 
 

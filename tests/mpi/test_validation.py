@@ -202,7 +202,7 @@ def test_a_run_stops_early_wherever_it_goes_on(mesh, folder, capsys):
             )
         assert (result.steps, result.stop_reason) == (taken, reason)
         assert result.validation_losses.tolist() == [2, 0, 2, 4, 6][: taken // 2]
-    assert ("had reached patience=3 at step 10" in capsys.readouterr().err) == (mesh.rank == 0)
+    assert ("is already finished: it reached patience=3 at step 10" in capsys.readouterr().err) == (mesh.rank == 0)
 
 
 def test_an_elastic_run_stops_early_with_its_best_checkpoint(mesh, folder):

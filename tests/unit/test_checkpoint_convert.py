@@ -110,7 +110,7 @@ def test_nothing_half_made_is_left(name, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Input/output error.*" + name):
         make(Failing(), tmp_path / name)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="does not exist"):
         make(Arrays(), tmp_path / "absent" / name)
     with monkeypatch.context() as patch:
         patch.setattr(disk, "free_bytes", lambda path: 100)
@@ -118,7 +118,7 @@ def test_nothing_half_made_is_left(name, tmp_path, monkeypatch):
             make(Arrays(), tmp_path / name)
     assert not list(tmp_path.iterdir())
     (tmp_path / name).symlink_to("nowhere")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         make(Arrays(), tmp_path / name)
 
 
@@ -157,7 +157,7 @@ def test_indexes_and_manifests_that_contradict(tmp_path):
     (two / "index.h5").write_bytes((one / "index.h5").read_bytes())
     files = {**manifest.files, "index.h5": FileEntry(*hash_file(two / "index.h5"))}
     (two / "manifest.json").write_bytes(replace(manifest, files=files).encode())
-    with pytest.raises(ValueError, match="generation 1; the manifest beside it is of .*, generation 2"):
+    with pytest.raises(ValueError, match="generation 1; the manifest next to it is of .*, generation 2"):
         newest_whole(two)
 
 

@@ -54,11 +54,11 @@ def test_wrong_usage_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [
-        ("inspct", "there is no command 'inspct'; did you mean inspect?  Or see"),
-        ("Run", "there is no command 'Run'; did you mean run?  Or see"),
-        ("est", "there is no command 'est'; did you mean estimate?  Or see"),
-        ("in", "there is no command 'in'; did you mean info or inspect?  Or see"),
-        ("frobnicate", "there is no command 'frobnicate'; see"),
+        ("inspct", "unknown command 'inspct'; did you mean inspect?  Or see"),
+        ("Run", "unknown command 'Run'; did you mean run?  Or see"),
+        ("est", "unknown command 'est'; did you mean estimate?  Or see"),
+        ("in", "unknown command 'in'; did you mean info or inspect?  Or see"),
+        ("frobnicate", "unknown command 'frobnicate'; see"),
     ],
 )
 def test_a_misspelt_command_gets_the_nearest(typed: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_a_file_that_is_not_there_is_named_first(tmp_path: Path, capsys: pytest.
 
 def test_an_error_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "a\x1b[2J\udc80")]) == 2
-    assert r"a\x1b[2J\udc80 is not there" in capsys.readouterr().err
+    assert r"a\x1b[2J\udc80 does not exist" in capsys.readouterr().err
 
 
 def test_mpi_starts_where_no_home_is_known() -> None:
@@ -140,7 +140,7 @@ def test_commands_that_need_no_mpi_do_not_start_it(tmp_path: Path) -> None:
 
 def test_a_program_that_does_not_exist_is_refused_before_a_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--elastic", "-n", "2", "trian"]) == 2
-    assert "'trian' cannot be executed: there is no such program" in capsys.readouterr().err
+    assert "'trian' cannot be executed: the program does not exist" in capsys.readouterr().err
 
 
 def test_a_script_means_this_python(tmp_path: Path) -> None:

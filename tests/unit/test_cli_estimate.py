@@ -10,7 +10,7 @@ import pytest
 from mpishard.cli import main
 from mpishard.cli.bench import draw
 from mpishard.cli.estimate import parse_bytes
-from mpishard.cli.estimate_text import seconds, size
+from mpishard.cli.output import seconds, size
 from mpishard.estimate import TYPICAL, MachineProfile
 from mpishard.estimate.benchmark import Timing
 
@@ -181,13 +181,13 @@ def test_axes_between_nodes_have_the_networks_speed(capsys: pytest.CaptureFixtur
         (f"{MODEL} --ranks 7 --tensor 7", "8 attention heads cannot be split over 7"),
         (f"{MODEL} --ranks 9 --pipeline 9", "9 pipeline stages, but the model has 8 layers"),
         (f"{MODEL} --ranks 8 --data 3", "sizes must multiply out to the ranks"),
-        (f"{MODEL} --ranks 8 --zero 4", "no ZeRO stage 4"),
-        (f"{MODEL} --ranks 8 --schedule best", "no schedule 'best'"),
+        (f"{MODEL} --ranks 8 --zero 4", "unknown ZeRO stage 4"),
+        (f"{MODEL} --ranks 8 --schedule best", "unknown schedule 'best'"),
         (f"{MODEL} --ranks 8 --memory-limit many", "--memory-limit is 'many'"),
         (f"{MODEL} --ranks 8 --flops 1e9", "--bandwidth and --latency too"),
         (f"{MODEL} --ranks 8 --memory-bandwidth 1e9", "goes with --flops"),
         (f"{MODEL} --ranks 8 --profile absent --flops 1", "--profile brings all speeds"),
-        (f"{MODEL} --ranks 8 --profile absent.json", "--profile absent.json is not there; make one"),
+        (f"{MODEL} --ranks 8 --profile absent.json", "--profile absent.json does not exist; make one"),
         (f"{MODEL} --ranks 8 --profile .", "--profile . is no file; make one"),
         (f"{MODEL} --ranks 8 --width 63", "width 63 is not a multiple of 8 heads"),
         (f"{MODEL} --ranks 8 --dtype float16", "choose float32 or float64"),

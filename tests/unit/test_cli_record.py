@@ -218,7 +218,7 @@ class TestTop:
         assert main(["top", "--once", "--rows", "1", str(run)]) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert re.search("silent: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more for 6[0-9] s ", shown)
-        assert f"mpishard why {run} tells who waits for whom" in shown
+        assert f"mpishard why {run} shows who waits for whom" in shown
 
     def test_a_run_that_hangs_has_no_time_to_go(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         now = time.time()
@@ -301,9 +301,9 @@ class TestTop:
         starts = [{"time": 0, "resumed_steps": 0, "problem": {"steps": 9}}]
         metrics = [{"step": 5, "start": 1, "time": 0, "seconds": 0.1}]
         run = write(tmp_path / "run", metrics, [[self.line(0, 1, 5)]], starts)
-        end = {"step": 5, "start": 1, "reason": "signal", "way_on": "the same command goes on"}
+        end = {"step": 5, "start": 1, "reason": "signal", "way_on": "the same command resumes"}
         (run / "ends.jsonl").write_text(json.dumps(end) + "\n")
-        ending = "stopped by a signal, such as Ctrl-C, after step 5 of 9; the same command goes on"
+        ending = "stopped by a signal, such as Ctrl-C, after step 5 of 9; the same command resumes"
         assert main(["top", "--once", str(run)]) == 0
         shown = capsys.readouterr().out
         assert f"ended: {ending}\n" in shown and "silent" not in shown
@@ -354,7 +354,7 @@ class TestWrongPlaces:
         run = write(tmp_path / "run")
         (tmp_path / "file").write_text("")
         for wrong, said in [
-            (tmp_path / "missing", "is not there"),
+            (tmp_path / "missing", "does not exist"),
             (tmp_path / "file", "is a file"),
             (tmp_path, f"but there is one in {run}"),
             (run / "processes", f"but there is one in {run}"),

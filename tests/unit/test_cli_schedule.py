@@ -111,7 +111,7 @@ def test_few_microbatches(capsys):
         (("1f1b", "--stages", 2, "--microbatches", 2, "--nonsense"), "--nonsense"),
         (("1f1b", "--stages", 0, "--microbatches", 2), "stages must be at least 1, got 0"),
         (("1f1b", "--stages", 2, "--microbatches", 2, "--chunks", 2), "schedule '1f1b' has 1 chunk a rank, got 2"),
-        (("other", "--stages", 2, "--microbatches", 2), "there is no schedule 'other'; choose one of"),
+        (("other", "--stages", 2, "--microbatches", 2), "unknown schedule 'other'; choose one of"),
         (("zb-h1", "--stages", 2, "--microbatches", 2, "--backward", 2), "'zb-h1' does not use --backward"),
         (("1f1b", "--stages", 2, "--microbatches", 2, "--forward", "1;2"), "--forward takes a number, or numbers"),
         (("1f1b", "--stages", 2, "--microbatches", 2, "--forward", "1,2,3"), "forward has 3 times for 2 virtual"),

@@ -16,7 +16,7 @@ PARTS = StartParts(processor_seconds=0.5, opens=600, lookups=400, bytes_read=10*
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("mpishard.cli.estimate_startup.measure_start", lambda: PARTS)
+    monkeypatch.setattr("mpishard.cli.estimate.measure_start", lambda: PARTS)
 
 
 def run(arguments: str) -> int:
@@ -80,7 +80,7 @@ def test_the_links_and_nodes_of_a_profile(tmp_path: Path, capsys: pytest.Capture
         ("--step-seconds inf", "step_seconds=inf"),
         ("--detection-seconds soon", "'--detection-seconds'"),
         ("--network-latency 1", "needs --network-bandwidth too"),
-        ("--profile absent.json", "is not there"),
+        ("--profile absent.json", "does not exist"),
     ],
 )
 def test_errors_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

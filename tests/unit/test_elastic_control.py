@@ -73,11 +73,11 @@ class TestControl:
         assert main(["resize", str(run), "2"]) == 0
         assert "4 -> 2 workers after step" in capfd.readouterr().out
         assert main(["resize", str(run), "6"]) == 0
-        assert "2 -> 4 workers" in (out := capfd.readouterr().out) and "not processes enough for 6" in out
+        assert "2 -> 4 workers" in (out := capfd.readouterr().out) and "too few processes for 6" in out
         assert main(["resize", str(run), "7"]) == 2
         assert "7 workers are outside of min_workers=2 to max_workers=6" in capfd.readouterr().err
         assert main(["resize", str(run / "elsewhere"), "3"]) == 2
-        assert "there is no elastic run in" in capfd.readouterr().err
+        assert "no elastic run in" in capfd.readouterr().err
 
     def test_only_the_owner_can_look_into_it(self, folder):
         folder.write("run", {})
@@ -197,7 +197,7 @@ class TestControl:
         thread = threading.Thread(target=go)
         thread.start()
         try:
-            with pytest.raises(TimeoutError, match="goes on with 4 workers until the others are there"):
+            with pytest.raises(TimeoutError, match="continues with 4 workers until the others arrive"):
                 request_resize(folder.path.parent, 6, 0.5)
         finally:
             end.set()

@@ -240,4 +240,4 @@ class TestTheStartOfARun:
         assert self.optimize(mesh, record=RunRecord(tmp_path / "run", mesh, every=0)) == 2
         shown = capfd.readouterr().err
         assert shown.count("\n") == 1
-        assert "the record of the run cannot be written" in shown and "goes on without" in shown
+        assert "the record of the run cannot be written" in shown and "continues without" in shown

@@ -140,7 +140,7 @@ def deleted() -> Any:
         ),
         (lambda: {"a": {"b": 1.0}}, TypeError, "parameter 'a.b' is a float, and must be an array of JAX or NumPy"),
         (lambda: [jnp.ones(1), "text"], TypeError, "parameter '1' is a str"),
-        (lambda: {"a": None}, ValueError, "there are no parameters: this dict has no leaves"),
+        (lambda: {"a": None}, ValueError, "no parameters: this dict has no leaves"),
         (lambda: {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, ValueError, "two parameters have the name 'a.b'"),
         (lambda: {"a": np.ones(2)}, ValueError, "float64, and JAX makes float32 of them: begin with jax.config.update"),
         (deleted, ValueError, "parameter 'a' was deleted"),

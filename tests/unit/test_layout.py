@@ -272,9 +272,9 @@ def test_ties_are_merged():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (ParameterSpec("table", (4, 3), 1), r"shape \(4, 2\), .* stage 0 to one of shape \(4, 3\), .* must be alike"),
+        (ParameterSpec("table", (4, 3), 1), r"shape \(4, 2\), .* stage 0 to one of shape \(4, 3\), .* be the same"),
         (ParameterSpec("table", (4, 2), 1, tensor_dim=0), "split along None, on stage 0 to .* split along 0"),
-        (ParameterSpec("table", (4, 2), 1, slices=2), "must be alike, in `partial` and `slices` too"),
+        (ParameterSpec("table", (4, 2), 1, slices=2), "must be the same, in `partial` and `slices` too"),
         (ParameterSpec("table", (4, 2)), "two parameters of stage 0 are named 'table'"),
     ],
 )

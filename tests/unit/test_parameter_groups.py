@@ -59,7 +59,7 @@ class Bare(Rule):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: ParameterGroup("a"), ValueError, "has no value of its own; give weight_decay or lr_factor"),
+        (lambda: ParameterGroup("a"), ValueError, "has no own value; give weight_decay or lr_factor"),
         (lambda: ParameterGroup([], lr_factor=1), ValueError, "name no tensor"),
         (lambda: ParameterGroup(["a", ""], lr_factor=1), ValueError, "name no tensor"),
         (lambda: ParameterGroup(3, lr_factor=1), TypeError, "must be texts"),  # type: ignore[arg-type]

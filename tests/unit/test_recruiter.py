@@ -76,7 +76,7 @@ def test_who_cannot_come_is_not_waited_for(made, membership, target, capsys):
     recruits.recruit()
     made[0].problem = "no slots"
     assert recruits.recruit() == 0
-    assert "goes on with 2 workers, no more could be spawned: no slots" in capsys.readouterr().err
+    assert "continuing with 2 workers; no more could be spawned: no slots" in capsys.readouterr().err
     target.adopt_request(target.request)
     assert target.agreed_size == 2
 

@@ -104,7 +104,7 @@ def test_ranks_that_are_left(outcome, changes, ranks):
 
 def test_too_few_ranks():
     follows = after(KILLED, replace(SHRINKING, min_workers=4))
-    assert isinstance(follows, Stop) and "3 ranks are left and 4 are needed" in follows.why
+    assert isinstance(follows, Stop) and "3 ranks remain and 4 are needed" in follows.why
     assert isinstance(after(KILLED, replace(SHRINKING, multiple_of=4)), Stop)
     assert isinstance(after(KILLED, SHRINKING, JobHistory(1, 1)), Stop)
 
@@ -166,7 +166,7 @@ def test_what_all_ranks_were_refused_alike_is_not_tried_again():
     follows = after(refused, hosts=HOSTS)
     assert isinstance(follows, Stop) and follows.code == 1
     assert follows.why == (
-        "failed by ValueError at train.py:7 on all ranks alike, before any step: another start would end like this one"
+        "failed by ValueError at train.py:7 on all ranks, before any step: another start would end the same way"
     )
     # What one rank has met, what has come with a step, and what follows a loss of ranks or hosts may come otherwise.
     for other in ({"alike": False}, {"step": 1}):

@@ -136,7 +136,7 @@ def test_peak_live():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (("2f2b", 2, 2), r"there is no schedule '2f2b'; choose one of gpipe, 1f1b, interleaved, zb-h1"),
+        (("2f2b", 2, 2), r"unknown schedule '2f2b'; choose one of gpipe, 1f1b, interleaved, zb-h1"),
         (("1f1b", 0, 2), r"stages must be at least 1, got 0"),
         (("1f1b", 2, 0), r"microbatches must be at least 1, got 0"),
         (("1f1b", 2, 2, -1), r"chunks must be at least 1, got -1"),

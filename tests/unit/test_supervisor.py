@@ -236,7 +236,7 @@ def test_a_restart_that_goes_on_from_nothing_says_so_once(tmp_path, capfd, monke
     restart()
     with mpishard.Checkpoints(tmp_path / "a", mesh) as checkpoints:
         assert said(train, checkpoints=checkpoints, resume=True) == []  # there is none yet
-        goes_on = f"optimize(..., resume=True) goes on from the checkpoint in {tmp_path / 'a'}"
+        goes_on = f"optimize(..., resume=True) resumes from the checkpoint in {tmp_path / 'a'}"
         assert said(train, checkpoints=checkpoints) == [training + goes_on]
     ahead = train()
     restart()
@@ -325,7 +325,7 @@ def test_families(tmp_path, says, family):
     path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o700)
     assert find_launcher(str(path)) == Launcher(str(path), family)
-    with pytest.raises(ValueError, match="no launcher /nowhere"):
+    with pytest.raises(ValueError, match="launcher /nowhere/mpirun does not exist"):
         find_launcher("/nowhere/mpirun")
 
 
@@ -476,4 +476,4 @@ def test_the_supervisor_never_loads_mpi():
         [sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "there is no launcher /nowhere" in done.stderr
+    assert "launcher /nowhere does not exist" in done.stderr

@@ -92,7 +92,7 @@ def test_samples_that_are_not_there(tmp_path: Path, mixed: bool) -> None:
     sources = [token_file(tmp_path / f"{name}.bin", np.arange(101) % 50) for name in "ab"]
     data = TokenData(Mixture(sources, [0.6, 0.4], samples=20) if mixed else sources, 10)
     for sample in (20, -1, 10**6):
-        with pytest.raises(IndexError, match=f"there is no sample {sample}: the data has 20, from 0 to 19"):
+        with pytest.raises(IndexError, match=f"sample {sample} does not exist: the data has 20, from 0 to 19"):
             data.batch(np.array([3, sample]))
     assert [rows.shape for rows in data.batch([])] == [(0, 10)] * 2  # type: ignore[arg-type]
     for samples in (np.array([0.5]), 3, np.array([[1]]), np.array([True])):
@@ -174,7 +174,7 @@ def test_wrong_files(tmp_path: Path) -> None:
         with pytest.raises(kind, match=message):
             TokenData(source, 10, **options)  # type: ignore[arg-type]
 
-    refused(TokenFile(tmp_path / "none.bin"), FileNotFoundError, "there is no file .*none.bin")
+    refused(TokenFile(tmp_path / "none.bin"), FileNotFoundError, "none.bin does not exist")
     refused(TokenFile(tmp_path), IsADirectoryError, "is a folder")
     (tmp_path / "odd.bin").write_bytes(bytes(2001))
     refused(TokenFile(tmp_path / "odd.bin"), ValueError, "odd.bin has 2001 bytes of tokens, no multiple of the 2 of u")

@@ -124,7 +124,7 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
         If a size is no whole number.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         positive(what, value)
     check_chunks(name, chunks)
