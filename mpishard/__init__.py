@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         ReverseCommunication,
         SmoothedTotalVariation,
         Tikhonov,
+        augmented_lagrangian,
         backward_in_time,
         check_adjoint,
         check_gradient,
@@ -109,6 +110,7 @@ __all__ = [
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
+    "augmented_lagrangian",
     "backward_in_time",
     "check_adjoint",
     "check_gradient",
@@ -144,8 +146,8 @@ _MODULES = {
     "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
-    "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov backward_in_time "
-    "check_adjoint check_gradient least_squares map_runs minimize regularized",
+    "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov augmented_lagrangian "
+    "backward_in_time check_adjoint check_gradient least_squares map_runs minimize regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion ParameterGroup RMSprop SGD",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.ensemble import map_runs
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
     from mpishard.inverse.minimization import minimize
+    from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
@@ -26,6 +27,7 @@ __all__ = [
     "ReverseCommunication",
     "SmoothedTotalVariation",
     "Tikhonov",
+    "augmented_lagrangian",
     "backward_in_time",
     "check_adjoint",
     "check_gradient",
@@ -40,6 +42,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
         __name__,
         {
             "adjoint_check": "AdjointCheck check_adjoint",
+            "multipliers": "augmented_lagrangian",
             "ensemble": "map_runs",
             "gradient_check": "GradientCheck check_gradient",
             "sum_of_squares": "least_squares",

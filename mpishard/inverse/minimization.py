@@ -32,6 +32,7 @@ def minimize(
     jac: bool | Callable[..., Any] = True,
     hessp: Callable[..., Any] | None = None,
     bounds: Any = None,
+    constraints: Any = (),
     tol: float | None = None,
     callback: Callable[..., Any] | None = None,
     options: Mapping[str, Any] | None = None,
@@ -78,6 +79,8 @@ def minimize(
         A pair ``(lower, upper)`` for each element, with None for no bound; ``scipy.optimize.Bounds``; one such pair of
         numbers or arrays for all elements; or by tensor name.  A start outside of its bounds is moved to the nearest
         bound, and a message says so.
+    constraints : empty
+        Refused: equality constraints are for `augmented_lagrangian`.
     tol : float, optional
         Sets the tolerances of the method that SciPy sets by it.
     callback : callable, optional
@@ -150,6 +153,11 @@ def minimize(
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         reject_unknown("minimize", extra)
+        if constraints is not None and not (isinstance(constraints, tuple | list | dict) and not constraints):
+            raise ValueError(
+                "minimize takes no constraints: c(x) = 0 is for mpishard.augmented_lagrangian(fun, x0, constraints, "
+                "adjoint), where c(x) >= 0 becomes c(x) - s = 0 with unknowns s and bounds s >= 0"
+            )
         if mesh is None and (checkpoints is not None or resume or record is not None):
             raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         watcher = Callback(callback)

@@ -86,6 +86,43 @@ def test_a_start_that_is_a_tree(mesh, same_on_all, folder):
             minimize(fun, tree_of(START) if odd else flat(tree_of(START)), mesh=mesh)
 
 
+def test_equality_constraints(mesh, same_on_all):
+    """The nearest point on planes: whole on all ranks, and in parts that are whole numbers."""
+    normals, ends = np.zeros((4, SIZE)), np.array([4.0, -2.0, 1.0, 3.0])
+    normals[np.arange(4), np.arange(4) * 3] = 1.0
+    normals[:, 1] = 1.0
+    own = slice(mesh.rank, None, mesh.size)
+
+    def run(rows, function=lambda x: (0.5 * x @ x, x), **options):
+        return mpishard.augmented_lagrangian(
+            function,
+            np.ones(SIZE),
+            lambda x: normals[rows] @ x - ends[rows],
+            lambda x, v: normals[rows].T @ v,
+            **options,
+        )
+
+    points = []
+    alone = run(slice(None), callback=points.append)
+    whole = run(slice(None), mesh=mesh, callback=points.append)
+    assert np.allclose(alone.x, normals.T @ np.linalg.solve(normals @ normals.T, ends), atol=1e-6) and alone.success
+    for name in ("x", "multipliers", "constr", "lagrangian_grad", "fun", "nfev", "nit", "message"):
+        assert np.array_equal(whole[name], alone[name])
+    assert np.array_equal(points[: len(points) // 2], points[len(points) // 2 :]) and len(points) == 2 * alone.nit - 2
+    half = mesh.rank == mesh.size - 1  # of the function, which one rank has
+    parts = run(own, lambda x: (half * 0.5 * x @ x, half * x), mesh=mesh, reduction="sum")
+    assert np.allclose(parts.x, alone.x, atol=1e-6) and same_on_all(parts.x) and same_on_all(parts.fun)
+    assert parts.constr.size == len(range(4)[own]) and np.allclose(parts.multipliers, alone.multipliers[own], atol=1e-5)
+    assert parts.fun == pytest.approx(alone.fun) and same_on_all(parts.constr_violation)
+    odd = mesh.rank == mesh.size - 1
+    assert run(slice(None), mesh=mesh, callback=lambda x: odd).status == 99
+    with pytest.raises(ValueError, match="there are 3 multipliers, but 4 constraints"):
+        run(slice(None), mesh=mesh, multipliers=np.zeros(3) if odd else None)
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match="different values"):
+            run(slice(None), lambda x: (0.5 * x @ x + odd, x), mesh=mesh)
+
+
 def test_slabs_of_a_field(comm, same_on_all, capsys):
     """Each tensor rank has rows of a field, and the value and gradient of its rows."""
     with mpishard.Mesh(comm, tensor=comm.size) as mesh:

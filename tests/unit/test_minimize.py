@@ -423,6 +423,11 @@ def test_functions_that_return_something_else(answer, error, words):
         ({"jac": None}, ValueError, "jac=None: a gradient is needed"),
         ({"jac": "2-point"}, ValueError, "a gradient is needed"),
         ({"hessp": 1}, TypeError, "hessp=1 must be a function"),
+        (
+            {"constraints": {"type": "eq", "fun": bowl}},
+            ValueError,
+            r"no constraints: c\(x\) = 0 is for mpishard.augmented_lagrangian\(fun, x0, constraints, adjoint\)",
+        ),
         ({"callback": 1}, TypeError, "callback=1 must be a function"),
         ({"method": "SLSQP"}, ValueError, "there is no method 'SLSQP'; there are L-BFGS-B, L-BFGS, CG"),
         ({"method": None}, TypeError, "method=None must be one of"),

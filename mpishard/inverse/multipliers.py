@@ -1,0 +1,399 @@
+"""`augmented_lagrangian`: equality constraints by the method of multipliers, around the loop of `minimize`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.arguments import integer, number, reject_unknown, shown
+from mpishard.backend import array as arrays
+from mpishard.inverse.functions import Callback, Functions, Unknowns
+from mpishard.inverse.minimization import MinimizationOutcome, solve
+from mpishard.inverse.result import OptimizeResult, make_method
+from mpishard.minimizers.method import Method
+
+if TYPE_CHECKING:
+    from mpishard.comm.mesh import Mesh
+    from mpishard.record import RunRecord
+
+Array = Any
+# Algorithm 17.4 of Nocedal and Wright: factors and powers of the penalty.
+_GROW = 100.0
+_VIOLATION, _VIOLATION_AFTER = 0.1, 0.9
+_LARGEST_PENALTY = 1e14
+_STALLED = 3  # minimisations that change nothing
+_STATUS = {"callback": 99, "signal": 99, "seconds": 1}
+_FATAL = ("not finite", "range", "unbounded")
+
+
+def augmented_lagrangian(
+    fun: Callable[..., Any],
+    x0: Any,
+    constraints: Callable[..., Any],
+    adjoint: Callable[..., Any],
+    *,
+    args: Any = (),
+    method: str | Method = "L-BFGS-B",
+    jac: bool | Callable[..., Any] = True,
+    bounds: Any = None,
+    multipliers: Any = None,
+    penalty: float = 10.0,
+    gtol: float = 1e-5,
+    ctol: float = 1e-6,
+    maxiter: int = 100,
+    callback: Callable[..., Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    reduction: str | None = None,
+    record: RunRecord | None = None,
+    **elements: Any,
+) -> OptimizeResult:
+    """Minimise a function under equality constraints ``c(x) = 0``, and bounds.
+
+    The method of multipliers minimises ``f - y'c + penalty / 2 |c|^2`` by `minimize`, then corrects the multipliers y
+    by ``y - penalty c``, or enlarges the penalty where the constraints have not become small enough, until both the
+    constraints and the gradient of the Lagrangian ``f - y'c`` are.  It needs products with the adjoint of the Jacobian
+    of c, not the Jacobian.  With a mesh it is collective.
+
+    Parameters
+    ----------
+    fun, x0 : as for `minimize`
+        The function and the start, which need not meet the constraints.
+    constraints : callable
+        ``constraints(x, *args)`` returns c, an array of as many numbers in each call.
+    adjoint : callable
+        ``adjoint(x, v, *args)`` returns ``J(x)' v``, like a gradient: J is the Jacobian of c, v an array like c.
+    args : tuple
+        Further arguments of all functions.
+    method : str or Method
+        ``"L-BFGS-B"``, ``"L-BFGS"`` or ``"CG"``, or such a method.
+    jac : True or callable
+        As for `minimize`.
+    bounds : optional
+        As for `minimize`, for ``"L-BFGS-B"``.
+    multipliers : array, optional
+        y, like c, to begin with: those of an earlier result go on from there.  Default: 0.
+    penalty : float
+        To begin with.
+    gtol : float
+        It has converged where the largest element of the projected gradient of the Lagrangian is at most this,
+    ctol : float
+        and that of c at most this.
+    maxiter : int
+        The most minimisations.
+    callback : callable, optional
+        Called after each minimisation, as that of `minimize`; an intermediate result has ``x``, ``constr_violation``,
+        ``multipliers``, ``penalty``, ``nit`` and ``nfev``.
+    options : dict, optional
+        Of each minimisation, as for `minimize`, but for ``gtol``.  ``ftol`` is 0 if it is not given.
+    mesh : Mesh, optional
+        The ranks that minimise together.
+    reduction : {None, "sum"}
+        None: `fun`, `constraints` and `adjoint` return the same on all ranks.  ``"sum"``: `fun` its part of value and
+        gradient, as for `minimize`; `constraints` some of the constraints, on each rank others, any number, also none;
+        and `adjoint` the product with their v, which is summed over the ranks.  With an `x0` that is split over the
+        tensor axis `adjoint` returns this rank's slices, as the gradient.
+    record : RunRecord, optional
+        As for `minimize`.
+    **elements
+        ``fixed``, ``inner_product``, ``preconditioner``: as for `minimize`.
+
+    Returns
+    -------
+    OptimizeResult
+        ``x``; ``fun``, the value of the function alone; ``constr``, the constraints, and ``multipliers``, on a mesh
+        with ``"sum"`` those of this rank; ``constr_violation``, the largest of all constraints; ``lagrangian_grad``
+        and ``optimality``, the largest element of it, projected; ``penalty``; ``nit``, the number of minimisations;
+        ``nfev``, evaluations; ``status`` and ``success`` as those of `minimize`; ``message``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is invalid, or a function returns something else; on a mesh on all ranks.
+    Exception
+        What a function raises, on a mesh on all ranks.
+
+    Notes
+    -----
+    Inequalities ``c(x) >= 0`` become equalities ``c(x) - s = 0`` by further unknowns s, with the bounds ``s >= 0``.
+
+    References
+    ----------
+    J. Nocedal and S. J. Wright: Numerical Optimization (2006), algorithm 17.4.  A. R. Conn, N. I. M. Gould, P. L.
+    Toint: A globally convergent augmented Lagrangian algorithm for optimization with general constraints and simple
+    bounds.  SIAM Journal on Numerical Analysis 28, 545-572 (1991).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def plane(x):
+    ...     return x.sum(), np.ones(2)
+    >>> result = augmented_lagrangian(plane, [1.0, 0.0], lambda x: [x @ x - 2], lambda x, v: 2 * x * v)
+    >>> [round(float(each), 4) for each in (*result.x, *result.multipliers)]
+    [-1.0, -1.0, -0.5]
+    """
+    problem: Exception | None = None
+    run: _Multipliers | None = None
+    try:
+        known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
+        reject_unknown("augmented_lagrangian", elements)
+        if mesh is None and (reduction is not None or record is not None):
+            raise ValueError("reduction and record are for a mesh; give mesh=mpishard.Mesh()")
+        for name, function in (("constraints", constraints), ("adjoint", adjoint)):
+            if not callable(function):
+                raise TypeError(f"{name}={shown(function)} must be a function")
+        unknowns = Unknowns(x0)
+        given = {} if options is None else options
+        if isinstance(given, Mapping) and "gtol" in given:
+            raise ValueError("options={'gtol': ...} is chosen for each minimisation; gtol= is that of the last one")
+        if isinstance(method, str) and isinstance(given, Mapping):
+            given = {"ftol": 0.0, **given}
+        chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
+        if chosen.needs_products:
+            raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")
+        run = _Multipliers(Functions(fun, jac, None, args), constraints, adjoint, args, unknowns, mesh, reduction)
+        run.penalty = number("penalty", penalty, above=0)
+        gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)
+        maxiter = integer("maxiter", maxiter, least=1)
+        watcher = Callback(callback)
+    except (TypeError, ValueError) as error:
+        problem = error
+    if mesh is not None:
+        from mpishard.inverse.mesh_run import agreed
+
+        agreed(mesh, problem)
+    elif problem is not None:
+        raise problem
+    assert run is not None
+    run.begin(multipliers)
+
+    def minimized(tolerance: float) -> MinimizationOutcome:
+        here = Functions(run.value_and_gradient, True, None, ())
+        inner, quiet = replace(chosen, gtol=tolerance), Callback(None)
+        return solve(
+            here,
+            inner,
+            run.unknowns,
+            quiet,
+            loop,
+            mesh=mesh,
+            reduction=reduction,
+            elastic=None,
+            checkpoints=None,
+            resume=False,
+            record=record,
+        )
+
+    return _outer_loop(run, minimized, watcher, gtol, ctol, maxiter)
+
+
+def _outer_loop(
+    run: _Multipliers,
+    minimized: Callable[[float], MinimizationOutcome],
+    callback: Callback,
+    gtol: float,
+    ctol: float,
+    maxiter: int,
+) -> OptimizeResult:
+    """Minimise and correct in turns. Collective over the mesh."""
+    wanted, tolerance = run.penalty**-_VIOLATION, 1 / run.penalty
+    iterations = evaluations = stalled = 0
+    lowest = math.inf
+    watched = run.any(callback.is_given)
+    status, text = 1, f"stopped: the number of minimisations reached maxiter={maxiter}"
+    while iterations < maxiter:
+        ended = minimized(max(tolerance, gtol))
+        iterations, evaluations = iterations + 1, evaluations + ended.result.nfev
+        run.measure()
+        optimality, reason = ended.progress.projected_norm, ended.reason
+        if reason in _STATUS or reason in _FATAL:
+            status, text = _STATUS.get(reason, 2), ended.result.message
+            break
+        small_enough = run.violation <= max(wanted, ctol)
+        if small_enough:
+            run.correct()
+            wanted, tolerance = wanted * run.penalty**-_VIOLATION_AFTER, tolerance / run.penalty
+            if run.violation <= ctol and optimality <= gtol:
+                status, text = 0, f"converged: the constraints are met to ctol={ctol:g}, the gradient to gtol={gtol:g}"
+                break
+        stalled = 0 if run.violation < 0.5 * lowest or reason == "gradient" else stalled + 1
+        lowest = min(lowest, run.violation)
+        if stalled >= _STALLED:
+            status, text = 2, f"failed: nothing gets smaller any more; the last minimisation {ended.result.message}"
+            text += "; mpishard.check_adjoint tests adjoint"
+            break
+        if not small_enough:
+            if run.penalty * _GROW > _LARGEST_PENALTY:
+                status = 2
+                text = (
+                    f"failed: the penalty has reached {run.penalty:g}; the constraints may have no common solution, or "
+                    "adjoint is not that of their Jacobian, which mpishard.check_adjoint tests"
+                )
+                break
+            run.penalty *= _GROW
+            wanted, tolerance = run.penalty**-_VIOLATION, 1 / run.penalty
+        if watched and run.stops(callback, iterations, evaluations):
+            status, text = 99, "stopped: the callback raised StopIteration or returned True"
+            break
+    return OptimizeResult(
+        x=run.unknowns.shown_to_user(),
+        fun=run.value(),
+        constr=run.constr,
+        constr_violation=run.violation,
+        multipliers=run.multipliers,
+        lagrangian_grad=ended.result["jac"],
+        optimality=optimality,
+        penalty=run.penalty,
+        nit=iterations,
+        nfev=evaluations + 1,
+        status=status,
+        success=status == 0,
+        message=f"{text} (largest constraint {run.violation:.3g}, largest element of the gradient {optimality:.3g})",
+    )
+
+
+class _Multipliers:
+    """The augmented function with the multipliers of this rank. Methods but `value_and_gradient` are collective."""
+
+    def __init__(
+        self,
+        functions: Functions,
+        constraints: Callable[..., Any],
+        adjoint: Callable[..., Any],
+        args: Any,
+        unknowns: Unknowns,
+        mesh: Mesh | None,
+        reduction: str | None,
+    ) -> None:
+        self._functions = functions
+        self._constraints, self._adjoint = constraints, adjoint
+        self._args = args if isinstance(args, tuple) else (args,)
+        self.unknowns = unknowns
+        self._world = None if mesh is None else mesh.world
+        self._sums = reduction == "sum"
+        self.penalty = 1.0
+        self.multipliers: np.ndarray = np.empty(0)
+        self.constr: np.ndarray = np.empty(0)  # at the unknowns
+        self.violation = math.nan  # over all ranks
+
+    def begin(self, multipliers: Any) -> None:
+        """Find the number of constraints at the start, and take the multipliers."""
+        problem: BaseException | None = None
+        try:
+            found = self._constraints(self.unknowns.shown_to_user(), *self._args)
+            self.constr = _reals("constraints must return", found)
+            self.multipliers = np.zeros(self.constr.size)
+            if multipliers is not None:
+                self.multipliers = _reals("multipliers must be", multipliers).copy()
+            if self.multipliers.size != self.constr.size:
+                raise ValueError(
+                    f"there are {self.multipliers.size} multipliers, but {self.constr.size} constraints; give one each"
+                )
+            if not np.isfinite(self.multipliers).all():
+                raise ValueError("multipliers must be finite")
+        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        self._exchange(problem, 0.0)
+
+    def _of_point(self) -> np.ndarray:
+        found = self._constraints(self.unknowns.shown_to_user(), *self._args)
+        constr = _reals("constraints must return", found)
+        if constr.size != self.multipliers.size:
+            raise ValueError(
+                f"constraints returned {constr.size} numbers, but {self.multipliers.size} at x0; return as many"
+            )
+        return constr
+
+    def value_and_gradient(self, x: Any) -> tuple[float, Any]:
+        """The augmented Lagrangian, on a mesh with "sum" this rank's part of it. Not collective."""
+        unknowns = self.unknowns  # whose values are those of x
+        value, gradient = self._functions.value_and_gradient(x)
+        constr = self._of_point()
+        multipliers = self.multipliers - self.penalty * constr
+        product = self._adjoint(unknowns.shown_to_user(), multipliers, *self._args)
+        flat = unknowns.vector("the gradient", gradient) - unknowns.vector("the product of adjoint", product)
+        terms = constr * (0.5 * self.penalty * constr - self.multipliers)
+        added = math.fsum(terms) if np.isfinite(terms).all() else math.nan
+        return value + added, unknowns.like_x0(flat)
+
+    def measure(self) -> None:
+        """Evaluate the constraints at the unknowns."""
+        problem: BaseException | None = None
+        top = 0.0
+        try:
+            self.constr = self._of_point()
+            top = float(np.max(np.abs(self.constr), initial=0.0))
+        except (Exception, SystemExit) as error:
+            problem = error
+        tops = self._exchange(problem, top)
+        if self._world is not None and not self._sums:
+            from mpishard.inverse.comparison import check_alike
+
+            check_alike("values of the constraints", tops)
+        self.violation = float(np.max(tops))
+
+    def correct(self) -> None:
+        """Take the multipliers by which the gradient of the Lagrangian is that of the last minimisation."""
+        self.multipliers = self.multipliers - self.penalty * self.constr
+
+    def value(self) -> float:
+        """The user's function at the unknowns, of all ranks."""
+        problem: BaseException | None = None
+        value = math.nan
+        try:
+            value, _ = self._functions.value_and_gradient(self.unknowns.shown_to_user())
+        except (Exception, SystemExit) as error:
+            problem = error
+        values = self._exchange(problem, value)
+        if not self._sums:
+            return float(values[0])
+        return math.fsum(values) if np.isfinite(values).all() else math.nan
+
+    def stops(self, callback: Callback, iterations: int, evaluations: int) -> bool:
+        """Return True if the callback of any rank wants to stop."""
+
+        def made() -> OptimizeResult:
+            return OptimizeResult(
+                x=self.unknowns.copy_of(self.unknowns.flat),
+                constr_violation=self.violation,
+                multipliers=self.multipliers.copy(),
+                penalty=self.penalty,
+                nit=iterations,
+                nfev=evaluations,
+            )
+
+        problem: BaseException | None = None
+        stop = False
+        try:
+            stop = callback(made)
+        except (Exception, SystemExit) as error:
+            problem = error
+        return bool(self._exchange(problem, float(stop)).any())
+
+    def any(self, flag: bool) -> bool:
+        return bool(self._exchange(None, float(flag)).any())
+
+    def _exchange(self, problem: BaseException | None, value: float) -> np.ndarray:
+        """The values of all ranks; raises on all if any has a problem."""
+        if self._world is None:
+            if problem is not None:
+                raise problem
+            return np.array([value])
+        from mpishard.inverse.comparison import exchange
+
+        return exchange(self._world, problem, value, [])[0]
+
+
+def _reals(what: str, given: Any) -> np.ndarray:
+    """A flat float64 array of real numbers, on the host."""
+    try:
+        found = np.atleast_1d(arrays.to_host(given) if arrays.is_array(given) else np.asarray(given))
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{what} an array of numbers, got {shown(given)}") from None
+    if found.dtype.kind not in "biuf":
+        raise TypeError(f"{what} real numbers, got {shown(given)}")
+    return found.reshape(-1).astype(np.float64)
