@@ -10,6 +10,7 @@ import numpy as np
 
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
+from mpishard.backend.exact_columns import SparseRows
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
 from mpishard.layout.tensors import ParameterSpec
@@ -22,8 +23,8 @@ class Functions:
     """A user's function, its gradient and its Hessian products.
 
     ``fun(x, *args)`` returns value and gradient if `jac` is True, else ``jac(x, *args)`` is the gradient;
-    ``hessp(x, direction, *args)`` is the Hessian at x times a direction. `args` that are no tuple are one argument.
-    Raises TypeError if one is not callable, ValueError without a gradient.
+    ``hessp(x, direction, *args)`` is the Hessian at x times a direction, ``hess(x, *args)`` the Hessian itself. `args`
+    that are no tuple are one argument. Raises TypeError if one is not callable, ValueError without a gradient.
     """
 
     def __init__(
@@ -32,10 +33,14 @@ class Functions:
         jac: bool | Callable[..., Any],
         hessp: Callable[..., Any] | None,
         args: Any,
+        hess: Callable[..., Any] | None = None,
     ) -> None:
-        for name, function in (("fun", fun), ("hessp", hessp)):
-            if not (callable(function) or (name == "hessp" and function is None)):
-                raise TypeError(f"{name}={shown(function)} must be a function")
+        for name, function in (("fun", fun), ("hessp", hessp), ("hess", hess)):
+            if not (callable(function) or (name != "fun" and function is None)):
+                more = "; there are no finite differences and no updates of a Hessian" * (name == "hess")
+                raise TypeError(f"{name}={shown(function)} must be a function{more}")
+        if hess is not None and hessp is not None:
+            raise ValueError("hess and hessp are both the Hessian; give one of them")
         if not callable(jac) and jac is not True:
             raise ValueError(
                 f"jac={shown(jac)}: a gradient is needed; jac=True if fun returns (value, gradient), or jac=function"
@@ -44,6 +49,7 @@ class Functions:
         self._jac = jac
         self._hessp = hessp
         self._args = args if isinstance(args, tuple) else (args,)
+        self._hess = None if hess is None else _Hessian(hess, self._args)
 
     def value_and_gradient(self, x: Any, *samples: Any) -> tuple[float, Any]:
         """The value and the gradient at a point, the latter as the user gave it.
@@ -63,10 +69,66 @@ class Functions:
         return number_of(found), gradient
 
     def product(self, x: Any, direction: Any, *samples: Any) -> Any:
-        """The Hessian at a point times a direction, as the user gave it; ValueError without `hessp`."""
+        """The Hessian at a point times a direction, as the user gave it; ValueError without `hessp` and `hess`."""
+        if self._hess is not None:
+            return self._hess.product(x, direction, *samples)
         if self._hessp is None:
-            raise ValueError("this method needs products with the Hessian: give hessp=function(x, direction, *args)")
+            raise ValueError(
+                "this method needs products with the Hessian: give hessp=function(x, direction, *args), or "
+                "hess=function(x, *args), which returns the matrix"
+            )
         return self._hessp(x, direction, *samples, *self._args)
+
+
+class _Hessian:
+    """A function that returns the Hessian: an array, a sparse matrix or an operator, which is kept for one point.
+
+    Rows and columns are in the order of the flat array of the unknowns.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+        self._point = b""
+        self._kept: dict[bytes, Any] = {}  # by samples
+
+    def product(self, x: Any, direction: Any, *samples: Any) -> Any:
+        tree = Tree(x) if is_tree(x) or is_complex(x) else None
+        if tree is not None and tree.complex_leaf is not None:
+            raise ValueError("hess= is for real numbers, and x0 is complex; give hessp=function(x, direction, *args)")
+        flat = x.flat if has_names(x) else x if tree is None else tree.flat
+        point = arrays.to_host(flat).tobytes()
+        if point != self._point:
+            self._point, self._kept = point, {}
+        which = b"".join(each.tobytes() for each in samples)
+        if which not in self._kept:
+            self._kept[which] = self._matrix(self._function(x, *samples, *self._args), flat)
+        vector = direction if tree is None else tree.flattened("the direction", direction)
+        found = self._kept[which](vector)
+        return found if tree is None else tree.of(found.astype(tree.dtype, copy=False))
+
+    @staticmethod
+    def _matrix(found: Any, flat: Array) -> Callable[[Array], Array]:
+        """What multiplies a vector by a result of the user's function."""
+        device = arrays.is_device(flat)
+        if not (device or hasattr(found, "tocsr") or hasattr(found, "matvec")):
+            try:
+                found = np.atleast_2d(np.asarray(found))
+                numeric = found.dtype.kind in "biuf"
+            except (TypeError, ValueError):
+                numeric = False
+            if not numeric:
+                raise TypeError(f"hess must return a matrix, a sparse matrix or an operator, got {shown(found)}")
+        shape = tuple(getattr(found, "shape", ()))
+        if shape != (flat.size, flat.size):
+            raise ValueError(
+                f"hess returned the shape {shape}, but x0 has {flat.size} elements; return a square matrix"
+            )
+        if device:
+            return lambda vector: found @ vector
+        if isinstance(found, np.ndarray) or hasattr(found, "tocsr"):
+            rows = SparseRows.of(found)  # whose products have the same bits on any number of threads
+            return lambda vector: rows.times(np.ascontiguousarray(vector, np.float64))
+        return lambda vector: np.asarray(found.matvec(vector)).reshape(-1)
 
 
 def number_of(value: Any) -> float:
@@ -171,6 +233,12 @@ class Unknowns:
         """The number of elements over all ranks."""
         return sum(spec.size for spec in self.specs)
 
+    @property
+    def is_split(self) -> bool:
+        """Return True if these are one rank's part of parameters that are split over ranks."""
+        place = None if self.parameters is None else self.parameters.place
+        return place is not None and place.tensor_size * place.pipeline_size > 1
+
     def options(self, bounds: Any, **elements: Any) -> dict[str, Any]:
         """The options of elements as methods take them, with bounds as the pair of `pair_of_bounds`.
 
@@ -197,7 +265,7 @@ class Unknowns:
     def check_whole(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
         place = None if self.parameters is None else self.parameters.place
-        if place is not None and place.tensor_size * place.pipeline_size > 1:
+        if place is not None and self.is_split:
             raise ValueError(
                 f"x0 is split over tensor={place.tensor_size} and pipeline={place.pipeline_size} ranks, which would "
                 "minimise their parts one by one: give the mesh of its place, mesh=mesh and reduction='sum', or an x0 "

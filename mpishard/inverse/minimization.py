@@ -30,6 +30,7 @@ def minimize(
     args: Any = (),
     method: str | Method = "L-BFGS-B",
     jac: bool | Callable[..., Any] = True,
+    hess: Callable[..., Any] | None = None,
     hessp: Callable[..., Any] | None = None,
     bounds: Any = None,
     constraints: Any = (),
@@ -66,15 +67,20 @@ def minimize(
         pairs of real numbers: the gradient by ``z = a + ib`` is ``df/da + i df/db``, as that of PyTorch; that of JAX is
         its conjugate.
     args : tuple
-        Further arguments of `fun`, `jac` and `hessp`.
+        Further arguments of `fun`, `jac`, `hess` and `hessp`.
     method : str or Method
         ``"L-BFGS-B"``, ``"L-BFGS"``, ``"CG"``, ``"Newton-CG"`` or ``"trust-ncg"``, in upper or lower case; or a method
         such as ``mpishard.LBFGSB(history=20)``.
     jac : True or callable
         True: `fun` returns ``(value, gradient)``.  Else ``jac(x, *args)`` is the gradient.
+    hess : callable, optional
+        ``hess(x, *args)``: the Hessian, or a Gauss-Newton approximation of it, for the Newton methods: an array, a
+        sparse matrix as SciPy's, or an operator with ``shape`` and ``matvec(v)``, such as
+        ``scipy.sparse.linalg.LinearOperator``.  Rows and columns are in the order of the elements of `x0`.  It is kept
+        for one point.  On a mesh it is as the gradient: the whole one on each rank, with ``reduction="sum"`` or
+        `samples` a term of it; not for an `x0` that is split over the tensor axis.
     hessp : callable, optional
-        ``hessp(x, direction, *args)``: the Hessian, or a Gauss-Newton approximation of it, times a direction; for the
-        Newton methods.
+        ``hessp(x, direction, *args)``: such a matrix times a direction.
     bounds : optional
         A pair ``(lower, upper)`` for each element, with None for no bound; ``scipy.optimize.Bounds``; one such pair of
         numbers or arrays for all elements; or by tensor name.  A start outside of its bounds is moved to the nearest
@@ -100,10 +106,10 @@ def minimize(
         the same gradient on them, or ``partial=True`` in their spec, which sums it over that axis too.
     samples : int, optional
         With `elastic`: the number of samples, such as shots, in the sum that the function is.  ``fun(x, samples,
-        *args)`` returns value and gradient summed over the samples whose numbers are in this int64 array; so do ``jac``
-        and ``hessp(x, direction, samples, *args)``.  They are dealt out to the ranks by what they have cost, and again
-        when ranks come or go; a call gets one of them, or with more than 64 a 64th part;
-        with fewer samples than ranks some ranks have none to compute.
+        *args)`` returns value and gradient summed over the samples whose numbers are in this int64 array; so do
+        ``jac``, ``hess(x, samples, *args)`` and ``hessp(x, direction, samples, *args)``.  They are dealt out to the
+        ranks by what they have cost, and again when ranks come or go; a call gets one of them, or with more than 64 a
+        64th part; with fewer samples than ranks some ranks have none to compute.
     elastic : bool or mapping
         With a mesh: True, or a dictionary of the options ``min_workers``, ``max_workers``, ``folder``, ``discover``,
         ``failure_timeout`` and ``respawn`` of `ElasticOptimizer`, makes a run that outlives its ranks, with the bits of
@@ -136,7 +142,7 @@ def minimize(
         If an argument is invalid, or `fun` returns something else; on a mesh on all ranks, also if the values of ranks
         differ without ``reduction="sum"``.
     Exception
-        What `fun`, `jac`, `hessp` or `callback` raises, on a mesh on all ranks.
+        What `fun`, `jac`, `hess`, `hessp` or `callback` raises, on a mesh on all ranks.
 
     Examples
     --------
@@ -161,9 +167,13 @@ def minimize(
         if mesh is None and (checkpoints is not None or resume or record is not None):
             raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         watcher = Callback(callback)
-        functions = Functions(fun, jac, hessp, args)
+        functions = Functions(fun, jac, hessp, args, hess)
         workers, samples = elastic_options(elastic, samples, reduction, mesh)
         unknowns = Unknowns(x0)
+        if hess is not None and unknowns.is_split:
+            raise ValueError(
+                "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
+            )
         chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
     except (TypeError, ValueError) as error:
         problem = error

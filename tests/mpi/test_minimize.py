@@ -386,6 +386,30 @@ def test_elastic_runs_have_the_bits_of_one_rank(comm, mesh, same_on_all, method,
         assert all(np.array_equal(result[name], plain[name]) for name in plain)
 
 
+def test_a_hessian_on_any_ranks(comm, mesh, same_on_all):
+    """Of the whole function, in parts, and of samples."""
+
+    def matrix(x, samples=slice(None)):
+        return ROWS[samples].T @ ROWS[samples]
+
+    def whole(x):
+        return of_samples(x, np.arange(70))
+
+    options = {"method": "Newton-CG", "options": {"maxiter": 4}}
+    alone = minimize(whole, START, hess=matrix, **options)
+    result = minimize(whole, START, hess=matrix, mesh=mesh, **options)
+    assert np.array_equal(result.x, alone.x) and result.nhev == alone.nhev > 4
+    own = np.arange(mesh.rank, 70, mesh.size)
+    sums = {"mesh": mesh, "reduction": "sum"}
+    parts = minimize(lambda x: of_samples(x, own), START, hess=lambda x: matrix(x, own), **sums, **options)
+    assert np.allclose(parts.x, alone.x, atol=1e-8) and same_on_all(parts.x)
+    dealt = {"samples": 70, "elastic": True}
+    result = minimize(of_samples, START, hess=matrix, mesh=mesh, **dealt, **options)
+    with mpishard.Mesh(comm.Split(comm.rank)) as single:
+        found = minimize(of_samples, START, hess=matrix, mesh=single, **dealt, **options)
+    assert np.array_equal(result.x, found.x) and np.allclose(result.x, alone.x, atol=1e-8)
+
+
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
 def test_all_ranks_end_with_the_code_of_one(mesh, elastic):
     if elastic and os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":

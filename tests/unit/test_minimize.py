@@ -243,6 +243,49 @@ def test_a_start_with_names():
             minimize(lambda p, wrong=wrong: (0.0, wrong), start, method=Descent())
 
 
+def hessian(x):
+    """The Hessian of `rosenbrock`, by its products."""
+    return np.stack([curvature(x, each) for each in np.eye(len(x))], 1)
+
+
+@pytest.mark.parametrize("form", ["array", "list", "csr", "operator"])
+def test_a_hessian_as_scipy_takes_it(form):
+    sparse = pytest.importorskip("scipy.sparse")
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    forms = {
+        "array": np.asarray,
+        "list": np.ndarray.tolist,
+        "csr": sparse.csr_array,
+        "operator": linalg.aslinearoperator,
+    }
+    points = []
+
+    def hess(x, scale):
+        points.append(x.copy())
+        return forms[form](scale * hessian(x))
+
+    options = {"method": "trust-ncg", "args": (1.0,)}
+    start = np.full(8, -1.2)
+    result = minimize(lambda x, scale: rosenbrock(x), start, hess=hess, **options)
+    products = minimize(lambda x, s: rosenbrock(x), start, hessp=lambda x, d, s: hessian(x) @ d, **options)
+    assert result.success and np.allclose(result.x, products.x, atol=1e-6) and result.nhev > 2 * len(points)
+    assert len({point.tobytes() for point in points}) == len(points)
+
+
+def test_a_hessian_of_a_tree_and_of_names():
+    diagonal = np.arange(1.0, 6.0)
+
+    def fun(x):
+        return 0.5 * (x["a"] @ (diagonal[:2] * x["a"]) + x["b"] @ (diagonal[2:] * x["b"])) - x["b"].sum(), {
+            "a": diagonal[:2] * x["a"],
+            "b": diagonal[2:] * x["b"] - 1,
+        }
+
+    for start in ({"a": np.ones(2), "b": np.ones(3)}, FlatParameters.of({"a": np.ones(2), "b": np.ones(3)})):
+        found = minimize(fun, start, method="trust-ncg", hess=lambda x: np.diag(diagonal)).x
+        assert np.allclose(found["b"], 1 / diagonal[2:]) and np.allclose(found["a"], 0, atol=1e-6)
+
+
 class Pair(NamedTuple):
     """A tuple with names."""
 
@@ -449,6 +492,8 @@ def test_a_part_of_split_parameters_needs_a_mesh():
     part = FlatParameters([ParameterSpec("field", (5, 4), tensor_dim=0)], np.float64, place=place)
     with pytest.raises(ValueError, match="x0 is split over tensor=2 and pipeline=1 ranks.*give the mesh of its place"):
         minimize(lambda p: (0.0, p.flat), part)
+    with pytest.raises(ValueError, match="hess= needs all elements of x0, which is split over ranks; give hessp="):
+        minimize(lambda p: (0.0, p.flat), part, hess=lambda p: np.eye(10))
 
 
 @pytest.mark.parametrize(
@@ -546,7 +591,16 @@ def test_products_that_are_not_symmetric_are_named():
             ValueError,
             "takes no bounds; method='L-BFGS-B' does",
         ),
-        ({"method": "Newton-CG"}, ValueError, "this method needs products with the Hessian: give hessp"),
+        ({"method": "Newton-CG"}, ValueError, "this method needs products with the Hessian: give hessp.* or hess="),
+        ({"hess": "2-point"}, TypeError, "hess='2-point' must be a function; there are no finite differences"),
+        ({"hess": hessian, "hessp": curvature}, ValueError, "hess and hessp are both the Hessian; give one"),
+        ({"method": "trust-ncg", "hess": lambda x: np.eye(2)}, ValueError, r"shape \(2, 2\), but x0 has 3 elements"),
+        ({"method": "trust-ncg", "hess": lambda x: "a"}, TypeError, "hess must return a matrix"),
+        (
+            {"method": "trust-ncg", "hess": hessian, "x0": np.zeros(2, complex), "fun": lambda z: modes(z)},
+            ValueError,
+            "hess= is for real numbers, and x0 is complex",
+        ),
     ],
 )
 def test_options_of_methods_that_are_refused(change, error, words):
