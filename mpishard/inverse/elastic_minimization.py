@@ -14,6 +14,7 @@ from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.comparison import check_alike, digest, exchange
 from mpishard.inverse.functions import Callback, Functions, Unknowns
 from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, result_of
+from mpishard.io import log
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Progress
 from mpishard.parameters.flat import FlatParameters
@@ -105,6 +106,11 @@ class ElasticMinimization:
             product=self._add_product,
             watched=self._watched,
         )
+        if self._functions.has_terms and count > 1 and self._mesh.rank == 0:
+            log.inform(
+                f"terms are added to the sum over {count} samples; an OptimizationProblem adds them to the mean, and "
+                f"has the same minimum with weights {count} times smaller"
+            )
         found = self._elastic.optimize(
             problem,
             callback=self._after_evaluation,

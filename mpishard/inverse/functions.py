@@ -17,6 +17,7 @@ from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.elements import element_name
 
 Array = Any
+HAS_TERMS = "mpishard_has_terms"  # the attribute of a function to which `regularized` adds terms
 
 
 class Functions:
@@ -50,6 +51,11 @@ class Functions:
         self._hessp = hessp
         self._args = args if isinstance(args, tuple) else (args,)
         self._hess = None if hess is None else _Hessian(hess, self._args)
+
+    @property
+    def has_terms(self) -> bool:
+        """Return True if the function is one of `regularized`."""
+        return bool(getattr(self._fun, HAS_TERMS, False))
 
     def value_and_gradient(self, x: Any, *samples: Any) -> tuple[float, Any]:
         """The value and the gradient at a point, the latter as the user gave it.

@@ -105,11 +105,12 @@ def minimize(
         axis; the value is summed or compared over all ranks.  Tensors that all ranks of the tensor axis hold whole need
         the same gradient on them, or ``partial=True`` in their spec, which sums it over that axis too.
     samples : int, optional
-        With `elastic`: the number of samples, such as shots, in the sum that the function is.  ``fun(x, samples,
-        *args)`` returns value and gradient summed over the samples whose numbers are in this int64 array; so do
-        ``jac``, ``hess(x, samples, *args)`` and ``hessp(x, direction, samples, *args)``.  They are dealt out to the
-        ranks by what they have cost, and again when ranks come or go; a call gets one of them, or with more than 64 a
-        64th part; with fewer samples than ranks some ranks have none to compute.
+        With `elastic`: the number of samples, such as shots, in the sum that the function is (of an
+        `OptimizationProblem` it is the mean).  ``fun(x, samples, *args)`` returns value and gradient summed over the
+        samples whose numbers are in this int64 array; so do ``jac``, ``hess(x, samples, *args)`` and ``hessp(x,
+        direction, samples, *args)``.  They are dealt out to the ranks by what they have cost, and again when ranks come
+        or go; a call gets one of them, or with more than 64 a 64th part; with fewer samples than ranks some ranks have
+        none to compute.
     elastic : bool or mapping
         With a mesh: True, or a dictionary of the options ``min_workers``, ``max_workers``, ``folder``, ``discover``,
         ``failure_timeout`` and ``respawn`` of `ElasticOptimizer`, makes a run that outlives its ranks, with the bits of

@@ -20,7 +20,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.inverse.functions import Unknowns, has_names
+from mpishard.inverse.functions import HAS_TERMS, Unknowns, has_names
 
 Array = Any
 
@@ -489,6 +489,12 @@ def regularized(
     TypeError, ValueError
         If an argument is invalid.
 
+    Notes
+    -----
+    `minimize` takes the sum of a function over its N samples, and a term is added to the sum; an OptimizationProblem
+    takes the mean, and a term is added to the mean.  The minimum is the same if the weight in `minimize` is N times
+    that in the problem.
+
     Examples
     --------
     >>> import numpy as np
@@ -537,6 +543,7 @@ def regularized(
     def with_terms(x: Any, *rest: Any) -> Any:
         return plain(x, *rest) if len(rest) < 2 else of_samples(x, *rest)
 
+    setattr(with_terms, HAS_TERMS, True)
     return with_terms
 
 

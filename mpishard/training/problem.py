@@ -37,6 +37,9 @@ class TrainingLoop(Protocol):
 class OptimizationProblem(Objective[P]):
     """An optimization problem: minimise the mean of a loss over samples.
 
+    `mpishard.minimize` with ``samples=N`` minimises the sum instead: its value and gradients are N times as large, and
+    so are the weights of terms that regularise, and the tolerance of the gradient, for the same result.
+
     Parameters
     ----------
     function : callable

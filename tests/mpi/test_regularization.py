@@ -88,3 +88,34 @@ def test_a_term_counts_once_on_many_ranks(reduction: str | None) -> None:
         result = mpishard.minimize(fun, parameters, mesh=mesh, reduction=reduction, tol=1e-12)
         assert result.fun == pytest.approx(alone.fun, rel=1e-9)
         assert np.allclose(parameters["k"], alone.x.reshape(SHAPE)[rows], rtol=0, atol=1e-5)
+
+
+def test_weights_for_a_sum_and_for_a_mean(capsys: Any) -> None:
+    """`minimize` sums over samples, a problem takes their mean: with the factor that is said, one minimum."""
+    data = np.random.default_rng(4).standard_normal((8, 30))
+
+    def summed(x: Any, samples: Any) -> Any:
+        residual = x - data[samples]
+        return 0.5 * (residual**2).sum(), residual.sum(axis=0)
+
+    def mean(x: Any, samples: Any, gradients: Any) -> float:
+        value, gradient = summed(x, samples)
+        gradients += gradient
+        return float(value)
+
+    with mpishard.Mesh() as mesh:
+        result = mpishard.minimize(
+            mpishard.regularized(summed, Tikhonov(weight=16.0)),
+            np.zeros(30),
+            mesh=mesh,
+            samples=8,
+            elastic=True,
+            options={"gtol": 8e-9, "ftol": 0.0},
+        )
+        said = "the same minimum with weights 8 times smaller"
+        assert (said in capsys.readouterr().err) == (mesh.rank == 0)
+        problem = mpishard.OptimizationProblem(
+            mpishard.regularized(mean, Tikhonov(weight=2.0)), np.zeros(30), samples=8, batch_size=8, steps=200
+        )
+        found = mpishard.ZeRO1Optimizer(mpishard.LBFGSB(gtol=1e-9, ftol=0.0), mesh).optimize(problem, progress=False)
+        assert np.allclose(result.x, found.parameters, atol=1e-7)
