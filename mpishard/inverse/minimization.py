@@ -70,7 +70,8 @@ def minimize(
         Further arguments of `fun`, `jac`, `hess` and `hessp`.
     method : str or Method
         ``"L-BFGS-B"``, ``"L-BFGS"``, ``"CG"``, ``"Newton-CG"`` or ``"trust-ncg"``, in upper or lower case; or a method
-        such as ``mpishard.LBFGSB(history=20)``.
+        such as ``mpishard.LBFGSB(history=20)``.  ``"Newton-CG"`` is another name of ``"trust-ncg"``: both are
+        `TruncatedNewton`, with a trust region and bounds; with the first `tol` sets ``xtol`` too.
     jac : True or callable
         True: `fun` returns ``(value, gradient)``.  Else ``jac(x, *args)`` is the gradient.
     hess : callable, optional
