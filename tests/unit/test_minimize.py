@@ -13,7 +13,7 @@ from descent import CENTER, Descent, bowl, curvature, rosenbrock
 
 import mpishard
 from mpishard import FlatParameters, OptimizeResult, ParameterSpec, ReverseCommunication, minimize
-from mpishard.inverse.elastic_options import elastic_options
+from mpishard.inverse.minimization import elastic_options
 from mpishard.inverse.result import make_method, pair_of_bounds
 from mpishard.layout.tensors import ModelParallelRank
 
