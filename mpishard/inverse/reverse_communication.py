@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import reject_unknown, shown
 from mpishard.inverse.functions import Unknowns, number_of
-from mpishard.inverse.local_run import LocalRun
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
-from mpishard.inverse.run import MinimizationRun
+from mpishard.inverse.run import LocalRun, MinimizationRun
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress, Wanted
 
