@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
-    from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
     from mpishard.inverse.ensemble import map_runs
-    from mpishard.inverse.gradient_check import GradientCheck, check_gradient
+    from mpishard.inverse.gradient_check import AdjointCheck, GradientCheck, check_adjoint, check_gradient
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
@@ -41,10 +40,9 @@ if not TYPE_CHECKING:  # a type checker has the names from above
     __getattr__ = names_when_used(
         __name__,
         {
-            "adjoint_check": "AdjointCheck check_adjoint",
             "multipliers": "augmented_lagrangian",
             "ensemble": "map_runs",
-            "gradient_check": "GradientCheck check_gradient",
+            "gradient_check": "AdjointCheck GradientCheck check_adjoint check_gradient",
             "sum_of_squares": "least_squares",
             "minimization": "minimize",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",

@@ -1,4 +1,4 @@
-"""The Taylor test: is a gradient that of its function?
+"""The Taylor test: is a gradient that of its function? And the dot-product test: is an operator the adjoint of another?
 
 A right gradient g leaves a remainder f(x + h d) - f(x) - h g'd that falls like h^2; a wrong one leaves a part of the
 linear term, and falls like h. With the Hessian H, the remainder f(x + h d) - f(x) - h g'd - h^2/2 d'Hd falls like h^3.
@@ -21,6 +21,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
 from mpishard.inverse.functions import Unknowns
+from mpishard.layout.boxes import whole_box
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
 
@@ -660,3 +661,124 @@ def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=100)
+
+
+# The dot-product test: do an operator and its adjoint fit each other?
+
+
+@dataclass(frozen=True)
+class AdjointCheck:
+    """The result of `check_adjoint`; true if the check has passed.
+
+    Parameters
+    ----------
+    passed : bool
+        Whether `error` is at most the tolerance.
+    error : float
+        ``|<Ax, y> - <x, A'y>| / (|Ax| |y|)``.
+    forward, adjoint : float
+        ``<Ax, y>`` and ``<x, A'y>``.
+    """
+
+    passed: bool
+    error: float
+    forward: float
+    adjoint: float
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        """One line."""
+        verdict = "PASS" if self.passed else "FAIL"
+        return f"{verdict}: <Ax, y> = {self.forward:.15g}, <x, A'y> = {self.adjoint:.15g}, relative {self.error:.1e}"
+
+
+def check_adjoint(
+    forward: Callable[[Any], Any],
+    adjoint: Callable[[Any], Any],
+    x: Any,
+    y: Any,
+    *,
+    mesh: Mesh | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    disp: bool = True,
+) -> AdjointCheck:
+    """Check that ``<Ax, y> = <x, A'y>`` for random x and y.
+
+    Collective over the mesh, if there is one: each rank gives its parts of the vectors, every element on one rank.
+
+    Parameters
+    ----------
+    forward, adjoint : callable
+        ``forward(x) -> A x`` and ``adjoint(y) -> A' y``, which must be linear.
+    x, y : array
+        What shapes and dtypes they take; the values do not matter.  float32 or float64.
+    mesh : Mesh, optional
+        The ranks that have parts of the vectors.
+    tolerance : float, optional
+        The largest relative error that passes.  Default: 1e-12 in float64, 1e-4 in float32.
+    seed : int
+        Of the random values.
+    disp : bool
+        Whether the first rank prints a line.
+
+    Returns
+    -------
+    AdjointCheck
+        The same on all ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, if a function of any rank raises these, or returns another shape than the other one takes.
+
+    Examples
+    --------
+    >>> import numpy as np, mpishard
+    >>> A = np.arange(6.0).reshape(2, 3)
+    >>> bool(mpishard.check_adjoint(lambda x: A @ x, lambda y: A.T @ y, np.zeros(3), np.zeros(2), disp=False))
+    True
+    """
+    axis = Axis.single() if mesh is None else mesh.world
+    flag("disp", disp)
+    vectors = [
+        _random(like, integer("seed", seed), f"{name} of rank {axis.rank}") for like, name in ((x, "x"), (y, "y"))
+    ]
+    half = any(vector.dtype == np.float32 for vector in vectors)
+    limit = (1e-4 if half else 1e-12) if tolerance is None else number("tolerance", tolerance, least=0)
+    results: list[np.ndarray] = []
+    problem: Exception | None = None
+    try:
+        for name, apply, vector, other in (("forward", forward, *vectors), ("adjoint", adjoint, *vectors[::-1])):
+            found = apply(vector.copy())
+            if np.shape(found) != other.shape:
+                raise ValueError(f"{name} gives shape {np.shape(found)}, but the other one takes {other.shape}")
+            results.append(_flat(found))
+    except Exception as raised:  # of the user's functions: all ranks must learn of it
+        problem = raised
+    axis.raise_if_any(problem)
+    one, other = (_flat(vector) for vector in vectors)
+    sums = [results[0] @ other, one @ results[1], results[0] @ results[0], other @ other]
+    there, back, square, other_square = axis.all_reduce(np.array(sums), label="control").tolist()
+    size = (square * other_square) ** 0.5
+    error = abs(there - back) / size if size else float(there != back)
+    check = AdjointCheck(bool(error <= limit), float(error), there, back)
+    if disp and axis.rank == 0:
+        print(check)
+    return check
+
+
+def _random(like: Any, seed: int, name: str) -> Array:
+    """Random numbers of the shape, dtype and device of an array; dtypes other than float32 become float64."""
+    shape = np.shape(like)
+    half = getattr(like, "dtype", None) == np.float32
+    numbers = uniform_in_box(seed, name, shape, whole_box(shape))
+    values = numbers.astype(np.float32 if half else np.float64)
+    return arrays.module_of(like).asarray(values) if arrays.is_device(like) else values
+
+
+def _flat(values: Array) -> np.ndarray:
+    """An array as a float64 vector on the host."""
+    return np.asarray(arrays.to_host(values) if arrays.is_device(values) else values, np.float64).reshape(-1)
