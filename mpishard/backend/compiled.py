@@ -42,37 +42,6 @@ def inner(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@before_compiling
-def _define_prefetch() -> None:
-    from llvmlite import ir
-    from numba.core import cgutils, types
-    from numba.extending import intrinsic, overload
-
-    @intrinsic
-    def fetch(context, array, index):  # type: ignore[no-untyped-def]
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-            byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-            address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
-            builder.call(function, [address, number(0), number(3), number(1)])  # to read, into all caches, data
-            return context.get_dummy_value()
-
-        return types.void(array, types.intp), generate
-
-    @overload(prefetch)
-    def prefetch_overload(array, index):  # type: ignore[no-untyped-def]
-        return lambda array, index: fetch(array, index)  # type: ignore[call-arg]
-
-
-def prefetch(array: np.ndarray, index: int) -> None:
-    """In a compiled function: begin to read the cache line of an element, and continue at once.
-
-    The processor itself does so only within a page of memory. An element outside of the array does no harm.
-    """
-
-
 def prepare() -> None:
     """Do the set-up now that the first call of a compiled function does once per process (over a tenth of a second)."""
     _jit().prepare()

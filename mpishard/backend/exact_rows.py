@@ -15,7 +15,7 @@ import numpy as np
 
 from mpishard.backend import exact
 from mpishard.backend.array import is_device, module_of
-from mpishard.backend.compiled import HostFunction, inner, prefetch
+from mpishard.backend.compiled import HostFunction, inner
 from mpishard.backend.exact import CARRY, Spans
 
 Array = Any
@@ -23,8 +23,6 @@ Array = Any
 
 _MOST = 4  # vectors of one pass
 _BLOCK = 4096  # elements of which all rows are in the second-level cache
-_RUN = 128
-_AHEAD = 4
 _ALL = 2
 _LAST_BITS = 2**CARRY - 1
 
@@ -233,16 +231,6 @@ def _gather(rows, indices, begin, index, picked):  # type: ignore[no-untyped-def
             values[i] = row[begin + index[i]]
 
 
-@inner
-def _fetch(rows, indices, k, position, stop):  # type: ignore[no-untyped-def]
-    """Begin to read a run of the rows k and k + 1."""
-    flat, step = rows.reshape(-1), 64 // rows.itemsize
-    for row in range(k, min(k + 2, indices.size)):
-        start = indices[row] * rows.shape[1]
-        for i in range(position, min(position + _RUN, stop), step):
-            prefetch(flat, start + i)
-
-
 def _rows_with_loop(
     rows: np.ndarray,
     vector0: np.ndarray,
@@ -287,21 +275,12 @@ def _rows_with_loop(
                         marks[0, p], marks[1, p] = magic[v, k, p], magic[v, j, p]
                         marks[2, p], marks[3, p] = magic[w, k, p], magic[w, j, p]
                         sums[0, p] = sums[1, p] = sums[2, p] = sums[3, p] = 0
-                    for i in range(0, size, _RUN):
-                        run, next_run = min(_RUN, size - i), i + _AHEAD * _RUN
-                        # The next run is of these rows, of the next two ones, or of the first two in the next block.
-                        if next_run < size:
-                            _fetch(rows, indices, k, begin + next_run, stop)
-                        elif k + 2 < indices.size:
-                            _fetch(rows, indices, k + 2, begin + next_run - size, stop)
-                        else:
-                            _fetch(rows, indices, 0, begin + next_run, stop)
-                        one = rows[indices[k], begin + i : begin + i + run]
-                        other = rows[indices[j], begin + i : begin + i + run]
-                        if w > v:
-                            _add_four(one, other, factors[v, i : i + run], factors[w, i : i + run], marks, sums)
-                        else:
-                            _add_two(one, other, factors[v, i : i + run], marks, sums)
+                    one = rows[indices[k], begin : begin + size]
+                    other = rows[indices[j], begin : begin + size]
+                    if w > v:
+                        _add_four(one, other, factors[v, :size], factors[w, :size], marks, sums)
+                    else:
+                        _add_two(one, other, factors[v, :size], marks, sums)
                     _take(sums[0, 0], sums[0, 1], size, magic[v, k], words[v, k])
                     if j > k:
                         _take(sums[1, 0], sums[1, 1], size, magic[v, j], words[v, j])
