@@ -1,17 +1,34 @@
-"""The folder of a run: a checkpoint has its name only once it is on the disk, and the newest are kept."""
+"""The folder of checkpoints, their manifests, and the threads that read their files."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xxhash
 
-from mpishard.checkpoint import disk, folder
-from mpishard.checkpoint.folder import FileEntry, Manifest, Retained, Retention, hash_file
+from mpishard.checkpoint import disk, folder, pieces
+from mpishard.checkpoint.folder import (
+    FileEntry,
+    Manifest,
+    Retained,
+    Retention,
+    decode_manifest,
+    hash_file,
+    manifest_problems,
+    read_manifest,
+    share_of_files,
+)
+from mpishard.checkpoint.pieces import Readers, pieces_file, read_into
+
+# The folder of a run: a checkpoint has its name only once it is on the disk, and the newest are kept.
 
 
 def save(run, step, keep=None, own=None):
@@ -270,3 +287,255 @@ def test_what_keep_counts(tmp_path):
     assert retention.retained() == Retained(2, frozenset("a"))  # what is there when the next save begins
     assert beginning("b", "x", "y") == Retained(2, frozenset("abxy"))
     assert beginning("c", "z") == Retained(2, frozenset("abcxy"))
+
+
+# Manifests: every flipped bit is noticed, and every damaged file is named with what is wrong with it.
+
+ID = "0123456789abcdef" * 2
+OTHER = "f" * 32
+
+
+def label(what, id):
+    return f"mpishard {what} {id}".encode() + (b"\n" if what == "index" else b" 00000\n")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with a manifest and two files."""
+    for name, start in (("index.h5", label("index", ID)), ("pieces-00000.h5", label("pieces", ID))):
+        (tmp_path / name).write_bytes(start.ljust(512, b"\0") + bytes(range(256)) * 40)
+    files = {name: FileEntry(*hash_file(tmp_path / name)) for name in ("index.h5", "pieces-00000.h5")}
+    manifest = Manifest(ID, 7, 50, files)
+    (tmp_path / "manifest.json").write_bytes(manifest.encode())
+    return tmp_path, manifest
+
+
+def test_hash_of_a_file_of_several_blocks(tmp_path):
+    data = np.random.default_rng(0).bytes(2**22 + 12345)
+    (tmp_path / "file").write_bytes(data)
+    assert hash_file(tmp_path / "file") == (len(data), xxhash.xxh3_128(data).hexdigest())
+
+
+def test_a_manifest_is_json_that_reads_back(checkpoint):
+    folder, manifest = checkpoint
+    data = manifest.encode()
+    assert decode_manifest(data) == read_manifest(folder) == manifest
+    said = json.loads(data)
+    assert (said["format"], said["version"], said["generation"], said["step"]) == ("mpishard checkpoint", 1, 7, 50)
+    assert said["files"]["index.h5"]["size"] == 512 + 256 * 40
+
+
+def test_every_flipped_bit_is_noticed(checkpoint):
+    data = bytearray(checkpoint[1].encode())
+    for place in range(8 * len(data)):
+        data[place // 8] ^= 1 << place % 8
+        with pytest.raises(ValueError):
+            decode_manifest(bytes(data))
+        data[place // 8] ^= 1 << place % 8
+    assert decode_manifest(bytes(data)) == checkpoint[1]
+
+
+def test_every_truncation_is_noticed(checkpoint):
+    data = checkpoint[1].encode()
+    for length in range(len(data)):
+        with pytest.raises(ValueError):
+            decode_manifest(data[:length])
+    with pytest.raises(ValueError):
+        decode_manifest(data + b"\n")
+
+
+def resigned(manifest, **changes):
+    """The manifest with other content, and a hash that fits it."""
+    said = {**json.loads(manifest.encode()), **changes}
+    del said["xxh3_128"]
+    text = json.dumps(said, sort_keys=True, indent=1) + "\n"
+    said["xxh3_128"] = xxhash.xxh3_128(text.encode()).hexdigest()
+    return (json.dumps(said, sort_keys=True, indent=1) + "\n").encode()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": "../" + ID},
+        {"id": 3},
+        {"generation": "7"},
+        {"generation": -1},
+        {"generation": True},
+        {"step": 1.5},
+        {"step": float("nan")},
+        {"files": {}},
+        {"files": []},
+        {"files": {"../index.h5": {"size": 1, "xxh3_128": ID}}},
+        {"files": {"index.h5": {"size": 1, "xxh3_128": "short"}}},
+        {"files": {"index.h5": {"size": 1}}},
+        {"surplus": 1},
+        {"format": "something else"},
+    ],
+)
+def test_content_that_nobody_writes_is_refused(checkpoint, changes):
+    assert decode_manifest(resigned(checkpoint[1])) == checkpoint[1]
+    with pytest.raises(ValueError, match="damaged"):
+        decode_manifest(resigned(checkpoint[1], **changes))
+
+
+def test_a_later_version_says_so(checkpoint):
+    with pytest.raises(ValueError, match="of version 2; this mpishard reads version 1"):
+        decode_manifest(resigned(checkpoint[1], version=2))
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[" * 100_000, b"1" * 10_000, b"\xff\xfe", b'{"format": 1}'])
+def test_bytes_that_are_no_manifest(data):
+    with pytest.raises(ValueError):
+        decode_manifest(data)
+
+
+def test_a_missing_manifest(tmp_path):
+    with pytest.raises(ValueError, match=r"manifest\.json is missing"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match=r"manifest\.json cannot be read: it is a link, which is not followed"):
+        read_manifest(tmp_path)
+
+
+def test_whole_files_have_no_problems(checkpoint):
+    assert manifest_problems(*checkpoint) == []
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+
+
+def stale(path):
+    data = path.read_bytes()
+    path.write_bytes(data.replace(ID.encode(), OTHER.encode()))
+
+
+def linked(path):
+    target = path.rename(path.parent / "elsewhere")
+    path.symlink_to(target)
+
+
+def exchanged(path):
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b" 00000\n", b" 00001\n"))
+
+
+def replaced_by_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short: 10751 bytes of 10752"),
+        (lambda path: path.write_bytes(b""), "cut short: 0 bytes"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "too long"),
+        (flipped, "altered"),
+        (stale, f"stale: it belongs to the checkpoint {OTHER}, this one is {ID}"),
+        (linked, "a link that may lead elsewhere"),
+        (exchanged, "exchanged: it holds the pieces of rank 1"),
+        (replaced_by_folder, "no file"),
+    ],
+)
+def test_a_damaged_file_is_named(checkpoint, change, message):
+    folder, manifest = checkpoint
+    change(folder / "pieces-00000.h5")
+    (problem,) = manifest_problems(folder, manifest)
+    assert message in problem and str(folder / "pieces-00000.h5") in problem
+    assert manifest_problems(folder, manifest, ["index.h5"]) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 20])
+def test_each_file_is_checked_by_one_rank_which_is_that_of_its_writer(ranks):
+    entry = FileEntry(1000, "0" * 32)
+    files = {pieces_file(writer): entry for writer in range(10)} | {"index.h5": FileEntry(10, "0" * 32)}
+    manifest = Manifest("0" * 32, 1, 1, files)
+    shares = [share_of_files(manifest, rank, ranks) for rank in range(ranks)]
+    assert sorted(sum(shares, [])) == sorted(files)
+    pieces = [[name for name in names if name != "index.h5"] for names in shares]
+    assert sum(pieces, []) == [pieces_file(writer) for writer in range(10)]
+    assert max(map(len, pieces)) <= -(-10 // ranks)
+    empty = Manifest("0" * 32, 1, 1, {"index.h5": FileEntry(0, "0" * 32)})
+    assert sum((share_of_files(empty, rank, ranks) for rank in range(ranks)), []) == ["index.h5"]
+
+
+# Files are read whole, by several threads where there are many bytes.
+
+
+@pytest.mark.parametrize("cores", [1, 3, 100])
+def test_many_bytes_are_shared_by_the_threads(monkeypatch, cores):
+    monkeypatch.setattr(pieces, "own_cores", lambda: set(range(2 * cores)))
+    monkeypatch.setattr(pieces, "cpu_quota", lambda: 1000.0)
+    monkeypatch.setattr(pieces, "_LEAST_SHARE", 100)
+    names: dict[int, str] = {}
+
+    def note(item):
+        assert item not in names
+        names[item] = threading.current_thread().name
+
+    with Readers(processes=2) as reading:
+        for sizes in ([50] * 40, [1] * 99, [10**6, 1, 1], [1, 1, 10**6], [0, 0], []):
+            names.clear()
+            reading.share(note, range(len(sizes)), sizes)
+            assert sorted(names) == list(range(len(sizes)))
+            if len(sizes) != 40:
+                continue
+            assert len(set(names.values())) <= min(cores, 8)
+        assert reading.map(abs, [-1, 2, -3]) == [1, 2, 3]
+        with pytest.raises(ZeroDivisionError):
+            reading.share(lambda item: 1 // item, range(40), [50] * 40)
+
+
+def two_threads(monkeypatch):
+    monkeypatch.setattr(pieces, "own_cores", lambda: {0, 1})
+    monkeypatch.setattr(pieces, "cpu_quota", lambda: 2.0)
+    monkeypatch.setattr(pieces, "_LEAST_SHARE", 1)
+    return Readers()
+
+
+@pytest.mark.faults
+def test_no_thread_goes_on_when_another_has_failed(monkeypatch):
+    failed, ended = threading.Event(), threading.Event()
+
+    def read(item):
+        if item == 0:
+            failed.set()
+            raise OSError("the disk")
+        failed.wait(20)
+        time.sleep(0.1)  # in which a map that did not wait would have raised
+        ended.set()
+
+    with two_threads(monkeypatch) as reading:
+        with pytest.raises(OSError, match="the disk"):
+            reading.map(read, [0, 1])
+        assert ended.is_set()
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_equal_items_are_shared_evenly(monkeypatch, count):
+    names = []
+    both = threading.Barrier(2)
+
+    def note(item):
+        if item in (0, count // 2):  # the first of each thread
+            both.wait(20)
+        names.append(threading.current_thread().name)
+
+    with two_threads(monkeypatch) as reading:
+        reading.share(note, range(count), [10] * count)
+    assert sorted(map(names.count, set(names))) == [count // 2, count // 2]
+
+
+def test_a_file_that_ends_too_early_is_told_of(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    out = np.zeros(60, np.uint8)
+    read_into(file, 40, out)
+    assert out.tolist() == list(range(40, 100))
+    with pytest.raises(OSError, match="ends at byte 100, 2 bytes too early"):
+        read_into(file, 42, out)
+    os.close(file)

@@ -1,32 +1,47 @@
-"""Estimates of bytes and times, by hand and against the model itself on one rank."""
+"""Estimates of memory, traffic and time, on devices and on very many ranks."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
+import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import standin
+from mpi4py import MPI
 
-from mpishard import nn
+from mpishard import Mesh, nn
+from mpishard.backend import array as arrays
 from mpishard.estimate import (
     TYPICAL,
+    Cluster,
     Layout,
     Link,
     MachineProfile,
+    StartParts,
     Workload,
+    breaks,
+    costs,
     estimate,
     layouts,
+    measure_start,
     model_state_bytes,
     table,
 )
+from mpishard.estimate.many_ranks import COMMUNICATORS, LIMITS, burdens
 from mpishard.estimate.profile import OPERATIONS
 from mpishard.estimate.times import makespan, peak_in_flight
+from mpishard.nn import device_attention, products
 from mpishard.nn.architecture import Architecture
 from mpishard.pipeline.schedule import make_schedule, simulate
+
+# Estimates of bytes and times, by hand and against the model itself on one rank.
 
 TINY = Architecture(vocabulary_size=11, context_length=6, width=8, layers=4, heads=2)
 # Of one block of TINY: two norms, qkv and output, expand and contract; with biases.
@@ -333,3 +348,268 @@ def test_a_profile_of_one_rank_knows_no_communication() -> None:
         Link(0, 0)
     with pytest.raises(ValueError, match="latency of a link"):
         Link(math.inf, 1)
+
+
+# Estimates of memory on devices against models on the stand-in: blocks of attention, operands in half precision.
+
+MODULE = arrays.module_of(standin.empty(1))
+LENGTH = 32
+
+
+class Rounded:
+    """Bytes of operands that are rounded and not freed, apart from weights that stay to the end of the step."""
+
+    def __init__(self) -> None:
+        self.weights = self.most_operands = 0
+        self._alive: list[weakref.ref[Any]] = []
+
+    def note(self, halves: Any) -> None:
+        arrays.ready(halves)  # the stand-in keeps operands until its work is done
+        held = products._thread.weights.kept
+        self.weights = sum(each.nbytes for each in held)
+        known = {id(each) for each in held}
+        self._alive = [each for each in self._alive if each() is not None]
+        self._alive.append(weakref.ref(halves))
+        others = {id(each()): each().nbytes for each in self._alive if id(each()) not in known}  # type: ignore[union-attr]
+        self.most_operands = max(self.most_operands, sum(others.values()))
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounded]:
+    noted = Rounded()
+    plain = products.DeviceProduct.rounded
+
+    def round_and_note(self: Any, array: Any) -> Any:
+        halves = plain(self, array)
+        if halves is not array:
+            noted.note(halves)
+        return halves
+
+    results = device_attention.DeviceMixing._results_for_products
+
+    def note_results(self: Any, scores: Any) -> Any:
+        found = results(self, scores)
+        if found[0] is not scores:
+            noted.note(found[0])
+        return found
+
+    monkeypatch.setattr(products.DeviceProduct, "rounded", round_and_note)
+    monkeypatch.setattr(device_attention.DeviceMixing, "_results_for_products", note_results)
+    yield noted
+
+
+def step(half: Any, kind: Any = nn.GPT, **options: Any) -> Any:
+    sizes = {"key_value_heads": 2} if kind is nn.Llama else {}
+    model = kind(72, LENGTH, 32, 3, 4, module=MODULE, compute_dtype=half, dtype=np.float32, **sizes, **options)
+    tokens = np.zeros((5, LENGTH), np.int64)
+    model.loss_and_gradient(tokens, tokens)
+    return model
+
+
+@pytest.mark.parametrize("half", [None, np.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (nn.GPT, {}),
+        (nn.GPT, {"microbatches": 2, "tied": True}),
+        (nn.GPT, {"recompute": True}),
+        (nn.GPT, {"shards": 2}),
+        (nn.Llama, {}),
+        (nn.Llama, {"microbatches": 2}),
+    ],
+    ids=["gpt", "tied", "recomputed", "slices", "llama", "llama with micro-batches"],
+)
+def test_a_step_holds_what_is_estimated(rounded: Rounded, half: Any, kind: Any, options: dict[str, Any]) -> None:
+    model = step(half, kind, **options)
+    of_work = {name: value for name, value in options.items() if name in ("microbatches", "recompute")}
+    found = estimate(model.architecture, batch=5, device=True, half=half is not None, **of_work).memory
+    assert found.parameters == model.parameters.nbytes
+    assert found.rounded == rounded.weights
+    measured = model.activation_bytes + rounded.most_operands
+    assert found.activations + found.scratch == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("most", [LENGTH**2 // 2, 3 * LENGTH**2, 9 * LENGTH**2])
+def test_blocks_of_attention(rounded: Rounded, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(device_attention, "DEVICE_SCORES", most)
+    monkeypatch.setattr(device_attention, "BLOCK", LENGTH // 2)
+    monkeypatch.setattr("mpishard.estimate.memory.DEVICE_BLOCK", LENGTH // 2)
+    model = step(np.float16)
+    found = estimate(model.architecture, batch=5, device=True, half=True).memory
+    measured = model.activation_bytes + rounded.most_operands
+    assert found.activations + found.scratch == pytest.approx(measured, rel=0.02)
+
+
+# The costs of very many ranks: formulas against cases by hand, where they break, and the measured start of a rank.
+
+PARTS = StartParts(processor_seconds=0.5, opens=600, lookups=400, bytes_read=10**8, object_seconds=1e-6)
+CLUSTER = Cluster(
+    cores_per_node=4,
+    ranks_per_node=8,
+    opens_per_second=1e4,
+    file_bandwidth=1e9,
+    days_between_failures=100.0,
+    detection_seconds=0.25,
+    parameters=1e6,
+    step_seconds=2.0,
+)
+# Within a node nothing takes time; between nodes a round takes 1 ms, and 4 MB one second.
+MACHINE = MachineProfile.given(flops=1e9, bandwidth=math.inf, latency=0.0).with_network(1e-3, 4e6, 8)
+
+
+def test_costs_by_hand() -> None:
+    found = costs(16, PARTS, CLUSTER, MACHINE)
+    gathers = 11 * (4 * 1e-3 + 15 * 8 / 4e6)  # 16 ranks are 4 rounds; a rank passes on 8 bytes of each of 15 others
+    objects = 4 * 1e-3 + 15 * 64 / 4e6 + 16 * 1e-6
+    step = {
+        "computing": 2.0,
+        "bytes of gradients and parameters": 2 * 15 / 16 * 4e6 / 4e6,
+        "rounds of collectives": 22 * 4 * 1e-3,
+    }
+    assert found.start == pytest.approx(
+        {
+            "processor time": 1.0,  # 8 ranks on 4 cores
+            "opening files": 1.6,
+            "reading files": 0.2,  # once for each of 2 nodes
+            "communicators": gathers,
+            "objects of all ranks": 2 * objects,
+        }
+    )
+    assert found.step == pytest.approx(step)
+    assert found.checkpoint == pytest.approx(
+        {"writing": 0.012, "creating files": 16 / 1e4, "objects of all ranks": 2 * objects}
+    )
+    assert found.heal == pytest.approx(
+        {
+            "noticing a death": 0.25,
+            "communicators": gathers,
+            "objects of all ranks": 4 * objects,
+            "state from a buddy": 1e-3 + 12e6 / 16 / 4e6,
+            "the step again": sum(step.values()),
+        }
+    )
+    assert found.deaths_per_second == pytest.approx(2 / (100 * 86400))
+
+
+def test_one_rank_communicates_with_nobody() -> None:
+    found = costs(1, PARTS, CLUSTER, MACHINE)
+    assert found.step == {"computing": 2.0, "bytes of gradients and parameters": 0.0, "rounds of collectives": 0.0}
+    assert found.start["communicators"] == 0
+    assert found.start["processor time"] == 0.5
+
+
+def test_more_ranks_than_any_machine_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="ranks=10000001 is more than the 10,000,000"):
+        costs(10**7 + 1, PARTS, CLUSTER, MACHINE)
+
+
+def test_within_a_node_nothing_goes_over_the_network() -> None:
+    assert costs(8, PARTS, CLUSTER, MACHINE).start["communicators"] == 0
+    assert costs(9, PARTS, CLUSTER, MACHINE).start["communicators"] > 0
+
+
+def test_rounds_grow_with_the_logarithm_and_files_with_the_ranks() -> None:
+    few, many = (costs(ranks, PARTS, CLUSTER, MACHINE) for ranks in (2**10, 2**20))
+    assert many.step["rounds of collectives"] == pytest.approx(2 * few.step["rounds of collectives"])
+    assert many.start["opening files"] == pytest.approx(2**10 * few.start["opening files"])
+    assert many.start["processor time"] == few.start["processor time"]
+    # An all-reduce in a ring sends at most twice its bytes, on however many ranks.
+    assert few.step["bytes of gradients and parameters"] < many.step["bytes of gradients and parameters"] < 2
+
+
+def test_more_ranks_take_no_less_but_for_the_copy_of_a_smaller_state() -> None:
+    found = [costs(10**exponent, PARTS, CLUSTER, MACHINE) for exponent in range(8)]
+    for few, many in zip(found, found[1:], strict=False):
+        for what in LIMITS:
+            before, after = getattr(few, what), getattr(many, what)
+            assert all(after[part] >= before[part] for part in before if part != "state from a buddy")
+    assert found[7].heal["state from a buddy"] < found[3].heal["state from a buddy"]
+
+
+def test_what_breaks_first() -> None:
+    # Of 600 s for the start 0.5 s go to the processor and next to nothing elsewhere; an open takes 1/10 s of each rank.
+    fast = replace(CLUSTER, cores_per_node=8, opens_per_second=1e4, file_bandwidth=1e15)
+    found = breaks(PARTS, fast, MachineProfile.given(flops=1e9, bandwidth=1e15, latency=0.0))
+    first = found[0]
+    assert (first.what, first.part) == ("start", "opening files")
+    assert first.ranks == pytest.approx(5995, abs=5)
+    assert 0.99 < first.share < 1
+    assert sorted(each.what for each in found) == sorted(LIMITS)
+    numbers = [each.ranks or math.inf for each in found]
+    assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_each_limit_is_crossed_at_the_number_found(what: str) -> None:
+    slow = replace(CLUSTER, parameters=4e6, file_bandwidth=1e8, opens_per_second=100.0, days_between_failures=1.0)
+    (found,) = (each for each in breaks(PARTS, slow, MACHINE) if each.what == what)
+    assert found.ranks is not None
+    assert burdens(costs(found.ranks, PARTS, slow, MACHINE))[what] > 1
+    assert found.ranks == 1 or burdens(costs(found.ranks - 1, PARTS, slow, MACHINE))[what] <= 1
+
+
+def test_limits_in_numbers() -> None:
+    found = costs(16, PARTS, CLUSTER, MACHINE)
+    near = burdens(found)
+    assert near["start"] == pytest.approx(sum(found.start.values()) / 600)
+    assert near["step"] == pytest.approx((sum(found.step.values()) - 2) / 2)
+    assert near["checkpoint"] == pytest.approx(sum(found.checkpoint.values()) / 360)
+    assert near["heal"] == pytest.approx(sum(found.heal.values()) * found.deaths_per_second * 10)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_run_has_ranks(ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"ranks={ranks} must be a whole number of at least 1"):
+        costs(ranks, PARTS, CLUSTER, MACHINE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cores_per_node": 0},
+        {"ranks_per_node": -1},
+        {"opens_per_second": 0.0},
+        {"file_bandwidth": math.nan},
+        {"days_between_failures": math.inf},
+        {"detection_seconds": -1.0},
+        {"parameters": 0.0},
+        {"step_seconds": -2.0},
+    ],
+)
+def test_assumptions_are_checked(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* must be"):
+        replace(CLUSTER, **wrong)
+
+
+def test_parts_are_checked() -> None:
+    with pytest.raises(ValueError, match="opens=-1"):
+        replace(PARTS, opens=-1)
+    with pytest.raises(ValueError, match="processor_seconds=nan"):
+        replace(PARTS, processor_seconds=math.nan)
+
+
+def test_a_mesh_makes_as_many_communicators() -> None:
+    with Mesh(MPI.COMM_SELF) as mesh:
+        assert 2 * len(mesh._axes) + 1 == COMMUNICATORS
+
+
+def test_the_start_of_a_rank_is_measured() -> None:
+    found = measure_start()
+    # Python, NumPy, Numba and this package are hundreds of modules, each of them looked for, and megabytes.
+    assert found.opens > 300
+    assert found.lookups > found.opens
+    assert found.bytes_read > 10**7
+    assert 0 < found.object_seconds < found.processor_seconds
+
+
+def test_a_rank_cannot_measure_the_start_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="call it without mpirun of Open MPI"):
+        measure_start()
+
+
+def test_a_start_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpishard.estimate.many_ranks._START", "raise SystemExit('no such thing')")
+    with pytest.raises(ValueError, match="cannot be measured, since it failed: no such thing"):
+        measure_start()

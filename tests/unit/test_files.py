@@ -1,14 +1,16 @@
-"""Files in folders that others may write into: links are not followed, and one warning names the others."""
+"""Files of others, notes, and the log."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import pwd
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +20,12 @@ from mpi4py import MPI
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint import save as saving
-from mpishard.io import files
+from mpishard.io import files, log
 from mpishard.io.files import parsed, read_note, write_note
 from mpishard.record.reading import JsonLinesWriter
 from mpishard.record.stacks import StackReporter
+
+# Files in folders that others may write into: links are not followed, and one warning names the others.
 
 
 @pytest.fixture
@@ -241,3 +245,50 @@ class TestTheStartOfARun:
         shown = capfd.readouterr().err
         assert shown.count("\n") == 1
         assert "the record of the run cannot be written" in shown and "continues without" in shown
+
+
+# What mpishard says goes to stderr, or to where the script wants it.
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """The logger as a script finds it."""
+    before = log.LOGGER.handlers[:], log.LOGGER.propagate, log.LOGGER.level
+    log.LOGGER.handlers, log.LOGGER.propagate = [], True
+    log.LOGGER.setLevel(logging.NOTSET)
+    yield log.LOGGER
+    log.LOGGER.handlers, log.LOGGER.propagate = before[:2]
+    log.LOGGER.setLevel(before[2])
+
+
+def test_on_stderr_and_once(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    log.inform("3 -> 2 workers, 100 %")
+    log.warn("no slots")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "mpishard: 3 -> 2 workers, 100 %\nmpishard: no slots\n")
+    assert not caplog.records  # which handlers of all loggers would show again
+
+
+def test_what_comes_from_files_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    log.warn("a\x1b[2J\nb\r")
+    assert capsys.readouterr().err == "mpishard: a\\x1b[2J\nb\\r\n"
+
+
+def test_a_script_takes_it(untouched: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    taken: list[tuple[str, str]] = []
+
+    class Own(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            taken.append((record.levelname, record.getMessage()))
+
+    untouched.addHandler(Own())
+    untouched.setLevel(logging.WARNING)
+    log.inform("left out")
+    log.warn("taken")
+    assert taken == [("WARNING", "taken")] and capsys.readouterr().err == ""
+
+
+def test_a_closed_stderr_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/null", "w") as file:
+        monkeypatch.setattr("sys.stderr", file)
+    log.inform("to nobody")

@@ -306,7 +306,7 @@ def test_all_files_with_tests_on_a_gpu_are_found(tools: Any) -> None:
     unit, on_ranks = tools.gpu_tests.files("unit", False), tools.gpu_tests.files("mpi", False)
     assert {"tests/unit/test_rules.py", "tests/unit/test_exact_dot.py"} <= set(unit)
     assert {"tests/mpi/test_collectives.py", "tests/mpi/test_checkpoints.py"} <= set(on_ranks)
-    assert "tests/unit/test_text.py" not in unit
+    assert "tests/unit/test_token_data.py" not in unit
 
 
 def test_kernels_of_a_trace_by_class(tools: Any) -> None:

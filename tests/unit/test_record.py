@@ -1,4 +1,4 @@
-"""The record of a run on one rank: files that survive crashes, full disks and NaN, and what is read from them."""
+"""The record of a run: written, read, and what is derived from it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from records import process_line, write
 
+import mpishard
+from mpishard.cli import main
+from mpishard.comm.ledger import Ledger
+from mpishard.nn.decoder import TracedProducts
+from mpishard.nn.layers import Layer
+from mpishard.nn.products import make_matmul, shared_operand
 from mpishard.record import Run
-from mpishard.record.reading import Follower, JsonLinesWriter, read_lines
+from mpishard.record.reading import Follower, JsonLinesWriter, Process, read_lines, stragglers
 from mpishard.record.run_record import plain
-from mpishard.record.summary import binned, spent
+from mpishard.record.stacks import diagnose
+from mpishard.record.summary import TimeSplit, Traced, binned, read_trace, spent, split_times
+
+# The record of a run on one rank: files that survive crashes, full disks and NaN, and what is read from them.
 
 
 class TestLines:
@@ -381,3 +392,248 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(
     shown = capsys.readouterr().err
     assert shown.count("the record of the run ends here") == 1 and str(tmp_path / "run") in shown
     assert len(read_lines(tmp_path / "gone" / "metrics.jsonl")[0]) == 1
+
+
+# Stragglers by what processes have noted.
+
+
+def process(rank: int, busy: list[float], first: int = 1, pipeline: int = 0) -> Process:
+    """Two lines, as two flushes leave them."""
+    middle = len(busy) // 2
+    lines = [
+        {"rank": rank, "pipeline": pipeline, "step": first, "busy": busy[:middle], "seconds": busy[:middle]},
+        {"rank": rank, "pipeline": pipeline, "step": first + middle, "busy": busy[middle:], "seconds": busy[middle:]},
+    ]
+    return Process(f"node-7-{1000 + rank}", lines)
+
+
+def test_the_slow_one_is_named() -> None:
+    found = stragglers([process(0, [0.1] * 20), process(1, [0.2] * 20), process(2, [0.1] * 20)])
+    (slow,) = found
+    assert (slow.rank, slow.host) == (1, "node-7")
+    assert slow.slower == 2 and "rank 1 on node-7 computes 200 ms a step, 2 times" in str(slow)
+
+
+def test_noise_names_nobody() -> None:
+    random = np.random.default_rng(0)
+    everybody = [process(rank, random.uniform(0.08, 0.16, 20).tolist()) for rank in range(8)]
+    assert stragglers(everybody) == []
+
+
+def test_slow_now_and_then_is_no_straggler() -> None:
+    assert stragglers([process(0, [0.1] * 20), process(1, [0.1, 0.3] * 10), process(2, [0.1] * 20)]) == []
+
+
+def test_a_few_steps_tell_nothing() -> None:
+    assert stragglers([process(0, [0.1] * 4), process(1, [0.9] * 4)]) == []
+
+
+def test_stages_are_compared_with_their_own() -> None:
+    fast = [process(rank, [0.1] * 20) for rank in (0, 1)]
+    slow_stage = [process(rank, [0.3] * 20, pipeline=1) for rank in (2, 3)]
+    assert stragglers([*fast, *slow_stage]) == []
+    (found,) = stragglers([*fast, *slow_stage, process(4, [0.6] * 20, pipeline=1)])
+    assert found.rank == 4
+
+
+def test_who_has_stopped_writing_is_left_out() -> None:
+    assert (
+        stragglers([process(0, [0.1] * 20, first=100), process(1, [0.9] * 20), process(2, [0.1] * 20, first=100)]) == []
+    )
+
+
+def test_the_slowest_comes_first() -> None:
+    everybody = [process(rank, [0.1 + 0.1 * max(0, rank - 4)] * 20) for rank in range(7)]
+    assert [slow.rank for slow in stragglers(everybody)] == [6, 5]
+
+
+# Who is to blame for a run that does not go on, from what its ranks say.
+
+
+def call(axis: str, op: str, sequence: int, members: list[int], seconds: float = 30.0, site: str = "a.py:1 (f)") -> Any:
+    return {
+        "axis": axis,
+        "sequence": sequence,
+        "op": op,
+        "dtype": "float32",
+        "elements": 10,
+        "label": "",
+        "site": site,
+        "members": members,
+        "seconds": seconds,
+    }
+
+
+def answer(rank: int, waits: Any = None, stack: str = "train.py:7 (slow)") -> dict[str, Any]:
+    return {"rank": rank, "step": 5, "call": waits, "recent": [], "stack": [stack]}
+
+
+def kinds_of(answers: list[dict[str, Any]], silent: dict[int, str] | None = None) -> list[tuple[str, tuple[int, ...]]]:
+    return [(finding.kind, finding.ranks) for finding in diagnose(answers, silent or {})]
+
+
+ALL = [0, 1, 2, 3]
+
+
+def test_one_that_computes_is_missing() -> None:
+    answers = [answer(rank, call("data", "all_reduce", 7, ALL)) for rank in (0, 1, 3)] + [answer(2)]
+    assert kinds_of(answers) == [("waits", (0, 1, 3)), ("missing", (2,))]
+    texts = [finding.text for finding in diagnose(answers, {})]
+    assert "wait 30 s in data.all_reduce #7" in texts[0] and "without rank 2" in texts[0]
+    assert "runs train.py:7 (slow)" in texts[1]
+
+
+def test_one_that_is_gone_is_named() -> None:
+    answers = [answer(rank, call("data", "all_reduce", 7, ALL)) for rank in (0, 1, 3)]
+    assert kinds_of(answers, {2: "process 5 on n1 is gone"}) == [("waits", (0, 1, 3)), ("silent", (2,))]
+
+
+def test_the_cause_is_found_behind_others_that_wait() -> None:
+    """Rank 0 waits for 1, which waits for 3, which computes; 2 waits for 0."""
+    answers = [
+        answer(0, call("data", "all_reduce", 3, [0, 1])),
+        answer(1, call("tensor", "all_reduce", 9, [1, 3])),
+        answer(2, call("world", "recv", 4, [2, 0])),
+        answer(3),
+    ]
+    assert [one for one in kinds_of(answers) if one[0] != "waits"] == [("missing", (3,))]
+
+
+def test_different_calls_of_one_axis_are_a_mismatch() -> None:
+    answers = [answer(0, call("data", "all_reduce", 7, [0, 1])), answer(1, call("data", "broadcast", 7, [0, 1]))]
+    assert kinds_of(answers) == [("waits", (0,)), ("waits", (1,)), ("mismatch", (0, 1))]
+    text = diagnose(answers, {})[-1].text
+    assert "all_reduce" in text and "broadcast" in text
+
+
+def test_different_axes_are_a_circle() -> None:
+    answers = [
+        answer(0, call("data", "all_reduce", 7, [0, 1, 2])),
+        answer(1, call("world", "barrier", 3, [0, 1, 2])),
+        answer(2, call("data", "all_reduce", 7, [0, 1, 2])),
+    ]
+    assert kinds_of(answers)[-1] == ("cycle", (0, 1))
+
+
+def test_a_ring_that_receives_before_it_sends() -> None:
+    answers = [answer(rank, call("world", "recv", 8, [rank, (rank + 1) % 4])) for rank in ALL]
+    found = diagnose(answers, {})
+    assert [finding.kind for finding in found] == ["waits"] * 4 + ["cycle"]
+    assert set(found[-1].ranks) == set(ALL) and "0 for 1" in found[-1].text
+
+
+def test_a_run_that_goes_on_has_no_cause() -> None:
+    answers = [answer(0, call("data", "all_reduce", 7, [0, 1], seconds=0.01)), answer(1)]
+    assert kinds_of(answers) == [("runs", (0,)), ("runs", (1,))]
+    assert kinds_of([]) == []
+
+
+def test_call_sites_that_differ_are_all_told() -> None:
+    answers = [answer(rank, call("data", "all_reduce", 7, [0, 1, 2], site=f"a.py:{rank} (f)")) for rank in (0, 1)]
+    text = diagnose([*answers, answer(2)], {})[0].text
+    assert "a.py:0 (f)" in text and "a.py:1 (f)" in text
+
+
+# The split of traced steps in matrix products, communication and the rest, with a clock of the test's own.
+
+
+def spans_of(rank: int, step: int, *parts: tuple[str, float, float]) -> list[Traced]:
+    return [Traced(rank, step, kind, kind, start, seconds) for kind, start, seconds in parts]
+
+
+def test_parts_add_up_and_no_moment_counts_twice() -> None:
+    spans = spans_of(
+        1,
+        4,
+        ("step", 8.0, 16.0),
+        ("function", 9.0, 10.0),
+        ("F", 9.0, 4.0),
+        ("product", 9.0, 2.0),
+        ("product", 11.0, 1.0),
+        ("data", 12.0, 2.0),
+        ("node", 13.0, 2.0),  # begins within the last
+        ("product", 14.5, 1.0),  # half of it within the last
+        ("world", 23.0, 4.0),  # ends after the step
+    )
+    (split,) = split_times(spans)
+    assert split == TimeSplit(1, 16.0, 3.5, 4.0)
+    assert split.rest == 8.5
+
+
+def test_the_split_is_the_mean_of_a_ranks_steps() -> None:
+    spans = [
+        *spans_of(0, 1, ("step", 0.0, 2.0), ("product", 0.5, 1.0)),
+        *spans_of(0, 2, ("step", 2.0, 4.0), ("data", 3.0, 1.0)),
+        *spans_of(1, 1, ("step", 0.0, 3.0)),
+    ]
+    assert split_times(spans) == [TimeSplit(0, 3.0, 0.5, 0.5), TimeSplit(1, 3.0, 0.0, 0.0)]
+
+
+class Clock:
+    """Time passes in products and where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.products: list[int] = []  # by step
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def slow(self, matmul: Any) -> Any:
+        def product(a: Any, b: Any, out: Any) -> Any:
+            self.now += 1.0
+            self.products[-1] += 1
+            return matmul(a, b, out=out)
+
+        return product
+
+
+def layers_of(model: mpishard.nn.GPT) -> Iterator[Layer]:
+    found: list[Any] = [unit for chunk in model.chunks for unit in chunk.units]
+    while found:
+        layer = found.pop()
+        yield layer
+        found += layer.children
+
+
+def test_products_count_in_traced_steps_and_nothing_is_called_in_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = np.arange(16).reshape(2, 8) % 5
+    with mpishard.Mesh() as mesh:
+        model = mpishard.nn.GPT(5, 8, 4, 2, 2, mesh=mesh)
+        clock = Clock(monkeypatch)
+        for layer in layers_of(model):
+            layer.matmul = clock.slow(layer.matmul)
+        plain = [layer.matmul for layer in layers_of(model)]
+        with mpishard.RunRecord(tmp_path, mesh, trace=(2, 3)) as record:
+            record.begin()
+            for step in (1, 2, 3, 4):
+                clock.products.append(0)
+                model.loss_and_gradient(tokens, tokens)
+                # The first step is noted too, since a trace is asked for, and then left out.
+                assert ([layer.matmul for layer in layers_of(model)] == plain) == (step == 4)
+                clock.now += 0.5
+                record.step(step, loss=1.0)
+    assert min(clock.products) > 0
+    (split,) = split_times(read_trace(tmp_path))
+    count = sum(clock.products[1:3]) / 2
+    assert (split.products, split.communication) == (pytest.approx(count, abs=1e-3), 0.0)
+    assert split.step == pytest.approx(count + 0.5, abs=1e-3)
+    assert main(["trace", str(tmp_path)]) == 0
+    head, row = capsys.readouterr().out.splitlines()[1:]
+    assert head.split() == ["rank", "ms/step", "products", "communication", "rest"]
+    assert row.split()[:2] == ["0", f"{(count + 0.5) * 1e3:.2f}"]
+    assert row.split()[-2:] == ["500.00", f"({0.5 / (count + 0.5):.0%})"]
+
+
+def test_an_operand_is_rounded_once_in_a_traced_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    monkeypatch.setattr("mpishard.backend.products.has_fast_bfloat16", lambda: True)
+    layer, ledger = Layer("layer"), Ledger()
+    layer.module, layer.matmul = np, make_matmul(np, ml_dtypes.bfloat16)
+    operand = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)
+    bits = shared_operand(layer.matmul, operand).copy()
+    assert bits.dtype == np.uint16
+    ledger.spans = []
+    TracedProducts([layer], ledger).follow_trace()
+    assert not hasattr(layer.matmul, "shared")
+    np.testing.assert_array_equal(shared_operand(layer.matmul, operand), bits)

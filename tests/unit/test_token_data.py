@@ -1,9 +1,14 @@
-"""Tokens from files: what is read, how sources are mixed, and what is wrong with a file."""
+"""Token data, texts, and reading ahead."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +16,12 @@ from mpi4py import MPI
 
 from mpishard import SGD, DDPOptimizer, Evaluation, Mesh, OptimizationProblem, nn
 from mpishard.data import Mixture, ReadAhead, TokenData, TokenFile, token_files
+from mpishard.data import text as module
+from mpishard.data.text import standard_library_text, windows
 from mpishard.data.text import windows as windows_of
 from mpishard.data.token_data import SampleMap, apportioned
+
+# Tokens from files: what is read, how sources are mixed, and what is wrong with a file.
 
 
 def token_file(path: Path, values: object, dtype: str = "<u2", header: bytes = b"") -> TokenFile:
@@ -79,8 +88,8 @@ def test_a_mixture_of_fewer_samples_and_its_seed(tmp_path: Path) -> None:
 def test_sample_by_sample_is_as_all_together() -> None:
     samples = SampleMap((7, 3, 1), (10, 3, 5), seed=4)
     together = np.empty((18, 2), int)
-    for source, places, windows in samples.parts(np.arange(18)):
-        together[places] = np.stack([np.full(len(windows), source), windows], 1)
+    for source, places, cuts in samples.parts(np.arange(18)):
+        together[places] = np.stack([np.full(len(cuts), source), cuts], 1)
     for sample in range(18):
         ((source, _, windows),) = samples.parts(np.array([sample]))
         assert together[sample].tolist() == [source, *windows]
@@ -227,3 +236,166 @@ def test_data_that_a_model_cannot_take(tmp_path: Path, sizes: tuple[int, int], m
         DDPOptimizer(SGD(lr=0.1), mesh).optimize(
             problem, progress=False, evaluate=Evaluation.for_model(data.batch, len(data), every=1)
         )
+
+
+# The text data set: the standard library's source, and windows over a text.
+
+
+def library_at(monkeypatch: pytest.MonkeyPatch, folder: Path, archive: Path | None = None) -> None:
+    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
+    monkeypatch.setattr(sys, "path", [*([str(archive)] if archive else [])])
+
+
+def test_standard_library_is_text_and_repeats() -> None:
+    text = standard_library_text(500_000)
+    assert text.dtype == np.uint8 and text.shape == (500_000,)
+    assert np.array_equal(text, standard_library_text(500_000))
+    assert np.array_equal(text[:1000], standard_library_text(1000))
+    source = text.tobytes().decode("utf-8", "replace")
+    assert "import " in source and "def __init__(self" in source
+
+
+def test_order_is_by_path_and_skips_what_is_not_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b.py", "a/z.py", "a/b/c.py", "test/x.py", "a/tests/y.py", "site-packages/p/q.py", "c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name};")
+    monkeypatch.setattr(module, "LEAST", 1)
+    library_at(monkeypatch, tmp_path)
+    assert standard_library_text().tobytes() == b"a/b/c.py;a/z.py;b.py;"
+
+
+def test_zipped_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "library.zip", "w") as archive:
+        archive.writestr("b.py", "b" * module.LEAST)
+        archive.writestr("a/test/t.py", "t")
+        archive.writestr("a/a.py", "a")
+        archive.writestr("c.pyc", "c")
+    library_at(monkeypatch, tmp_path / "missing", tmp_path / "library.zip")
+    assert standard_library_text().tobytes() == b"a" + b"b" * module.LEAST
+    assert standard_library_text(3).tobytes() == b"abb"
+
+
+def test_library_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("pass")
+    library_at(monkeypatch, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"4 bytes of Python source in .* 100000 are needed"):
+        standard_library_text()
+
+
+def test_windows_are_views_shifted_by_one() -> None:
+    text = np.arange(23, dtype=np.uint8)
+    cut = windows(text, 5)
+    assert len(cut) == 4
+    assert np.array_equal(cut.inputs.ravel(), np.arange(20)) and np.array_equal(cut.targets, cut.inputs + 1)
+    assert np.shares_memory(cut.inputs, text) and not cut.inputs.flags.writeable and text.flags.writeable
+    assert len(windows(text, 22)) == 1 and len(windows(text, 1)) == 22
+
+
+def test_batch_and_split() -> None:
+    cut = windows(np.arange(101, dtype=np.uint8), 10)
+    train, held_out = cut.split(0.25)
+    assert (len(train), len(held_out)) == (8, 2) and held_out.inputs[0, 0] == 80
+    inputs, targets = cut.batch(np.array([7, 2]))
+    assert inputs[:, 0].tolist() == [70, 20] and targets[:, -1].tolist() == [80, 30]
+
+
+@pytest.mark.parametrize("length", [0, -1, 10, 11])
+def test_windows_of_a_wrong_length(length: int) -> None:
+    with pytest.raises(ValueError, match=f"windows of {length} bytes from a text of 10"):
+        windows(np.zeros(10, np.uint8), length)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match="1-D array of uint8, not 2-D of float64"):
+        windows(np.zeros((2, 2)), 1)
+    with pytest.raises(ValueError, match="limit_bytes is 0"):
+        standard_library_text(0)
+    with pytest.raises(ValueError, match="leaves one side of 9 windows empty"):
+        windows(np.zeros(10, np.uint8), 1).split(1.0)
+
+
+# Micro-batches that a thread reads ahead: what is read, how much of it waits, and errors.
+
+MICRO = [np.arange(4 * n, 4 * n + 4) for n in range(10)]
+BYTES = 4 * 1000
+
+
+class Source:
+    """Reads a kilobyte for a sample, and counts."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.threads: set[str] = set()
+        self.done = threading.Condition()
+
+    def __call__(self, samples: np.ndarray) -> tuple[Any, ...]:
+        if samples[0] == 36:
+            raise ValueError("sample 36 is corrupt")
+        with self.done:
+            self.read.append(int(samples[0]) // 4)
+            self.threads.add(threading.current_thread().name)
+            self.done.notify_all()
+        return np.repeat(samples[:, None].astype(np.uint8), 500, 1), np.zeros((len(samples), 500), np.uint8)
+
+    def wait_for(self, count: int) -> None:
+        with self.done:
+            assert self.done.wait_for(lambda: len(self.read) >= count, timeout=60)
+
+
+@pytest.mark.faults
+def test_what_is_expected_is_read_ahead_within_the_bound() -> None:
+    source = Source()
+    with ReadAhead(source, max_bytes=3 * BYTES) as batch:
+        batch.expect(MICRO[:9])
+        source.wait_for(3)
+        limit = time.monotonic() + 60
+        while batch.most_bytes < 3 * BYTES and time.monotonic() < limit:  # what was read last is not counted yet
+            time.sleep(0.001)
+        for number in range(9):
+            assert np.array_equal(batch(MICRO[number])[0][:, 0], MICRO[number])
+            source.wait_for(min(9, number + 4))
+    assert source.read == list(range(9)) and source.threads == {"mpishard read ahead"}
+    assert batch.most_bytes == 3 * BYTES and batch.calls == 9
+
+
+def test_a_step_that_changes_its_mind_reads_what_it_asks_for() -> None:
+    source = Source()
+    with ReadAhead(source, max_bytes=2 * BYTES) as batch:
+        batch.expect(MICRO[:4])
+        source.wait_for(2)
+        assert batch(MICRO[7])[0][0, 0] == 28  # nobody expected it
+        batch.expect(MICRO[5:7])  # so that the others are dropped, and make room
+        source.wait_for(5)
+        assert [batch(MICRO[number])[0][0, 0] for number in (6, 5)] == [24, 20]
+    assert source.read == [0, 1, 7, 5, 6]
+
+
+def test_nothing_is_read_ahead_that_has_no_room() -> None:
+    source = Source()
+    with ReadAhead(source, max_bytes=BYTES - 1) as batch:
+        for _ in range(3):
+            for number in range(3):
+                batch.expect(MICRO[number : number + 3])
+                assert batch(MICRO[number])[0][0, 0] == 4 * number
+    assert batch.most_bytes in (0, BYTES)  # the first is read before its size is known
+    assert batch.calls == 9
+
+
+def test_an_error_is_raised_where_the_samples_are_asked_for() -> None:
+    source = Source()
+    with ReadAhead(source) as batch:
+        batch.expect([MICRO[0], MICRO[9], MICRO[1]])
+        source.wait_for(2)
+        assert batch(MICRO[0])[0][0, 0] == 0
+        with pytest.raises(ValueError, match="sample 36 is corrupt"):
+            batch(MICRO[9])
+        assert batch(MICRO[1])[0][0, 0] == 4
+    assert batch(MICRO[2])[0][0, 0] == 8  # closed: read at once
+    assert threading.current_thread().name in source.threads
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="batch=3 must be a function of sample indices"):
+        ReadAhead(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_bytes=-1 must be a whole number of at least 0"):
+        ReadAhead(lambda samples: (), max_bytes=-1)

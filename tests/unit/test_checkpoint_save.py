@@ -1,12 +1,26 @@
-"""When saves are due that may take a share of the time, on clocks of the tests' own."""
+"""When a checkpoint is saved, the copy of the state, and the writer that runs next to the training."""
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
-import pytest
-from hypothesis import given
+import threading
 
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import standin
+from hypothesis import given
+from mpi4py import MPI
+
+from mpishard.backend import array as arrays
+from mpishard.checkpoint import save as saving
 from mpishard.checkpoint.checkpoints import Measured, Pace, save_interval
+from mpishard.checkpoint.save import Snapshot
+from mpishard.comm.channel import Request
+from mpishard.comm.ledger import Ledger
+from mpishard.layout.run_state import Shard
+from mpishard.layout.tensors import Piece
+
+# When saves are due that may take a share of the time, on clocks of the tests' own.
 
 
 class Ranks:
@@ -131,3 +145,97 @@ def test_steps_between_saves_need_no_communication():
 def test_neither_steps_nor_a_share(every):
     with pytest.raises(ValueError, match=f"every={every!r} must be a whole number of steps of at least 1, a share"):
         save_interval(every)
+
+
+# Waiting asleep for what ranks tell each other, though some of them die.
+
+
+class Lost:
+    """The request of a message whose other end has died, as Open MPI 5 has it: `Get_status` never sees that."""
+
+    def Get_status(self, status=None):
+        return False
+
+    def Test(self, status=None):
+        raise MPI.Exception(MPI.ERR_PROC_FAILED)
+
+    Wait = Test
+
+
+def pending(*requests):
+    ledger = Ledger()
+    call = ledger.begin("checkpoint", 1, "recv", np.dtype(np.uint8), 1, "", (0, 1))
+    return Request(ledger, call, 0, requests, lambda: "arrived")
+
+
+def test_a_message_of_the_dead_is_not_waited_for():
+    raised = []
+
+    def wait():
+        try:
+            saving.finish(pending(Lost()))
+        except MPI.Exception as error:
+            raised.append(error.Get_error_class())
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert raised == [MPI.ERR_PROC_FAILED]
+
+
+def test_of_several_messages_one_may_end_before_another():
+    out, heard = np.arange(4.0), np.empty(4)
+    comm = MPI.COMM_SELF
+    receives = [comm.Irecv(heard[2:], 0, 2), comm.Irecv(heard[:2], 0, 1)]
+    message = pending(*receives)
+    assert not message.test()
+    comm.Send(out[2:], 0, 2)
+    while receives[0]:
+        assert not message.test()
+    comm.Send(out[:2], 0, 1)
+    assert saving.finish(message) == "arrived" and message.wait() == "arrived"
+    assert np.array_equal(heard, out)
+    with pytest.raises(MPI.Exception):
+        pending(Lost()).wait()
+
+
+# What a save copies of device arrays: all of it after their computation, to memory that is kept.
+
+
+def shards(place, factor):
+    pieces = [Piece("a", ((0, 4),), 0), Piece("b", ((0, 3),), 6)]  # with a gap between them
+    made = [place(np.arange(9.0)), place(np.arange(9, dtype=np.float32))]
+    for each in made:
+        each *= each.dtype.type(factor)  # on a device it is computed late
+    return [Shard(f"kind {number}", each, tuple(pieces), tuple(pieces)) for number, each in enumerate(made)]
+
+
+def content(parts):
+    return {(part.kind, part.name): part.values.tolist() for part in parts}
+
+
+def test_pinned_memory_of_another_size_goes_back_to_the_system(monkeypatch):
+    released = []
+    monkeypatch.setattr(standin.StandIn, "release_pinned", lambda self: released.append(True))
+    snapshot, piece = Snapshot(), (Piece("a", ((0, 5),), 0),)
+    for _ in range(2):
+        snapshot.take(shards(standin.on_device, 2))
+    assert not released
+    snapshot.take([Shard("kind 0", standin.on_device(np.arange(5.0)), piece, piece)])
+    assert released and list(snapshot._buffers) == ["kind 0"]
+
+
+def test_device_arrays_are_saved_as_host_arrays_are():
+    snapshot = Snapshot()
+    kept = None
+    for factor in (2, 3):
+        given = shards(standin.on_device, factor)
+        parts = snapshot.take(given)
+        found = content(parts)
+        for shard in given:
+            shard.array.fill(0)
+            arrays.ready(shard.array)
+        assert content(parts) == found == content(Snapshot().take(shards(np.copy, factor)))
+        addresses = {name: buffer.ctypes.data for name, buffer in snapshot._buffers.items()}
+        assert kept in (None, addresses)
+        kept = addresses
