@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from mpishard.launch.signals import Signals
     from mpishard.layout.tensors import ParameterSpec
     from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
-    from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, ParameterGroup, RMSprop
+    from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Muon, ParameterGroup, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters
     from mpishard.record import RunRecord
@@ -87,6 +87,7 @@ __all__ = [
     "Lion",
     "LocalSGDOptimizer",
     "Mesh",
+    "Muon",
     "NonlinearCG",
     "OptimizationProblem",
     "OptimizationResult",
@@ -150,7 +151,7 @@ _MODULES = {
     "backward_in_time check_adjoint check_gradient least_squares map_runs minimize regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
-    "optim": "Adagrad Adam AdamW LAMB Lion ParameterGroup RMSprop SGD",
+    "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",
     "record": "RunRecord",

@@ -170,11 +170,11 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
     axis.raise_if_any(problem)
     for piece, box in lost:
         assert target is not None
-        _view(target.array, piece, box)[...] = 0
+        view_of(target.array, piece, box)[...] = 0
     if source is not None and target is not None and source.array is not target.array:
         for move in plan:
             if move.source_rank == axis.rank:
-                _view(target.array, move.target, move.box)[...] = _view(source.array, move.source, move.box)
+                view_of(target.array, move.target, move.box)[...] = view_of(source.array, move.source, move.box)
     wanted: list[list[Transfer]] = [[] for _ in range(axis.size)]
     for move in plan:
         if move.source_rank != axis.rank:
@@ -357,7 +357,7 @@ class _Stream:
                 yield piece, tuple((a + begin, b + begin) for (a, b), (begin, _) in zip(part, box, strict=True))
 
 
-def _view(array: Array, piece: Piece, box: Box) -> Array:
+def view_of(array: Array, piece: Piece, box: Box) -> Array:
     """The view of a box of a piece in an array."""
     inside = (slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, piece.box, strict=True))
     return array[piece.start : piece.start + piece.size].reshape(piece.shape)[(*inside, ...)]
@@ -428,7 +428,7 @@ def _runs(
     for stream, quota in zip(streams, quotas, strict=True):
         for piece, box in stream.between(quota * number, quota * (number + 1)):
             assert shard is not None
-            view = _view(shard.array, piece, box)
+            view = view_of(shard.array, piece, box)
             yield view, packed[offset : offset + view.size].reshape(view.shape)
             offset += view.size
 

@@ -8,7 +8,7 @@ settings                  ``configuration``; ``settings``: as text by name, and 
 who sums what             ``strategies`` choose a ``summation``; ``configuration``: what is summed at once
 who updates what          ``strategies`` decide; ``ownership`` has what follows, and copies on ranks of one model
 a step                    ``sharded_optimizer``; ``gradient_norm``: clipping's, and NaN; ``update``, also by a
-                          method, with the norms of LAMB
+                          method, with the norms of LAMB; ``matrices``: those that Muon needs whole
 methods                   ``method_state``: a minimisation as state of an optimizer
 the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need, and of which
                           parameters; ``rank_state``: the arrays of one rank, with layouts; ``results``: the numbers;

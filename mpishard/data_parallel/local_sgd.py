@@ -563,9 +563,9 @@ class LocalSGDOptimizer(ShardedOptimizer):
                 f"outer must be an update rule such as SGD(lr=0.7, momentum=0.9, nesterov=True), or None for the mean; "
                 f"got {type(outer).__name__}"
             )
-        if outer is not None and outer.norm_based:
+        if outer is not None and (outer.norm_based or outer.whole_tensors):
             raise ValueError(
-                f"the outer rule {type(outer).__name__} scales by norms of whole tensors, and an outer step sees "
+                f"the outer rule {type(outer).__name__} needs whole tensors or their norms, and an outer step sees "
                 "buckets; use an element-wise one, such as SGD or Adam, and this one as the inner rule"
             )
         if outer is not None and outer.ema_decay is not None:

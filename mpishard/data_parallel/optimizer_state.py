@@ -19,6 +19,7 @@ from mpishard.data_parallel.validation import (
     check_layout_dependence,
     check_reducer,
     check_rule,
+    check_rule_fits,
     check_same_model,
 )
 from mpishard.io import log
@@ -173,7 +174,7 @@ class Binding:
         check_layout(parameters, config.mesh, optimizer.strategy)
         check_layout_dependence(parameters, config)
         if isinstance(rule, Rule):
-            rule.by_tensor([spec.name for spec in parameters.specs])  # raises for groups of another model
+            check_rule_fits(rule, parameters, config.mesh, optimizer.strategy)
         if was is not None and was.parameters is not parameters:
             check_same_model(was.parameters, parameters, optimizer.strategy)
         if self._deserialized is not None:

@@ -157,7 +157,7 @@ class RuleRanges:
 
     def __init__(self, ownership: OwnedRanges, specs: Sequence[ParameterSpec]) -> None:
         self._ownership = ownership
-        self._names = [spec.name for spec in specs]
+        self._shapes = {spec.name: spec.shape for spec in specs}
         self._rule: Rule | None = None
         self._by_tensor: list[Rule] = []
         self._ranges: list[RuleRange] = []
@@ -168,7 +168,7 @@ class RuleRanges:
     def by_tensor(self, rule: Rule) -> list[Rule]:
         """The rule of each tensor, by its number."""
         if rule is not self._rule:
-            self._by_tensor = rule.by_tensor(self._names)
+            self._by_tensor = rule.by_shape(self._shapes)
             self._ranges = self._cut(rule)
             self._rules = list({id(each.rule): each.rule for each in self._ranges}.values())
             number = {id(each): choice for choice, each in enumerate(self._rules)}

@@ -13,6 +13,7 @@ from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.full_state import FullState, cut_whole, gather_whole
 from mpishard.data_parallel.gradient_norm import Inspection
+from mpishard.data_parallel.matrices import Matrices
 from mpishard.data_parallel.ownership import RuleRanges
 from mpishard.data_parallel.results import Counters
 from mpishard.data_parallel.settings import Configured
@@ -21,8 +22,8 @@ from mpishard.layout.boxes import split
 from mpishard.layout.run_state import PARAMETERS, SLOT, RunState, Shard, counted_pieces, pieces_of_ranges
 from mpishard.layout.tensors import LocalLayout, cut_holding
 from mpishard.minimizers import Method
-from mpishard.optim import Rule
-from mpishard.optim.formulas import clip_by_value, moving_average
+from mpishard.optim import Muon, Rule
+from mpishard.optim.formulas import clip_by_value, moving_average, muon_apply
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
@@ -174,6 +175,7 @@ class RankState:
         self.inspection = Inspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
+        self._matrices: Matrices | None = None
         size, like = self.strategy.ownership.size, parameters.like
         if isinstance(rule, Method):
             # With a method in place of a rule: the slots, one below the other, the point last.
@@ -182,13 +184,26 @@ class RankState:
             return
         if not arrays.is_device(like):
             rule.kernel.expect(parameters.dtype)
+            if isinstance(rule, Muon):
+                rule.rest.kernel.expect(parameters.dtype)
+                muon_apply.expect(parameters.dtype)
             if rule.ema_decay is not None:
                 moving_average.expect(parameters.dtype)
             if config.max_gradient_value is not None:
                 clip_by_value.expect(parameters.dtype)
-            exact.expect_norms(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)
+            exact.expect_norms(
+                parameters.dtype, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors
+            )
         # The state of the rule: each array holds the ranges in ``strategy.ownership.own`` end to end.
         self.slots = make_slots(rule, size, parameters.dtype, like=like)
+
+    def matrices(self, rule: Rule) -> Matrices:
+        """The matrices that the rule needs whole. Collective over the strategy's team when the rule is a new one."""
+        rules = self.rule_ranges.by_tensor(rule)
+        names = {spec.name for spec, each in zip(self.parameters.specs, rules, strict=True) if each.whole_tensors}
+        if self._matrices is None or self._matrices.names != names:
+            self._matrices = Matrices(self.strategy, names)
+        return self._matrices
 
     @property
     def parameters(self) -> FlatParameters:

@@ -30,7 +30,7 @@ from mpishard.data_parallel.strategies import Strategy
 from mpishard.io import log
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
-from mpishard.optim import Rule
+from mpishard.optim import Muon, Rule
 from mpishard.optim.rule import LiveValues
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
@@ -168,6 +168,8 @@ def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
         settings |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
     if live is None:
         settings |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
+    if isinstance(rule, Muon):
+        settings |= settings_of_rule(rule.rest, "rest ")
     return {f"{of}{name}": text for name, text in settings.items()}
 
 

@@ -29,7 +29,7 @@ from mpishard.io import log
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.minimizer import Wanted
 from mpishard.minimizers.stopping import FAILURES
-from mpishard.optim import Rule
+from mpishard.optim import Muon, Rule
 from mpishard.optim.formulas import moving_average
 
 Array = Any
@@ -105,7 +105,9 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
     owned, gradients = strategy.values(), strategy.gradients()
     states = strategy.ownership.states_of(slots)
     rows = [(values, gradient, *state) for values, gradient, state in zip(owned, gradients, states, strict=True)]
-    if rule.norm_based:
+    if rule.whole_tensors:
+        _apply_to_matrices(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+    elif rule.norm_based:
         _apply_by_norms(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
     elif owned and arrays.runs_cuda(owned[0]) and rule.is_one_formula:
         _at_once(rule, rule.kernel, on_rank, rows, step, Factors(rate_factor, divisor, clip))
@@ -165,6 +167,32 @@ def _apply_by_norms(
     for number, start, stop, tensor in ranges.owned.all:
         own = cast(NormBased, rules[tensor])
         own.apply(owned[number][start:stop], directions[number][start:stop], step, ratios[tensor])
+
+
+def _apply_to_matrices(
+    rule: Rule, on_rank: RankState, rows: Sequence[Sequence[Array]], step: int, factors: Factors
+) -> None:
+    """Take a step of Muon for matrices, of which this rank may own only parts, and of its other rule for the rest."""
+    strategy, ranges = on_rank.strategy, on_rank.rule_ranges
+    specs, matrices = strategy.parameters.specs, on_rank.matrices(rule)
+    rules = [each.scaled(factors.rate_factor) for each in ranges.by_tensor(rule)]
+    for each in rules:
+        each.learning_rate(step)  # before anything changes: it may be refused
+    like = strategy.parameters.like
+    directions = arrays.empty(strategy.ownership.size, strategy.parameters.dtype, like=like)
+    views = strategy.ownership.state_views(directions)
+    for own_rule, number, start, stop in ranges.of(rule, factors.rate_factor):
+        values, gradient, *state = _part(rows[number], start, stop)
+        if isinstance(own_rule, Muon):
+            out = views[number][start:stop]
+            own_rule.direction(gradient, state[0], step, divisor=factors.divisor, clip=factors.clip, out=out)
+        else:
+            own_rule.update(values, gradient, state, step, divisor=factors.divisor, clip=factors.clip)
+    matrices.orthogonalize(directions, {spec.name: each for spec, each in zip(specs, rules, strict=True)})
+    for number, start, stop, tensor in ranges.owned.all:
+        own = rules[tensor]
+        if isinstance(own, Muon):
+            own.apply(rows[number][0][start:stop], views[number][start:stop], step, specs[tensor].shape)
 
 
 _ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them

@@ -66,7 +66,20 @@ def check_replacement(was: Rule | Method, rule: Any, parameters: FlatParameters 
     if (rule.ema_decay is None) != (was.ema_decay is None):
         raise ValueError("ema_decay cannot be given or left out once there is an optimizer: it is one more slot")
     if parameters is not None:
-        rule.by_tensor([spec.name for spec in parameters.specs])  # raises for groups of another model
+        rule.by_shape({spec.name: spec.shape for spec in parameters.specs})  # raises for groups of another model
+
+
+def check_rule_fits(rule: Rule, parameters: FlatParameters, mesh: Mesh, strategy: type[Strategy]) -> None:
+    """Raise ValueError unless the strategy can take steps of the rule with these parameters."""
+    rule.by_shape({spec.name: spec.shape for spec in parameters.specs})  # raises for groups of another model
+    name = type(rule).__name__
+    if rule.whole_tensors and arrays.is_device(parameters.like):
+        raise ValueError(f"{name} multiplies matrices on the host, and the parameters are on a device; use AdamW there")
+    if rule.whole_tensors and strategy.workers_differ and mesh.data.size < mesh.size:
+        raise ValueError(
+            f"{name} needs whole matrices, and a worker of Local SGD has them divided on the mesh {mesh.sizes}; make "
+            "it with tensor=1 and pipeline=1, or use DDP or ZeRO"
+        )
 
 
 def check_place(parameters: FlatParameters, mesh: Mesh) -> None:

@@ -132,6 +132,20 @@ def lamb_apply(p, u, /, step_size):
     return p
 
 
+@elementwise
+def muon_direction(g, b, u, /, divisor, clip, rest, look):
+    g = g / divisor * clip
+    b = b + rest * (g - b)
+    u = look * b + (1.0 - look) * g
+    return b, u
+
+
+@elementwise
+def muon_apply(p, u, /, keep, step_size):
+    p = keep * p - step_size * u
+    return p
+
+
 # Before a rule, with a divisor of 1 then: as torch.nn.utils.clip_grad_value_ of the averaged gradient.
 
 

@@ -214,6 +214,7 @@ class Rule(ABC):
     groups: Sequence[ParameterGroup] = field(default=(), kw_only=True)
     ema_decay: float | None = field(default=None, kw_only=True)
     norm_based: ClassVar[bool] = False
+    whole_tensors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
@@ -389,6 +390,26 @@ class Rule(ABC):
                 own: dict[str, Any] = {} if values.weight_decay is None else {"weight_decay": values.weight_decay}
                 known[values] = replace(self, **own).scaled(values.lr_factor)
         return [known[values] for values in by_tensor]
+
+    def by_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:
+        """The rule of each tensor, for a rule that also chooses by shapes; as `by_tensor` for others.
+
+        Parameters
+        ----------
+        shapes : mapping of str to tuple of int
+            Of all tensors of a model, by name.
+
+        Returns
+        -------
+        list of Rule
+            As of `by_tensor`, in the order of the names.
+
+        Raises
+        ------
+        ValueError
+            As `by_tensor`.
+        """
+        return self.by_tensor(list(shapes))
 
     def update(
         self,

@@ -48,8 +48,9 @@ def _slots_of(kind: type, options: tuple[tuple[str, Any], ...]) -> tuple[str, ..
         parts = [after(slice(number, number + 1)) for number in range(3)]
     except Exception as error:
         text = brief(" ".join(str(error).split()))  # in one line
+        way_out = WAY_OUT if kind.__name__ != "Muon" else "use mpishard.Muon, which has the same formula"
         raise TypeError(
-            f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {WAY_OUT}"
+            f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {way_out}"
         ) from None
     slots, other = [], []
     for name, value in state.items():

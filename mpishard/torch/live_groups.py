@@ -18,7 +18,7 @@ from mpishard.torch.element_wise import STEP, WAY_OUT, arguments_of, slots_of
 
 # How a step is computed, which does not change its result: not compared, and not restored.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-_FIXED = ("groups", "ema_decay")  # of a rule
+_FIXED = ("groups", "ema_decay", "matrices", "rest")  # of a rule
 
 
 class ParameterGroups:
@@ -217,6 +217,10 @@ class FollowsGroups(Rule):
             return super().by_tensor(names)
         return self._live.by_tensor(names)
 
+    def by_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Rule]:
+        """The rule of each tensor, see `Rule.by_shape`: that of its group."""
+        return super().by_shape(shapes) if self._live is None else self._live.by_tensor(list(shapes))
+
     def configuration(self) -> dict[str, Any]:
         """The values, and those of all groups where something has changed them."""
         plain = super().configuration()
@@ -235,7 +239,7 @@ class RuleGroups(ParameterGroups):
         kind = type(rule).__mro__[2] if isinstance(rule, FollowsGroups) else type(rule)
         self.rule.__dict__.pop("_live", None)
         object.__setattr__(self.rule, "__class__", kind)
-        by_tensor = self.rule.by_tensor(list(tensors))
+        by_tensor = self.rule.by_shape({name: tuple(p.shape) for name, p in tensors.items()})
         # One for each group, changed in place when its group is.
         self._rules = list({id(each): each for each in by_tensor}.values())
         self._first = [copy.copy(each) for each in self._rules]
@@ -244,13 +248,16 @@ class RuleGroups(ParameterGroups):
         groups: list[dict[str, Any]] = [{"params": [], **_values_of(each)} for each in self._rules]
         for name, p in tensors.items():
             groups[self._number_of[name]]["params"].append(p)
+        # The values of each group: others than those of the rule where the group is of another one, as Muon's `rest`.
+        self._own = [list(_values_of(each)) for each in self._rules]
         super().__init__(f"the {kind.__name__}", groups, _values_of(self.rule))
-        self._scheduled = callable(rule.lr)
+        self._scheduled = any(callable(each.lr) for each in self._rules)
         self._shown = [group["lr"] for group in groups]
-        self.names = frozenset({*self.defaults, "options"})
+        self.names = frozenset({*(name for own in self._own for name in own), "options", "rest"})
         if self._scheduled:
             self.names -= {"lr"}
-            self._options.remove("lr")
+            for own in self._own:
+                own.remove("lr")
         self._checked = self._values()
         self._saved_first = self.saved
         self.rule.__dict__["_live"] = self
@@ -304,6 +311,10 @@ class RuleGroups(ParameterGroups):
         return problem
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _values(self) -> list[dict[str, Any]]:
+        pairs = zip(self._own, self.groups, strict=True)
+        return [{name: _plain(group[name]) for name in own} for own, group in pairs]
 
     def _checked_rule(self, number: int, values: dict[str, Any]) -> Rule:
         """A rule with other values, as its class makes it."""

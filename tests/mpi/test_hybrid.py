@@ -21,6 +21,8 @@ from mpishard import (
     HybridShardedModel,
     HybridShardedOptimizer,
     Mesh,
+    Muon,
+    ParameterGroup,
     ShardedModel,
     ShardingConfiguration,
     ZeRO1Optimizer,
@@ -29,7 +31,13 @@ from mpishard import (
 from mpishard.backend import array as arrays
 from mpishard.parameters.flat import FlatParameters
 
-RULES = [SGD(lr=0.1, momentum=0.9), AdamW(lr=0.1), LAMB(lr=0.1)]
+MUON = Muon(
+    lr=0.1,
+    matrices=["table", "*.wide", "*.none"],
+    groups=[ParameterGroup("1.*", lr_factor=0.5)],
+    rest=AdamW(lr=0.1, groups=[ParameterGroup("*.norm", weight_decay=0)]),
+)
+RULES = [SGD(lr=0.1, momentum=0.9), AdamW(lr=0.1), LAMB(lr=0.1), MUON]
 LIMIT = 0.5
 
 
@@ -68,7 +76,7 @@ def test_every_layout_takes_the_step_of_one_rank_to_the_last_bit(base, same_on_a
             whole = gathered(parameters, config)
             assert np.array_equal(whole, expected.parameters), mesh
             assert same_on_all(whole)
-        if isinstance(rule, AdamW):
+        if isinstance(rule, AdamW | Muon):
             assert optimizer.serialize() == expected.state, mesh
 
 

@@ -13,7 +13,7 @@ from devices import Device
 
 from mpishard.backend import array as arrays
 from mpishard.backend.exact import norm_of
-from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, ParameterGroup, RMSprop, Rule
+from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Muon, ParameterGroup, RMSprop, Rule
 from mpishard.optim.lr_schedules import cosine
 
 SIZE = 1003
@@ -120,6 +120,81 @@ def test_defaults_are_those_of_torch(kind: type[Rule]) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
     defaults = getattr(torch.optim, kind.__name__)([torch.nn.Parameter(torch.zeros(1))]).defaults
     assert {name: defaults[name] for name in numbers(kind())} == numbers(kind())
+
+
+MUONS = [
+    Muon(lr=0.05, matrices="w"),
+    Muon(lr=0.05, matrices="w", nesterov=False, momentum=0.8, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+    Muon(lr=0.05, matrices="w", ns_steps=3, ns_coefficients=(2.0, -1.5, 0.5), eps=1e-3, adjust_lr_fn="original"),
+]
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (1, 5), (5, 1)])
+@pytest.mark.parametrize("rule", MUONS, ids=range(len(MUONS)))
+def test_muon_follows_torch(monkeypatch: pytest.MonkeyPatch, rule: Muon, shape: tuple[int, int]) -> None:
+    """To rounding, where its products are in float64 too; and as it is, to the rounding of bfloat16."""
+    torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this PyTorch has no Muon")
+    own = {name: value for name, value in numbers(rule).items() if name not in ("matrices", "rest")}
+    random = np.random.default_rng(3)
+    begin, slopes = random.standard_normal(shape), random.standard_normal((20, *shape))
+    slopes[10] = 0
+    for exact, limit in ((True, 1e-12), (False, 0.1)):
+        if exact:
+            monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+        parameter = torch.nn.Parameter(torch.from_numpy(begin.copy()))
+        optimizer = torch.optim.Muon([parameter], **own)
+        values, slots = begin.copy(), state(rule, begin.size, np.float64)
+        for step, slope in enumerate(slopes, 1):
+            parameter.grad = torch.from_numpy(slope)
+            optimizer.step()
+            rule.update(values, slope, slots, step)
+            moved = np.linalg.norm(values - begin)
+            assert np.linalg.norm(values - parameter.detach().numpy()) <= limit * moved
+        monkeypatch.undo()
+    defaults = torch.optim.Muon([parameter]).defaults
+    assert numbers(Muon(matrices="w")) == {**defaults, "matrices": ("w",), "rest": AdamW()}
+
+
+def test_muon_has_the_matrices_and_another_rule_the_rest() -> None:
+    shapes = {"embed": (7, 3), "a.weight": (3, 3), "a.bias": (3,), "a.kernel": (2, 3, 3), "head.weight": (7, 3)}
+    rest = AdamW(groups=[ParameterGroup("*.bias", weight_decay=0)])
+    groups = [ParameterGroup("a.weight", lr_factor=0.5)]
+    rule = Muon(lr=0.5, matrices=["a.*", "head.*"], rest=rest, groups=groups)
+    embed, first, bias, kernel, head = rule.by_shape(shapes)
+    assert embed is kernel is rest and isinstance(first, Muon) and head is rule
+    assert (first.lr, head.lr) == (0.25, 0.5) and bias == AdamW(weight_decay=0, groups=rest.groups)
+    assert rule.slots == ("exp_avg", "exp_avg_sq")
+    plain = rule.configuration()
+    assert plain["matrices"] == "a.*; head.*" and plain["rest_rule"] == "AdamW"
+    assert all(isinstance(value, int | float | str) for value in plain.values())
+    with pytest.raises(ValueError, match="none of the 1 tensors that matrices=.*has two dimensions"):
+        Muon(matrices="a.bias").by_shape(shapes)
+    with pytest.raises(ValueError, match="'b.*' matches none of the tensors embed, "):
+        Muon(matrices="b.*").by_shape(shapes)
+    with pytest.raises(ValueError, match="needs a whole matrix, got parameters of shape"):
+        rule.update(np.zeros(4), np.zeros(4), [np.zeros(4)] * 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": 1.0}, "momentum=1.0 must be"),
+        ({"ns_steps": 0}, "ns_steps=0 must be"),
+        ({"ns_steps": 100}, "ns_steps=100 must be below 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, "must be three numbers"),
+        ({"adjust_lr_fn": "other"}, 'adjust_lr_fn=.* must be None, "original" or'),
+        ({"rest": "AdamW"}, "rest=.* must be a rule such as"),
+        ({"rest": LAMB()}, "must be an element-wise rule that keeps state from zero"),
+        ({"rest": SGD()}, "must be an element-wise rule that keeps state from zero"),
+        ({"rest": AdamW(ema_decay=0.5)}, "give ema_decay to Muon"),
+        ({"matrices": ()}, "name no tensor"),
+    ],
+)
+def test_muons_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Muon(**{"matrices": "w", **options})
 
 
 def test_groups_are_those_of_torch() -> None:
