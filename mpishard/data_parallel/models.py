@@ -9,7 +9,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
 from mpishard.data_parallel.full_state import gather_whole
-from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, optimizer_of
+from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, optimizer_of
 from mpishard.data_parallel.ownership import TensorCopies
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_place
@@ -305,16 +305,20 @@ def configuration_of(mesh: Any) -> ShardingConfiguration:
     return ShardingConfiguration.of(mesh)
 
 
-def optimizer_for(what: str, rule: Any, config: ShardingConfiguration, zero: int) -> ShardedOptimizer:
+def optimizer_for(
+    what: str, rule: Any, config: ShardingConfiguration, zero: int, shards_parameters: bool = False
+) -> ShardedOptimizer:
     """The optimizer for these arguments of an `as_distributed`; an optimizer is returned as it is.
 
-    All ranks of the mesh are data-parallel; `zero` is 0, 1 or 2; `what` names the model in messages. Raises TypeError
-    or ValueError if an argument is unfit, or they do not fit together.
+    All ranks of the mesh are data-parallel; `zero` is 0, 1 or 2, or 3 if `shards_parameters`; `what` names the model in
+    messages. Raises TypeError or ValueError if an argument is unfit, or they do not fit together.
     """
     mesh = config.mesh
     if mesh.data.size < mesh.size:
         raise ValueError(f"{what} is data-parallel, but the mesh is {mesh.sizes}; make it with tensor=1 and pipeline=1")
-    if isinstance(zero, bool) or zero not in (0, 1, 2):
+    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero!r} must be {'0, 1, 2 or 3' if shards_parameters else '0, 1 or 2'}")
+    if zero == 3 and not shards_parameters:
         raise ValueError(
             f"zero={zero!r} must be 0, 1 or 2; ZeRO-3, whose parameters come and go, needs a model that asks for them, "
             "such as mpishard.nn.GPT"
@@ -330,4 +334,6 @@ def optimizer_for(what: str, rule: Any, config: ShardingConfiguration, zero: int
             f"sync_every={config.sync_every} lets ranks take steps by themselves, and zero={zero} divides a state that "
             "all share; use one of the two"
         )
-    return {1: ZeRO1Optimizer, 2: ZeRO2Optimizer}[zero](rule, config) if zero else optimizer_of(rule, config)
+    if not zero:
+        return optimizer_of(rule, config)
+    return {1: ZeRO1Optimizer, 2: ZeRO2Optimizer, 3: ZeRO3Optimizer}[zero](rule, config)

@@ -569,7 +569,8 @@ class FlatParameters:
         """Make new gradients without a reducer; if sharded, also new shares of zeros over the axis as it is now."""
         sharded = self.sharded
         if sharded is not None:
-            sharded = ShardedUnits(self.pieces, self.units, sharded.axis, self.like)
+            memory, sharded = sharded.memory, ShardedUnits(self.pieces, self.units, sharded.axis, self.like)
+            sharded.memory = memory
         self._bind(self._flat, sharded)
 
     def gather(self) -> Array:

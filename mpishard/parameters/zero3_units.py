@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
@@ -17,6 +17,18 @@ from mpishard.layout.tensors import Piece
 from mpishard.parameters.buckets import BlockPool
 
 Array = Any
+
+
+class UnitMemory(Protocol):
+    """Gives out the memory of a unit while it is gathered, such as that of the tensors of a PyTorch module."""
+
+    def take(self, unit: int) -> Array:
+        """Memory for all elements of a unit, with any content."""
+        ...
+
+    def give_back(self, unit: int) -> None:
+        """Free the memory of a unit."""
+        ...
 
 
 class ShardedUnits:
@@ -44,6 +56,7 @@ class ShardedUnits:
             self._starts.append(self._starts[-1] + cuts[axis.rank + 1] - cuts[axis.rank])
         self.shard: Array = arrays.zeros(self._starts[-1], like.dtype, like=like)  # this rank's shares, end to end
         self._pool = BlockPool((stop - start for start, stop in self._extents), like)
+        self.memory: UnitMemory | None = None  # None: blocks of the pool
         self._blocks: dict[int, Array] = {}
         self._pending: dict[int, Request] = {}
         self._users: Counter[int] = Counter()
@@ -92,7 +105,8 @@ class ShardedUnits:
             if unit in self._blocks:
                 continue
             start, stop = self._extents[unit]
-            block = self._blocks[unit] = self._pool.take(stop - start)
+            block = self._pool.take(stop - start) if self.memory is None else self.memory.take(unit)
+            self._blocks[unit] = block
             self._pending[unit] = self.axis.start_all_gather(
                 block[: stop - start], self.share(unit), counts(self._cuts[unit]), label="parameters"
             )
@@ -128,9 +142,27 @@ class ShardedUnits:
 
     def drop(self) -> None:
         """Discard all gathered units, since the shares change."""
-        for unit in list(self._blocks):
-            self._drop(unit)
+        self.free(list(self._blocks))
         self._users.clear()
+
+    def is_gathered(self, unit: int) -> bool:
+        """Return True if a unit is gathered, or being gathered."""
+        return unit in self._blocks
+
+    def free(self, units: Iterable[int]) -> None:
+        """Free those of the units that are gathered, and end all uses of them."""
+        for unit in units:
+            self._users.pop(unit, None)
+            if unit in self._blocks:
+                self._drop(unit)
+
+    def keep(self, units: Iterable[int]) -> None:
+        """Keep the shares of what rank 0 has in the gathered units, which then have its values. Collective."""
+        for unit in units:
+            start, stop = self._extents[unit]
+            cuts, block = self._cuts[unit], self._blocks[unit][: stop - start]
+            self.axis.broadcast(block, label="parameters")
+            self.share(unit)[...] = block[cuts[self.axis.rank] : cuts[self.axis.rank + 1]]
 
     def abandon(self) -> None:
         """Abandon the gathers under way, after their communicators were revoked."""
@@ -162,4 +194,8 @@ class ShardedUnits:
         first, last = self._units[unit]
         for piece in self._pieces[first:last]:
             self.views.pop(piece.name, None)
-        self._pool.give_back(self._blocks.pop(unit))
+        block = self._blocks.pop(unit)
+        if self.memory is None:
+            self._pool.give_back(block)
+        else:
+            self.memory.give_back(unit)

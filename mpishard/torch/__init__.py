@@ -1,6 +1,7 @@
 """PyTorch modules on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`, `rule_of` for rules.
 
-`convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches.
+`convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches;
+`summon_full_parameters` shows the parameters of a module whose ranks have shares of them.
 
 PyTorch is imported with the first of these names.
 """
@@ -10,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpishard.torch.batch_norm import convert_sync_batchnorm
-    from mpishard.torch.distributed import ModuleOptimizer, as_distributed
+    from mpishard.torch.distributed import ModuleOptimizer, as_distributed, summon_full_parameters
     from mpishard.torch.problem import problem
     from mpishard.torch.torch_rule import rule_of
     from mpishard.torch.uneven_batches import join
 
-__all__ = ["ModuleOptimizer", "as_distributed", "convert_sync_batchnorm", "join", "problem", "rule_of"]
+__all__ = [
+    "ModuleOptimizer",
+    "as_distributed",
+    "convert_sync_batchnorm",
+    "join",
+    "problem",
+    "rule_of",
+    "summon_full_parameters",
+]
 
 _MODULE_OF = {
     "ModuleOptimizer": "distributed",
@@ -24,6 +33,7 @@ _MODULE_OF = {
     "join": "uneven_batches",
     "problem": "problem",
     "rule_of": "torch_rule",
+    "summon_full_parameters": "distributed",
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,20 @@ from mpishard.parameters.reducer import NoSync
 from mpishard.torch.buffers import MODES
 from mpishard.torch.live_groups import LiveGroups, ParameterGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
-from mpishard.torch.module import CLIP, DROP, STEP, ModuleState, ModuleTensors, check_unchanged, state_of
+from mpishard.torch.module import (
+    CLIP,
+    DROP,
+    STEP,
+    ModuleState,
+    ModuleTensors,
+    Sharding,
+    check_divisible,
+    check_unchanged,
+    known_state,
+    state_of,
+)
 from mpishard.torch.torch_rule import rule_of_optimizer
+from mpishard.torch.units import units_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 # The place of a PyTorch optimizer in the user's own training loop.
@@ -87,12 +100,16 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """Let the module go: it stays as it is, and is trained by this optimizer no more.
 
         Then layers may be frozen or not, added or moved, and `as_distributed` takes the module again, as for gradual
-        unfreezing.  An optimizer that nobody holds any more is closed.  Calling it twice does nothing.
+        unfreezing.  An optimizer that nobody holds any more is closed.  Calling it twice does nothing.  Under
+        ``zero=3`` the module has all parameters afterwards; it has none if nobody holds an optimizer that was not
+        closed.
 
-        Collective if a backward pass outside of `no_sync` was made since the last step.
+        Collective under ``zero=3``, and if a backward pass outside of `no_sync` was made since the last step.
         """
-        if self._end.alive and self.parameters.gradients.has_content:
-            self.parameters.reset_gradients()
+        if self._end.alive:
+            if self.parameters.gradients.has_content:
+                self.parameters.reset_gradients()
+            self._state.unshard()
         self._end()
 
     @property
@@ -200,6 +217,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
             arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
         finally:
             self._state.hooks.clear()
+        if self._state.units is not None:
+            self._state.units.end_step()
         self._groups.show(self.optimizer.steps)
         if first and self.unused_parameters and self.optimizer.mesh.rank == 0:
             shown = ", ".join(self.unused_parameters[:_SHOWN])
@@ -283,8 +302,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> NoSync:
         """A context for a backward pass that is not the last one of its step: gradients add up on this rank.
 
-        Under ZeRO-2, whose memory of gradients is short, they are summed over the ranks nevertheless, and all ranks
-        must make equally many passes.  Otherwise this is not collective.
+        Under ZeRO-2 and 3, whose memory of gradients is short, they are summed over the ranks nevertheless, and all
+        ranks must make equally many passes.  Otherwise this is not collective.
 
         Returns
         -------
@@ -400,6 +419,8 @@ def as_distributed(
     *,
     zero: int = 0,
     buffers: str = "broadcast",
+    shard_units: Any = "auto",
+    materialize: Callable[[Any], Any] | None = None,
 ) -> ModuleOptimizer:
     """Make a PyTorch module train on all ranks of a mesh; what is returned takes the place of its optimizer.
 
@@ -423,12 +444,24 @@ def as_distributed(
         values that its parameter groups have then, as a scheduler sets them; or an optimizer of this mesh with its
         options, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
-        What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too.  Under 0 and 1 ``p.grad`` is the
-        mean over ranks after a backward pass, as under DDP, and what a loop makes of it is what steps.
+        What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too, 3 also the parameters.  Under 0
+        and 1 ``p.grad`` is the mean over ranks after a backward pass, as under DDP, and what a loop makes of it is what
+        steps.  Under 3 a unit of the module is whole only during its forward and its backward pass; all ranks call the
+        module itself, equally often, and use the same layers in the same order.  Frozen parameters stay whole.
     buffers : {"broadcast", "average", "local"}
         What becomes of persistent buffers, such as the running averages of batch norms, after each step: all ranks take
         those of rank 0, as with DistributedDataParallel; or the mean over ranks, where they are floating-point; or they
         stay as they are, and only a checkpoint has those of rank 0.
+    shard_units : type, tuple of type, callable or "auto"
+        The submodules that are units under ``zero=3``: a class such as ``TransformerEncoderLayer``, classes, or a
+        function of a submodule that returns True.  The module itself is a unit with what is left, and with a parameter
+        that two units share.  "auto" takes the layers of its ``ModuleList`` and ``Sequential`` that have 32768 elements
+        or more, and looks within those that have more than a quarter of all.
+    materialize : callable, optional
+        Under ``zero=3`` for a module on the device meta, so that no rank has all parameters at any time:
+        ``materialize(layer)`` is called with each submodule that has parameters or buffers of its own when these have
+        memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are taken.
+        After an error in it, the module is in no usable state.
 
     Returns
     -------
@@ -443,26 +476,34 @@ def as_distributed(
     """
     config = configuration_of(mesh)
     problem: Exception | None = None
-    optimizer, tensors, groups, own = None, None, None, {}
+    optimizer, tensors, groups, sharding, own = None, None, None, None, {}
     try:
-        tensors = ModuleTensors.of(module)
+        check_divisible(module, zero)
+        tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
         check_unchanged(module)
         if isinstance(rule, torch.optim.Optimizer):
             rule = rule_of_optimizer(rule, {id(p): name for name, p in tensors.trained.items()})
-        optimizer = optimizer_for("a PyTorch module", rule, config, zero)
+        optimizer = optimizer_for("a PyTorch module", rule, config, zero, shards_parameters=True)
         if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         own = {"zero": str(zero), "buffers": buffers, **tensors.described}
+        if zero == 3:
+            names = {id(p): name for name, p in tensors.trained.items()}
+            units = units_of(getattr(module, "_orig_mod", module), shard_units, names)
+            sharding = Sharding(units, config.mesh.data, materialize)
+            own["shard_units"] = ", ".join(f"{unit.path} {len(unit.names)}" for unit in units)
+        elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
+            raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")
     except Exception as error:  # of a class of the user's, too
         problem = error
     agree_on_settings(config.mesh.world, own, problem, what="module and arguments of as_distributed")
     assert optimizer is not None and tensors is not None and groups is not None
     torch.set_num_threads(config.mesh.blas_threads)
-    state = state_of(module, tensors, buffers)
+    state = state_of(module, tensors, buffers, sharding)
     before: Any = optimizer.rule
     try:
         if isinstance(groups, RuleGroups):
@@ -477,3 +518,34 @@ def as_distributed(
     if isinstance(groups, LiveGroups):
         groups.claim()
     return ModuleOptimizer(state, optimizer, groups)
+
+
+def summon_full_parameters(module: Any, *, writeback: bool = True) -> AbstractContextManager[None]:
+    """A context in which a module under ``zero=3`` has all its parameters, on every rank.
+
+    For its ``state_dict()``, for looking at parameters, and for changing them.  Under another `zero` a module has them
+    always, and nothing happens.
+
+    Collective over the mesh, at entry and exit.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        That of `as_distributed`.
+    writeback : bool
+        Whether the values that rank 0 has at the end are those of all ranks from then on; else changes are dropped.
+
+    Returns
+    -------
+    context manager
+        For one ``with`` statement.
+
+    Raises
+    ------
+    ValueError
+        If the module is not distributed.
+    """
+    state = known_state(module)
+    if state is None:
+        raise ValueError("summon_full_parameters is for a module that as_distributed has made distributed")
+    return nullcontext() if state.units is None else state.units.summoned(writeback)

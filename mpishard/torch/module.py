@@ -10,7 +10,7 @@ import gc
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import BufferOwner, Buffers
 from mpishard.torch.memory import array_module, as_array, as_tensor, finish_stream
+from mpishard.torch.units import ShardedModule, Unit
 
 Array = Any
 
@@ -42,8 +43,8 @@ class SpreadGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "p.grad has no values here: gradients leave during the backward pass under zero=2, with reproducible sums "
-            "or a loss scale.  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
+            "p.grad has no values here: gradients leave during the backward pass under zero=2 and 3, with reproducible "
+            "sums or a loss scale.  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
             "max_gradient_norm or max_gradient_value"
         )
 
@@ -65,6 +66,8 @@ class GradientHooks:
         self.sums_over: Callable[[], int] = lambda: 0
         # Within `mpishard.torch.join` called with the next collective action.
         self.tell: Callable[..., None] | None = None
+        # The units of the module under ZeRO-3, whose parameters come and go.
+        self.units: ShardedModule | None = None
         self.divide_by: int = 0  # by which a mean is divided; 0: the number of ranks
         self._told_pass = False
         self._parameters = parameters
@@ -104,6 +107,8 @@ class GradientHooks:
         self._passes.clear()  # some are left after an exception in a pass
         for p in self.tensors.values():
             p.grad = None
+        if self.units is not None:
+            self.units.reset()
 
     @property
     def mean_gradients(self) -> Array:
@@ -282,6 +287,8 @@ class GradientHooks:
             self._kept[name] = p.grad, 0
         else:
             p.grad = None
+        if self.units is not None:
+            self.units.take(name)
         reducer.mark_ready(name)
 
 
@@ -303,8 +310,10 @@ class ModuleTensors:
     buffers: dict[str, Any]  # the persistent ones, which are in the `state_dict`
 
     @classmethod
-    def of(cls, module: Any) -> ModuleTensors:
+    def of(cls, module: Any, *, on_meta: bool = False) -> ModuleTensors:
         """The tensors of a module, compiled or not, that can be trained; nothing is changed.
+
+        With `on_meta` parameters may be without values, on the device meta.
 
         Raises TypeError if it is no module, or its parameters are not all float32 or all float64; ValueError if a layer
         is a SyncBatchNorm, no parameter requires a gradient, or parameters are on several devices, not contiguous,
@@ -325,7 +334,7 @@ class ModuleTensors:
         if not trained:
             frozen = f"all of its {len(named)} parameters are frozen (requires_grad=False)" if named else "it has none"
             raise ValueError(f"this {type(module).__name__} has no parameter to train: {frozen}")
-        _check_values(named)
+        _check_values(named, on_meta)
         _check_dtypes(trained)
         _check_memory(trained)
         others = {name: p for name, p in named.items() if not p.requires_grad}
@@ -342,8 +351,9 @@ class ModuleTensors:
 
     @property
     def device(self) -> Any:
-        """The device of all parameters."""
-        return next(iter(self.trained.values())).device
+        """The device of all parameters; the default one if they have no values yet."""
+        device = next(iter(self.trained.values())).device
+        return torch.get_default_device() if device.type == "meta" else device
 
 
 def plain_name(name: str) -> str:
@@ -363,13 +373,22 @@ def _persistent_buffers(module: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _check_values(named: dict[str, Any]) -> None:
+def _check_values(named: dict[str, Any], on_meta: bool) -> None:
     """Raise ValueError unless all parameters have values, on one device."""
     for name, p in named.items():
         if isinstance(p, torch.nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is not initialized: run one batch through the module first")
-        if p.device.type == "meta":
-            raise ValueError(f"parameter {name!r} is on the device meta and has no values: module.to_empty and fill it")
+        if p.device.type == "meta" and not on_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the device meta and has no values: module.to_empty and fill it, or give "
+                "as_distributed zero=3 and a function that fills one layer, as "
+                "materialize=lambda layer: layer.reset_parameters()"
+            )
+        if p.device.type != "meta" and p.numel() and not p.untyped_storage().nbytes():
+            raise ValueError(
+                f"parameter {name!r} has no values: under zero=3 its shares went with what as_distributed returned; "
+                "call close() of that, on all ranks, which leaves the module whole"
+            )
         if type(p.data) is not torch.Tensor or p.layout is not torch.strided:
             raise ValueError(
                 f"parameter {name!r} is a {type(p.data).__name__} of layout {p.layout}, and must be a plain dense "
@@ -411,7 +430,8 @@ def _check_memory(trained: dict[str, Any]) -> None:
                 f"parameter {name!r} is not contiguous: shape {tuple(p.shape)}, strides {p.stride()}; "
                 "p.data = p.data.contiguous() before"
             )
-    ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in trained.items())
+    placed = {name: p for name, p in trained.items() if p.device.type != "meta"}
+    ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in placed.items())
     for (_, stop, first), (start, _, second) in zip(ranges, ranges[1:], strict=False):
         if start < stop:
             raise ValueError(
@@ -447,29 +467,45 @@ class ModuleState:
     """The parameters of a module as FlatParameters, with its buffers and frozen parameters.
 
     The parameters become views into one flat array, and keep their values. This is the `CarriedState` of that array.
-    `buffers` is the treatment of buffers after each update, see `mpishard.torch.as_distributed`.
+    `buffers` is the treatment of buffers after each update, see `mpishard.torch.as_distributed`. With `sharding` the
+    parameters are views into storages that come and go, see `ShardedModule`.
     """
 
-    def __init__(self, module: Any, tensors: ModuleTensors, buffers: str) -> None:
+    def __init__(self, module: Any, tensors: ModuleTensors, buffers: str, sharding: Sharding | None = None) -> None:
         self.module = module
         self.users: int = 0  # optimizers and problems in use that train the module by this state
         self._let_go = False
         self._trained = tensors.trained
         self._frozen = tensors.frozen
-        # In the order of their indices; channels_last has its own order in memory only.
-        plain = {name: p.detach().contiguous() for name, p in tensors.trained.items()}
-        self.parameters: FlatParameters = FlatParameters.of(plain, module=array_module(tensors.device))
-        for name, p in tensors.trained.items():
-            p.data = as_tensor(self.parameters[name])
-            p.grad = None
+        self.parameters: FlatParameters
+        self.units: ShardedModule | None = None
+        if sharding is None:
+            # In the order of their indices; channels_last has its own order in memory only.
+            plain = {name: p.detach().contiguous() for name, p in tensors.trained.items()}
+            self.parameters = FlatParameters.of(plain, module=array_module(tensors.device))
+            for name, p in tensors.trained.items():
+                p.data = as_tensor(self.parameters[name])
+                p.grad = None
+        else:
+            device = tensors.device
+            for p in tensors.frozen.values():
+                if p.device.type == "meta":
+                    values = torch.empty_like(p, device=device)
+                    torch.utils.swap_tensors(p, torch.nn.Parameter(values, requires_grad=False))
+            self.units = ShardedModule(
+                module, sharding.units, tensors.trained, sharding.axis, device, sharding.materialize
+            )
+            self.parameters = self.units.parameters
+            tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
         names = {id(buffer): name for name, buffer in tensors.buffers.items()}
         owners = [
             BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
         ]
         self.buffers: Buffers = Buffers(tensors.buffers, buffers, owners)
         self.hooks: GradientHooks = GradientHooks(self.parameters, tensors.trained)
+        self.hooks.units = self.units
         self.parameters.carried = self
-        self._memory = [(name, p, _memory_of(p)) for name, p in tensors.trained.items()]
+        self._memory = [(name, p, self._memory_of(p)) for name, p in tensors.trained.items()]
         self._tables = [
             (table, list(table.items())) for child in module.modules() for table in (child._parameters, child._modules)
         ]
@@ -509,12 +545,26 @@ class ModuleState:
         self.buffers.consolidate(axis)
 
     def release(self) -> None:
-        """Remove a user; after the last one the module is one of PyTorch alone, with its present values."""
+        """Remove a user; after the last one the module is one of PyTorch alone, with its present values.
+
+        Under ZeRO-3 it has no values then, unless `unshard` has given it some.
+        """
         self.users -= 1
         if not self.users:
             self._let_go = True
+            if self.units is not None:
+                self.units.remove(restores=False)
             self.hooks.remove()
             _states.pop(self.module, None)
+
+    def unshard(self) -> None:
+        """Before the last user goes, give the module whole parameters again, under ZeRO-3. Collective then."""
+        if self.units is not None and self.users == 1:
+            self.units.remove(restores=True)
+
+    def _memory_of(self, p: Any) -> tuple[Any, ...]:
+        at = p.data_ptr() if self.units is None else p.untyped_storage()._cdata
+        return at, p.shape, p.stride(), p.dtype
 
     def check_intact(self) -> None:
         """Raise ValueError if parameters were added, removed, replaced, moved, frozen or released since wrapping.
@@ -528,7 +578,7 @@ class ModuleState:
                 "or call as_distributed again"
             )
         for name, p, memory in self._memory:
-            if _memory_of(p) != memory:
+            if self._memory_of(p) != memory:
                 raise ValueError(
                     f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
                     f"module.to(...), load_state_dict(assign=True) and p.data = ... do; do that {_WHEN}"
@@ -546,6 +596,8 @@ class ModuleState:
                 table.get(name) is not each for name, each in before
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
+        if self.units is not None:
+            self.units.check_intact()
         self.hooks.take_changes()
         self.buffers.take_back()
 
@@ -561,21 +613,26 @@ class ModuleState:
         return f"{', '.join(found[:3]) or 'it has other submodules'}; change it {_WHEN}"
 
 
-def _memory_of(p: Any) -> tuple[Any, ...]:
-    return p.data_ptr(), p.shape, p.stride(), p.dtype
+@dataclass(frozen=True)
+class Sharding:
+    """How ZeRO-3 divides the parameters of a module: its units, the axis, and what fills modules without values."""
+
+    units: list[Unit]
+    axis: Axis
+    materialize: Any
 
 
 _states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary()
 
 
-def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
+def state_of(module: Any, tensors: ModuleTensors, buffers: str, sharding: Sharding | None = None) -> ModuleState:
     """The state of a module, compiled or not, without gradients: the one that others use, or a new one. Adds a user.
 
-    Raises ValueError if the module was changed since the state was made.
+    With `sharding` it is collective. Raises ValueError if the module was changed since the state was made.
     """
     module, found = _known(module)
     if found is None:
-        found = _states[module] = ModuleState(module, tensors, buffers)
+        found = _states[module] = ModuleState(module, tensors, buffers, sharding)
     else:
         found.check_intact()
         found.buffers.mode = buffers
@@ -597,6 +654,24 @@ def check_unchanged(module: Any) -> None:
         _, found = _known(module)
         if found is not None:
             found.check_intact()
+
+
+def check_divisible(module: Any, zero: int) -> None:
+    """Raise ValueError if another optimizer trains a module, and one of the two divides its parameters by ZeRO-3."""
+    for _ in range(2):
+        found = known_state(module) if isinstance(module, torch.nn.Module) else None
+        if found is None or (zero != 3 and found.units is None):
+            return
+        gc.collect()  # an optimizer without references may be in a circle
+    raise ValueError(
+        "another optimizer trains this module, and one of the two divides its parameters with zero=3: call close() of "
+        "what the other as_distributed returned"
+    )
+
+
+def known_state(module: Any) -> ModuleState | None:
+    """The state of a module, compiled or not, that was made distributed and was not let go."""
+    return _known(module)[1]
 
 
 def _known(module: Any) -> tuple[Any, ModuleState | None]:

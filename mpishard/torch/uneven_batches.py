@@ -113,6 +113,11 @@ class Join:
                 f"auto_sync_gradients={optimizer.config.auto_sync_gradients} are not; leave it out, and give ranks "
                 "equally many batches"
             )
+        if self._hooks.units is not None:
+            return ValueError(
+                "under zero=3 all ranks make every forward pass, which gathers parameters: use zero=2 within join, or "
+                "give ranks equally many batches"
+            )
         if sums_over_ranks(self._optimizer.module):
             return ValueError(
                 "the module has batch norms that sum over ranks, whose forward passes all ranks must make: give ranks "

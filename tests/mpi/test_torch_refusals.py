@@ -39,7 +39,8 @@ def test_a_module_that_was_changed_is_refused_on_all_ranks(mesh, change, message
     ("make_module", "arguments", "kind", "message"),
     [
         (lambda: smooth().half(), {}, TypeError, "must be float32 or float64, but '1.weight' is float16"),
-        (smooth, {"zero": 3}, ValueError, "zero=3 must be 0, 1 or 2"),
+        (smooth, {"zero": 4}, ValueError, "zero=4 must be 0, 1, 2 or 3"),
+        (smooth, {"zero": 3, "shard_units": torch.nn.LSTM}, ValueError, "the module has no submodule LSTM"),
         (smooth, {"buffers": "mean"}, ValueError, "buffers='mean' must be one of broadcast, average, local"),
         (convolutional, {}, ValueError, "must have the same module and arguments of as_distributed, but parameters is"),
     ],
@@ -214,7 +215,7 @@ def test_gradients_that_have_left_cannot_be_used(mesh, use):
                 loss_of(module, x, y, samples_of(mesh, 2)).backward()
             loss_of(module, x, y, samples_of(mesh, step)).backward()
             if uses:
-                with pytest.raises(RuntimeError, match="under zero=2, .*clip_grad_norm_.*max_gradient_norm"):
+                with pytest.raises(RuntimeError, match="under zero=2 and 3, .*clip_grad_norm_.*max_gradient_norm"):
                     use(module)
             optimizer.step()
         assert all(p.grad is None for p in module.parameters())

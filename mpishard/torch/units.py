@@ -1,0 +1,450 @@
+"""ZeRO-3 of a PyTorch module: each rank keeps a share of its parameters, and a unit of them is whole while it is used.
+
+A unit is a submodule with the parameters that no unit within it has.  It is gathered before its forward pass and freed
+after it, gathered again when the gradient of its output arrives, and freed when the gradients of its inputs are there;
+its own gradients have left for their owners by then.  Freed parameters are views into a storage of 0 bytes.
+
+Zhao et al., "PyTorch FSDP" (2023), sections 3.2 and 4.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.layout.tensors import ParameterSpec, Piece
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.zero3_units import ShardedUnits
+from mpishard.torch.memory import array_module, finish_stream
+
+Array = Any
+
+# A list of layers is divided further where one of them has more than this part of all parameters.
+_LARGEST_PART = 4
+# Elements of a layer that "auto" makes a unit, at least: the messages of smaller ones take longer than their bytes.
+SMALLEST_UNIT = 2**15
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+
+
+# Which submodules are units, and which parameters belong to each.
+
+
+@dataclass(eq=False)
+class Unit:
+    """A submodule whose own parameters are gathered together, and the passes in which it is used now."""
+
+    path: str
+    module: Any
+    names: list[str] = field(default_factory=list)  # of the trained parameters, in flat order
+    children: list[Any] = field(default_factory=list)  # modules in it, and in no unit within it, itself included
+    numbers: list[int] = field(default_factory=list)  # of the units of the flat parameters that have these tensors
+    calls: list[_Call] = field(default_factory=list)  # forward passes under way, the innermost last
+    # Forward passes since the last step whose backward pass has not ended, and those of which it has begun.
+    waiting: set[_Call] = field(default_factory=set)
+    opened: set[_Call] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)  # parameters that got a gradient in this backward pass
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward pass of a unit."""
+
+    unit: Unit
+    task: int = -1  # the pass of autograd that has reached its output
+
+
+def units_of(module: Any, shard_units: Any, names: Mapping[int, str]) -> list[Unit]:
+    """The units of a module, itself first; `names` has the trained parameters by id, in flat order.
+
+    Raises TypeError or ValueError if `shard_units` is unfit, or chooses nothing or a list, which has no forward pass.
+    """
+    chosen = _chosen(module, shard_units)
+    units = {id(module): Unit("", module)}
+    chains: dict[int, list[Unit]] = {}  # by the id of a parameter: the units around all of its places
+    around: dict[str, list[Unit]] = {"": [units[id(module)]]}
+    listed: set[int] = set()
+    for path, child in module.named_modules(remove_duplicate=False):
+        chain = around[path.rpartition(".")[0]] if path else around[""]
+        if id(child) in chosen:
+            unit = units.setdefault(id(child), Unit(path, child))
+            chain = [*chain, unit] if unit not in chain else chain
+        around[path] = chain
+        if id(child) not in listed:
+            listed.add(id(child))
+            chain[-1].children.append(child)
+        for p in child._parameters.values():
+            if p is not None and id(p) in names:
+                known = chains.setdefault(id(p), chain)
+                chains[id(p)] = [each for each in known if each in chain]
+    for key, name in names.items():
+        chains[key][-1].names.append(name)
+    root, *others = units.values()
+    return [root, *(unit for unit in others if unit.names)]
+
+
+def _chosen(module: Any, shard_units: Any) -> set[int]:
+    """The ids of the submodules that `shard_units` makes units."""
+    if isinstance(shard_units, str):
+        if shard_units != "auto":
+            raise ValueError(f'shard_units={shard_units!r} must be "auto", a class of modules, or a predicate')
+        return _large_layers(module, sum(p.numel() for p in module.parameters()))
+    classes = shard_units if isinstance(shard_units, tuple) else (shard_units,)
+    is_unit: Callable[[Any], Any]
+    if all(isinstance(each, type) for each in classes) and classes:
+        what = " or ".join(each.__name__ for each in classes)
+        is_unit = lambda child: isinstance(child, classes)  # noqa: E731
+    elif callable(shard_units):
+        what, is_unit = f"for which {getattr(shard_units, '__name__', 'shard_units')} is true", shard_units
+    else:
+        raise TypeError(
+            f'shard_units must be "auto", a class of modules or a tuple of them, or a predicate, got {shard_units!r}'
+        )
+    found = {path: child for path, child in module.named_modules() if path and is_unit(child)}
+    if not found:
+        raise ValueError(f"the module has no submodule {what}: see module.named_modules() for those that it has")
+    for path, child in found.items():
+        if isinstance(child, _CONTAINERS):
+            raise ValueError(
+                f"{path!r} is a {type(child).__name__} and has no forward pass, before which it could be gathered: "
+                "choose its layers in shard_units"
+            )
+    return {id(child) for child in found.values()}
+
+
+def _large_layers(module: Any, size: int) -> set[int]:
+    """The ids of the layers in lists and Sequentials, the outermost ones, that are large enough."""
+    found: set[int] = set()
+    for child in module.children():
+        in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+        own = sum(p.numel() for p in child.parameters())
+        is_unit = in_list and own >= SMALLEST_UNIT and not isinstance(child, _CONTAINERS)
+        within = set() if is_unit and own * _LARGEST_PART <= size else _large_layers(child, size)
+        found |= within | ({id(child)} if is_unit else set())
+    return found
+
+
+# The memory of units, and the hooks that gather and free them.
+
+
+class UnitStorages:
+    """The memory of gathered units: storages of PyTorch, into which their parameters are views, of 0 bytes when freed.
+
+    This is the `UnitMemory` of ShardedUnits.
+    """
+
+    def __init__(self, runs: Sequence[Sequence[Piece]], tensors: Mapping[str, Any], like: Any) -> None:
+        self._runs = [list(run) for run in runs]
+        self._tensors = tensors
+        self._wholes: list[Any] = [torch.empty(0, dtype=like.dtype, device=like.device) for _ in runs]
+        self._sizes = [sum(piece.size for piece in run) for run in runs]
+
+    def take(self, unit: int) -> Array:
+        whole, size = self._wholes[unit], self._sizes[unit]
+        whole.untyped_storage().resize_(size * whole.element_size())
+        if whole.is_cuda:
+            finish_stream(whole)
+            return array_module(whole.device).from_dlpack(self._view(unit, 0, (size,)))
+        # Tensor.numpy() would fix the size of the storage for ever.
+        memory = (ctypes.c_char * max(1, size * whole.element_size())).from_address(whole.untyped_storage().data_ptr())
+        return np.frombuffer(memory, str(whole.dtype).removeprefix("torch."), size)
+
+    def give_back(self, unit: int) -> None:
+        finish_stream(self._wholes[unit])
+        self._wholes[unit].untyped_storage().resize_(0)
+
+    def adopt(self, unit: int) -> None:
+        """Make the parameters of a gathered unit views into its memory, with the values that they have."""
+        for piece in self._runs[unit]:
+            p = self._tensors[piece.name]
+            view = self._view(unit, piece.start - self._runs[unit][0].start, piece.shape)
+            if p.device.type == "meta":
+                torch.utils.swap_tensors(p, torch.nn.Parameter(view, requires_grad=p.requires_grad))
+            else:
+                view.copy_(p.detach())
+                p.data = view
+            p.grad = None
+
+    def let_go(self, unit: int) -> None:
+        """Give the parameters of a gathered unit memory of their own."""
+        for piece in self._runs[unit]:
+            p = self._tensors[piece.name]
+            p.data = p.detach().clone()
+
+    def _view(self, unit: int, start: int, shape: tuple[int, ...]) -> Any:
+        whole = self._wholes[unit]
+        strides = torch.empty(shape, device="meta").stride()
+        return torch.empty(0, dtype=whole.dtype, device=whole.device).set_(
+            whole.untyped_storage(), start, shape, strides
+        )
+
+
+class ShardedModule:
+    """The units of a module under ZeRO-3: their parameters are divided over `axis`, and hooks gather and free them.
+
+    Methods are collective over `axis`, whose ranks must run the same units in the same order. `materialize` fills a
+    module whose parameters have no values yet, see `as_distributed`. Raises what that raises on any rank, on all.
+    """
+
+    def __init__(
+        self, module: Any, units: Sequence[Unit], tensors: Mapping[str, Any], axis: Axis, device: Any, materialize: Any
+    ) -> None:
+        self.units = list(units)
+        self._module = module
+        self._tensors = tensors
+        self._axis = axis
+        self._of_name = {name: unit for unit in units for name in unit.names}
+        self._passes: list[int] = []  # those of autograd under way, a nested one last
+        self._summoned = False
+        first = next(iter(tensors.values()))
+        like = torch.empty(0, dtype=first.dtype, device=device)
+        self.parameters: FlatParameters = FlatParameters(
+            [ParameterSpec(name, tuple(p.shape)) for name, p in tensors.items()],
+            str(like.dtype).removeprefix("torch."),
+            module=array_module(device),
+            units=_runs(tensors, self._of_name),
+            sharded_over=axis,
+        )
+        layout = self.parameters.layout
+        for unit in self.units:
+            unit.numbers = layout.units_of(unit.names)
+        self.storages = UnitStorages([layout.pieces[first:last] for first, last in layout.units], tensors, like)
+        self._sharded.memory = self.storages
+        if first.device.type == "meta":
+            self._materialize(materialize, device)
+        else:
+            for number in range(len(layout.units)):
+                self._sharded.use([number])
+                self.storages.adopt(number)
+                self._sharded.keep([number])
+                self._sharded.free([number])
+        self._handles = [self._module.register_state_dict_pre_hook(self._check_summoned)]
+        self._handles.append(self._module.register_load_state_dict_pre_hook(self._check_summoned))
+        for unit in self.units:
+            before, after = partial(self._before, unit), partial(self._after, unit)
+            self._handles += [
+                unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                unit.module.register_forward_hook(after, always_call=True),
+            ]
+
+    @property
+    def _sharded(self) -> ShardedUnits:
+        assert self.parameters.sharded is not None
+        return self.parameters.sharded
+
+    def _materialize(self, materialize: Any, device: Any) -> None:
+        """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
+        adopted: set[int] = set()
+        for unit in self.units:
+            own = [name for child in unit.children for name in self._names_in(child)]
+            numbers = self.parameters.layout.units_of([*own, *unit.names])
+            self._sharded.use(numbers)
+            problem: Exception | None = None
+            try:
+                for number in [each for each in numbers if each not in adopted]:
+                    self.storages.adopt(number)
+                adopted.update(numbers)
+                for child in unit.children:
+                    _fill(child, materialize, device)
+            except Exception as error:  # of a function of the user's
+                problem = error
+            self._axis.raise_if_any(problem)
+            self._sharded.keep(numbers)
+            self._sharded.free(numbers)
+
+    def _names_in(self, child: Any) -> list[str]:
+        names = {id(p): name for name, p in self._tensors.items()}
+        return [names[id(p)] for p in child._parameters.values() if id(p) in names]
+
+    def check_intact(self) -> None:
+        """Raise ValueError within `summon_full_parameters`, where a step would be lost."""
+        if self._summoned:
+            raise ValueError(
+                "a step within summon_full_parameters would be undone at its end: leave the context before"
+            )
+
+    def reset(self) -> None:
+        """Begin a step: no backward pass is under way."""
+        self._passes.clear()
+        for unit in self.units:
+            unit.opened.clear()
+            unit.seen.clear()
+            self._free(unit)
+
+    def end_step(self) -> None:
+        """Forget forward passes that had no backward pass."""
+        for unit in self.units:
+            unit.waiting.clear()
+
+    def remove(self, restores: bool) -> None:
+        """Remove the hooks; if `restores`, give the module whole parameters, else leave it without. Then collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for number in range(len(self.parameters.units)) if restores else ():
+            self._sharded.use([number])
+            self.storages.let_go(number)
+            self._sharded.free([number])
+
+    @contextlib.contextmanager
+    def summoned(self, writeback: bool) -> Iterator[None]:
+        """Gather all units; at the end rank 0's values are those of all ranks, if `writeback`, or are dropped."""
+        if self._summoned:
+            yield
+            return
+        numbers = range(len(self.parameters.units))
+        self._sharded.use(numbers)
+        self._ready()
+        self._summoned = True
+        try:
+            yield
+            if writeback:
+                for each in self._tensors.values():
+                    finish_stream(each)
+                self._sharded.keep(numbers)
+        finally:
+            self._summoned = False
+            self._sharded.free(numbers)
+
+    def take(self, name: str) -> None:
+        """Learn that autograd has finished a gradient, before it is marked ready."""
+        self._of_name[name].seen.add(name)
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def _check_summoned(self, *_: Any, **__: Any) -> None:
+        if not self._summoned:
+            raise RuntimeError(
+                "under zero=3 a rank has its share of the parameters only: call state_dict() or load_state_dict() of "
+                "the module within `with mpishard.torch.summon_full_parameters(module):`, on all ranks, or use "
+                "save_checkpoint() and load_checkpoint() of what as_distributed returned"
+            )
+
+    def _before(self, unit: Unit, module: Any, args: Any, kwargs: Any) -> None:
+        """Gather a unit before its forward pass, and watch for the gradients of its inputs."""
+        call = _Call(unit)
+        unit.calls.append(call)
+        self._gather(unit)
+        inputs = [each for each in _tensors_in((args, kwargs)) if each.requires_grad] if torch.is_grad_enabled() else []
+        # The gradient of a leaf may be there before those of the unit's parameters are; the end of the pass is later.
+        if inputs and not any(each.is_leaf for each in inputs):
+            torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._close(call))
+
+    def _after(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
+        """Free a unit after its forward pass, and watch for the gradient of its output."""
+        if not unit.calls:
+            return
+        call = unit.calls.pop()
+        outputs = [each for each in _tensors_in(output) if each.requires_grad] if torch.is_grad_enabled() else []
+        if outputs:
+            unit.waiting.add(call)
+            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._open(call), mode="any")
+        self._free(unit)
+
+    def _open(self, call: _Call) -> None:
+        """Gather a unit, since the gradient of its output has arrived."""
+        call.task = torch._C._current_graph_task_id()
+        if call.task not in self._passes:
+            self._passes.append(call.task)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_pass, call.task))
+        call.unit.opened.add(call)
+        call.unit.waiting.add(call)
+        self._gather(call.unit)
+
+    def _close(self, call: _Call) -> None:
+        """End the backward pass of one use of a unit: free it after the last one, when its gradients are complete."""
+        unit = call.unit
+        if call not in unit.opened:
+            return
+        unit.opened.discard(call)
+        unit.waiting.discard(call)
+        if not unit.waiting:
+            self._complete(unit)
+        self._free(unit)
+
+    def _end_pass(self, task: int) -> None:
+        """End a pass of autograd, which may be within another one: what no input has closed is closed."""
+        for unit in self.units:
+            for call in [each for each in unit.opened if each.task == task]:
+                self._close(call)
+        if task in self._passes:
+            self._passes.remove(task)
+        if not self._passes:
+            for unit in self.units:
+                self._complete(unit)
+                unit.seen.clear()
+
+    def _complete(self, unit: Unit) -> None:
+        """Mark the gradients that a unit will not get in this pass, so that the sums of the others may start."""
+        if unit.seen:
+            for name in unit.names:
+                if name not in unit.seen:
+                    unit.seen.add(name)
+                    self.parameters.mark_ready(name)
+
+    def _gather(self, unit: Unit) -> None:
+        missing = [number for number in unit.numbers if not self._sharded.is_gathered(number)]
+        if missing:
+            self._sharded.use(missing)
+            self._ready()
+
+    def _ready(self) -> None:
+        arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
+
+    def _free(self, unit: Unit) -> None:
+        if not (unit.calls or unit.opened or self._summoned):
+            self._sharded.free(unit.numbers)
+
+
+def _runs(tensors: Mapping[str, Any], of_name: Mapping[str, Unit]) -> list[list[str]]:
+    """The tensors in runs of one unit each."""
+    runs: list[list[str]] = []
+    last: Unit | None = None
+    for name in tensors:
+        if of_name[name] is not last:
+            runs.append([])
+        last = of_name[name]
+        runs[-1].append(name)
+    return runs
+
+
+def _fill(child: Any, materialize: Any, device: Any) -> None:
+    """Give the buffers of a module memory, and let the user's function fill it and the parameters in place."""
+    for key, buffer in child._buffers.items():
+        if buffer is not None and buffer.device.type == "meta":
+            child._buffers[key] = torch.empty_like(buffer, device=device)
+    before = dict(child._parameters)
+    if not any(each is not None for each in (*before.values(), *child._buffers.values())):
+        return
+    storages = {key: p.untyped_storage()._cdata for key, p in before.items() if p is not None}
+    with torch.no_grad():
+        materialize(child)
+    for key, p in child._parameters.items():
+        if p is not before.get(key) or (p is not None and p.untyped_storage()._cdata != storages[key]):
+            raise ValueError(
+                f"materialize has replaced {key!r} of a {type(child).__name__}: fill parameters in place, as "
+                "reset_parameters() and functions of torch.nn.init do"
+            )
+
+
+def _tensors_in(found: Any) -> Iterator[Any]:
+    """The tensors in what a forward pass takes or returns."""
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, Mapping):
+        for each in found.values():
+            yield from _tensors_in(each)
+    elif isinstance(found, (list, tuple, set)):
+        for each in found:
+            yield from _tensors_in(each)
+    elif is_dataclass(found):
+        for each in fields(found):
+            yield from _tensors_in(getattr(found, each.name))

@@ -1,0 +1,261 @@
+"""PyTorch modules whose parameters are divided over the ranks, unit by unit, beside the same module kept whole."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import Mesh
+
+torch = pytest.importorskip("torch")
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_models import RULE  # noqa: E402
+
+WIDTH = 8
+BATCH = 6
+
+
+class Block(torch.nn.Module):
+    """With a frozen layer, a parameter that nothing uses, and a value besides its tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(3 * WIDTH, WIDTH)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+        self.frozen = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x) + self.frozen(x)))), {"rows": len(x)}
+
+
+class Blocks(torch.nn.Module):
+    """With weights that two blocks share, an embedding that is the head, and a block that is used twice."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.reentrant = reentrant
+        self.tokens = torch.nn.Embedding(11, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        # A pass within a pass reaches a parameter once, here and under DistributedDataParallel.
+        if not reentrant:
+            self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.head = torch.nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("scale", torch.full((), 0.5))
+
+    def forward(self, samples):
+        x = self.tokens(samples)
+        for block in [*self.blocks, *([] if self.reentrant else [self.blocks[1]])]:
+            x, _ = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x.mean(1)) * self.scale
+
+
+def layers(child):
+    return isinstance(child, (Block, torch.nn.Linear))
+
+
+def fresh(reentrant=None, seed=0):
+    torch.manual_seed(seed)
+    return Blocks(reentrant).double()
+
+
+def take_steps(mesh, module, optimizer, steps):
+    """Steps of two samples of tokens on each rank; every second one in two passes, every third with a pair of calls."""
+    for step in steps:
+        optimizer.zero_grad()
+        for last in (False, True)[1 - step % 2 :]:
+            tokens = torch.from_numpy(np.random.default_rng((step, mesh.data.rank, last)).integers(0, 11, (BATCH, 5)))
+            with contextlib.nullcontext() if last else optimizer.no_sync():
+                outputs = module(tokens)
+                if step % 3 == 2:
+                    outputs = outputs + module(tokens.flip(0))
+                torch.nn.functional.cross_entropy(outputs, tokens[:, 0]).backward()
+        optimizer.step()
+
+
+def held_bytes(module):
+    """Bytes of the trained parameters that this rank has, without those on the device meta."""
+    storages = [p.untyped_storage() for p in module.parameters() if p.requires_grad and not p.is_meta]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("units", [Block, layers])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_steps_are_those_of_a_whole_module(mesh, reentrant, units):
+    """The parameters that exist at once are those outside of all blocks, and two blocks."""
+    whole, module = fresh(reentrant), fresh(reentrant, seed=mesh.rank)  # those of rank 0 count
+    expected = mpishard.torch.as_distributed(whole, mesh, RULE)
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=units)
+    held = []
+    for block in module.blocks:
+        block.norm.register_forward_hook(lambda *_: held.append(held_bytes(module)))
+    module.blocks[0].up.bias.register_hook(lambda _: held.append(held_bytes(module)))
+    steps = [0, 3, 4] if reentrant else range(5)  # a second call is a second pass within a pass
+    take_steps(mesh, whole, expected, steps)
+    take_steps(mesh, module, optimizer, steps)
+    assert held_bytes(module) == 0
+    tied = module.tokens.weight.numel() + (0 if reentrant else module.blocks[0].up.weight.numel())
+    block = sum(p.numel() for p in module.blocks[1].parameters() if p.requires_grad)
+    assert 0 < max(held) <= 8 * (tied + 2 * block)
+    optimizer.close()
+    for (name, p), q in zip(module.named_parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-12), name
+
+
+def test_layers_are_units_by_their_size(mesh):
+    large = [torch.nn.Linear(256, 256) for _ in range(4)]
+    module = torch.nn.Sequential(torch.nn.Linear(2, 256), torch.nn.Sequential(*large), torch.nn.Linear(256, 2))
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3)
+    shared = optimizer.parameters.sharded
+    module[1][1].register_forward_pre_hook(lambda *_: names.update(shared.views))
+    for _ in range(2):
+        names = set()
+        module(torch.ones(3, 2)).sum().backward()
+        assert names == {f"{path}.{kind}" for path in ("0", "1.1", "2") for kind in ("weight", "bias")}
+        optimizer.step()
+
+
+def test_no_rank_ever_has_the_whole_module(mesh):
+    expected = fresh()
+    wanted = dict(expected.named_parameters(remove_duplicate=False))
+    with torch.device("meta"):
+        module = fresh()
+    names = {id(p): name for name, p in module.named_parameters()}
+    held = []
+
+    def fill(layer):
+        held.append(held_bytes(module))
+        for p in layer.parameters(recurse=False):
+            p.copy_(wanted[names[id(p)]] + mesh.rank)
+        for key, buffer in layer.named_buffers(recurse=False):
+            buffer.copy_(expected.get_buffer(key))
+
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Block, materialize=fill)
+    assert 0 < max(held) < held_bytes(expected) / 2
+    with mpishard.torch.summon_full_parameters(module):
+        found = module.state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    plain = mpishard.torch.as_distributed(expected, mesh, RULE)
+    take_steps(mesh, expected, plain, range(2))
+    take_steps(mesh, module, optimizer, range(2))
+    optimizer.close()
+    for name, values in expected.state_dict().items():
+        assert torch.allclose(module.state_dict()[name], values, rtol=0, atol=1e-12), name
+
+    def fails(layer):
+        raise ArithmeticError("no values")
+
+    with torch.device("meta"):
+        module = fresh()
+    with pytest.raises(ArithmeticError if mesh.rank == mesh.size - 1 else Exception, match="no values"):
+        chosen = fails if mesh.rank == mesh.size - 1 else fill
+        names = {id(p): name for name, p in module.named_parameters()}
+        mpishard.torch.as_distributed(module, mesh, RULE, zero=3, materialize=chosen)
+
+
+def test_a_run_continues_on_other_ranks_with_another_stage(mesh, comm, folder):
+    module = fresh()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Block)
+    take_steps(mesh, module, optimizer, range(2))
+    optimizer.save_checkpoint(folder)
+    state = optimizer.state_dict()
+    with mpishard.torch.summon_full_parameters(module):
+        values = {name: value.clone() for name, value in module.state_dict().items()}
+    results = []
+    some = comm.Split(comm.rank < max(1, comm.size - 1))
+    with Mesh(some) as fewer:
+        for zero, how in ((1, "checkpoint"), (3, "checkpoint"), (3, "state_dict")):
+            other = fresh()
+            for p in other.parameters():
+                p.detach().mul_(0 if p.requires_grad else 1)
+            units = {"shard_units": layers} if zero == 3 else {}
+            again = mpishard.torch.as_distributed(other, fewer, RULE, zero=zero, **units)
+            if how == "checkpoint":
+                again.load_checkpoint(folder)
+            else:
+                with mpishard.torch.summon_full_parameters(other):
+                    other.load_state_dict(values)
+                again.load_state_dict(state)
+            assert again.optimizer.steps == 2
+            with mpishard.torch.summon_full_parameters(other):
+                for name, value in other.state_dict().items():
+                    assert torch.equal(value, values[name]), name
+            take_steps(fewer, other, again, range(2, 4))
+            again.close()
+            results.append(torch.cat([p.detach().reshape(-1) for p in other.parameters()]))
+            assert torch.allclose(results[-1], results[0], rtol=0, atol=1e-12)
+    some.Free()
+
+
+def test_parameters_are_looked_at_and_changed(mesh):
+    module = fresh()
+    start = module.tokens.weight.detach().clone()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Block)
+    for writeback in (False, True):
+        with mpishard.torch.summon_full_parameters(module, writeback=writeback), torch.no_grad():
+            assert torch.equal(module.tokens.weight, start)
+            module.tokens.weight += 1 + mesh.rank
+            module(torch.zeros(1, 2, dtype=torch.long))  # frees nothing
+            assert len(module.blocks[3].up.weight.sum(0)) == WIDTH
+            with pytest.raises(ValueError, match="a step within summon_full_parameters"):
+                optimizer.step()
+    with mpishard.torch.summon_full_parameters(module):
+        assert torch.equal(module.tokens.weight, start + 1)
+    with pytest.raises(RuntimeError, match=r"state_dict\(\).*summon_full_parameters"):
+        module.state_dict()
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\).*summon_full_parameters"):
+        module.load_state_dict({})
+    whole = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="for a module that as_distributed has made"):
+        mpishard.torch.summon_full_parameters(whole)
+    mpishard.torch.as_distributed(whole, mesh, RULE)
+
+
+def test_a_pass_that_fails_leaves_nothing_gathered(mesh):
+    module = fresh()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Block)
+    with pytest.raises(IndexError):
+        module(torch.full((1, 2), 12))
+    fails = module.blocks[1].norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module(torch.zeros(1, 2, dtype=torch.long))
+    assert held_bytes(module) == 0
+    fails.remove()
+    fails = module.blocks[1].up.bias.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    fails.remove()
+    optimizer.zero_grad()
+    assert held_bytes(module) == 0
+    expected = fresh()
+    plain = mpishard.torch.as_distributed(expected, mesh, RULE)
+    take_steps(mesh, expected, plain, range(2))
+    take_steps(mesh, module, optimizer, range(2))
+    optimizer.close()
+    assert torch.allclose(module.tokens.weight, expected.tokens.weight, rtol=0, atol=1e-12)
+
+
+def test_what_divided_parameters_cannot_do_is_refused(mesh):
+    module = fresh()
+    for arguments, message in (
+        ({"shard_units": "size"}, 'must be "auto", a class'),
+        ({"shard_units": torch.nn.Conv2d}, "no submodule Conv2d"),
+        ({"shard_units": torch.nn.ModuleList}, "'blocks' is a ModuleList and has no forward pass"),
+        ({"zero": 2, "shard_units": Block}, "shard_units and materialize are for zero=3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mpishard.torch.as_distributed(module, mesh, RULE, **{"zero": 3, **arguments})
+    with pytest.raises(TypeError, match="shard_units must be"):
+        mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=3)
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3)
+    with pytest.raises(ValueError, match=r"another optimizer trains this module.*close\(\)"):
+        mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
+    with pytest.raises(ValueError, match="under zero=3 all ranks make every forward pass"):
+        mpishard.torch.join(optimizer).__enter__()
+    del optimizer
+    with pytest.raises(ValueError, match=r"'tokens.weight' has no values: under zero=3.*close\(\)"):
+        mpishard.torch.as_distributed(module, mesh, RULE)
