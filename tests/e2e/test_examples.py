@@ -26,6 +26,21 @@ MISSING = [
 needs_fortran = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
 
 
+# What an example needs and mpishard does not.
+NEEDS = {
+    "fabric.py": ("torch", "lightning", "sklearn"),
+    "jax_model.py": ("jax",),
+    "lora.py": ("torch", "transformers", "peft"),
+    "torch_model.py": ("torch",),
+}
+
+
+def skip_without(*packages: str) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+
+
 def load(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), EXAMPLES / name)
     assert spec is not None and spec.loader is not None
@@ -36,9 +51,7 @@ def load(name: str) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_begins_with_the_line_that_runs_it(name: str, mpirun: Callable[..., Any]) -> None:
-    needs = name.removesuffix("_model.py")
-    if needs in ("jax", "torch") and importlib.util.find_spec(needs) is None:
-        pytest.skip(f"{needs} is not installed")
+    skip_without(*NEEDS.get(name, ()))
     finished = mpirun(1, EXAMPLES / name, "--help")
     assert finished.code == 0, finished.all
     assert f"python examples/{name}" in finished.output and "--seed" in finished.output
@@ -94,6 +107,14 @@ def test_an_example_says_what_it_needs(needs: str, mpirun: Callable[..., Any]) -
         pytest.skip(f"{needs} is installed")
     finished = mpirun(1, EXAMPLES / f"{needs}_inversion.py")
     assert finished.code == 1 and f"pip install {needs}" in finished.errors
+
+
+@pytest.mark.parametrize(("name", "ranks", "zero"), [("lora.py", 2, 2), ("fabric.py", 3, 1)])
+def test_a_loop_of_another_library(mpirun: Callable[..., Any], name: str, ranks: int, zero: int) -> None:
+    skip_without(*NEEDS[name])
+    finished = mpirun(ranks, EXAMPLES / name, "--zero", zero, timeout=150, HF_HUB_OFFLINE="1")
+    assert finished.code == 0, finished.all
+    assert finished.output.count("PASS") == 1 and f"zero={zero}, {ranks} ranks" in finished.output
 
 
 def test_domain_decomposed(mpirun: Callable[..., Any], tmp_path: Path) -> None:
