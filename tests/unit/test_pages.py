@@ -141,6 +141,16 @@ def test_what_a_page_names_is_there(page: str) -> None:
     assert list(absent(page, (ROOT / page).read_text("utf-8"))) == []
 
 
+@pytest.mark.parametrize("room", sorted(path.parent.name for path in (ROOT / "mpishard").glob("*/__init__.py")))
+def test_a_room_says_what_enters_and_leaves_and_how_to_read_it(room: str) -> None:
+    said = ast.get_docstring(ast.parse((ROOT / "mpishard" / room / "__init__.py").read_text("utf-8"))) or ""
+    assert "\nEnters: " in said and "\nLeaves: " in said
+    (order,) = re.findall(r"^Read .*?(?=\n\n|\Z)", said, re.MULTILINE | re.DOTALL)
+    files = re.findall(r"``([\w/]+)``", order)
+    at = ROOT / "mpishard" / room
+    assert files and [name for name in files if not ((at / f"{name}.py").is_file() or (at / name).is_dir())] == []
+
+
 @pytest.mark.parametrize("page", WALKS)
 def test_a_walk_has_hops(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
