@@ -1,1 +1,10 @@
-"""NumPy and CuPy arrays, formulas and functions compiled for them, random numbers, and BLAS threads.  No MPI."""
+"""NumPy and CuPy arrays, formulas and functions compiled for them, random numbers, and BLAS threads.  No MPI.
+
+Enters: NumPy or CuPy arrays, and formulas of one element written in Python or CUDA C++.
+Leaves: results in arrays that the caller owns, with the same bits in any layout where a file says so, and one compiled
+function a formula and dtype.
+
+Read ``array`` first, the interface that all rooms use, with ``kinds``, its two implementations; then ``elementwise``,
+``compiled`` and ``jit``: how a formula becomes a kernel; ``exact`` with ``exact_rows``, ``exact_columns`` and
+``exact_gram``: sums without rounding; the rest by name.
+"""

@@ -1,5 +1,11 @@
 """The ``mpishard`` command.
 
+Enters: command lines, and what runs have left on disk: records, checkpoints, profiles.
+Leaves: text or a picture on the terminal or in a file, and an exit code; errors are one line on stderr.
+
+Read ``app`` first, the list of commands; each command is a file of its name, and ``checkpoint`` has six of them;
+``output`` has the tables and pictures that they share.
+
 The parameters of a command's function are its options; inside, options that belong together are one value.
 """
 

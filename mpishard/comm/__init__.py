@@ -1,5 +1,13 @@
 """Communication: the mesh and its axes, collectives on flat buffers, and what ends a job when a rank fails.
 
+Enters: flat buffers and MPI_COMM_WORLD.
+Leaves: buffers with sums or copies, a note of each call in the ledger, and an error on every rank, or the end of the
+job, where a rank fails.
+
+Read ``mesh`` and ``axis`` first, what users hold; then a call in its order, ``communicator``, ``channel``,
+``collectives``, ``staging`` and ``deferred`` for devices, ``nccl``; ``agreement`` for errors and settings; ``ledger``,
+``watchdog``, ``call_matching`` and ``abort`` for what goes wrong; ``reshard`` for a new layout.
+
 A package that imports mpi4py imports this one first: importing mpi4py.MPI starts MPI.
 """
 

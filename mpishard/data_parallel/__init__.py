@@ -1,5 +1,11 @@
 """Optimizers that distribute an update rule over the data axis: DDP, ZeRO, local SGD.
 
+Enters: a rule or a method, a mesh or a configuration, and at each step flat parameters and this rank's gradients.
+Leaves: updated parameters on all ranks that need them, and a state that any layout can load.
+
+Read ``sharded_optimizer`` first, then a step in its order, ``strategies``, ``summation``, ``gradient_norm``,
+``update``; then ``optimizer_state``.  By subject:
+
 ========================  ============================================================================================
 what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``;
                           ``results``: what `optimize` returns

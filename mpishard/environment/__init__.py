@@ -1,5 +1,10 @@
 """Facts about this MPI, machine and Python, and findings: the facts that cause problems for a run.
 
+Enters: the process, its MPI and its machine.
+Leaves: facts, which can be sent between ranks, and findings with the way out.
+
+Read ``facts`` first, then ``findings``.
+
 >>> from mpi4py import MPI
 >>> from mpishard.environment import collect, findings
 >>> facts = collect(MPI.COMM_WORLD)

@@ -1,5 +1,11 @@
 """Estimates the cost of a layout without running it: memory per rank, bytes sent, bubble, and time per step.
 
+Enters: an architecture, a layout, a batch and the speeds of a machine.
+Leaves: bytes of memory and traffic of each rank, the bubble, and seconds of a step.
+
+Read ``estimates`` first, then ``layouts``, ``memory`` and ``times``, of which it consists; ``profile`` has the speeds
+and ``benchmark`` measures them; ``many_ranks`` is for starts.
+
 >>> from mpishard.estimate import Layout, Workload, estimate
 >>> from mpishard.nn.architecture import Architecture
 >>> gpt = Architecture(vocabulary_size=256, context_length=256, width=256, layers=8, heads=8)

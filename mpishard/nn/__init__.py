@@ -1,5 +1,12 @@
 """Layers with hand-written forward and backward passes, and `GPT` and `Llama` made of them.
 
+Enters: token ids, a mesh, and parameters in a ``FlatParameters``.
+Leaves: the loss, and gradients in the buckets of these parameters, marked ready as each layer finishes.
+
+Read ``layers`` first, the base class; then a model from below, ``linear``, ``norms``, ``attention``, ``block``,
+``units``, ``chunk``, ``decoder``, ``gpt`` and ``llama``; ``architecture`` and ``options``: their sizes; ``formulas``,
+``kernels`` and ``device_kernels``: their loops; ``pretrained`` and ``generation`` last.
+
 They write gradients straight into a ``FlatParameters`` and allocate nothing after their first step.  One set of layers
 serves one rank and many: split over the tensor axis, cut into pipeline stages, sharded over the data axis.
 """

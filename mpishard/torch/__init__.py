@@ -1,5 +1,13 @@
 """PyTorch modules on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`, `rule_of` for rules.
 
+Enters: a module, and a rule or an optimizer of PyTorch.
+Leaves: the same module, whose parameters are views into one flat array, and an optimizer of PyTorch for the user's
+loop.
+
+Read ``distributed`` first, then ``module``, with the hooks that take gradients, and ``torch_rule`` with
+``live_groups``, for optimizers and schedulers of PyTorch; ``units`` for modules whose parameters are divided;
+``problem`` for `optimize`; the rest by name.
+
 `convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches;
 `summon_full_parameters` shows the parameters of a module whose ranks have shares of them.
 

@@ -1,4 +1,11 @@
-"""Training: a problem, the loop that solves it on all ranks, and the result."""
+"""Training: a problem, the loop that solves it on all ranks, and the result.
+
+Enters: a problem, a bound optimizer, and options such as checkpoints and a record.
+Leaves: a result on all ranks; parameters change in place.
+
+Read ``problem`` and ``objective`` first, then ``run``, the loop, and ``step_runner``, the batch of a step;
+``validation``, ``progress`` and ``saving`` last.
+"""
 
 from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.training.objective import Scaling
