@@ -86,7 +86,7 @@ def bound_s(sequences: int, barrier: Callable[[], Any]) -> float:
     """Seconds of a rank's products in one step of the GPT, at the best rate of products of these shapes."""
     import numpy as np
 
-    from mpishard.backend import products
+    from mpishard.backend import gemm
 
     rows = sequences * CONTEXT
     linear = 2 * rows * (12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH)
@@ -99,7 +99,7 @@ def bound_s(sequences: int, barrier: Callable[[], Any]) -> float:
         barrier()
         for _ in range(20):
             began = time.perf_counter()
-            products.matmul(one, other, out)
+            gemm.matmul(one, other, out)
             rate = max(rate, 2 * n * k * m / (time.perf_counter() - began))
     return 3 * (linear + attention) / rate
 
@@ -109,7 +109,7 @@ def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     import threadpoolctl
 
     import mpishard
-    from mpishard.backend.products.choice import active
+    from mpishard.backend.gemm.choice import active
 
     sizes = {"tensor": {"tensor": 2}, "sequence": {"tensor": 2}, "pipeline": {"pipeline": 2}}.get(kind, {})
     mesh = mpishard.Mesh(**sizes)

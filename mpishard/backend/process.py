@@ -20,8 +20,8 @@ import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpishard.backend.compiled import KERNELS
-from mpishard.backend.products.choice import Choice, active
-from mpishard.backend.products.libraries import load, settings
+from mpishard.backend.gemm.choice import Choice, active
+from mpishard.backend.gemm.libraries import load, settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 from mpi4py import MPI
 
-from mpishard.backend.products.choice import VARIABLE
-from mpishard.backend.products.libraries import NUMPY
+from mpishard.backend.gemm.choice import VARIABLE
+from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.cli.output import size
 from mpishard.comm.abort import abort
 from mpishard.environment import Facts, Finding, collect, findings, launch_of, launches

@@ -20,10 +20,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.arguments import flag, shown
+from mpishard.backend.gemm import choice
+from mpishard.backend.gemm.choice import VARIABLE, Choice, Common, Status
+from mpishard.backend.gemm.libraries import TAKES, loadable, multiplies_bfloat16
 from mpishard.backend.process import limit_blas_threads
-from mpishard.backend.products import choice
-from mpishard.backend.products.choice import VARIABLE, Choice, Common, Status
-from mpishard.backend.products.libraries import TAKES, loadable, multiplies_bfloat16
 from mpishard.comm.abort import abort_on_exception, start_mpi
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
@@ -184,7 +184,7 @@ def _own_text(common: list[str]) -> str:
     """The choice that was made on this rank, or else the fastest."""
     if choice.is_made():
         return str(choice.active())
-    from mpishard.backend.products.timing import fastest
+    from mpishard.backend.gemm.timing import fastest
 
     return str(fastest(common))
 
@@ -244,7 +244,7 @@ class Mesh:
     blas_threads : int
         Threads that BLAS may use in this rank; see `mpishard.backend.process`.
     product_libraries : Common
-        The libraries for matrix products that all ranks have; see `mpishard.backend.products.choice`.
+        The libraries for matrix products that all ranks have; see `mpishard.backend.gemm.choice`.
     timeout : float or None
         As above; None where the longest step decides.
     collectives : str

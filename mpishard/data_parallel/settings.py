@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.backend.gemm import choice
+from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
-from mpishard.backend.products import choice
-from mpishard.backend.products.libraries import NUMPY
 from mpishard.comm.agreement import WAY_OUT, agree_on_settings, differing, fingerprint, text_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import ModelParallelGroup

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.backend.products import choice
+from mpishard.backend.gemm import choice
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.mesh import Mesh, agree_on_products
 from mpishard.comm.reshard import reshard_state

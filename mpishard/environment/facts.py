@@ -18,10 +18,10 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_info
 
 from mpishard.backend.array import can_pin, device_count
+from mpishard.backend.gemm.choice import Choice, chosen_by_variable
+from mpishard.backend.gemm.libraries import NUMPY, installed, loadable
 from mpishard.backend.optional_library import device_libraries
 from mpishard.backend.process import chosen_by_user, cpu_quota, own_cores
-from mpishard.backend.products.choice import Choice, chosen_by_variable
-from mpishard.backend.products.libraries import NUMPY, installed, loadable
 from mpishard.comm.capabilities import Capabilities, claims_device_buffers, could_heal_in_place, heals_in_place, probe
 from mpishard.launch.detection import Launch, launches
 from mpishard.launch.launchers import Launcher, find_launcher
@@ -243,7 +243,7 @@ class Processor:
         CPU time, as a number of cores, that the process may use together with its control group; None: no limit.
     products : str
         The libraries that a mesh of ranks with one thread takes for matrix products on this machine, see
-        `mpishard.backend.products.choice`; empty on other ranks than 0.
+        `mpishard.backend.gemm.choice`; empty on other ranks than 0.
     products_chosen : str
         What the user chose by MPISHARD_PRODUCTS; empty without a choice.
     """
@@ -438,7 +438,7 @@ def _products() -> str:
         return ""
     if not libraries:
         return NUMPY
-    from mpishard.backend.products.timing import fastest
+    from mpishard.backend.gemm.timing import fastest
 
     return str(fastest(libraries))
 

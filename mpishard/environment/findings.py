@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mpishard.backend.products.choice import VARIABLE, Choice
-from mpishard.backend.products.libraries import NUMPY
+from mpishard.backend.gemm.choice import VARIABLE, Choice
+from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.environment.facts import Facts
 from mpishard.launch.detection import OPEN_MPI, SLURM, Launch, launch_of
 from mpishard.launch.launchers import Launcher

@@ -81,7 +81,7 @@ class Precision:
         Multiply matrices in float16 or ml_dtypes.bfloat16, with weights and activations in float32, see
         `mpishard.nn.products.make_matmul`.  Train in float16 with ``ShardingConfiguration(loss_scale="dynamic")``.
         It is fast for arrays of CuPy, attention included.  For those of NumPy it is fast in bfloat16 where a library
-        multiplies it, see `mpishard.backend.products`, and products of attention stay in float32 then; otherwise it is
+        multiplies it, see `mpishard.backend.gemm`, and products of attention stay in float32 then; otherwise it is
         slow, and a warning says so.
     storage_dtype : dtype, optional
         Keep activations between forward and backward in float16 or ml_dtypes.bfloat16.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import cublas, products
+from mpishard.backend import cublas, gemm
 from mpishard.backend.convert import BITS, convert
 from mpishard.backend.kinds import backend_of
 from mpishard.comm.ledger import users_level
@@ -163,7 +163,7 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
     """The matrix product of the arrays of `module`, with operands rounded to `compute_dtype` where that is given.
 
     What is too large for `compute_dtype`, float16 or bfloat16, becomes infinite, without a warning. For NumPy's arrays
-    a chosen library multiplies bfloat16 (`mpishard.backend.products`), batches, which are of attention, stay in
+    a chosen library multiplies bfloat16 (`mpishard.backend.gemm`), batches, which are of attention, stay in
     float32, and else the rounded operands are multiplied in the dtype of the arrays.
 
     Device arrays get a `DeviceProduct`, which can add the product to `out`: cuBLAS sums rounded operands in float32,
@@ -172,7 +172,7 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
     half = None if compute_dtype is None else np.dtype(compute_dtype)
     if module is not np:
         return DeviceProduct(half)
-    return products.matmul if half is None else _OfRounded(half)
+    return gemm.matmul if half is None else _OfRounded(half)
 
 
 def check_half(what: str, dtype: Any) -> np.dtype:
@@ -202,7 +202,7 @@ def check_compute_dtype(compute_dtype: Any, dtype: np.dtype) -> None:
 def warn_if_slow(compute_dtype: Any, module: Any) -> None:
     """Warn where half precision costs time instead of saving it."""
     half = np.dtype(compute_dtype)
-    if module is np and not (half.name == "bfloat16" and products.has_fast_bfloat16()):
+    if module is np and not (half.name == "bfloat16" and gemm.has_fast_bfloat16()):
         warnings.warn(
             f"compute_dtype={half} on NumPy arrays rounds operands and is slower than float32; it is for checking what "
             "half precision does. Fast products are CuPy's: pass module=cupy; and those of bfloat16 on processors with "
@@ -222,16 +222,16 @@ class _OfRounded:
     def __call__(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
         if self.by_library:
             if a.ndim == 2:
-                return products.matmul_bfloat16(_bits(a, "left operand"), _bits(b, "right operand"), out)
-            return products.matmul(a, b, out)  # of attention: see `mpishard.backend.products.libraries`
+                return gemm.matmul_bfloat16(_bits(a, "left operand"), _bits(b, "right operand"), out)
+            return gemm.matmul(a, b, out)  # of attention: see `mpishard.backend.gemm.libraries`
         with np.errstate(over="ignore", invalid="ignore"):
             one, other = (each.astype(self._half).astype(each.dtype) for each in (a, b))
-            return products.matmul(one, other, out)
+            return gemm.matmul(one, other, out)
 
     @property
     def by_library(self) -> bool:
         """Return True if a library multiplies the bits of the rounded operands."""
-        return self._is_bfloat16 and products.has_fast_bfloat16()
+        return self._is_bfloat16 and gemm.has_fast_bfloat16()
 
 
 def rounded_dtype(matmul: Matmul) -> np.dtype | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from mpishard.backend.products.libraries import installed
+from mpishard.backend.gemm.libraries import installed
 from mpishard.environment import launches
 
 LIBRARY = MPI.get_vendor()[0]

@@ -11,7 +11,7 @@ from grid_cases import every_pair
 from mpi4py import MPI
 
 import mpishard
-from mpishard.backend.products import choice, libraries
+from mpishard.backend.gemm import choice, libraries
 from mpishard.pipeline.schedule import SCHEDULES
 
 SIZE = MPI.COMM_WORLD.size

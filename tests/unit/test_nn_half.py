@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.backend import products
-from mpishard.backend.products import choice, libraries
+from mpishard.backend import gemm
+from mpishard.backend.gemm import choice, libraries
 from mpishard.nn.products import make_matmul
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
@@ -55,9 +55,9 @@ def test_sums_beyond_the_range_of_float16_are_finite_and_operands_beyond_it_are_
 
 
 def test_without_a_dtype_it_is_the_plain_product():
-    assert make_matmul(np) is products.matmul
+    assert make_matmul(np) is gemm.matmul
     gpt = nn.GPT(*SIZES)
-    assert all(layer.matmul is products.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
+    assert all(layer.matmul is gemm.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
 
 
 @pytest.fixture(autouse=True)

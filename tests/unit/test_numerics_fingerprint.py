@@ -11,9 +11,9 @@ import threadpoolctl
 import mpishard
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.backend.compiled import KERNELS
+from mpishard.backend.gemm import choice
+from mpishard.backend.gemm.choice import VARIABLE, Choice
 from mpishard.backend.process import arithmetic
-from mpishard.backend.products import choice
-from mpishard.backend.products.choice import VARIABLE, Choice
 from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel import settings
 from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, NumericsFingerprint

@@ -627,7 +627,7 @@ def test_products_count_in_traced_steps_and_nothing_is_called_in_others(
 
 def test_an_operand_is_rounded_once_in_a_traced_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    monkeypatch.setattr("mpishard.backend.products.has_fast_bfloat16", lambda: True)
+    monkeypatch.setattr("mpishard.backend.gemm.has_fast_bfloat16", lambda: True)
     layer, ledger = Layer("layer"), Ledger()
     layer.module, layer.matmul = np, make_matmul(np, ml_dtypes.bfloat16)
     operand = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)

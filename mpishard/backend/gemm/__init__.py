@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import process
-from mpishard.backend.products.choice import Choice, active
+from mpishard.backend.gemm.choice import Choice, active
 
 # A thread forgets the products that it has met at this number: generated texts have new shapes all the time,
 # and one of oneDNN takes some 150 kB.
@@ -88,8 +88,8 @@ def _planned(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> A
 
 
 def _plan(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray, count: int) -> Any:
-    from mpishard.backend.products.calls import callable_for
-    from mpishard.backend.products.libraries import load, product_of
+    from mpishard.backend.gemm.calls import callable_for
+    from mpishard.backend.gemm.libraries import load, product_of
 
     product = product_of(a, b, out)
     if product is None or not product.worth_a_call:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
+from mpishard.backend.gemm.libraries import Call, Library, Product
 from mpishard.backend.process import own_cores
-from mpishard.backend.products.libraries import Call, Library, Product
 
 # Multiplications for each thread from which a second one pays.
 _LARGE = 2**24

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mpishard
-from mpishard.backend import process, products
-from mpishard.backend.products import choice, libraries, timing
-from mpishard.backend.products.choice import VARIABLE, Choice, Status
+from mpishard.backend import gemm, process
+from mpishard.backend.gemm import choice, libraries, timing
+from mpishard.backend.gemm.choice import VARIABLE, Choice, Status
 from mpishard.comm import mesh as product_choice
 from mpishard.comm.mesh import agree_on_products
 from mpishard.data_parallel.settings import ARITHMETIC
@@ -106,7 +106,7 @@ def test_a_library_that_one_rank_lacks_or_has_in_another_version_is_not_taken(co
 def test_bfloat16_needs_the_instructions_on_all_ranks(comm, monkeypatch):
     monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: comm.rank > 0)
     assert active_on_all(comm) == "float32.plain=mkl"
-    assert not products.has_fast_bfloat16()
+    assert not gemm.has_fast_bfloat16()
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_ranks_that_differ_train_as_well(comm, mesh):
 
     def function(parameters, samples, gradients):
         rows = data[samples]
-        out = products.matmul(rows, parameters.reshape(600, 600), np.empty_like(rows))
-        gradients += products.matmul(rows.T, out, np.empty((600, 600))).reshape(-1)
+        out = gemm.matmul(rows, parameters.reshape(600, 600), np.empty_like(rows))
+        gradients += gemm.matmul(rows.T, out, np.empty((600, 600))).reshape(-1)
         return 0.5 * float((out * out).sum())
 
     def trained():

@@ -16,8 +16,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from mpishard.backend import process
-from mpishard.backend.products.choice import Choice
-from mpishard.backend.products.libraries import (
+from mpishard.backend.gemm.choice import Choice
+from mpishard.backend.gemm.libraries import (
     BATCHED,
     KINDS,
     NUMPY,

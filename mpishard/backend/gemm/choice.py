@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mpishard.backend.products.libraries import KINDS, MKL, NUMPY, TAKES
+from mpishard.backend.gemm.libraries import KINDS, MKL, NUMPY, TAKES
 
 VARIABLE = "MPISHARD_PRODUCTS"
 # By dtype the names of what libraries are chosen for.

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpishard.backend import products
-from mpishard.backend.products import calls, choice, libraries, timing
-from mpishard.backend.products.choice import Choice, Common
-from mpishard.backend.products.libraries import BATCHED, MKL, NUMPY, ONEDNN, PLAIN, SCORES, TRANSPOSED, product_of
+from mpishard.backend import gemm
+from mpishard.backend.gemm import calls, choice, libraries, timing
+from mpishard.backend.gemm.choice import Choice, Common
+from mpishard.backend.gemm.libraries import BATCHED, MKL, NUMPY, ONEDNN, PLAIN, SCORES, TRANSPOSED, product_of
 
 REAL = sorted(libraries.installed())
 
@@ -136,7 +136,7 @@ def test_kinds(shapes, kind):
 def test_numpy_multiplies_what_no_library_takes(a, b, out):
     assert product_of(a, b, out) is None
     choice.activate(Choice.parse(MKL), [MKL])
-    np.testing.assert_array_equal(products.matmul(a, b, out), np.matmul(a, b))
+    np.testing.assert_array_equal(gemm.matmul(a, b, out), np.matmul(a, b))
 
 
 def test_a_choice_is_what_its_text_tells():
@@ -369,7 +369,7 @@ def test_a_library_sums_products_of_bfloat16_in_float32(name, m, k, n, a, b, out
     one, other = halves(one), halves(other)
     call = libraries.load(name).call(product_of(one, other, result))
     call(one.ctypes.data, other.ctypes.data, result.ctypes.data)
-    one, other = (products.widened(each).astype(np.float64) for each in (one, other))
+    one, other = (gemm.widened(each).astype(np.float64) for each in (one, other))
     bound = np.abs(one) @ np.abs(other)
     assert np.all(np.abs(result - one @ other) <= 4 * np.finfo(np.float32).eps * (k + 1) * bound)
 
@@ -391,7 +391,7 @@ def test_the_bits_do_not_depend_on_where_the_arrays_lie(name, transposed, shape)
             result = placed((m, n), kind, random, pad=pad, shift=shift)
             if dtype == "bfloat16":  # its operands are rounded copies, which are contiguous
                 one, other = (shifted(halves(each), shift) for each in (one, other))
-            multiply = products.matmul_bfloat16 if dtype == "bfloat16" else products.matmul
+            multiply = gemm.matmul_bfloat16 if dtype == "bfloat16" else gemm.matmul
             found.add(multiply(one, other, result).tobytes())
         assert len(found) == 1
 
@@ -412,10 +412,10 @@ def test_layers_multiply_by_the_library_that_was_chosen(name, monkeypatch):
     monkeypatch.setattr(library, "call", lambda product: asked.append(product.kind) or call(product))
     a, b = np.ones((64, 96), np.float32), np.ones((96, 128), np.float32)
     out = np.empty((64, 128), np.float32)
-    assert products.matmul(a, b, out) is out and np.all(out == 96)
-    products.matmul(a, b, out)
+    assert gemm.matmul(a, b, out) is out and np.all(out == 96)
+    gemm.matmul(a, b, out)
     assert asked == [PLAIN]
-    assert products.matmul(a[:3], b, out[:3]) is not None and asked == [PLAIN]
+    assert gemm.matmul(a[:3], b, out[:3]) is not None and asked == [PLAIN]
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -431,7 +431,7 @@ def test_several_threads_multiply_parts(name, monkeypatch):
         out = np.empty((512, 512), a.dtype)
         one, other = (halves(each) if dtype == "bfloat16" else each for each in (a, b))
         call = calls.callable_for(product_of(one, other, out), libraries.load(name), 3)
-        exact = (products.widened(one) @ products.widened(other)) if dtype == "bfloat16" else a @ b
+        exact = (gemm.widened(one) @ gemm.widened(other)) if dtype == "bfloat16" else a @ b
         for _ in range(5):  # parts and threads meet in any way
             out.fill(0)
             call(one.ctypes.data, other.ctypes.data, out.ctypes.data)
@@ -473,12 +473,12 @@ def test_the_threads_of_openmp_are_as_before_after_a_product(name):
     choice.activate(Choice.parse(name), [name])
     a = halves(np.ones((64, 64), np.float32))
     out = np.empty((64, 64), np.float32)
-    assert np.all(products.matmul_bfloat16(a, a, out) == 64)
+    assert np.all(gemm.matmul_bfloat16(a, a, out) == 64)
     assert [pool["num_threads"] for pool in openmp() if pool["user_api"] == "openmp"] == before
 
 
 def test_no_path_of_a_library_is_asked_for_before_a_mesh_is_made(monkeypatch):
     monkeypatch.setattr(libraries, "load", lambda name: pytest.fail(f"{name} was loaded"))
     a = np.ones((256, 256), np.float32)
-    assert np.all(products.matmul(a, a, np.empty_like(a)) == 256)
+    assert np.all(gemm.matmul(a, a, np.empty_like(a)) == 256)
     assert Path(libraries.__file__).exists()
