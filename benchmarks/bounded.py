@@ -1,8 +1,9 @@
-"""python benchmarks/bounded.py [--history M] [--gtol G] [--ftol F] [--starts N] [--only WORD] [--maxfun N]
+"""python benchmarks/bounded.py [--history M] [--gtol G] [--ftol F] [--starts N] [--only WORD] [--maxfun N] [--cutest]
 
 L-BFGS-B of mpishard beside SciPy's where most unknowns end at a bound: source inversion by finite elements, bounded
 deblurring, non-negative least squares, and quadratics of condition 1e4 to 1e8 in a box; several starts each.  Both
-begin at the same points with the same history and tolerances.
+begin at the same points with the same history and tolerances.  With --cutest: problems of CUTEst, from their standard
+starts; they need sif2jax.
 
 A line a run: the final values and their ratio, evaluations, the elements at a bound, in how many of the counts of
 evaluations 25, 50, 100, ... that both have reached the best value so far is at most SciPy's, and why it has ended.
@@ -12,8 +13,11 @@ Then the sums: of evaluations, of runs that end at most 2 % above SciPy, of the 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +29,11 @@ from mpishard.minimizers.minimizer import Wanted
 from mpishard.minimizers.space import LocalSpace
 
 Array = np.ndarray
+CUTEST = (
+    *("BDEXP", "BIGGS5", "BRANIN", "CAMEL6", "EG1", "EXPLIN", "EXPLIN2", "EXPQUAD", "HART6", "HATFLDA", "HATFLDB"),
+    *("HATFLDC", "HIMMELP1", "HS1", "HS110", "HS2", "HS25", "HS3", "HS38", "HS3MOD", "HS4", "HS45", "HS5", "LOGROS"),
+    *("MAXLIKA", "NONSCOMP", "PALMER1", "PALMER2", "PALMER3", "PALMER4", "QUDLIN", "S368"),
+)
 COUNTS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400, 12800)
 ABOVE = 1.02  # a final value is as good as SciPy's up to this ratio
 
@@ -155,6 +164,34 @@ def problems(starts: int) -> Iterator[Problem]:
                 yield Problem(f"{kind} {case:g}, {where} {start // 3}", function, x.copy(), lower, upper)
 
 
+def of_cutest() -> Iterator[Problem]:
+    """Problems of CUTEst as sif2jax has them, in their default sizes."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    found = importlib.util.find_spec("sif2jax")
+    if found is None or not found.submodule_search_locations:
+        sys.exit("--cutest needs sif2jax, which is not installed: pip install sif2jax")
+    package, folder = "sif2jax", Path(found.submodule_search_locations[0])
+    # The package makes all of its problems when it is imported, which takes minutes: its folders without its __init__.
+    for part in ("", "cutest", "_bounded_minimisation"):
+        package, folder = (f"{package}.{part}", folder / part) if part else (package, folder)
+        sys.modules[package] = type(sys)(package)
+        sys.modules[package].__path__ = [str(folder)]
+    for name in CUTEST:
+        module = importlib.import_module(f"{package}.{name.lower()}")
+        problem = getattr(module, name)()
+        slope = jax.jit(jax.value_and_grad(lambda y, of=problem: of.objective(y, of.args)))
+
+        def function(x: Array, slope: Callable[..., Any] = slope) -> tuple[float, Array]:
+            value, gradient = slope(x)
+            return float(value), np.array(gradient, np.float64)
+
+        lower, upper = (np.array(side, np.float64).ravel() for side in problem.bounds)
+        start = np.clip(np.array(problem.y0, np.float64).ravel(), lower, upper)
+        yield Problem(f"{name}, {start.size}", function, start, lower, upper)
+
+
 def recorded(problem: Problem) -> tuple[Callable[[Array], tuple[float, Array]], list[float]]:
     """The function, and a list of its values."""
     values: list[float] = []
@@ -199,6 +236,7 @@ def main() -> None:
     parser.add_argument("--maxfun", type=int, default=15000)
     parser.add_argument("--starts", type=int, default=3, help="of each problem; every third is of other data")
     parser.add_argument("--only", default="", help="problems whose name has this word")
+    parser.add_argument("--cutest", action="store_true", help="problems of CUTEst instead")
     given = parser.parse_args()
     try:
         import scipy
@@ -209,7 +247,7 @@ def main() -> None:
     print(f"{'problem':34}{'value':>15}{'SciPy':>15}{'ratio':>8}{'evals':>7}{'SciPy':>7}{'bound':>7}{'equal':>7}  end")
     runs: list[tuple[float, int, int, int, int]] = []
     with threadpool_limits(1):
-        for problem in problems(given.starts):
+        for problem in of_cutest() if given.cutest else problems(given.starts):
             if given.only in problem.name:
                 runs.append(compare(problem, method))
     print(summary(runs))
@@ -220,9 +258,11 @@ def compare(problem: Problem, method: LBFGSB) -> tuple[float, int, int, int, int
     mine, peer = ours(problem, method), of_scipy(problem, method)
     shared = min(len(mine.values), len(peer.values))
     counts = [count - 1 for count in COUNTS if count <= shared] or [shared - 1]
-    ahead = sum(mine.values[count] <= peer.values[count] * (1 + 1e-12) for count in counts)
+    ahead = sum(mine.values[count] <= peer.values[count] + 1e-12 * abs(peer.values[count]) for count in counts)
     held = int(((mine.point <= problem.lower) | (mine.point >= problem.upper)).sum())
-    ratio = mine.values[-1] / peer.values[-1]
+    # Of the values, and where these may be 0 or negative of their distance to the size of SciPy's.
+    best = float(peer.values[-1])
+    ratio = 1 + float(mine.values[-1] - best) / max(abs(best), 1e-10 * max(1.0, abs(float(peer.values[0]))))
     print(
         f"{problem.name:34}{mine.values[-1]:15.7e}{peer.values[-1]:15.7e}{ratio:8.3f}{len(mine.values):7d}"
         f"{len(peer.values):7d}{held:7d}{f'{ahead}/{len(counts)}':>7}  {mine.reason} | {peer.reason}",
