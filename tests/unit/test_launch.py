@@ -103,8 +103,8 @@ def shell(tmp_path):
 def test_hosts_that_answer(shell):
     began = time.monotonic()
     hosts = parse_hosts("localhost,dead,a,cut,b")
-    assert [host.name for host in Probe(hosts, shell, 1.0).wait()] == ["localhost", "a", "b"]
-    assert time.monotonic() - began < 10
+    assert [host.name for host in Probe(hosts, shell, 3.0).wait()] == ["localhost", "a", "b"]
+    assert time.monotonic() - began < 50  # silence lasts for 60
     assert Probe(parse_hosts("a,b"), shell, 60.0).wait() == parse_hosts("a,b")
     assert Probe(parse_hosts("a"), shell, 1.0, "exit 3").wait() == ()
 

@@ -372,7 +372,7 @@ def test_a_child_that_outlives_all_that_it_started():
             assert not gone(0) and not gone(0.25)  # it has a child
             began = time.monotonic()
             while not gone(0.02):
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 60
             offspring = Offspring(child.pid, 0.01)
             assert not gone(0.05)  # it has not seen any
         finally:
@@ -391,13 +391,13 @@ def test_ranks_that_are_gone(names):
         offspring, began = Offspring(child.pid, 0.01), time.monotonic()
         try:
             while offspring.ranks_gone != 1:  # one has ended before anybody looked
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 60
                 time.sleep(0.01)
                 offspring.look(started=False)
             child.stdin.write(b"\n")
             child.stdin.flush()
             while offspring.ranks_gone != 2:
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 60
                 time.sleep(0.01)
                 offspring.look(started=False)
         finally:
