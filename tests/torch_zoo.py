@@ -123,6 +123,7 @@ def spectral():
 
 
 def compiled():
+    torch._dynamo.reset()  # under zero=3 a graph of an earlier case, which PyTorch keeps, may read freed parameters
     return torch.compile(Words(encoder_layer()), backend="aot_eager")
 
 
