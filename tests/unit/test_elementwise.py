@@ -200,7 +200,7 @@ def test_cupy_gets_a_kernel_for_each_type_of_mask() -> None:
 
 
 def test_every_rule_formula_is_tested() -> None:
-    assert len(RULES) == 15
+    assert len(RULES) == 17
 
 
 def test_kernel_describes_itself() -> None:
