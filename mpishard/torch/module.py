@@ -283,7 +283,7 @@ class GradientHooks:
             p.grad = memory
             self._kept[name] = memory, memory._version
         elif self.keeps:
-            p.grad = gradient.new_empty(1).expand(gradient.shape).as_subclass(SpreadGradient)
+            p.grad = gradient.new_empty(()).expand(gradient.shape).as_subclass(SpreadGradient)
             self._kept[name] = p.grad, 0
         else:
             p.grad = None

@@ -215,6 +215,27 @@ def test_parameters_are_looked_at_and_changed(mesh):
     mpishard.torch.as_distributed(whole, mesh, RULE)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_parameters_may_be_scalars(mesh, zero):
+    class Scaled(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.scale = torch.nn.Parameter(torch.tensor(3.0))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    module = Scaled()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=1.0, momentum=0.5), zero=zero)
+    for _ in range(2):
+        module(torch.zeros(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"p\.grad has no values here"):
+            module.scale.grad.sum()
+        optimizer.step()
+    optimizer.close()
+    assert module.scale.shape == ()
+
+
 def test_a_pass_that_fails_leaves_nothing_gathered(mesh):
     module = fresh()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Block)
