@@ -88,6 +88,9 @@ def units_of(module: Any, shard_units: Any, names: Mapping[int, str]) -> list[Un
     for key, name in names.items():
         chains[key][-1].names.append(name)
     root, *others = units.values()
+    for unit in others:
+        if not unit.names:  # it has frozen parameters and buffers at most, which `materialize` fills nevertheless
+            root.children += unit.children
     return [root, *(unit for unit in others if unit.names)]
 
 

@@ -157,6 +157,24 @@ def test_no_rank_ever_has_the_whole_module(mesh):
         mpishard.torch.as_distributed(module, mesh, RULE, zero=3, materialize=chosen)
 
 
+def test_units_without_trained_parameters_are_filled_too(mesh):
+    with torch.device("meta"):
+        module = torch.nn.Sequential(
+            torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2, affine=False)
+        )
+        module[1].requires_grad_(False)
+
+    def fill(layer):
+        for each in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+            each.fill_(2)
+
+    norm = torch.nn.BatchNorm1d
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=norm, materialize=fill)
+    assert module[2].running_var.tolist() == module[1].running_var.tolist() == module[1].weight.tolist() == [2, 2]
+    module(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+
+
 def test_a_run_continues_on_other_ranks_with_another_stage(mesh, comm, folder):
     module = fresh()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Block)
