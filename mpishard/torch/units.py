@@ -354,6 +354,11 @@ class ShardedModule:
 
     def _open(self, call: _Call) -> None:
         """Gather a unit, since the gradient of its output has arrived."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True under zero=3: the parameters that gradients of gradients need are freed by then; "
+                "use zero=2 or less"
+            )
         call.task = torch._C._current_graph_task_id()
         if call.task not in self._passes:
             self._passes.append(call.task)

@@ -291,6 +291,11 @@ def test_what_divided_parameters_cannot_do_is_refused(mesh):
     with pytest.raises(TypeError, match="shard_units must be"):
         mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=3)
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="create_graph=True under zero=3"):
+        torch.autograd.grad(module(tokens).sum(), module.blocks[0].up.bias, create_graph=True)
+    optimizer.zero_grad()
+    assert held_bytes(module) == 0
     with pytest.raises(ValueError, match=r"another optimizer trains this module.*close\(\)"):
         mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
     with pytest.raises(ValueError, match="under zero=3 all ranks make every forward pass"):
