@@ -488,6 +488,8 @@ def as_distributed(
         if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
+        if materialize is not None and not callable(materialize):
+            raise TypeError(f"materialize must be a function of a submodule, got {materialize!r}")
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         own = {"zero": str(zero), "buffers": buffers, **tensors.described}

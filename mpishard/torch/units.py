@@ -105,7 +105,7 @@ def _chosen(module: Any, shard_units: Any) -> set[int]:
     if all(isinstance(each, type) for each in classes) and classes:
         what = " or ".join(each.__name__ for each in classes)
         is_unit = lambda child: isinstance(child, classes)  # noqa: E731
-    elif callable(shard_units):
+    elif callable(shard_units) and not isinstance(shard_units, torch.nn.Module):
         what, is_unit = f"for which {getattr(shard_units, '__name__', 'shard_units')} is true", shard_units
     else:
         raise TypeError(

@@ -288,8 +288,11 @@ def test_what_divided_parameters_cannot_do_is_refused(mesh):
     ):
         with pytest.raises(ValueError, match=message):
             mpishard.torch.as_distributed(module, mesh, RULE, **{"zero": 3, **arguments})
-    with pytest.raises(TypeError, match="shard_units must be"):
-        mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=3)
+    for given in (3, module.blocks):
+        with pytest.raises(TypeError, match="shard_units must be"):
+            mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=given)
+    with pytest.raises(TypeError, match="materialize must be a function of a submodule, got 5"):
+        mpishard.torch.as_distributed(module, mesh, RULE, zero=3, materialize=5)
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3)
     tokens = torch.zeros(1, 2, dtype=torch.long)
     with pytest.raises(RuntimeError, match="create_graph=True under zero=3"):
