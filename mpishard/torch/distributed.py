@@ -512,9 +512,11 @@ def as_distributed(
             optimizer.rule = groups.rule
         optimizer.bind(state.parameters)
         arrays.ready(state.parameters.held)  # PyTorch may continue in another stream of a GPU
-    except BaseException:
+    except BaseException as error:
         if isinstance(groups, RuleGroups):
             optimizer.rule = before
+        if isinstance(error, TypeError | ValueError) and materialize is None:  # on all ranks
+            state.unshard()
         state.release()
         raise
     if isinstance(groups, LiveGroups):

@@ -306,3 +306,14 @@ def test_what_divided_parameters_cannot_do_is_refused(mesh):
     del optimizer
     with pytest.raises(ValueError, match=r"'tokens.weight' has no values: under zero=3.*close\(\)"):
         mpishard.torch.as_distributed(module, mesh, RULE)
+
+
+def test_a_module_that_is_refused_keeps_its_values(mesh):
+    """Rules that differ are found when the parameters are divided already."""
+    if mesh.size == 1:
+        pytest.skip("needs two ranks, which differ")
+    module = fresh()
+    with pytest.raises(ValueError, match="all ranks must have the same settings, but lr"):
+        mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=1.0 + mesh.rank), zero=3)
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), fresh().parameters(), strict=True))
+    mpishard.torch.as_distributed(module, mesh, RULE)
