@@ -107,10 +107,15 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Collective under ``zero=3``, and if a backward pass outside of `no_sync` was made since the last step.
         """
         if self._end.alive:
+            self._check_left("close()")
             if self.parameters.gradients.has_content:
                 self.parameters.reset_gradients()
             self._state.unshard()
         self._end()
+
+    def _check_left(self, what: str) -> None:
+        if self._state.units is not None:
+            self._state.units.check_left(what)
 
     @property
     def module(self) -> Any:
@@ -403,6 +408,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         dict
             The facts of the checkpoint.
         """
+        self._check_left("load_checkpoint()")
         facts = load_checkpoint(folder, self.parameters, self.optimizer)
         self._state.hooks.clear()
         self._groups.show(self.optimizer.steps)

@@ -597,7 +597,7 @@ class ModuleState:
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
         if self.units is not None:
-            self.units.check_intact()
+            self.units.check_left("a step")
         self.hooks.take_changes()
         self.buffers.take_back()
 

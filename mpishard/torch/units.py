@@ -229,8 +229,12 @@ class ShardedModule:
                 self.storages.adopt(number)
                 self._sharded.keep([number])
                 self._sharded.free([number])
-        self._handles = [self._module.register_state_dict_pre_hook(self._check_summoned)]
-        self._handles.append(self._module.register_load_state_dict_pre_hook(self._check_summoned))
+        own = {id(p) for p in tensors.values()}
+        self._handles: list[Any] = []
+        for child in self._module.modules():
+            if any(id(p) in own for p in child.parameters()):
+                self._handles.append(child.register_state_dict_pre_hook(self._check_summoned))
+                self._handles.append(child.register_load_state_dict_pre_hook(self._check_summoned))
         for unit in self.units:
             before, after = partial(self._before, unit), partial(self._after, unit)
             self._handles += [
@@ -267,11 +271,11 @@ class ShardedModule:
         names = {id(p): name for name, p in self._tensors.items()}
         return [names[id(p)] for p in child._parameters.values() if id(p) in names]
 
-    def check_intact(self) -> None:
-        """Raise ValueError within `summon_full_parameters`, where a step would be lost."""
+    def check_left(self, what: str) -> None:
+        """Raise ValueError within `summon_full_parameters`, where what is named would be lost."""
         if self._summoned:
             raise ValueError(
-                "a step within summon_full_parameters would be undone at its end: leave the context before"
+                f"{what} within summon_full_parameters would be undone at its end: leave the context before"
             )
 
     def reset(self) -> None:

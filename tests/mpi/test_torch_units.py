@@ -227,6 +227,15 @@ def test_parameters_are_looked_at_and_changed(mesh):
         module.state_dict()
     with pytest.raises(RuntimeError, match=r"load_state_dict\(\).*summon_full_parameters"):
         module.load_state_dict({})
+    with pytest.raises(RuntimeError, match=r"state_dict\(\).*summon_full_parameters"):
+        module.blocks[0].up.state_dict()
+    module.blocks[0].frozen.state_dict()
+    for each in (optimizer.close, lambda: optimizer.load_checkpoint("nowhere")):
+        with (
+            pytest.raises(ValueError, match=r"(close|load_checkpoint)\(\) within summon_full_parameters"),
+            mpishard.torch.summon_full_parameters(module),
+        ):
+            each()
     whole = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="for a module that as_distributed has made"):
         mpishard.torch.summon_full_parameters(whole)
