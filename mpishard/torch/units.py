@@ -235,8 +235,10 @@ class ShardedModule:
             if any(id(p) in own for p in child.parameters()):
                 self._handles.append(child.register_state_dict_pre_hook(self._check_summoned))
                 self._handles.append(child.register_load_state_dict_pre_hook(self._check_summoned))
+        # torch.compile would try to trace the messages, and warn of each function that it does not know.
+        before_any, after_any = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         for unit in self.units:
-            before, after = partial(self._before, unit), partial(self._after, unit)
+            before, after = partial(before_any, unit), partial(after_any, unit)
             self._handles += [
                 unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 unit.module.register_forward_hook(after, always_call=True),

@@ -326,3 +326,17 @@ def test_a_module_that_is_refused_keeps_its_values(mesh):
         mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=1.0 + mesh.rank), zero=3)
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), fresh().parameters(), strict=True))
     mpishard.torch.as_distributed(module, mesh, RULE)
+
+
+def test_compiled_modules(mesh, recwarn):
+    """torch.compile leaves the hooks to Python, without a warning."""
+    torch.compiler.reset()
+    whole, module = fresh(), fresh()
+    expected = mpishard.torch.as_distributed(whole, mesh, RULE)
+    compiled = torch.compile(module, backend="eager")
+    optimizer = mpishard.torch.as_distributed(compiled, mesh, RULE, zero=3, shard_units=Block)
+    take_steps(mesh, whole, expected, range(2))
+    take_steps(mesh, compiled, optimizer, range(2))
+    optimizer.close()
+    assert torch.allclose(module.tokens.weight, whole.tokens.weight, rtol=0, atol=1e-12)
+    assert not [str(each.message) for each in recwarn if "trace" in str(each.message)]
