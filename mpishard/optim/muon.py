@@ -173,7 +173,10 @@ class Muon(Rule):
         if not matrix.size:
             return matrix.copy()
         a, b, c = (matrix.dtype.type(each) for each in self.ns_coefficients)
-        x = matrix / matrix.dtype.type(max(norm_of(matrix.reshape(-1)), self.eps))
+        norm = matrix.dtype.type(max(norm_of(matrix.reshape(-1)), self.eps))
+        if not norm:
+            return matrix.copy()
+        x = matrix / norm
         x = x.T if x.shape[0] > x.shape[1] else x
         for _ in range(self.ns_steps):
             gram = process.matmul(x, x.T)

@@ -157,6 +157,10 @@ def test_muon_follows_torch(monkeypatch: pytest.MonkeyPatch, rule: Muon, shape: 
     assert numbers(Muon(matrices="w")) == {**defaults, "matrices": ("w",), "rest": AdamW()}
 
 
+def test_muon_leaves_a_zero_matrix_without_eps() -> None:
+    assert not Muon(matrices="w", eps=0.0).orthogonalized(np.zeros((2, 3))).any()
+
+
 def test_muon_has_the_matrices_and_another_rule_the_rest() -> None:
     shapes = {"embed": (7, 3), "a.weight": (3, 3), "a.bias": (3,), "a.kernel": (2, 3, 3), "head.weight": (7, 3)}
     rest = AdamW(groups=[ParameterGroup("*.bias", weight_decay=0)])
