@@ -392,13 +392,18 @@ class ShardedModule:
         if task in self._passes:
             self._passes.remove(task)
         if not self._passes:
+            # Another pass within one `no_sync` can begin when the sums of this one have.
+            others = any(unit.seen for unit in self.units) and not self.parameters.gradients.is_last_pass
             for unit in self.units:
-                self._complete(unit)
+                self._complete(unit, others)
                 unit.seen.clear()
 
-    def _complete(self, unit: Unit) -> None:
-        """Mark the gradients that a unit will not get in this pass, so that the sums of the others may start."""
-        if unit.seen:
+    def _complete(self, unit: Unit, unused: bool = False) -> None:
+        """Mark the gradients that a unit will not get in this pass, so that the sums of the others may start.
+
+        Of a unit that got none only if it is to count as `unused`.
+        """
+        if unit.seen or unused:
             for name in unit.names:
                 if name not in unit.seen:
                     unit.seen.add(name)

@@ -242,6 +242,25 @@ def test_parameters_are_looked_at_and_changed(mesh):
     mpishard.torch.as_distributed(whole, mesh, RULE)
 
 
+def test_passes_within_one_no_sync_may_leave_units_unused(mesh):
+    whole, module = fresh(), fresh()
+    expected = mpishard.torch.as_distributed(whole, mesh, RULE)
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Block)
+    tokens = torch.arange(10).reshape(2, 5)
+    for each, own in ((whole, expected), (module, optimizer)):
+        for _ in range(2):
+            with own.no_sync():
+                for block in (3, 0, 2):
+                    left_out, each.blocks[block].forward = each.blocks[block].forward, lambda x: (x, {})
+                    each(tokens).pow(2).sum().backward()
+                    each.blocks[block].forward = left_out
+            each(tokens).sum().backward()
+            own.step()
+    optimizer.close()
+    for p, q in zip(module.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_parameters_may_be_scalars(mesh, zero):
     class Scaled(torch.nn.Linear):
