@@ -466,4 +466,4 @@ def _tensors_in(found: Any) -> Iterator[Any]:
             yield from _tensors_in(each)
     elif is_dataclass(found):
         for each in fields(found):
-            yield from _tensors_in(getattr(found, each.name))
+            yield from _tensors_in(getattr(found, each.name, None))  # a field may have no value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -16,6 +17,12 @@ from torch_models import RULE  # noqa: E402
 
 WIDTH = 8
 BATCH = 6
+
+
+@dataclasses.dataclass
+class Given:
+    x: object
+    cache: object = dataclasses.field(init=False)
 
 
 class Block(torch.nn.Module):
@@ -259,6 +266,28 @@ def test_passes_within_one_no_sync_may_leave_units_unused(mesh):
     optimizer.close()
     for p, q in zip(module.parameters(), whole.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=0, atol=1e-12)
+
+
+def test_passes_take_and_return_dataclasses(mesh):
+    """With a field that has no value, and the class itself."""
+
+    class Layer(torch.nn.Linear):
+        def forward(self, given, kind):
+            return kind(super().forward(given.x))
+
+    class Pair(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Layer(2, 2), Layer(2, 2)
+
+        def forward(self, x):
+            return self.second(self.first(Given(x), Given), Given).x
+
+    module = Pair()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Layer)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not optimizer.unused_parameters
 
 
 @pytest.mark.parametrize("zero", [2, 3])
