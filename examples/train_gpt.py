@@ -192,7 +192,7 @@ def main() -> int:
         first = mesh.rank == 0  # not who it was, if that one has died
         if result.stop_reason in ("callback", "signal"):
             if first:
-                print(f"left after step {result.steps}, as asked; --resume goes on from there", flush=True)
+                print(f"left after step {result.steps}, as asked; --resume continues from there", flush=True)
             return os.EX_TEMPFAIL
 
         loss = held_out_loss(mesh, model, held_out, count=256)

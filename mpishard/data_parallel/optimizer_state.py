@@ -553,15 +553,14 @@ class OptimizerState:
         """
         changed = changed_settings(self.facts, facts)
         if changed and self._optimizer.world.rank == 0:
-            log.inform(f"the saved state goes on with {', '.join(changed)}")
+            log.inform(f"the saved state continues with {', '.join(changed)}")
         self.binding.numerics.note(facts, self._optimizer.config, self._optimizer.world.rank)
 
     def report_continuation(self) -> None:
         """Report on rank 0, the first time only, that a run does not start afresh.  Not collective."""
         if self._optimizer.world.rank == 0 and not self._reported:
             log.inform(
-                f"this optimizer goes on after the {self.binding.counters.clock} steps that it has taken, with its "
-                "state, the learning rate's schedule and the samples that come next; make a new optimizer to start "
-                "afresh"
+                f"resuming at step {self.binding.counters.clock}: optimizer state, learning-rate schedule and sampler "
+                "continue; create a new optimizer to start over"
             )
         self._reported = True

@@ -269,7 +269,7 @@ def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool
 # Names among the facts of a state.
 ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
 _PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
-_WAY_ON = "ShardingConfiguration(..., allow_different_bits=True) goes on, and records it"
+_WAY_ON = "ShardingConfiguration(..., allow_different_bits=True) continues, and records it"
 # By fact how to have the value that the saved run had; others are of the machine and its libraries.
 _REMEDIES = {
     "kernels": "run it with the release of mpishard that made the state",

@@ -79,7 +79,7 @@ def begin_stage(optimizer: Configured, binding: Binding, state: MethodState | No
         )
     if not binding.is_bound:
         raise ValueError(
-            "begin_stage goes on from the last iterate, and this optimizer has no parameters yet: call it between "
+            "begin_stage continues from the last iterate, and this optimizer has no parameters yet: call it between "
             "two calls of optimize, or after load_checkpoint; the first stage needs none"
         )
     problem: Exception | None = None
@@ -591,7 +591,7 @@ class ShardedOptimizer:
             reducer.reset()
             raise FloatingPointError(
                 f"{what}; parameters and state are unchanged.  "
-                'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
+                'nonfinite_gradients="skip" leaves such steps out, "ignore" takes them'
             )
         return mode == "ignore"
 

@@ -61,7 +61,7 @@ def check_replacement(was: Rule | Method, rule: Any, parameters: FlatParameters 
     if isinstance(was, Method) or not isinstance(rule, Rule):
         raise TypeError(
             f"{type(rule).__name__} cannot take the place of {type(was).__name__}: what a method does next depends on "
-            "what it has learned.  Make a new optimizer; deserialize(old.serialize()) goes on with other options"
+            "what it has learned.  Make a new optimizer; deserialize(old.serialize()) continues with other options"
         )
     if (rule.ema_decay is None) != (was.ema_decay is None):
         raise ValueError("ema_decay cannot be given or left out once there is an optimizer: it is one more slot")

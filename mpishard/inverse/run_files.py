@@ -91,7 +91,7 @@ class RunFiles:
         """A sentence on how to continue."""
         if self._checkpoints is None:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
-        return f"minimize(..., resume=True) goes on from the checkpoint in {self._checkpoints.folder}"
+        return f"minimize(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
 
     def _norm_of_start(self) -> float:
         """The 2-norm of the start, which identifies it on any number of ranks. Collective over the mesh."""

@@ -69,7 +69,7 @@ class RunCheckpoints:
     def way_on(self) -> str:
         """A sentence on how to continue a run that was stopped."""
         if self._checkpoints is None:
-            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
+            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
         how = "the same command resumes" if self._resumes else "optimize(..., resume=True) resumes"
         return f"{how} from the checkpoint in {self._checkpoints.folder}"
 

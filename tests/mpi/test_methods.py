@@ -256,7 +256,7 @@ def test_the_record_has_iterations(mesh, tmp_path):
 
 def test_a_stage_follows_another_and_is_the_same_on_all_ranks(mesh):
     optimizer = optimizer_on(mesh)
-    with pytest.raises(ValueError, match="begin_stage goes on from the last iterate, and this optimizer has no"):
+    with pytest.raises(ValueError, match="begin_stage continues from the last iterate, and this optimizer has no"):
         optimizer.begin_stage()
     optimizer.optimize(problem(steps=3), progress=False)
     if mesh.size > 1:

@@ -58,7 +58,7 @@ def test_a_rule_with_other_numbers_is_reported(mesh, folder, capsys):
     for rule, expected in (
         (RULE, ""),
         (RULE, ""),
-        (AdamW(lr=lr, eps=1e-3), f"mpishard: the saved state goes on with lr={lr} in place of {RULE.lr}\n"),
+        (AdamW(lr=lr, eps=1e-3), f"mpishard: the saved state continues with lr={lr} in place of {RULE.lr}\n"),
         (AdamW(lr=0.1, weight_decay=0.0), f"lr=0.1 in place of {lr}, eps=1e-08 in place of 0.001, weight_decay=0.0 in"),
     ):
         optimizer = DDPOptimizer(rule, mesh)
@@ -90,7 +90,7 @@ def test_a_rule_with_other_numbers_is_reported(mesh, folder, capsys):
     ):
         load()
         shown = message()
-        assert shown == ("" if mesh.rank else "mpishard: the saved state goes on with lr=0.3 in place of 0.1\n")
+        assert shown == ("" if mesh.rank else "mpishard: the saved state continues with lr=0.3 in place of 0.1\n")
     mpishard.load_checkpoint(folder, flat, optimizer)
     unnamed = [DDPOptimizer(AdamW(lr=lambda step: 0.1), mesh) for _ in range(2)]
     for each in unnamed:

@@ -307,9 +307,9 @@ def test_a_function_must_not_change_what_it_reads(strategy, debug):
                     strategy(SGD(lr=1e-3), mesh).optimize(wrong, progress=False)
 
 
-def test_a_second_run_says_that_it_goes_on(mesh, capsys):
+def test_a_second_run_says_that_it_resumes(mesh, capsys):
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
-    message = "goes on after the 2 steps that it has taken"
+    message = "resuming at step 2: optimizer state"
     for number in range(3):
         optimizer.optimize(problem(steps=2), progress=False)
         assert (message in capsys.readouterr().err) == (number == 1 and mesh.rank == 0)

@@ -145,7 +145,7 @@ def test_a_state_without_a_fact_counts_as_made_before_there_was_one(mesh, monkey
     with pytest.raises(ValueError, match=found) as caught:
         numerics.check(old, config)
     assert name != "kernels" or "run it with the release of mpishard that made the state" in str(caught.value)
-    assert str(caught.value).endswith("ShardingConfiguration(..., allow_different_bits=True) goes on, and records it")
+    assert str(caught.value).endswith("ShardingConfiguration(..., allow_different_bits=True) continues, and records it")
     config = ShardingConfiguration(mesh, reproducible=True, allow_different_bits=True)
     numerics.check(old, config)
     numerics.note(old, config, rank=0)

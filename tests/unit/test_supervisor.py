@@ -228,7 +228,7 @@ def test_a_restart_that_goes_on_from_nothing_says_so_once(tmp_path, capfd, monke
     def restart():
         monkeypatch.setattr(supervisor_reports.Reports, "this", SimpleNamespace(restarted=True))
 
-    nothing = "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
+    nothing = "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
     training = "mpishard: this job was started again, and training begins from step 0 again; "
     assert said(train) == []
     restart()
@@ -246,7 +246,7 @@ def test_a_restart_that_goes_on_from_nothing_says_so_once(tmp_path, capfd, monke
     restart()
     with mpishard.Checkpoints(tmp_path / "b", mesh) as checkpoints:
         assert said(minimize, checkpoints=checkpoints, resume=True) == []
-        goes_on = f"minimize(..., resume=True) goes on from the checkpoint in {tmp_path / 'b'}"
+        goes_on = f"minimize(..., resume=True) resumes from the checkpoint in {tmp_path / 'b'}"
         assert said(minimize, checkpoints=checkpoints) == [minimization + goes_on]
 
 

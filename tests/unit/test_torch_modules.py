@@ -290,7 +290,7 @@ def test_what_a_loaded_state_changes_is_said(capsys: pytest.CaptureFixture[str])
             else:
                 assert text == ("" if isinstance(rule, torch.optim.Optimizer) else text)
                 assert "betas" not in text
-        assert "goes on with lr=0.3 in place of 0.1" in text
+        assert "continues with lr=0.3 in place of 0.1" in text
 
 
 @pytest.mark.parametrize(
