@@ -29,8 +29,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from mpishard.minimizers import LBFGS, LBFGSB, Method, NonlinearCG, TruncatedNewton
-from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.minimizer import Wanted
+from mpishard.minimizers.method import Limits, Wanted
 from mpishard.minimizers.space import LocalSpace
 
 MOST = 15000  # evaluations

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
+from mpishard.minimizers.method import Method, Minimizer, Progress, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,7 @@ from devices import Device
 from thread_ranks import Team, ThreadSpace
 
 from mpishard.backend.array import to_host
-from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.method import Limits, Method, Minimizer, Wanted
 from mpishard.minimizers.space import LocalSpace
 
 Vector = np.ndarray

@@ -23,12 +23,17 @@ from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.strategies import ShardedState, Strategy
 from mpishard.layout.run_state import Shard, whole_fact
 from mpishard.minimizers.elements import preconditioned, whole_limits
-from mpishard.minimizers.limits import Limits, warn_projected_start
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer, Wanted
-from mpishard.minimizers.rehearsal import ELEMENTS, check_metadata
+from mpishard.minimizers.method import (
+    ELEMENTS,
+    Limits,
+    Method,
+    Minimizer,
+    Wanted,
+    check_metadata,
+    lifted,
+    warn_projected_start,
+)
 from mpishard.minimizers.space import Space
-from mpishard.minimizers.stopping import lifted
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from mpishard.layout.run_state import finite_fact, whole_fact
-from mpishard.optim.loss_scale import LossScale
+from mpishard.optim.rule import LossScale
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints

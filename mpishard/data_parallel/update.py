@@ -27,8 +27,7 @@ from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import check_copies
 from mpishard.io import log
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.minimizers.minimizer import Wanted
-from mpishard.minimizers.stopping import FAILURES
+from mpishard.minimizers.method import FAILURES, Wanted
 from mpishard.optim import Muon, Rule
 from mpishard.optim.formulas import moving_average
 

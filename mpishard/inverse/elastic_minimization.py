@@ -15,8 +15,7 @@ from mpishard.inverse.comparison import check_alike, digest, exchange
 from mpishard.inverse.functions import Callback, Functions, Unknowns
 from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, result_of
 from mpishard.io import log
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer, Progress
+from mpishard.minimizers.method import Method, Minimizer, Progress
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training import OptimizationProblem
 

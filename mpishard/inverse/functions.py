@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
-from mpishard.backend.exact_columns import SparseRows
+from mpishard.backend.exact_gram import SparseRows
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
 from mpishard.layout.tensors import ParameterSpec

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.backend import exact_columns
-from mpishard.backend.exact_columns import SparseRows
+from mpishard.backend import exact_gram
+from mpishard.backend.exact_gram import SparseRows
 from mpishard.inverse.residuals import Loss, ResidualFunctions, size_on_rank, sum_of_losses
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def summed(rows: SparseRows, factors: Array, world: Axis | None) -> Array:
     words = rows.words(factors, tops)
     if world is not None:
         world.all_reduce(words.reshape(-1), label="dots")
-    return exact_columns.values(words, tops)
+    return exact_gram.values(words, tops)
 
 
 class GaussNewtonFunctions:

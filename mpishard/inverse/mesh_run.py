@@ -23,8 +23,7 @@ from mpishard.inverse.comparison import Comparison, check_alike, exchange
 from mpishard.inverse.functions import Unknowns
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer
+from mpishard.minimizers.method import Method, Minimizer
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any

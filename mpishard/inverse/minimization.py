@@ -11,8 +11,7 @@ from mpishard.arguments import integer, reject_unknown, shown
 from mpishard.inverse.functions import Callback, Functions, Unknowns
 from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Progress
+from mpishard.minimizers.method import Method, Progress
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints

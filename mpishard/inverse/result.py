@@ -17,9 +17,7 @@ import numpy as np
 from mpishard import minimizers
 from mpishard.arguments import flag, integer, number, shown
 from mpishard.io import log
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Progress
-from mpishard.minimizers.stopping import FAILURES
+from mpishard.minimizers.method import FAILURES, Method, Progress
 
 # By reason of the end SciPy's status, and a sentence with the values of `Progress` and the method's options.
 # 0: converged, 1: a limit is reached, 2: it cannot continue, 99: stopped by the callback, -1: it has not ended.

@@ -12,8 +12,7 @@ from mpishard.arguments import reject_unknown, shown
 from mpishard.inverse.functions import Unknowns, number_of
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
 from mpishard.inverse.run import LocalRun, MinimizationRun
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Progress, Wanted
+from mpishard.minimizers.method import Method, Progress, Wanted
 
 if TYPE_CHECKING:
     from mpishard.comm.mesh import Mesh

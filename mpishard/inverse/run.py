@@ -14,12 +14,8 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.inverse.functions import Unknowns
 from mpishard.minimizers.elements import preconditioned, whole_limits
-from mpishard.minimizers.limits import Limits, warn_projected_start
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer
-from mpishard.minimizers.rehearsal import ELEMENTS, check_metadata
+from mpishard.minimizers.method import ELEMENTS, Limits, Method, Minimizer, check_metadata, lifted, warn_projected_start
 from mpishard.minimizers.space import LocalSpace
-from mpishard.minimizers.stopping import lifted
 
 Array = Any
 

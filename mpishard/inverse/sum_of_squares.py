@@ -19,7 +19,6 @@ from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import Tree
 from mpishard.io import log
 from mpishard.minimizers.elements import whole_bounds, whole_elements
-from mpishard.minimizers.gauss_newton import GaussNewton
 from mpishard.minimizers.least_squares import (
     Options,
     State,
@@ -28,6 +27,7 @@ from mpishard.minimizers.least_squares import (
     require_finite,
     strictly_inside,
 )
+from mpishard.minimizers.newton import GaussNewton
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints

@@ -3,9 +3,9 @@
 Enters: value and gradient at the point that a minimiser wants, by `tell`; its vectors are this rank's part.
 Leaves: the next point, and at the end the reason; a state that can be saved at any evaluation.
 
-Read ``method`` and ``minimizer`` first, the two interfaces; then ``descent`` with ``stopping``, the loop of line
-searches; ``lbfgs``, ``history`` and ``cauchy`` with ``lbfgsb``, ``nonlinear_cg``, ``newton``, ``least_squares``: the
-methods; ``space``, ``elements``, ``limits`` and ``bounds``: vectors and options.
+Read ``method`` first, the interfaces; then ``descent``, the loop of line searches; ``lbfgs``, ``history`` and
+``cauchy`` with ``lbfgsb``, ``nonlinear_cg``, ``newton``, ``least_squares``: the methods; ``space``, ``elements`` and
+``bounds``: vectors and options.
 """
 
 from typing import TYPE_CHECKING

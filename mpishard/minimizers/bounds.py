@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.backend.array import elementwise, empty, largest, to_host
 from mpishard.minimizers.formulas import advance
-from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.method import Limits
 from mpishard.minimizers.space import Space
 
 Array = Any

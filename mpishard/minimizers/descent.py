@@ -13,12 +13,19 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mpishard.minimizers.bounds import Bounds
-from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search.search import LineSearch, LineSearchState, Verdict
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
+from mpishard.minimizers.method import (
+    LARGEST_PRODUCT,
+    Limits,
+    Method,
+    Minimizer,
+    Progress,
+    Wanted,
+    converged,
+    exhausted,
+    out_of_range,
+)
 from mpishard.minimizers.space import Space
-from mpishard.minimizers.stopping import LARGEST_PRODUCT, converged, exhausted, out_of_range
 
 Array = Any
 _RESOLVED, _NOISE = 4, 1000  # units in the last place of a value

@@ -12,9 +12,8 @@ from mpishard.backend.array import module_of
 from mpishard.minimizers import formulas
 from mpishard.minimizers.descent import SLOTS, Descent
 from mpishard.minimizers.history import History
-from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search import Armijo, HagerZhang, LineSearch, MoreThuente
-from mpishard.minimizers.method import Method
+from mpishard.minimizers.method import Limits, Method
 from mpishard.minimizers.space import Space
 
 Array = Any

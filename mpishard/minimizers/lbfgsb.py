@@ -14,8 +14,7 @@ from mpishard.minimizers.bounds import arrive, cut, divide, keep_free, meet, ove
 from mpishard.minimizers.formulas import unweigh, weigh
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
-from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.method import Elements
+from mpishard.minimizers.method import Elements, Limits
 from mpishard.minimizers.space import Space
 
 Array = Any

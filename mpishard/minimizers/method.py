@@ -1,20 +1,28 @@
-"""The base of the methods: their options, and the names of the vectors of their state."""
+"""What all minimisers share: their options, one minimisation as a state machine, and its stop tests.
+
+A minimisation wants value and gradient at a point, and takes them by `tell`.  Between two evaluations its whole state
+is in its vectors, its point and its metadata: a run that ends there resumes with the next evaluation.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from enum import Enum
+from typing import Any, ClassVar
+
+import numpy as np
 
 from mpishard.arguments import integer, number
-
-if TYPE_CHECKING:
-    from mpishard.minimizers.limits import Limits
-    from mpishard.minimizers.minimizer import Minimizer
-    from mpishard.minimizers.space import Space
+from mpishard.io import log
+from mpishard.minimizers.space import LocalSpace, Space
 
 Array = Any
+
+
+# The base of the methods: their options, and the names of the vectors of their state.
+
 # Something about each element: one number, a flat array, or by tensor name a number or an array; None: nothing.
 Elements = Any
 
@@ -127,3 +135,230 @@ class Method(ABC):
             if isinstance(value, int | float | str | bool):
                 plain[field.name] = value
         return plain
+
+
+# The user's options about the elements of the point on this rank: bounds, fixed elements, and their scale.
+
+
+@dataclass(frozen=True)
+class Limits:
+    """This rank's part of the options about elements; None where an option is not given.
+
+    `lower` and `upper` are infinite without a bound. With positive `weights` the inner product is
+    ``sum(weights * a * b)``, and stop tests look at ``gradient / weights``. The positive `scaling` is the diagonal p of
+    the initial inverse Hessian, in units of one number that the method chooses; ``precondition(vector)``, of this
+    rank's elements, collective, is such an initial inverse Hessian that is no diagonal, symmetric and positive
+    definite.
+    """
+
+    lower: Array | None = None
+    upper: Array | None = None
+    fixed: Array | None = None  # True for elements that keep their value
+    weights: Array | None = None
+    scaling: Array | None = None
+    precondition: Callable[[Array], Array] | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling is not None and self.precondition is not None:
+            raise ValueError("a scaling and a precondition were given; leave one of them out")
+
+    def expect_no_bounds(self, method: str) -> None:
+        """Raise ValueError if there are bounds, for a method without them."""
+        if self.lower is not None or self.upper is not None:
+            raise ValueError(f"{method} takes no bounds; use LBFGSB, or fix elements")
+
+
+def warn_projected_start(moved: int) -> None:
+    """Log that `moved` elements of the start, unless 0, were out of bounds; callers choose the rank that logs."""
+    if moved:
+        log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")
+
+
+# One minimisation as a state machine: it wants value and gradient at a point, and takes them by `tell`.
+#
+# Between two evaluations its whole state is in its vectors, its point and its metadata: a run that ends there resumes
+# with the next evaluation.
+
+
+class Wanted(Enum):
+    """The next evaluation that a minimisation wants."""
+
+    GRADIENT = "gradient"  # value and gradient at the point
+    PRODUCT = "product"  # the Hessian at the point, times a direction
+    NOTHING = "nothing"  # it has ended
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a minimisation; `value`, `gradient_norm` and `projected_norm` are at the last accepted point."""
+
+    iterations: int = 0  # accepted steps
+    evaluations: int = 0  # values with gradients
+    products: int = 0  # Hessian products
+    value: float = float("nan")
+    gradient_norm: float = float("nan")  # largest absolute element of the gradient, and of the projected gradient
+    projected_norm: float = float("nan")
+    step_length: float = 0.0  # of the last accepted step, as a multiple of its direction
+    accepted: bool = False  # the last call of `tell` has ended an iteration
+    asymmetry: float = 0.0  # the largest difference of Hessian products a'(H b) and b'(H a), as a share of |a| |H b|
+    not_finite: int = 0  # evaluations in line searches whose value or gradient was NaN or infinite
+
+
+class Minimizer(ABC):
+    """One minimisation by one method; `begin`, `tell` and `tell_product` are collective over the ranks of the space.
+
+    `vectors` has a row for each name in `slots`, kept and saved by the caller. `point`, which the caller only reads, is
+    where the next evaluation is wanted, and in the end the best iterate.
+    """
+
+    def __init__(self, slots: tuple[str, ...], space: Space, vectors: Array, point: Array, limits: Limits) -> None:
+        self.space = space
+        self.point = point
+        self.limits = limits
+        self.wanted: Wanted = Wanted.GRADIENT  # the next evaluation, at `point`
+        self.progress: Progress = Progress()
+        self.stop_reason: str = ""  # empty until it has ended
+        self.vectors = vectors
+        # For each row of `vectors` a number that is raised when the row is written, the same on all ranks, for those
+        # who keep copies of the rows.  Empty, as at first, if the minimisation does not report its writes.
+        self.versions: list[int] = []
+        self._slots = slots
+
+    def row(self, slot: str) -> Array:
+        return self.vectors[self._slots.index(slot)]
+
+    def note_written(self, *rows: int) -> None:
+        """Raise the versions of these rows, or of all, since they were written or are about to be."""
+        for row in rows or range(len(self.versions)):
+            self.versions[row] += 1
+
+    @property
+    def best(self) -> Array:
+        """The last accepted iterate, also while a line search continues elsewhere; not a copy."""
+        return self.point if self.stop_reason else self.row("base")
+
+    @property
+    def direction(self) -> Array:
+        """The vector to multiply by the Hessian when a product is wanted."""
+        raise NotImplementedError(f"{type(self).__name__} wants no Hessian products")
+
+    @abstractmethod
+    def begin(self) -> int:
+        """Start at the point, projected into the bounds; return the number of elements on all ranks that this moved."""
+
+    def forget(self) -> bool:
+        """Drop what was learned of the curvature from earlier iterates; return True if there was anything."""
+        return False
+
+    @abstractmethod
+    def tell(self, value: float, gradient: Array) -> None:
+        """Take the value and this rank's part of the gradient, which is only read, and decide what is wanted next.
+
+        The value is the same on all ranks; NaN or infinite outside of the domain of the function.
+        """
+
+    def tell_product(self, product: Array) -> None:
+        """Take the Hessian times `direction`, this rank's part, which is only read."""
+        raise NotImplementedError(f"{type(self).__name__} wants no Hessian products")
+
+    def reopen(self) -> None:
+        """After the end, want another evaluation, at the last iterate, since a limit was lifted."""
+        self.wanted, self.stop_reason = Wanted.GRADIENT, ""
+
+    @abstractmethod
+    def to_metadata(self) -> dict[str, Any]:
+        """The state without vectors and point, as plain numbers (also infinities and NaN), strings and lists."""
+
+    @abstractmethod
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from `to_metadata`, after vectors and point were filled.
+
+        Raises ValueError, and changes nothing, if something is missing or invalid.
+        """
+
+
+# A trial of saved numbers: can a method resume from them? Asked before anything changes.
+
+ELEMENTS = "elements"  # in the metadata: a hash of bounds, fixed elements, inner product and preconditioner
+
+
+def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -> None:
+    """Raise ValueError, with both sides, unless a minimisation by the method can be restored from this metadata.
+
+    A minimisation without elements tries it. `metadata` is of `Minimizer.to_metadata`, possibly with other options, and
+    of a hash of those about elements, which must be equal to `elements`.
+    """
+    if metadata.get(ELEMENTS, elements) != elements:
+        raise ValueError(
+            "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, which what "
+            f"{type(method).__name__} has learned depends on; give those, or leave its state and take the parameters "
+            "alone as a start"
+        )
+    nothing = np.zeros(0)
+    minimizer = method.make(LocalSpace(0, nothing), np.zeros((len(method.slots), 0)), nothing, Limits())
+    try:
+        minimizer.restore(metadata)
+    except ValueError:
+        raise
+    except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:  # of a file that others wrote
+        raise ValueError(f"{type(method).__name__}: the saved state cannot be restored: {error!r}") from None
+
+
+# The stop tests that all methods share, after an iteration and after an evaluation.
+
+LARGEST_PRODUCT = 2.0**1000  # of which sums are known
+
+# Reasons for which a method cannot continue, in words.
+FAILURES = {
+    "line search": "the line search found no lower value along a descent direction, so that the gradient does not fit "
+    "the function to rounding; mpishard.check_gradient compares them",
+    "unbounded": "the value fell, and falls on as if it had no lower limit",
+    "range": "the square of the gradient is too small or too large for a float64; scale the function",
+    "not finite": "the value, the gradient or a Hessian product is NaN or infinite, also after shorter steps",
+}
+
+
+def converged(
+    method: Method, progress: Progress, value_before: float, step_top: float = 1.0, point_top: float = 0.0
+) -> str:
+    """The test by which the iteration that has just ended converged: "gradient", "decrease" or "step"; empty if none.
+
+    `value_before` is NaN at the start, where the gradient alone decides; `step_top` and `point_top` are the largest
+    absolute elements of the step and the point.
+    """
+    if progress.projected_norm <= method.gtol:
+        return "gradient"
+    if value_before - progress.value <= method.ftol * max(abs(value_before), abs(progress.value), 1.0):
+        return "decrease"
+    if value_before == value_before and step_top <= method.xtol * max(point_top, 1.0):
+        return "step"
+    return ""
+
+
+def exhausted(method: Method, progress: Progress) -> str:
+    """The limit that a minimisation has reached, "iterations" or "evaluations"; empty if it may continue."""
+    if progress.iterations >= method.maxiter:
+        return "iterations"
+    return "evaluations" if progress.evaluations >= method.maxfun else ""
+
+
+def lifted(method: Method, progress: Progress, reason: str) -> bool:
+    """Return True if the limit at which a minimisation ended is now farther away: options may change between two runs.
+
+    Only limits on iterations and evaluations, and `gtol`, count.
+    """
+    if reason == "gradient":
+        return progress.projected_norm > method.gtol
+    if reason in ("iterations", "evaluations"):
+        return not exhausted(method, progress)
+    return False
+
+
+def out_of_range(progress: Progress) -> str:
+    """The reason to end where the square of the gradient is out of the range of floats: "range" at the start.
+
+    After iterations "decrease", if nothing is left to gain, or "unbounded".
+    """
+    if progress.iterations and progress.gradient_norm < 1:
+        return "decrease"
+    return "unbounded" if progress.iterations and progress.value < 0 else "range"

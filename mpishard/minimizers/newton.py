@@ -9,18 +9,84 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from mpishard.arguments import integer, number
-from mpishard.backend.array import empty
+from mpishard.backend.array import empty, module_of
 from mpishard.minimizers import formulas, small
-from mpishard.minimizers.bounds import Bounds
-from mpishard.minimizers.free_variables import FreeVariables
-from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.bounds import Bounds, mark_free
 from mpishard.minimizers.line_search.search import NOT_FINITE_LIMIT
-from mpishard.minimizers.method import Elements, Method
-from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
+from mpishard.minimizers.method import (
+    LARGEST_PRODUCT,
+    Elements,
+    Limits,
+    Method,
+    Minimizer,
+    Progress,
+    Wanted,
+    converged,
+    exhausted,
+    out_of_range,
+)
 from mpishard.minimizers.space import Space
-from mpishard.minimizers.stopping import LARGEST_PRODUCT, converged, exhausted, out_of_range
 
 Array = Any
+
+
+# The variables in which conjugate gradients run: those of the free elements, scaled.
+
+
+class FreeVariables:
+    """Variables of the free elements, in which the diagonal of the user's inverse Hessian is 1.
+
+    With the user's diagonal p they are ``x / sqrt(p)``, and gradients there are ``sqrt(p) g``; both are 0 at elements
+    that are fixed or held at a bound. A callable preconditioner scales nothing; it is applied to gradients, and
+    `preconditioned` is collective if it is. `weights` is the root of p, 0 at elements that are fixed or held; None if
+    all are free and p is 1.
+    """
+
+    def __init__(self, limits: Limits, bounds: Bounds, like: Array) -> None:
+        self._precondition = limits.precondition
+        self._bounds = bounds
+        module = module_of(like)
+        self.weights: Array | None = None
+        if limits.scaling is not None:
+            self.weights = module.sqrt(limits.scaling.astype(like.dtype))
+        if limits.fixed is not None:
+            if self.weights is None:
+                self.weights = module.ones(like.size, like.dtype)
+            self.weights[limits.fixed] = 0
+        self._released = self.weights  # the weights where no element is held
+        if bounds.any:
+            if self._released is None:
+                self._released = module.ones(like.size, like.dtype)
+            self.weights = self._released.copy()
+
+    def hold(self, point: Array, gradient: Array) -> None:
+        """Hold the elements that are at a bound from which descent leads outside; release all others."""
+        if self.weights is not None and self._released is not None and self._bounds.any:
+            mark_free(self.weights, point, gradient, self._bounds.lower, self._bounds.upper, 0.0)
+            self.weights *= self._released
+
+    @property
+    def diagonal(self) -> bool:
+        """Return True if `preconditioned` returns its argument."""
+        return self._precondition is None
+
+    def scaled(self, gradient: Array) -> Array:
+        """A gradient in these variables: a new array, or the given one if there are no weights."""
+        if self.weights is None:
+            return gradient
+        out = empty(gradient.size, gradient.dtype, gradient)
+        formulas.weighted(out, gradient, self.weights)
+        return out
+
+    def preconditioned(self, gradient: Array) -> Array:
+        """The user's callable of a gradient in these variables; without one, the gradient itself."""
+        if self._precondition is None:
+            return gradient
+        return self.scaled(self._precondition(gradient))
+
+    def unscaled(self, step: Array) -> Array:
+        """A step in these variables as one of the point: a new array, or the given one if there are no weights."""
+        return self.scaled(step)  # x = sqrt(p) (x / sqrt(p))
 
 
 # Conjugate gradients for the step of a trust region, by one Hessian product at a time.
@@ -209,7 +275,7 @@ def _first_radius(length: float, direction_square: float) -> float:
     return radius if 0 < radius < math.inf else 1.0
 
 
-# Truncated Newton and Gauss-Newton methods in a trust region, from products with the Hessian.
+# The method and its steps.
 
 # Algorithm 4.1 of Nocedal and Wright, with eta = 0: every lower value is accepted.  After a bad step the radius becomes
 # half of the step's length: the algorithm's quarter costs a sixth more evaluations and products on the set of Moré,
@@ -546,3 +612,33 @@ class TruncatedNewtonMinimizer(Minimizer):
         self.cg.state, self._radius, self._gradient_square, self._gradient_top = state, radius, square, top
         self._not_finite, self._decrease, self._refused, self._clipped = not_finite, decrease, refused, clipped
         self.free.hold(self.row("base"), self.row("base_gradient"))
+
+
+# Gauss-Newton steps for sums of squares of many unknowns, by conjugate gradients in a trust region.
+
+_TRUSTED = 0.25  # of the decrease that the model predicts: with less, a small one does not mean convergence
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussNewton(TruncatedNewton):
+    """`TruncatedNewton` with the tolerances of SciPy's least squares.
+
+    A step ends it that decreases the cost by less than `ftol` of it, about as the model predicts, or whose largest
+    element is below ``xtol * (xtol + the point's)``.
+    """
+
+    forcing: float = 0.01
+
+    def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> GaussNewtonMinimizer:
+        return GaussNewtonMinimizer(self, space, vectors, point, limits)
+
+
+class GaussNewtonMinimizer(TruncatedNewtonMinimizer):
+    def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
+        method, value = self.method, self.progress.value
+        decrease = value_before - value
+        if self.progress.projected_norm <= method.gtol:
+            return "gradient"
+        if decrease < method.ftol * value_before and decrease > _TRUSTED * self._decrease:
+            return "decrease"
+        return "step" if step_top < method.xtol * (method.xtol + point_top) else ""

@@ -10,9 +10,8 @@ from typing import Any
 from mpishard.arguments import integer, number, shown
 from mpishard.minimizers import formulas
 from mpishard.minimizers.descent import SLOTS, Descent
-from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search import HagerZhang, LineSearch, MoreThuente
-from mpishard.minimizers.method import Method
+from mpishard.minimizers.method import Limits, Method
 from mpishard.minimizers.space import Space
 
 Array = Any

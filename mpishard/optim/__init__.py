@@ -4,7 +4,7 @@ Enters: a gradient, a parameter, its state and the number of the step.
 Leaves: the new parameter and state, element by element in one compiled pass, or matrix by matrix.
 
 Read ``rule`` first, then ``rules`` with their ``formulas``, and ``muon``, whose steps need whole matrices;
-``lr_schedules`` and ``loss_scale`` last.
+``lr_schedules`` last.
 """
 
 from mpishard.optim.muon import Muon

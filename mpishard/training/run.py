@@ -24,7 +24,7 @@ from mpishard.launch.script import note_run
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import RunState, brief
 from mpishard.minimizers import Method
-from mpishard.minimizers.minimizer import Wanted
+from mpishard.minimizers.method import Wanted
 from mpishard.nn.architecture import MODEL, changes
 from mpishard.optim import Rule
 from mpishard.reduction.tree_sum import tree_sum

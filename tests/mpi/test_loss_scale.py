@@ -9,7 +9,7 @@ from steps import STRATEGIES, gradients, start, write_gradients
 
 import mpishard
 from mpishard import SGD, AdamW, DDPOptimizer, OptimizationProblem, ShardingConfiguration, nn
-from mpishard.optim.loss_scale import LossScale
+from mpishard.optim.rule import LossScale
 
 
 def test_halves_after_an_overflow_and_doubles_after_two_thousand_steps():

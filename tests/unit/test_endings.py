@@ -13,9 +13,8 @@ from minimizer_runs import ANY, Problem, Vector, exponentials, minimized, of_the
 
 from mpishard.inverse.result import OptimizeResult, result_of
 from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
-from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search import Armijo, MoreThuente
-from mpishard.minimizers.minimizer import Minimizer
+from mpishard.minimizers.method import Limits, Minimizer
 
 Start = Callable[..., Any]
 METHODS: dict[str, Start] = {

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpishard.backend.exact_columns import SparseRows, values
-from mpishard.backend.exact_gram import ExactGram, exponents, gram, gram_words, solve
+from mpishard.backend.exact_gram import ExactGram, SparseRows, exponents, gram, gram_words, solve, values
 
 
 def wild(seed, rows, columns, decades=9):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mpishard.minimizers.lbfgs import LBFGS
-from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.method import Limits, Minimizer, Wanted
 from mpishard.minimizers.space import LocalSpace
 
 Function = Callable[[np.ndarray], tuple[float, np.ndarray]]

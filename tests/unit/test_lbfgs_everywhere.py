@@ -16,8 +16,7 @@ from problems import Problem as ProblemOfSet
 from mpishard.backend import array as arrays
 from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.lbfgsb import LBFGSB
-from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.minimizer import Wanted
+from mpishard.minimizers.method import Limits, Wanted
 from mpishard.minimizers.space import LocalSpace
 
 OPTIONS: dict[str, Any] = {"gtol": 1e-9, "ftol": 0.0, "maxiter": 3000, "maxfun": 3000}

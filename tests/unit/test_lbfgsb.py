@@ -14,9 +14,7 @@ from mpishard.inverse.minimization import minimize
 from mpishard.minimizers import small
 from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.lbfgsb import LBFGSB
-from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.method import Limits, Method, Minimizer, Wanted
 from mpishard.minimizers.newton import TruncatedNewton
 from mpishard.minimizers.space import LocalSpace
 

@@ -29,8 +29,7 @@ from minimizer_runs import (
 )
 from minimizer_runs import minimized as minimized_by
 
-from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.method import Limits, Minimizer, Wanted
 from mpishard.minimizers.newton import TruncatedNewton
 
 

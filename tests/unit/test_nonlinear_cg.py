@@ -25,9 +25,8 @@ from minimizer_runs import (
 )
 from minimizer_runs import minimized as minimized_by
 
-from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search import HagerZhang, MoreThuente
-from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.method import Limits, Minimizer, Wanted
 from mpishard.minimizers.nonlinear_cg import NonlinearCG
 
 # How far it comes, in valleys as narrow as these.  Along that of Watson's function (condition 1e10) the last bit of a

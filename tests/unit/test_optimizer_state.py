@@ -24,7 +24,7 @@ from mpishard import (
 from mpishard.data_parallel.local_sgd import AveragingSchedule, LocalSteps
 from mpishard.data_parallel.ownership import OwnedRanges
 from mpishard.data_parallel.results import Counters
-from mpishard.optim.loss_scale import LossScale
+from mpishard.optim.rule import LossScale
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from minimizer_runs import Problem, minimized, rosenbrock
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.lbfgsb import LBFGSB
-from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.method import Method
+from mpishard.minimizers.method import Limits, Method
 from mpishard.minimizers.newton import TruncatedNewton
 from mpishard.minimizers.nonlinear_cg import NonlinearCG
 from mpishard.minimizers.space import LocalSpace

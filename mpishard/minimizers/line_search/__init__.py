@@ -1,8 +1,7 @@
 """Line searches as state machines of numbers: each takes value and slope, and returns what comes next.  No MPI."""
 
-from mpishard.minimizers.line_search.armijo import Armijo
 from mpishard.minimizers.line_search.hager_zhang import HagerZhang
 from mpishard.minimizers.line_search.more_thuente import MoreThuente
-from mpishard.minimizers.line_search.search import LineSearch, LineSearchState
+from mpishard.minimizers.line_search.search import Armijo, LineSearch, LineSearchState
 
 __all__ = ["Armijo", "HagerZhang", "LineSearch", "LineSearchState", "MoreThuente"]
