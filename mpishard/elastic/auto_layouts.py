@@ -15,8 +15,8 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.estimate.estimates import estimate
 from mpishard.estimate.layouts import Layout, layouts
-from mpishard.estimate.memory import Workload
 from mpishard.estimate.profile import TYPICAL, MachineProfile
+from mpishard.estimate.sizes import Workload
 from mpishard.nn.architecture import MODEL, architecture_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import Objective

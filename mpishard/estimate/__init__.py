@@ -3,8 +3,8 @@
 Enters: an architecture, a layout, a batch and the speeds of a machine.
 Leaves: bytes of memory and traffic of each rank, the bubble, and seconds of a step.
 
-Read ``estimates`` first, then ``layouts``, ``memory`` and ``times``, of which it consists; ``profile`` has the speeds
-and ``benchmark`` measures them; ``many_ranks`` is for starts.
+Read ``estimates`` first, then ``layouts``, ``memory`` with the ``sizes`` of what a rank holds, and ``times``;
+``profile`` has the speeds and ``benchmark`` measures them; ``many_ranks`` is for starts.
 
 >>> from mpishard.estimate import Layout, Workload, estimate
 >>> from mpishard.nn.architecture import Architecture
@@ -20,9 +20,9 @@ from mpishard.estimate.benchmark import measure
 from mpishard.estimate.estimates import Estimate, estimate, table
 from mpishard.estimate.layouts import Layout, layouts, model_state_bytes
 from mpishard.estimate.many_ranks import Break, Cluster, Costs, StartParts, breaks, costs, measure_start
-from mpishard.estimate.memory import BatchShape, Workload
+from mpishard.estimate.memory import Memory, StageEstimate
 from mpishard.estimate.profile import TYPICAL, Link, MachineProfile
-from mpishard.estimate.times import Memory, StageEstimate
+from mpishard.estimate.sizes import BatchShape, Workload
 
 __all__ = [
     "TYPICAL",

@@ -10,9 +10,10 @@ from typing import Any
 
 from mpishard.arguments import config_or_kwargs, reject_unknown
 from mpishard.estimate.layouts import Layout
-from mpishard.estimate.memory import BatchShape, Workload, virtual_stages_of
+from mpishard.estimate.memory import EstimateSettings, Memory, StageEstimate
 from mpishard.estimate.profile import TYPICAL, MachineProfile
-from mpishard.estimate.times import EstimateSettings, Memory, StageEstimate, Times, makespan
+from mpishard.estimate.sizes import BatchShape, Workload, virtual_stages_of
+from mpishard.estimate.times import Times, makespan
 from mpishard.nn.architecture import DecoderArchitecture
 
 

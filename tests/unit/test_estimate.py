@@ -430,7 +430,7 @@ def test_a_step_holds_what_is_estimated(rounded: Rounded, half: Any, kind: Any, 
 def test_blocks_of_attention(rounded: Rounded, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(device_attention, "DEVICE_SCORES", most)
     monkeypatch.setattr(device_attention, "BLOCK", LENGTH // 2)
-    monkeypatch.setattr("mpishard.estimate.memory.DEVICE_BLOCK", LENGTH // 2)
+    monkeypatch.setattr("mpishard.estimate.sizes.DEVICE_BLOCK", LENGTH // 2)
     model = step(np.float16)
     found = estimate(model.architecture, batch=5, device=True, half=True).memory
     measured = model.activation_bytes + rounded.most_operands
