@@ -20,7 +20,7 @@ from mpishard.data_parallel.ownership import spans_of
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.results import Counters
 from mpishard.data_parallel.settings import Configured, settings_of_rule
-from mpishard.data_parallel.strategies import ShardedState, Strategy
+from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.layout.run_state import Shard, whole_fact
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.method import (
@@ -160,7 +160,7 @@ class MethodState:
         minimizer, strategy = self.minimizer, self._on_rank.strategy
         if minimizer.wanted is not Wanted.PRODUCT:
             return None
-        assert isinstance(strategy, ShardedState)
+        assert isinstance(strategy, ZeRO1)
         parameters = strategy.parameters
         if self._whole is None or self._whole.specs != parameters.specs:
             module = arrays.module_of(parameters.like)
@@ -171,7 +171,7 @@ class MethodState:
     def whole(self, vector: Array) -> Array:
         """A vector of which this is this rank's part, as a new flat array like the parameters."""
         strategy = self._on_rank.strategy
-        assert isinstance(strategy, ShardedState)
+        assert isinstance(strategy, ZeRO1)
         return strategy.gather(vector, "vectors")
 
     def publish(self, values: Array) -> None:

@@ -9,11 +9,11 @@ from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import (
     DataParallel,
-    ShardedGradients,
-    ShardedParameters,
-    ShardedState,
-    ShardedStateOnly,
     Strategy,
+    ZeRO1,
+    ZeRO1AllReduced,
+    ZeRO2,
+    ZeRO3,
 )
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
@@ -51,7 +51,7 @@ class ZeRO1Optimizer(ShardedOptimizer):
         Settings with a mesh, or a mesh with the default settings.
     """
 
-    strategy: type[Strategy] = ShardedState
+    strategy: type[Strategy] = ZeRO1
 
 
 class ZeRO1WithGradients(ZeRO1Optimizer):
@@ -68,7 +68,7 @@ class ZeRO1WithGradients(ZeRO1Optimizer):
         Without compression and `reproducible`.
     """
 
-    strategy: type[Strategy] = ShardedStateOnly
+    strategy: type[Strategy] = ZeRO1AllReduced
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
@@ -88,7 +88,7 @@ class ZeRO2Optimizer(ShardedOptimizer):
         Settings with a mesh, or a mesh with the default settings.
     """
 
-    strategy: type[Strategy] = ShardedGradients
+    strategy: type[Strategy] = ZeRO2
 
 
 class ZeRO3Optimizer(ShardedOptimizer):
@@ -115,7 +115,7 @@ class ZeRO3Optimizer(ShardedOptimizer):
         If the configuration has a compressor.
     """
 
-    strategy: type[Strategy] = ShardedParameters
+    strategy: type[Strategy] = ZeRO3
 
 
 def optimizer_of(rule: Rule | Method, config: ShardingConfiguration) -> ShardedOptimizer:
@@ -129,7 +129,7 @@ def optimizer_of(rule: Rule | Method, config: ShardingConfiguration) -> ShardedO
 
 
 # Index: ZeRO stage.
-STRATEGIES = (DataParallel, ShardedState, ShardedGradients, ShardedParameters)
+STRATEGIES = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
 
 
 class HybridShardedOptimizer(ShardedOptimizer):

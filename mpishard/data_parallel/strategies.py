@@ -24,12 +24,12 @@ from mpishard.data_parallel.ownership import OwnedRanges, TensorCopies, TiedUses
 from mpishard.data_parallel.summation import (
     Accumulated,
     AllReduce,
-    BetweenNodes,
-    ByNodes,
     Compressed,
-    Ordered,
+    FixedOrder,
+    Hierarchical,
+    HierarchicalAverage,
+    NonblockingAllReduce,
     ReduceScatter,
-    StartedAllReduce,
     Summation,
     WithinWorker,
 )
@@ -133,7 +133,7 @@ class Strategy(ABC):
     def _make_summation(self) -> Summation:
         """How this strategy sums gradients over the data axis."""
         if self.ordered is not None and self.uses is not None:
-            return Ordered(self, self.ordered, self.uses, self.buckets, self.gathers_gradients)
+            return FixedOrder(self, self.ordered, self.uses, self.buckets, self.gathers_gradients)
         plain = self._make_plain_sums()
         return plain if self.compressed is None else Compressed(self, self.compressed, plain, self.gathers_gradients)
 
@@ -223,7 +223,7 @@ class Strategy(ABC):
 # The strategies by name.
 
 
-class WholeSums(Strategy):
+class AllReduced(Strategy):
     """Gradients are all-reduced: every data rank gets all sums, in the gradient buffer."""
 
     def _make_plain_sums(self) -> Summation:
@@ -238,7 +238,7 @@ class WholeSums(Strategy):
         return self.target(bucket, self.memory.of_bucket(bucket))
 
 
-class DataParallel(WholeSums):
+class DataParallel(AllReduced):
     """DDP: every data rank holds all parameters and state; gradients are all-reduced."""
 
     gathers_gradients = True
@@ -262,7 +262,7 @@ class DataParallel(WholeSums):
         return self.ownership.counted if self.hierarchical is None else self.hierarchical.owned
 
     def _make_summation(self) -> Summation:
-        return super()._make_summation() if self.hierarchical is None else ByNodes(self, self.hierarchical)
+        return super()._make_summation() if self.hierarchical is None else Hierarchical(self, self.hierarchical)
 
     @property
     def sums_are_everywhere(self) -> bool:
@@ -279,7 +279,7 @@ class DataParallel(WholeSums):
         self.copies.broadcast_replicas(slot)
 
 
-class ShardedState(Strategy):
+class ZeRO1(Strategy):
     """ZeRO-1: optimizer state is sharded. Gradients are reduce-scattered, updated parameters all-gathered.
 
     Each data rank owns one share of every bucket; the shares are even. The reduced share arrives at the front of the
@@ -336,10 +336,10 @@ class ShardedState(Strategy):
             gathered.wait()
 
 
-class ShardedStateOnly(WholeSums, ShardedState):
+class ZeRO1AllReduced(AllReduced, ZeRO1):
     """ZeRO-1 whose gradients are all-reduced, for code that reads or changes them between backward pass and step.
 
-    A step sends half as many bytes again as with `ShardedState`.  Neither compressed nor in a fixed order.
+    A step sends half as many bytes again as with `ZeRO1`.  Neither compressed nor in a fixed order.
     """
 
     @property
@@ -350,7 +350,7 @@ class ShardedStateOnly(WholeSums, ShardedState):
         return [self.owned(bucket) for bucket in self.buckets]
 
 
-class ShardedGradients(ShardedState):
+class ZeRO2(ZeRO1):
     """ZeRO-2: gradients are sharded too.  A bucket is reduced to its owners, and its memory is then reused."""
 
     gradients_on_demand = True
@@ -380,7 +380,7 @@ class ShardedGradients(ShardedState):
         return int(self._shard.nbytes + sum(part.nbytes for part in self._second.values())) + super().gradient_bytes
 
 
-class ShardedParameters(ShardedGradients):
+class ZeRO3(ZeRO2):
     """ZeRO-3: parameters are sharded too, unit by unit, and each unit is a bucket of gradients.
 
     A model gathers a unit before each use, in the forward and again in the backward pass, and frees it afterwards. The
@@ -398,7 +398,7 @@ class ShardedParameters(ShardedGradients):
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
         """ZeRO-2 for a caller's flat array, which must stay whole; ZeRO-2 gathers it after the update."""
-        return ShardedGradients if parameters.lent else cls
+        return ZeRO2 if parameters.lent else cls
 
     def attach(self, parameters: FlatParameters) -> None:
         super().attach(parameters)
@@ -442,7 +442,7 @@ class LocalUpdates(DataParallel):
         return OwnedRanges(parameters, buckets, shares, in_team=buckets)  # a worker counts all of its gradient
 
     def _make_plain_sums(self) -> Summation:
-        return StartedAllReduce(self)
+        return NonblockingAllReduce(self)
 
     def _make_summation(self) -> Summation:
         # Sums the differences from the anchor over all workers.
@@ -450,7 +450,7 @@ class LocalUpdates(DataParallel):
         if self.hierarchical is None:
             self.averages = super()._make_summation()
             return WithinWorker(self, None, self.averages)
-        self.averages = BetweenNodes(self, self.hierarchical)
+        self.averages = HierarchicalAverage(self, self.hierarchical)
         return WithinWorker(self, self.hierarchical.within, self.averages)
 
     def error_scale(self, loss_scale: float) -> float:

@@ -153,7 +153,7 @@ class ReduceScatter(Summation):
         return self._axis.start_reduce_scatter(gradient, counts=counts, label="gradients")
 
 
-class Ordered(Summation):
+class FixedOrder(Summation):
     """Sums along the tree of `OrderedSums`, and then the `uses` of tied tensors.
 
     With `gathers` every data rank gets the whole sum, else its part.
@@ -223,7 +223,7 @@ class Compressed(Summation):
                 gather.wait()
 
 
-class ByNodes(Summation):
+class Hierarchical(Summation):
     """Sums within each node, then between the nodes, compressed if there is a compressor."""
 
     def __init__(self, parts: Parts, sums: HierarchicalSums) -> None:
@@ -284,14 +284,14 @@ class WithinWorker(Summation):
         return None if self._within is None else self._within.start_all_reduce(gradient, label="gradients")
 
 
-class StartedAllReduce(Summation):
+class NonblockingAllReduce(Summation):
     """All-reduces that are always started: an average may take several steps."""
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer:
         return self._axis.start_all_reduce(gradient, label="gradients")
 
 
-class BetweenNodes(ByNodes):
+class HierarchicalAverage(Hierarchical):
     """Sums between nodes of differences that all ranks of a node have."""
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer:

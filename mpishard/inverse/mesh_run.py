@@ -16,7 +16,7 @@ from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.strategies import ShardedState
+from mpishard.data_parallel.strategies import ZeRO1
 from mpishard.data_parallel.update import tell_product, tell_value
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.inverse.comparison import Comparison, check_alike, exchange
@@ -43,7 +43,7 @@ class MethodEvaluations:
         self._optimizer = optimizer
         self._parameters = parameters
         strategy, state = optimizer.bind(parameters), optimizer.state.method
-        assert isinstance(strategy, ShardedState) and state is not None
+        assert isinstance(strategy, ZeRO1) and state is not None
         self._strategy = strategy
         self._state = state
         self._inspection = optimizer.state.binding.on_rank.inspection
