@@ -1,7 +1,7 @@
 """NumPy and CuPy arrays, formulas and functions compiled for them, random numbers, and BLAS threads.  No MPI.
 
-Enters: NumPy or CuPy arrays, and formulas of one element written in Python or CUDA C++.
-Leaves: results in arrays that the caller owns, with the same bits in any layout where a file says so, and one compiled
+Input: NumPy or CuPy arrays, and formulas of one element written in Python or CUDA C++.
+Output: results in arrays that the caller owns, with the same bits in any layout where a file says so, and one compiled
 function a formula and dtype.
 
 Read ``array`` first, the interface that all rooms use, with ``kinds``, its two implementations; then ``elementwise``,

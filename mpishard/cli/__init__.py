@@ -1,7 +1,7 @@
 """The ``mpishard`` command.
 
-Enters: command lines, and what runs have left on disk: records, checkpoints, profiles.
-Leaves: text or a picture on the terminal or in a file, and an exit code; errors are one line on stderr.
+Input: command lines, and what runs have left on disk: records, checkpoints, profiles.
+Output: text or a picture on the terminal or in a file, and an exit code; errors are one line on stderr.
 
 Read ``app`` first, the list of commands; each command is a file of its name, and ``checkpoint`` has six of them;
 ``output`` has the tables and pictures that they share.

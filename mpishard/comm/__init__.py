@@ -1,7 +1,7 @@
 """Communication: the mesh and its axes, collectives on flat buffers, and what ends a job when a rank fails.
 
-Enters: flat buffers and MPI_COMM_WORLD.
-Leaves: buffers with sums or copies, a note of each call in the ledger, and an error on every rank, or the end of the
+Input: flat buffers and MPI_COMM_WORLD.
+Output: buffers with sums or copies, a note of each call in the ledger, and an error on every rank, or the end of the
 job, where a rank fails.
 
 Read ``mesh`` and ``axis`` first, what users hold; then a call in its order, ``communicator``, ``channel``,

@@ -86,8 +86,8 @@ class Axis(Communicator):
     matching : CallMatching, optional
         In debug mode: compares the calls of the ranks.
     said : set of str, optional
-        Collectives of device buffers go by NCCL where they can; the set has what this rank has said of it already.
-        Default: by MPI.
+        Collectives of device buffers go by NCCL where they can; the set has the warnings that this rank has given
+        already.  Default: by MPI.
     family : Family, optional
         Of its communicators, and of those of its sub-groups.
     """
@@ -110,12 +110,12 @@ class Axis(Communicator):
         self._subgroups: dict[tuple[int, ...] | str, Axis | None] = {}
 
     def withhold_device_buffers(self, withhold: bool) -> None:
-        """Hand no device memory to MPI until `rebind`; False: where `probe` has found that it can be.  Not collective.
+        """Stop handing device memory to MPI until `rebind`, or go back to what `probe` has found.  Not collective.
 
         Parameters
         ----------
         withhold : bool
-            The same on all ranks, see `agree_on_device_buffers`.  Its sub-groups do the same.
+            True to stop, False to go back.  The same on all ranks, see `agree_on_device_buffers`.  Sub-groups follow.
         """
         self._channel.withholds_device_buffers = self._channel_of_started.withholds_device_buffers = withhold
         for part in self._subgroups.values():

@@ -207,9 +207,6 @@ class Mesh:
     its ranks is freed when they make the next one (not under ULFM, where a rank may have died); hold it while another
     library uses its communicators.
 
-    Of its public members half are what everything asks a mesh for: its axes, and where this rank is on them.  The other
-    half is the life of the communicators, which only a mesh can change together.
-
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
@@ -219,8 +216,8 @@ class Mesh:
         elastic run has spawned have its tensor and pipeline sizes whatever is given here.
     timeout : float, optional
         Seconds a collective may wait before the job is ended with a report of who waits where; default from
-        ``MPISHARD_TIMEOUT``.  Without either: ten times the longest step so far (from its begin to the begin of the
-        next), at least 120; before the first step is over 1800, or 120 if all ranks wait.
+        ``MPISHARD_TIMEOUT``.  Without either: ten times the longest step so far, and at least 120.  Until the first
+        step has ended: 1800, or 120 once every rank is blocked in a call.
     debug : bool, optional
         Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all ranks where
         they differ; compare the copies of replicated parameters after every step; and at the start of `optimize` check

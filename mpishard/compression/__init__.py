@@ -1,7 +1,7 @@
 """Compressors: the bytes that are sent for gradients, and the errors that remain.  No MPI.
 
-Enters: blocks of gradients in float32 or float64.
-Leaves: the bytes to send, and what they leave out, which the caller adds to the next gradient.
+Input: blocks of gradients in float32 or float64.
+Output: the bytes to send, and what they leave out, which the caller adds to the next gradient.
 
 Read ``compressor`` first, the interface; then ``compressors``, and their loops in ``kernels`` and ``device_kernels``.
 """

@@ -1,7 +1,7 @@
 """The samples that a rank reads, and data to read: text that every Python has, and tokens from files of any size.
 
-Enters: text, files of tokens, a seed and the number of a step.
-Leaves: the samples of that step which a rank computes, the same on any number of ranks in total, as arrays of token
+Input: text, files of tokens, a seed and the number of a step.
+Output: the samples of that step which a rank computes, the same on any number of ranks in total, as arrays of token
 ids.
 
 Read ``sampling`` first: who computes which sample; then ``token_files``, ``token_data`` and ``text``: where samples

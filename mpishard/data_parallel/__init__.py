@@ -1,7 +1,7 @@
 """Optimizers that distribute an update rule over the data axis: DDP, ZeRO, local SGD.
 
-Enters: a rule or a method, a mesh or a configuration, and at each step flat parameters and this rank's gradients.
-Leaves: updated parameters on all ranks that need them, and a state that any layout can load.
+Input: a rule or a method, a mesh or a configuration, and at each step flat parameters and this rank's gradients.
+Output: updated parameters on all ranks that need them, and a state that any layout can load.
 
 Read ``sharded_optimizer`` first, then a step in its order, ``strategies``, ``summation``, ``gradient_norm``,
 ``update``; then ``optimizer_state``.  By subject:
@@ -11,8 +11,8 @@ what users call           ``sharded_optimizer``, the base; ``optimizers``, those
                           ``results``: what `optimize` returns
 settings                  ``configuration``; ``settings``: as text by name, and that all ranks have the same;
                           ``validation``: checks on a rank
-who sums what             ``strategies`` choose a ``summation``; ``configuration``: what is summed at once
-who updates what          ``strategies`` decide; ``ownership`` has what follows, and copies on ranks of one model
+gradient reduction        ``strategies``: which ``summation``; ``configuration``: the size of buckets
+division of the state     ``strategies``: which; ``ownership``: the ranges of a rank, and copies on ranks of one model
 a step                    ``sharded_optimizer``; ``gradient_norm``: clipping's, and NaN; ``update``, also by a
                           method, with the norms of LAMB; ``matrices``: those that Muon needs whole
 methods                   ``method_state``: a minimisation as state of an optimizer

@@ -80,9 +80,9 @@ class OwnedRanges:
     """The elements of one rank, as ranges of its flat parameters.
 
     `own` are the ascending ranges that this rank updates; a state array holds them end to end. `counted` has for each
-    the part that this rank stands for in sums over ranks, such as norms: all of it, unless several data ranks update
-    the same elements, as in DDP: each then stands for another part, so that every element counts once. `in_team` is the
-    same for sums over the ranks that take a step together.
+    the part that this rank contributes to sums over ranks, such as norms. Where several data ranks update the same
+    elements, as in DDP, each contributes another part, so that every element counts once. `in_team` is the same for
+    sums over the ranks that take a step together.
     """
 
     def __init__(

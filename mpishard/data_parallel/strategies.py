@@ -1,7 +1,7 @@
 """Strategies: how gradients and optimizer state are spread over a mesh; DDP, stages of ZeRO, Local SGD's workers.
 
 A strategy chooses the ranges of the flat parameters that this rank updates, and the `Summation` of gradients over ranks
-for its `GradientReducer`; it sends the new parameters to ranks with a copy. The optimizer divides.
+for its `GradientReducer`; it all-gathers the new parameters. The optimizer divides by the number of samples.
 The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.
 
 Order of summation: the micro-batches, in the gradient buffer; the copies of a tensor within one data coordinate
@@ -149,7 +149,7 @@ class Strategy(ABC):
 
     @property
     def blocks(self) -> bool:
-        """Return True if sums are blocking calls: a lent array leaves nothing to overlap them with."""
+        """Return True if sums are blocking calls: one bucket in an array of the user leaves nothing to overlap."""
         return self.parameters.lent and len(self.buckets) == 1
 
     @abstractmethod

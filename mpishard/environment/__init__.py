@@ -1,7 +1,7 @@
 """Facts about this MPI, machine and Python, and findings: the facts that cause problems for a run.
 
-Enters: the process, its MPI and its machine.
-Leaves: facts, which can be sent between ranks, and findings with the way out.
+Input: the process, its MPI and its machine.
+Output: facts, which can be sent between ranks, and findings with the way out.
 
 Read ``facts`` first, then ``findings``.
 

@@ -1,7 +1,7 @@
 """Estimates the cost of a layout without running it: memory per rank, bytes sent, bubble, and time per step.
 
-Enters: an architecture, a layout, a batch and the speeds of a machine.
-Leaves: bytes of memory and traffic of each rank, the bubble, and seconds of a step.
+Input: an architecture, a layout, a batch and the speeds of a machine.
+Output: bytes of memory and traffic of each rank, the bubble, and seconds of a step.
 
 Read ``estimates`` first, then ``layouts``, ``memory`` with the ``sizes`` of what a rank holds, and ``times``;
 ``profile`` has the speeds and ``benchmark`` measures them; ``many_ranks`` is for starts.

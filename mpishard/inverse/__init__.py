@@ -1,7 +1,7 @@
 """Inverse problems: functions and sums of squares minimised with SciPy's conventions, on one process or on a mesh.
 
-Enters: the user's function, residuals or operator, a start, bounds, and perhaps a mesh.
-Leaves: a result with the fields of SciPy, the same on any number of ranks.
+Input: the user's function, residuals or operator, a start, bounds, and perhaps a mesh.
+Output: a result with the fields of SciPy, the same on any number of ranks.
 
 Read ``minimization`` first, then ``run``, the loop, with the ranks of ``mesh_run``, and ``functions``;
 ``sum_of_squares``, ``residuals`` and ``gauss_newton`` for least squares; ``reverse_communication`` for loops of others;

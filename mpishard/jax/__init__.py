@@ -1,7 +1,7 @@
 """JAX on MPI ranks: `as_distributed` for your own loop, `problem` for `optimize`, `rule_of` for optax.
 
-Enters: a function of JAX, a pytree of parameters, a rule or a transformation of optax.
-Leaves: the pytree after each step, the same on all ranks; memory is shared, not copied, where JAX allows.
+Input: a function of JAX, a pytree of parameters, a rule or a transformation of optax.
+Output: the pytree after each step, the same on all ranks; memory is shared, not copied, where JAX allows.
 
 Read ``tree`` first, then ``distributed``, for users' loops, and ``problem``, for `optimize`; ``optax_rule`` last.
 

@@ -1,7 +1,7 @@
 """Launching jobs and how they end: launchers, hosts, the supervisor that restarts jobs, Ctrl-C and signals.  No MPI.
 
-Enters: a command line, the environment of a launcher, signals.
-Leaves: a job that has ended or was started again, and an exit code that says why.
+Input: a command line, the environment of a launcher, signals.
+Output: a job that has ended or was started again, and an exit code that says why.
 
 Read ``supervisor`` first, with ``restart_policy``, its decisions, and ``launchers``, its command lines; then a process
 of the job: ``worker``, ``script``, ``job_notes``, ``signals``; ``detection`` and ``processes`` last.

@@ -1,7 +1,7 @@
 """Methods that choose their own steps from values and gradients: quasi-Newton, conjugate gradients, Newton.  No MPI.
 
-Enters: value and gradient at the point that a minimiser wants, by `tell`; its vectors are this rank's part.
-Leaves: the next point, and at the end the reason; a state that can be saved at any evaluation.
+Input: value and gradient at the point that a minimiser wants, by `tell`; its vectors are this rank's part.
+Output: the next point, and at the end the reason; a state that can be saved at any evaluation.
 
 Read ``method`` first, the interfaces; then ``descent``, the loop of line searches; ``lbfgs``, ``history`` and
 ``cauchy`` with ``lbfgsb``, ``nonlinear_cg``, ``newton``, ``least_squares``: the methods; ``space``, ``elements`` and

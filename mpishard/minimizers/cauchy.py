@@ -4,7 +4,8 @@ The path ``P(x - t g)`` bends at breakpoints, where an element meets its bound. 
 ``g'z + z'Bz / 2`` with ``B = theta I - W M W'`` is quadratic; its slope follows from sums of g'g and W'g over the
 elements that still move, and of W'z over the others (Byrd, Lu, Nocedal and Zhu, 1995, section 4). Breakpoints are put
 into bins whose sums are added over the ranks, and the bin where the slope changes its sign is divided until it has one
-breakpoint. Sums are whole numbers of a quantum, and therefore those of a sorted list, whichever rank has the elements.
+breakpoint. Sums are exact: integers in fixed point, the `words` of `backend/exact.py`, whose scale follows from the
+largest product, the `tops`. They are those of a sorted list, whichever rank has the elements.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _SHORT = 0.5  # part of the direction
 
 @dataclass(frozen=True, kw_only=True)
 class LBFGSB(LBFGS):
-    """The L-BFGS method with bounds, which all points keep at which it evaluates.
+    """The L-BFGS method with bounds; every point at which it evaluates is feasible.
 
     An iteration minimises the quadratic model of the pairs along the projected path of steepest descent, as far as its
     first minimum: to the generalised Cauchy point.  Elements that have met their bounds there are held.  The minimum of
@@ -32,12 +32,14 @@ class LBFGSB(LBFGS):
     and Nocedal, 2011); if that is no step of descent, it is taken as far as all of them are inside.  The line search
     goes from the last iterate towards this point, or beyond it as far as the bounds allow.
 
-    These are the steps of SciPy's L-BFGS-B (Zhu, Byrd, Lu and Nocedal, 1997), to rounding, but for three things.  Where
-    rounding leaves no Cholesky factor of the pairs, the oldest are dropped, not all.  Between breakpoints that are put
-    into one bin (of 32, which are divided again where the model stops to fall) a minimum may be passed by.  And where
-    an iteration that is cut short to less than half of its direction changes the value or the point by less than `ftol`
-    or `xtol`, while the projected gradient is above 10 gtol, the pairs are dropped, and it ends only if steepest
-    descent gains as little.
+    The steps are those of SciPy's L-BFGS-B (Zhu, Byrd, Lu and Nocedal, 1997), to rounding, with three differences:
+
+    1. Where rounding leaves no Cholesky factor of the pairs, the oldest are dropped, not all.
+    2. Breakpoints go into 32 bins, and the one where the model ceases to fall is divided again.  A minimum inside an
+       earlier bin, at whose end the model falls again, is passed by.
+    3. Where an iteration that is cut short to less than half of its direction changes the value or the point by less
+       than `ftol` or `xtol`, while the projected gradient is above 10 gtol, the pairs are dropped, and it ends only if
+       steepest descent gains as little.
 
     Parameters
     ----------

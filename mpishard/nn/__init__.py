@@ -1,7 +1,7 @@
 """Layers with hand-written forward and backward passes, and `GPT` and `Llama` made of them.
 
-Enters: token ids, a mesh, and parameters in a ``FlatParameters``.
-Leaves: the loss, and gradients in the buckets of these parameters, marked ready as each layer finishes.
+Input: token ids, a mesh, and parameters in a ``FlatParameters``.
+Output: the loss, and gradients in the buckets of these parameters, marked ready as each layer finishes.
 
 Read ``layers`` first, the base class; then a model from below, ``linear``, ``norms``, ``attention``, ``block``,
 ``units``, ``chunk``, ``decoder``, ``gpt`` and ``llama``; ``architecture`` and ``options``: their sizes; ``formulas``,

@@ -1,7 +1,7 @@
 """Update rules, learning-rate schedules and loss scales.  No MPI.
 
-Enters: a gradient, a parameter, its state and the number of the step.
-Leaves: the new parameter and state, element by element in one compiled pass, or matrix by matrix.
+Input: a gradient, a parameter, its state and the number of the step.
+Output: the new parameter and state, element by element in one compiled pass, or matrix by matrix.
 
 Read ``rule`` first, then ``rules`` with their ``formulas``, and ``muon``, whose steps need whole matrices;
 ``lr_schedules`` last.

@@ -1,7 +1,7 @@
 """Pipeline parallelism: schedules as data, and the runtime that executes them.
 
-Enters: a schedule, a table of actions for each rank, and the stages of a model.
-Leaves: losses, and gradients in the parameters; activations have travelled between the stages.
+Input: a schedule, a table of actions for each rank, and the stages of a model.
+Output: losses, and gradients in the parameters; activations have travelled between the stages.
 
 Read ``schedule/`` first, which needs no MPI, then ``runtime``.
 """

@@ -1,7 +1,7 @@
 """The record of a run, in a folder: its settings, its loss, and how every process spent its time.
 
-Enters: steps, spans and losses of a run.
-Leaves: a folder with lines of JSON from each process, which can be read while the run trains.
+Input: steps, spans and losses of a run.
+Output: a folder with lines of JSON from each process, which can be read while the run trains.
 
 Read ``run_record`` first, which writes, then ``reading`` and ``summary``; ``stacks`` for runs that hang.
 """

@@ -1,7 +1,7 @@
 """PyTorch modules on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`, `rule_of` for rules.
 
-Enters: a module, and a rule or an optimizer of PyTorch.
-Leaves: the same module, whose parameters are views into one flat array, and an optimizer of PyTorch for the user's
+Input: a module, and a rule or an optimizer of PyTorch.
+Output: the same module, whose parameters are views into one flat array, and an optimizer of PyTorch for the user's
 loop.
 
 Read ``distributed`` first, then ``module``, with the hooks that take gradients, and ``torch_rule`` with

@@ -1,7 +1,7 @@
 """Training: a problem, the loop that solves it on all ranks, and the result.
 
-Enters: a problem, a bound optimizer, and options such as checkpoints and a record.
-Leaves: a result on all ranks; parameters change in place.
+Input: a problem, a bound optimizer, and options such as checkpoints and a record.
+Output: a result on all ranks; parameters change in place.
 
 Read ``problem`` and ``objective`` first, then ``run``, the loop, and ``step_runner``, the batch of a step;
 ``validation``, ``progress`` and ``saving`` last.

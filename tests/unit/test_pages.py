@@ -144,7 +144,7 @@ def test_what_a_page_names_is_there(page: str) -> None:
 @pytest.mark.parametrize("room", sorted(path.parent.name for path in (ROOT / "mpishard").glob("*/__init__.py")))
 def test_a_room_says_what_enters_and_leaves_and_how_to_read_it(room: str) -> None:
     said = ast.get_docstring(ast.parse((ROOT / "mpishard" / room / "__init__.py").read_text("utf-8"))) or ""
-    assert "\nEnters: " in said and "\nLeaves: " in said
+    assert "\nInput: " in said and "\nOutput: " in said
     (order,) = re.findall(r"^Read .*?(?=\n\n|\Z)", said, re.MULTILINE | re.DOTALL)
     files = re.findall(r"``([\w/]+)``", order)
     at = ROOT / "mpishard" / room
