@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpishard
 
-SAMPLES = 12  # of a step, of all ranks
+SAMPLES = 48  # two parts of a batch are divided over 1, 2, 3, 4 and 8 ranks
 WIDTH = 6
 
 
