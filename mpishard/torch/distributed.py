@@ -113,9 +113,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
             self._state.unshard()
         self._end()
 
-    def _check_left(self, what: str) -> None:
+    def _check_left(self, what: str, **how: str) -> None:
         if self._state.units is not None:
-            self._state.units.check_left(what)
+            self._state.units.check_left(what, **how)
 
     @property
     def module(self) -> Any:
@@ -391,6 +391,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Path
             The folder of the checkpoint.
         """
+        self._check_left("save_checkpoint()", would="save the values from before it")
         return save_checkpoint(folder, self.parameters, self.optimizer, **options)
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:

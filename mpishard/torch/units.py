@@ -273,12 +273,10 @@ class ShardedModule:
         names = {id(p): name for name, p in self._tensors.items()}
         return [names[id(p)] for p in child._parameters.values() if id(p) in names]
 
-    def check_left(self, what: str) -> None:
+    def check_left(self, what: str, would: str = "be undone at its end") -> None:
         """Raise ValueError within `summon_full_parameters`, where what is named would be lost."""
         if self._summoned:
-            raise ValueError(
-                f"{what} within summon_full_parameters would be undone at its end: leave the context before"
-            )
+            raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
 
     def reset(self) -> None:
         """Begin a step: no backward pass is under way."""

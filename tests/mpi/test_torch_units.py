@@ -237,9 +237,13 @@ def test_parameters_are_looked_at_and_changed(mesh):
     with pytest.raises(RuntimeError, match=r"state_dict\(\).*summon_full_parameters"):
         module.blocks[0].up.state_dict()
     module.blocks[0].frozen.state_dict()
-    for each in (optimizer.close, lambda: optimizer.load_checkpoint("nowhere")):
+    for each, loss in (
+        (optimizer.close, "be undone at its end"),
+        (lambda: optimizer.load_checkpoint("nowhere"), "be undone at its end"),
+        (lambda: optimizer.save_checkpoint("nowhere"), "save the values from before it"),
+    ):
         with (
-            pytest.raises(ValueError, match=r"(close|load_checkpoint)\(\) within summon_full_parameters"),
+            pytest.raises(ValueError, match=rf"_?[a-z]+\(\) within summon_full_parameters would {loss}: leave"),
             mpishard.torch.summon_full_parameters(module),
         ):
             each()
