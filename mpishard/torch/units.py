@@ -282,6 +282,7 @@ class ShardedModule:
         """Begin a step: no backward pass is under way."""
         self._passes.clear()
         for unit in self.units:
+            unit.calls.clear()  # KeyboardInterrupt in a forward pass leaves some
             unit.opened.clear()
             unit.seen.clear()
             self._free(unit)

@@ -331,6 +331,16 @@ def test_a_pass_that_fails_leaves_nothing_gathered(mesh):
     fails.remove()
     optimizer.zero_grad()
     assert held_bytes(module) == 0
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    fails = module.blocks[1].norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        module(torch.zeros(1, 2, dtype=torch.long))
+    fails.remove()
+    optimizer.zero_grad()
+    assert held_bytes(module) == 0
     expected = fresh()
     plain = mpishard.torch.as_distributed(expected, mesh, RULE)
     take_steps(mesh, expected, plain, range(2))
