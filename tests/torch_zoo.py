@@ -122,11 +122,6 @@ def spectral():
     return Words(torch.nn.Sequential(norm(torch.nn.Linear(WIDTH, WIDTH)), torch.nn.Tanh()))
 
 
-def compiled():
-    torch._dynamo.reset()  # under zero=3 a graph of an earlier case, which PyTorch keeps, may read freed parameters
-    return torch.compile(Words(encoder_layer()), backend="aot_eager")
-
-
 MODULES = {
     "batch norm": convolutional,
     "lstm": lambda: Words(LSTM()),
@@ -140,7 +135,7 @@ MODULES = {
     "spectral norm": spectral,
     "checkpointed": lambda: Words(Checkpointed(use_reentrant=False)),
     "checkpointed reentrant": lambda: Words(Checkpointed(use_reentrant=True)),
-    "compiled": compiled,
+    "compiled": lambda: torch.compile(Words(encoder_layer()), backend="aot_eager"),
 }
 # Units under zero=3: not those that others use without a call, as the attention of PyTorch does its output layer.
 LAYERS = (

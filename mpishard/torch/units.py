@@ -235,6 +235,7 @@ class ShardedModule:
             if any(id(p) in own for p in child.parameters()):
                 self._handles.append(child.register_state_dict_pre_hook(self._check_summoned))
                 self._handles.append(child.register_load_state_dict_pre_hook(self._check_summoned))
+        torch.compiler.reset()  # a graph from before has no hooks, and torch.compile does not look for any
         # torch.compile would try to trace the messages, and warn of each function that it does not know.
         before_any, after_any = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         for unit in self.units:

@@ -390,15 +390,27 @@ def test_a_module_that_is_refused_keeps_its_values(mesh):
     mpishard.torch.as_distributed(module, mesh, RULE)
 
 
-def test_compiled_modules(mesh, recwarn):
-    """torch.compile leaves the hooks to Python, without a warning."""
+@pytest.mark.parametrize("called", [False, True])
+def test_compiled_modules(mesh, recwarn, called):
+    """torch.compile leaves the hooks to Python, without a warning, also if the module was called before and after."""
     torch.compiler.reset()
     whole, module = fresh(), fresh()
     expected = mpishard.torch.as_distributed(whole, mesh, RULE)
     compiled = torch.compile(module, backend="eager")
+    if called:
+        compiled(torch.zeros(BATCH, 5, dtype=torch.long))
     optimizer = mpishard.torch.as_distributed(compiled, mesh, RULE, zero=3, shard_units=Block)
     take_steps(mesh, whole, expected, range(2))
     take_steps(mesh, compiled, optimizer, range(2))
     optimizer.close()
+    expected.close()
     assert torch.allclose(module.tokens.weight, whole.tokens.weight, rtol=0, atol=1e-12)
+    for zero in (1, 3) if called else ():
+        optimizer = mpishard.torch.as_distributed(compiled, mesh, RULE, zero=zero)
+        expected = mpishard.torch.as_distributed(whole, mesh, RULE)
+        take_steps(mesh, whole, expected, range(2))
+        take_steps(mesh, compiled, optimizer, range(2))
+        expected.close()
+        optimizer.close()
+        assert torch.allclose(module.tokens.weight, whole.tokens.weight, rtol=0, atol=1e-12)
     assert not [str(each.message) for each in recwarn if "trace" in str(each.message)]
