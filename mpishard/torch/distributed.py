@@ -534,8 +534,9 @@ def as_distributed(
 def summon_full_parameters(module: Any, *, writeback: bool = True) -> AbstractContextManager[None]:
     """A context in which a module under ``zero=3`` has all its parameters, on every rank.
 
-    For its ``state_dict()``, for looking at parameters, and for changing them.  Under another `zero` a module has them
-    always, and nothing happens.
+    For its ``state_dict()``, for looking at parameters, and for changing them.  Clone the tensors that are to be used
+    after it: they share the memory that is freed then.  Under another `zero` a module has its parameters always, and
+    nothing happens.
 
     Collective over the mesh, at entry and exit.
 

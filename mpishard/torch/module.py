@@ -577,14 +577,17 @@ class ModuleState:
                 "the module was let go: what as_distributed returned was closed, or nobody holds it any more; keep it, "
                 "or call as_distributed again"
             )
-        for name, p, memory in self._memory:
-            if self._memory_of(p) != memory:
-                raise ValueError(
-                    f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
-                    f"module.to(...), load_state_dict(assign=True) and p.data = ... do; do that {_WHEN}"
-                )
-            if not p.requires_grad:
-                raise ValueError(f"parameter {name!r} was frozen after the module was made distributed; freeze {_WHEN}")
+        with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions
+            for name, p, memory in self._memory:
+                if self._memory_of(p) != memory:
+                    raise ValueError(
+                        f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
+                        f"module.to(...), load_state_dict(assign=True) and p.data = ... do; do that {_WHEN}"
+                    )
+                if not p.requires_grad:
+                    raise ValueError(
+                        f"parameter {name!r} was frozen after the module was made distributed; freeze {_WHEN}"
+                    )
         for name, p in self._frozen.items():
             if p.requires_grad:
                 raise ValueError(

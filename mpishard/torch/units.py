@@ -2,7 +2,8 @@
 
 A unit is a submodule with the parameters that no unit within it has.  It is gathered before its forward pass and freed
 after it, gathered again when the gradient of its output arrives, and freed when the gradients of its inputs are there;
-its own gradients have left for their owners by then.  Freed parameters are views into a storage of 0 bytes.
+its own gradients have left for their owners by then.  Freed parameters are views into a storage of 0 bytes, which
+PyTorch reads without a check: meanwhile their class is one whose operations raise.
 
 Zhao et al., "PyTorch FSDP" (2023), sections 3.2 and 4.2.
 """
@@ -13,7 +14,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,12 @@ class Unit:
     waiting: set[_Call] = field(default_factory=set)
     opened: set[_Call] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)  # parameters that got a gradient in this backward pass
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a module under zero=3 belongs to its mesh and cannot be copied or pickled; copy what its state_dict() "
+            "returns within summon_full_parameters, or call close() of what as_distributed returned before"
+        )
 
 
 @dataclass(eq=False)
@@ -137,20 +144,76 @@ def _large_layers(module: Any, size: int) -> set[int]:
 
 # The memory of units, and the hooks that gather and free them.
 
+# The functions of PyTorch that a freed parameter has nevertheless, and the attributes that it has not.
+_METADATA = frozenset(
+    "__dir__ __len__ data_ptr dim dim_order element_size get_device ndimension nelement numel size storage_offset "
+    "stride untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook backward grad view_as "
+    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros".split()
+)
+_VALUES = frozenset("data T mT H mH real imag".split())
+
+
+class FreedParameter:
+    """Comes before the class of a parameter while it is freed: all but its metadata and gradient raises RuntimeError.
+
+    Autograd does not see classes, and finds the parameter as it is.
+    """
+
+    __slots__ = ()
+    whole_class: Any  # the class while it is gathered
+    why_freed: str = "parameters have no values here under zero=3"  # a parameter has a text of its own
+
+
+def _use_freed(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """The ``__torch_function__`` of a FreedParameter."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        needs_values = getattr(func.__self__, "__name__", "data") in _VALUES
+    else:
+        asks = name.startswith(("is_", "_is_")) and name != "is_nonzero"
+        needs_values = name not in _METADATA and not asks
+    if needs_values:
+        raise RuntimeError(next(filter(_is_freed, _tensors_in((args, kwargs))), cls).why_freed)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(*args, **(kwargs or {}))
+    if name == "view_as" and _is_freed(args[0]):  # by which PyTorch finds the node of a leaf
+        found.__class__, found.why_freed = type(args[0]), args[0].why_freed
+    return found
+
+
+def _is_freed(tensor: Any) -> bool:
+    return issubclass(type(tensor), FreedParameter)
+
+
+@cache
+def _freed_class(own: Any) -> Any:
+    """The class of a freed parameter, one for all: torch.compile compiles again for each other one."""
+    use = classmethod(torch.compiler.disable(_use_freed))  # torch.compile would get its conditions wrong
+    known = {"__slots__": (), "__module__": own.__module__, "whole_class": own, "__torch_function__": use}
+    return type(own)(own.__name__, (FreedParameter, own), known)
+
 
 class UnitStorages:
     """The memory of gathered units: storages of PyTorch, into which their parameters are views, of 0 bytes when freed.
 
-    This is the `UnitMemory` of ShardedUnits.
+    This is the `UnitMemory` of ShardedUnits. `paths` are those of the units by name of a tensor.
     """
 
-    def __init__(self, runs: Sequence[Sequence[Piece]], tensors: Mapping[str, Any], like: Any) -> None:
+    def __init__(
+        self, runs: Sequence[Sequence[Piece]], tensors: Mapping[str, Any], like: Any, paths: Mapping[str, str]
+    ) -> None:
         self._runs = [list(run) for run in runs]
         self._tensors = tensors
+        self._why_freed = {name: _why_freed(name, path) for name, path in paths.items()}
         self._wholes: list[Any] = [torch.empty(0, dtype=like.dtype, device=like.device) for _ in runs]
         self._sizes = [sum(piece.size for piece in run) for run in runs]
 
     def take(self, unit: int) -> Array:
+        for piece in self._runs[unit]:
+            p = self._tensors[piece.name]
+            if _is_freed(p):
+                p.__class__ = type(p).whole_class
+                del p.why_freed
         whole, size = self._wholes[unit], self._sizes[unit]
         whole.untyped_storage().resize_(size * whole.element_size())
         if whole.is_cuda:
@@ -163,6 +226,10 @@ class UnitStorages:
     def give_back(self, unit: int) -> None:
         finish_stream(self._wholes[unit])
         self._wholes[unit].untyped_storage().resize_(0)
+        for piece in self._runs[unit]:
+            p = self._tensors[piece.name]
+            p.__class__ = _freed_class(type(p))
+            p.why_freed = self._why_freed[piece.name]
 
     def adopt(self, unit: int) -> None:
         """Make the parameters of a gathered unit views into its memory, with the values that they have."""
@@ -170,7 +237,9 @@ class UnitStorages:
             p = self._tensors[piece.name]
             view = self._view(unit, piece.start - self._runs[unit][0].start, piece.shape)
             if p.device.type == "meta":
-                torch.utils.swap_tensors(p, torch.nn.Parameter(view, requires_grad=p.requires_grad))
+                whole: Any = torch.Tensor._make_subclass(type(p), view, p.requires_grad)
+                vars(whole).update(vars(p))
+                torch.utils.swap_tensors(p, whole)
             else:
                 view.copy_(p.detach())
                 p.data = view
@@ -181,6 +250,17 @@ class UnitStorages:
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
             p.data = p.detach().clone()
+        self._runs[unit] = []
+
+    def lose(self) -> None:
+        """Learn that the shares are lost, so that freed parameters say so."""
+        for name, p in self._tensors.items():
+            if _is_freed(p):
+                p.why_freed = (
+                    f"parameter {name!r} has no values: under zero=3 its shares went with what as_distributed "
+                    "returned, which nobody holds any more; call close() of that before, on all ranks, which leaves "
+                    "the module whole"
+                )
 
     def _view(self, unit: int, start: int, shape: tuple[int, ...]) -> Any:
         whole = self._wholes[unit]
@@ -219,7 +299,9 @@ class ShardedModule:
         layout = self.parameters.layout
         for unit in self.units:
             unit.numbers = layout.units_of(unit.names)
-        self.storages = UnitStorages([layout.pieces[first:last] for first, last in layout.units], tensors, like)
+        pieces = [layout.pieces[first:last] for first, last in layout.units]
+        paths = {name: unit.path for name, unit in self._of_name.items()}
+        self.storages = UnitStorages(pieces, tensors, like, paths)
         self._sharded.memory = self.storages
         if first.device.type == "meta":
             self._materialize(materialize, device)
@@ -298,6 +380,8 @@ class ShardedModule:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if not restores:
+            self.storages.lose()
         for number in range(len(self.parameters.units)) if restores else ():
             self._sharded.use([number])
             self.storages.let_go(number)
@@ -421,6 +505,16 @@ class ShardedModule:
     def _free(self, unit: Unit) -> None:
         if not (unit.calls or unit.opened or self._summoned):
             self._sharded.free(unit.numbers)
+
+
+def _why_freed(name: str, path: str) -> str:
+    unit = f"its unit {path!r}" if path else "the module itself"
+    return (
+        f"parameter {name!r} has no values here: under zero=3 each rank keeps a share of it, and has all of it only "
+        f"while {unit} is in its forward or backward pass.  To read or change it, enter "
+        "`with mpishard.torch.summon_full_parameters(module):`, on all ranks.  If a forward pass uses it without "
+        f"calling {unit}, make the module that does a unit with shard_units, or use zero=2"
+    )
 
 
 def _runs(tensors: Mapping[str, Any], of_name: Mapping[str, Unit]) -> list[list[str]]:

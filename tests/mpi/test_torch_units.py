@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
@@ -25,6 +27,10 @@ class Given:
     cache: object = dataclasses.field(init=False)
 
 
+class Tagged(torch.nn.Parameter):
+    """As libraries mark parameters, with a class and attributes."""
+
+
 class Block(torch.nn.Module):
     """With a frozen layer, a parameter that nothing uses, and a value besides its tensor."""
 
@@ -40,7 +46,8 @@ class Block(torch.nn.Module):
 
 
 class Blocks(torch.nn.Module):
-    """With weights that two blocks share, an embedding that is the head, and a block that is used twice."""
+    """With weights that two blocks share, an embedding that is the head, a block that is used twice, and the dtype of
+    parameters that are freed."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -58,7 +65,7 @@ class Blocks(torch.nn.Module):
         x = self.tokens(samples)
         for block in [*self.blocks, *([] if self.reentrant else [self.blocks[1]])]:
             x, _ = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x.mean(1)) * self.scale
+        return self.head(x.mean(1).to(self.blocks[3].unused.dtype)) * self.scale
 
 
 def layers(child):
@@ -251,6 +258,92 @@ def test_parameters_are_looked_at_and_changed(mesh):
     with pytest.raises(ValueError, match="for a module that as_distributed has made"):
         mpishard.torch.summon_full_parameters(whole)
     mpishard.torch.as_distributed(whole, mesh, RULE)
+
+
+def values_asked_for(module, p):
+    """Uses of a parameter and of a module with it, by name."""
+    x = torch.ones(1, 2)
+    return {
+        "print": lambda: print(p),
+        "sum": lambda: p.sum(),
+        "data": lambda: p.data,
+        "detach": lambda: p.detach(),
+        "array": lambda: np.asarray(p),
+        "view": lambda: p.view_as(p).sum(),
+        "init": lambda: torch.nn.init.normal_(p),
+        "assign": lambda: setattr(p, "data", torch.ones(2, 2)),
+        "to": lambda: module.to(torch.float64),
+        "list": lambda: torch.cat([x, *module.parameters()]),
+        "function": lambda: torch.nn.functional.linear(x, p),
+        "copy": lambda: copy.deepcopy(module[0]),
+    }
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_freed_parameters_refuse_what_needs_values(mesh, on_meta):
+    with torch.device("meta" if on_meta else "cpu"):
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        p = module[0].weight = Tagged(torch.ones(2, 2))
+    p.tag = 5
+    fill = {"materialize": lambda layer: [torch.nn.init.ones_(each) for each in layer.parameters(recurse=False)]}
+    options = {"shard_units": torch.nn.Linear, **(fill if on_meta else {})}
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, **options)
+    x = torch.ones(1, 2)
+    message = r"^parameter '0.weight' has no values here: under zero=3 .* its unit '0' .*summon_full_parameters\("
+    for what, use in values_asked_for(module, p).items():
+        with pytest.raises(RuntimeError, match=message):
+            use()
+            pytest.fail(what)
+    assert isinstance(p, Tagged) and p.tag == 5 and type(p).__name__ == "Tagged"
+    assert (p.shape, p.dtype, p.device.type, p.dim(), len(p)) == ((2, 2), torch.float32, "cpu", 2, 2)
+    assert sum(each.numel() for each in module.parameters()) == 12 and p.is_leaf and p.grad is None
+    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, module.parameters()))
+    assert torch.equal(torch.zeros_like(p), p.new_zeros(2, 2))
+    with mpishard.torch.summon_full_parameters(module):
+        assert type(p) is Tagged and torch.equal(p, torch.ones(2, 2))
+        with pytest.raises(TypeError, match="under zero=3 belongs to its mesh and cannot be copied"):
+            copy.deepcopy(module)
+    fails = module[1].register_forward_hook(lambda *_: p.sum())
+    with pytest.raises(RuntimeError, match=message):
+        module(x)
+    fails.remove()
+    module(x).sum().backward()
+    optimizer.close()
+    assert type(p) is Tagged and p.tag == 5 and type(module[1].weight) is torch.nn.Parameter
+    copy.deepcopy(module)(x)
+
+
+def test_hooks_and_passes_find_freed_parameters(mesh):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=torch.nn.Linear)
+    x, p, found = torch.ones(1, 2), module[0].weight, []
+    p.register_hook(lambda g: found.append(g.shape))
+    p.register_post_accumulate_grad_hook(lambda each: found.append(each is p))
+    of_all = torch.autograd.graph.register_multi_grad_hook(list(module.parameters()), lambda g: found.append(len(g)))
+    module(x).sum().backward()
+    optimizer.step()
+    assert found == [(2, 2), 4, True]
+    of_all.remove()  # PyTorch has none in autograd.grad
+    assert torch.autograd.grad(module(x).sum(), p)[0].shape == (2, 2)
+    optimizer.zero_grad()
+    module(x).sum().backward(inputs=[p])
+    optimizer.step()
+    assert optimizer.unused_parameters == ["0.bias", "1.weight", "1.bias"]
+
+
+def test_uses_without_a_call_of_their_unit_say_so(mesh):
+    module = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=torch.nn.Linear)
+    for training in (True, False):
+        module.train(training)
+        with pytest.raises(RuntimeError, match=r"without calling its unit 'self_attn\.out_proj', make the module that"):
+            module(torch.ones(1, 3, 4))
+    with pytest.raises(RuntimeError, match="without calling the module itself"):
+        module.norm1(torch.ones(1, 3, 4))
+    del optimizer
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"has no values: under zero=3 .* nobody holds any more; call close\(\)"):
+        module(torch.ones(1, 3, 4))
 
 
 def test_passes_within_one_no_sync_may_leave_units_unused(mesh):
