@@ -188,7 +188,7 @@ def _is_freed(tensor: Any) -> bool:
 @cache
 def _freed_class(own: Any) -> Any:
     """The class of a freed parameter, one for all: torch.compile compiles again for each other one."""
-    use = classmethod(torch.compiler.disable(_use_freed))  # torch.compile would get its conditions wrong
+    use: Any = classmethod(torch.compiler.disable(_use_freed))  # torch.compile would get its conditions wrong
     known = {"__slots__": (), "__module__": own.__module__, "whole_class": own, "__torch_function__": use}
     return type(own)(own.__name__, (FreedParameter, own), known)
 
@@ -228,7 +228,8 @@ class UnitStorages:
         self._wholes[unit].untyped_storage().resize_(0)
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
-            p.__class__ = _freed_class(type(p))
+            own: Any = type(p)
+            p.__class__ = _freed_class(own)
             p.why_freed = self._why_freed[piece.name]
 
     def adopt(self, unit: int) -> None:

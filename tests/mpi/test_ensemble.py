@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpishard
-from mpishard.inverse.ensemble import WorkQueue
+from mpishard.comm.work_queue import WorkQueue
 
 
 def groups_of(comm):
