@@ -90,7 +90,7 @@ class RunFiles:
     def _way_on(self) -> str:
         """A sentence on how to continue."""
         if self._checkpoints is None:
-            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
+            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
         return f"minimize(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
 
     def _norm_of_start(self) -> float:
