@@ -247,11 +247,14 @@ class FormulaSource:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._source = CudaSource(None, OPTIONS, _source(kernel))
+        self._sources: dict[tuple[str, ...], CudaSource] = {}  # by the arrays that are masks
 
-    def function(self, dtype: Any) -> CudaFunction:
-        """The function for arrays of a dtype."""
-        return self._source.function(_name(self._kernel), REAL=dtype)
+    def function(self, dtype: Any, masks: tuple[str, ...] = ()) -> CudaFunction:
+        """The function for arrays of a dtype; those called `masks` are of bool."""
+        source = self._sources.get(masks)
+        if source is None:
+            source = self._sources[masks] = CudaSource(None, OPTIONS, _source(self._kernel, masks))
+        return source.function(_name(self._kernel), REAL=dtype)
 
     def over_ranges(self, rows: Sequence[Sequence[Array]], ranges: Ranges, scalars: Sequence[Sequence[float]]) -> None:
         """Queue the formula for all ranges: one launch.  Arguments as of `Kernel.over_ranges`, checked."""
@@ -273,7 +276,9 @@ class FormulaSource:
         backend = backend_of(first)
         tops = backend.zeros(count, np.uint64, first)
         blocks = min(_MOST_BLOCKS, -(-first.size // _THREADS))
-        launch(self.function(first.dtype), blocks, _THREADS, *arrays, *scalars, first.size, tops)
+        named = zip(self._kernel.arrays, arrays, strict=True)
+        masks = tuple(name for name, array in named if array.dtype == np.bool_)
+        launch(self.function(first.dtype, masks), blocks, _THREADS, *arrays, *scalars, first.size, tops)
         found = np.empty(count, np.uint64)
         backend.to_host(tops, found)
         return [top if math.isfinite(top) else math.inf for top in found.view(np.float64).tolist()]
@@ -288,7 +293,7 @@ def _name(kernel: Kernel) -> str:
     return f"{kernel.name}_{'with_largest' if kernel.largest else 'over_ranges'}"
 
 
-def _source(kernel: Kernel) -> str:
+def _source(kernel: Kernel, masks: Sequence[str] = ()) -> str:
     arrays = [f"{'' if name in kernel.written else 'const '}REAL" for name in kernel.arrays]
     parameters = [f"{kind}& array_{name}" for kind, name in zip(arrays, kernel.arrays, strict=True)]
     parameters += [f"const REAL {name}_" for name in kernel.scalars]
@@ -301,7 +306,7 @@ def _source(kernel: Kernel) -> str:
         *found,
         "}",
     ]
-    return "\n".join([*element, *(_with_largest(kernel) if kernel.largest else _over_ranges(kernel)), ""])
+    return "\n".join([*element, *(_with_largest(kernel, masks) if kernel.largest else _over_ranges(kernel)), ""])
 
 
 def _over_ranges(kernel: Kernel) -> list[str]:
@@ -342,11 +347,14 @@ def _own_scalars(count: int) -> list[str]:
     return [f"REAL own[{count}];", f"for (int i = 0; i < {count}; i++) {own}"]
 
 
-def _with_largest(kernel: Kernel) -> list[str]:
+def _with_largest(kernel: Kernel, masks: Sequence[str]) -> list[str]:
     """Without their sign, floating-point numbers order like the integers of the same bits, NaN on top."""
-    arrays = [f"{'' if name in kernel.written else 'const '}REAL* all_{name}" for name in kernel.arrays]
+    kinds = {name: "bool" if name in masks else "REAL" for name in kernel.arrays}
+    arrays = [f"{'' if name in kernel.written else 'const '}{kinds[name]}* all_{name}" for name in kernel.arrays]
     numbers = range(len(kernel.largest))
-    given = [*(f"all_{name}[i]" for name in kernel.arrays), *(f"(REAL){name}_" for name in kernel.scalars)]
+    # The formula writes a mask as a number.
+    given = [f"mask_{name}" if name in masks else f"all_{name}[i]" for name in kernel.arrays]
+    given += [f"(REAL){name}_" for name in kernel.scalars]
     parameters = [*arrays, *(f"double {name}_" for name in kernel.scalars), "long long count"]
     return [
         f'extern "C" __global__ void {_name(kernel)}({", ".join([*parameters, "unsigned long long* tops"])}) {{',
@@ -354,7 +362,9 @@ def _with_largest(kernel: Kernel) -> list[str]:
         "for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; "
         "i += (long long)gridDim.x * blockDim.x) {",
         *(f"REAL largest{number};" for number in numbers),
+        *(f"REAL mask_{name} = all_{name}[i];" for name in masks),
         f"element({', '.join([*given, *(f'largest{number}' for number in numbers)])});",
+        *(f"all_{name}[i] = mask_{name} != 0;" for name in masks),
         *(
             line
             for number in numbers
