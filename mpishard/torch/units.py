@@ -289,7 +289,7 @@ class ShardedModule:
         self._passes: list[int] = []  # those of autograd under way, a nested one last
         self._summoned = False
         first = next(iter(tensors.values()))
-        like = torch.empty(0, dtype=first.dtype, device=device)
+        like = self._like = torch.empty(0, dtype=first.dtype, device=device)
         self.parameters: FlatParameters = FlatParameters(
             [ParameterSpec(name, tuple(p.shape)) for name, p in tensors.items()],
             str(like.dtype).removeprefix("torch."),
@@ -308,9 +308,9 @@ class ShardedModule:
             self._materialize(materialize, device)
         else:
             for number in range(len(layout.units)):
-                self._sharded.use([number])
+                self._use([number])
                 self.storages.adopt(number)
-                self._sharded.keep([number])
+                self._keep([number])
                 self._sharded.free([number])
         own = {id(p) for p in tensors.values()}
         self._handles: list[Any] = []
@@ -328,6 +328,16 @@ class ShardedModule:
                 unit.module.register_forward_hook(after, always_call=True),
             ]
 
+    def _use(self, numbers: Sequence[int]) -> None:
+        self._sharded.use(numbers)
+        self._ready()
+
+    def _keep(self, numbers: Sequence[int]) -> None:
+        """Take what PyTorch has written to gathered units, of rank 0 on all ranks, to the shares."""
+        finish_stream(self._like)
+        self._sharded.keep(numbers)
+        self._ready()  # the memory that was read may be freed
+
     @property
     def _sharded(self) -> ShardedUnits:
         assert self.parameters.sharded is not None
@@ -339,7 +349,7 @@ class ShardedModule:
         for unit in self.units:
             own = [name for child in unit.children for name in self._names_in(child)]
             numbers = self.parameters.layout.units_of([*own, *unit.names])
-            self._sharded.use(numbers)
+            self._use(numbers)
             problem: Exception | None = None
             try:
                 for number in [each for each in numbers if each not in adopted]:
@@ -350,7 +360,7 @@ class ShardedModule:
             except Exception as error:  # of a function of the user's
                 problem = error
             self._axis.raise_if_any(problem)
-            self._sharded.keep(numbers)
+            self._keep(numbers)
             self._sharded.free(numbers)
 
     def _names_in(self, child: Any) -> list[str]:
@@ -384,7 +394,7 @@ class ShardedModule:
         if not restores:
             self.storages.lose()
         for number in range(len(self.parameters.units)) if restores else ():
-            self._sharded.use([number])
+            self._use([number])
             self.storages.let_go(number)
             self._sharded.free([number])
 
@@ -395,15 +405,12 @@ class ShardedModule:
             yield
             return
         numbers = range(len(self.parameters.units))
-        self._sharded.use(numbers)
-        self._ready()
+        self._use(numbers)
         self._summoned = True
         try:
             yield
             if writeback:
-                for each in self._tensors.values():
-                    finish_stream(each)
-                self._sharded.keep(numbers)
+                self._keep(numbers)
         finally:
             self._summoned = False
             self._sharded.free(numbers)
@@ -497,8 +504,7 @@ class ShardedModule:
     def _gather(self, unit: Unit) -> None:
         missing = [number for number in unit.numbers if not self._sharded.is_gathered(number)]
         if missing:
-            self._sharded.use(missing)
-            self._ready()
+            self._use(missing)
 
     def _ready(self) -> None:
         arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU

@@ -47,7 +47,9 @@ __device__ __forceinline__ void softmax_of_queries(
     PackOf<REAL, PACK>* const place = places + threadIdx.x;
     const bool whole = SHARED || (aligned<N>(scores) && aligned<N>(shares));
     const int tiles = (queries + QUERIES - 1) / QUERIES, group = (int)(blockIdx.x / tiles);
-    const int query = (int)(blockIdx.x % tiles) * QUERIES + (int)threadIdx.x % (QUERIES / N) * N;
+    // The last queries, which see most keys, come first: short blocks are left for the end.
+    const int tile = tiles - 1 - (int)(blockIdx.x % tiles);
+    const int query = tile * QUERIES + (int)threadIdx.x % (QUERIES / N) * N;
     const int lane = (int)threadIdx.x / (QUERIES / N);
     // Of keys from that of this thread on: those that are written, that its first query sees, and that any query sees.
     const int written = (query < queries ? keys : 0) - lane, seen = query + offset + 1 - lane;
@@ -75,9 +77,7 @@ __device__ __forceinline__ void softmax_of_queries(
     if (SHARED)
         for (int k = COUNT; k * LANES < read; k++) begin_copy(place + (k - COUNT) * THREADS, scores + k * step);
 #pragma unroll
-    for (int v = 0; v < N; v++) part[v] = total[v] = 0, top[v] = NEGATIVE_INFINITY;
-    for (int k = read > 0 ? (read + LANES - 1) / LANES : 0; k * LANES < written; k++)
-        store_pack<N, HALF>(shares + k * step, whole, part);
+    for (int v = 0; v < N; v++) total[v] = 0, top[v] = NEGATIVE_INFINITY;
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
         if (k * LANES < read) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void softmax_of_queries(
         if (k * LANES < read) {
 #pragma unroll
             for (int v = 0; v < N; v++) part[v] = held[k * N + v] * total[v];
-            store_pack<N, HALF>(shares + k * step, whole, part);
+            store_pack<N>(shares + k * step, whole, part);
         }
 #pragma unroll 4
     for (int k = COUNT; k * LANES < read; k++) {
@@ -132,8 +132,13 @@ __device__ __forceinline__ void softmax_of_queries(
         else load_further(k, part);
 #pragma unroll
         for (int v = 0; v < N; v++) part[v] = (SHARED ? part[v] : power(part[v] - top[v])) * total[v];
-        store_pack<N, HALF>(shares + k * step, whole, part);
+        store_pack<N>(shares + k * step, whole, part);
     }
+    // Zeros last: nothing waits for them, and they leave the way to the scores free.
+#pragma unroll
+    for (int v = 0; v < N; v++) part[v] = 0;
+    for (int k = read > 0 ? (read + LANES - 1) / LANES : 0; k * LANES < written; k++)
+        store_pack<N>(shares + k * step, whole, part);
 }
 
 // `shared` says that the launch has as much shared memory as these keys need.
