@@ -158,7 +158,6 @@ _MODULES = {
     "training": "OptimizationProblem OptimizationResult TrainingState",
     "training.saving": "load_checkpoint save_checkpoint",
 }
-# Old names, for one release.
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 # What launchers and the supervisor leave in the environment of the processes that they start.

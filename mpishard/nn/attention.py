@@ -88,7 +88,7 @@ class CausalMixing(Layer):
         dheads_sbhtd: Array,
         work: Workspace,
     ) -> None:
-        """Overwrite `dheads` with the gradients by `heads`: the queries of all kinds, then the keys, then the values.
+        """Overwrite `dheads` with the gradients with respect to `heads`: queries of all kinds, then keys, then values.
 
         `logsum` and `mixed` are as `forward` left them; `inner` is, for each query, the inner product of `mixed` and
         `dmixed`.
@@ -307,8 +307,8 @@ class CausalSelfAttention(Layer):
         mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs)
         logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, kinds - 2, *rest[:3])
         work.kept[self.role] = None, x_nc, kept_lsbhtd, mixed_nc, logsum_lsbht
-        apart, cut = self.tensor.slices.apart, self.tensor.slices.cut
-        qkv_lnd, biases = apart(qkv_nd, self.qkv.outputs), cut(self._bias(work), self.qkv.outputs, 0)
+        by_slice, cut = self.tensor.slices.column_slices, self.tensor.slices.cut
+        qkv_lnd, biases = by_slice(qkv_nd, self.qkv.outputs), cut(self._bias(work), self.qkv.outputs, 0)
         for qkv, bias, heads in zip(qkv_lnd, biases, heads_lsbhtd, strict=True):
             self.ops.split_heads(qkv, bias, heads)
         if self.norms is not None:
@@ -322,7 +322,7 @@ class CausalSelfAttention(Layer):
             work.cache.store(self.name, heads_lsbhtd[:, -2], heads_lsbhtd[:, -1])
         if apart_from_kept:
             convert(heads_lsbhtd, kept_lsbhtd)
-        mixed_lnc = apart(mixed_nc, self.output.inputs)
+        mixed_lnc = by_slice(mixed_nc, self.output.inputs)
         for index, (heads, mixed, logsum) in enumerate(zip(kept_lsbhtd, mixed_lnc, logsum_lsbht, strict=True)):
             mixed_sbhtd = self._by_heads(mixed, kinds - 2, length)
             if work.cache is None or work.cache.fresh:
@@ -348,10 +348,10 @@ class CausalSelfAttention(Layer):
         mixed_nc = work.save_bits(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs, dtype=half)
         logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, 1, *rest[:3])
         work.kept[self.role] = fused, x_nc, rows_nd, mixed_nc, logsum_lsbht
-        apart, columns = self.tensor.slices.apart, self.qkv.outputs
-        biases, mixed_lnc = self.tensor.slices.cut(self._bias(work), columns, 0), apart(mixed_nc, self.output.inputs)
+        by_slice, columns = self.tensor.slices.column_slices, self.qkv.outputs
+        biases, mixed_lnc = self.tensor.slices.cut(self._bias(work), columns, 0), by_slice(mixed_nc, self.output.inputs)
         for qkv, bias, rows, mixed, logsum in zip(
-            apart(qkv_nd, columns), biases, apart(rows_nd, columns), mixed_lnc, logsum_lsbht, strict=True
+            by_slice(qkv_nd, columns), biases, by_slice(rows_nd, columns), mixed_lnc, logsum_lsbht, strict=True
         ):
             self.ops.split_heads(qkv, bias, rows.reshape(1, 1, 1, *rows.shape))  # adds the bias, and rounds
             heads = self._by_heads(rows, kinds, length)
@@ -359,12 +359,12 @@ class CausalSelfAttention(Layer):
         return mixed_nc
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
-        """Gradient by `x`.
+        """Gradient with respect to `x`.
 
         Parameters
         ----------
         dy_nc : array, shape (n, width)
-            Gradient of the loss by the output.
+            Gradient of the loss with respect to the output.
         work : Workspace
             That of the forward pass.
         length : int
@@ -389,15 +389,15 @@ class CausalSelfAttention(Layer):
     def _dqkv(
         self, dy_nc: Array, heads_lsbhtd: Array, mixed_nc: Array, logsum_lsbht: Array, work: Workspace, length: int
     ) -> Array:
-        """Gradient by queries, keys and values, and the gradients of the output projection."""
+        """Gradient with respect to queries, keys and values, and the gradients of the output projection."""
         dmixed_nc = self.output.backward(dy_nc, work)
         dqkv_nd = work.borrow("qkv", len(mixed_nc), self.qkv.local_outputs)
         _, kinds, *rest = heads_lsbhtd.shape
         dmixed_sbhtd = work.scratch("dmixed by heads", (kinds - 2, *rest), self._half_of_heads() or work.dtype)
         inner_sbht = work.borrow("attention inner", kinds - 2, *rest[:3])
-        apart = self.tensor.slices.apart
-        mixed_lnc, dmixed_lnc = apart(mixed_nc, self.output.inputs), apart(dmixed_nc, self.output.inputs)
-        dqkv_lnd = apart(dqkv_nd, self.qkv.outputs)
+        by_slice = self.tensor.slices.column_slices
+        mixed_lnc, dmixed_lnc = by_slice(mixed_nc, self.output.inputs), by_slice(dmixed_nc, self.output.inputs)
+        dqkv_lnd = by_slice(dqkv_nd, self.qkv.outputs)
         if not self._changes_heads:
             dheads_lsbhtd = [self._by_heads(dqkv, kinds, length) for dqkv in dqkv_lnd]
         else:
@@ -427,9 +427,9 @@ class CausalSelfAttention(Layer):
         dqkv_nd = work.scratch("dqkv in rows", rows_nd.shape, rows_nd.dtype)
         self.output.backward(dy_nc, work, functools.partial(self.output.input_gradient, dx_ni=dmixed_nc))
         by_heads = functools.partial(self._by_heads, length=length)
-        apart = self.tensor.slices.apart
-        rows_lnd, dqkv_lnd = (apart(each, self.qkv.outputs) for each in (rows_nd, dqkv_nd))
-        mixed_lnc, dmixed_lnc = (apart(each, self.output.inputs) for each in (mixed_nc, dmixed_nc))
+        by_slice = self.tensor.slices.column_slices
+        rows_lnd, dqkv_lnd = (by_slice(each, self.qkv.outputs) for each in (rows_nd, dqkv_nd))
+        mixed_lnc, dmixed_lnc = (by_slice(each, self.output.inputs) for each in (mixed_nc, dmixed_nc))
         for rows, dqkv, mixed, dmixed, logsum in zip(
             rows_lnd, dqkv_lnd, mixed_lnc, dmixed_lnc, logsum_lsbht, strict=True
         ):
@@ -450,7 +450,7 @@ class CausalSelfAttention(Layer):
         return None if self.module is np else rounded_dtype(self.matmul)
 
     def _before_rotation(self, dheads_lsbhtd: Array, work: Workspace) -> None:
-        """Gradients by queries and keys before norm and rotation, in place of those after it."""
+        """Gradients with respect to queries and keys before norm and rotation, in place of those after it."""
         if self.rotary is not None:
             self._rotate(dheads_lsbhtd, backward=1)
         if self.norms is not None:

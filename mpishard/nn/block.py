@@ -53,10 +53,10 @@ class GELUEpilogues:
         self._library.forward(self._rounded(x_nc), self._weight(weight_cd), self._weight(bias_d), before_nd, y_nd)
 
     def backward(self, dy_nc: Array, weight_dc: Array, before_nd: Array, dbias_d: Array, work: Workspace) -> Array:
-        """Gradient by `before`, of shape (n, d) in half precision, which the next call overwrites.
+        """Gradient with respect to `before`, of shape (n, d) in half precision, which the next call overwrites.
 
-        `dy`, of shape (n, c), is the gradient by the product of `y` and the view `weight` of a second weight, of shape
-        (d, c). The gradient by the bias, summed in the dtype of activations, is added to `dbias`.
+        `dy`, of shape (n, c), is the gradient with respect to the product of `y` and the view `weight` of a second
+        weight, of shape (d, c). The gradient of the bias, summed in the dtype of activations, is added to `dbias`.
         """
         dbefore_nd = work.scratch("gradient before GELU", before_nd.shape, self.half)
         self._matmul(self._rounded(dy_nc), self._weight(weight_dc).T, out=dbefore_nd)
@@ -161,7 +161,7 @@ class GatedMLP(Layer):
     """``(SiLU(x Wg) * (x Wu)) Wd``, without biases (SwiGLU, Shazeer, 2020).
 
     Tensor parallelism splits the channels inside.  Its passes are collective over the tensor axis; gate and up get
-    their rows, and return the gradient by these, in one communication.
+    their rows, and return the gradient with respect to these, in one communication.
 
     Parameters
     ----------
@@ -221,12 +221,12 @@ class GatedMLP(Layer):
         return self.down.forward(y_nd, work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace) -> Array:
-        """Gradient by `x`.
+        """Gradient with respect to `x`.
 
         Parameters
         ----------
         dy_nc : array, shape (n, width)
-            Gradient of the loss by the output.
+            Gradient of the loss with respect to the output.
         work : Workspace
             That of the forward pass.
 
@@ -248,7 +248,7 @@ class GatedMLP(Layer):
         return dx_nc
 
     def _input_gradient(self, dgate_nd: Array, dup_nd: Array, work: Workspace) -> Array:
-        """Gradient by `x`: the sum of two products for each slice, added up over the slices."""
+        """Gradient with respect to `x`: the sum of two products for each slice, added up over the slices."""
         rows, width = len(dgate_nd), self.gate.inputs
         weights = self.gate._weights(rows), self.up._weights(rows)
         dys = self.gate._outputs_apart(dgate_nd), self.up._outputs_apart(dup_nd)
@@ -344,12 +344,12 @@ class MLP(Layer):
         return self.contract.forward(self.activation.forward(hidden_nd, work, self.expand.bias), work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace) -> Array:
-        """Gradient by `x`.
+        """Gradient with respect to `x`.
 
         Parameters
         ----------
         dy_nc : array, shape (n, width)
-            Gradient of the loss by the output.
+            Gradient of the loss with respect to the output.
         work : Workspace
             That of the forward pass.
 
@@ -448,12 +448,12 @@ class TransformerBlock(Layer):
         return self.mlp.forward(self.mlp_norm.forward(x_nc, work), work, residual_nc=x_nc)
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
-        """Gradient by `x`.
+        """Gradient with respect to `x`.
 
         Parameters
         ----------
         dy_nc : array, shape (n, width)
-            Gradient of the loss by the output; overwritten by the result.
+            Gradient of the loss with respect to the output; overwritten by the result.
         work : Workspace
             That of the forward pass.
         length : int
@@ -478,7 +478,7 @@ class TransformerBlock(Layer):
         return y_nc
 
     def _dropped(self, part: int, dy_nc: Array, work: Workspace) -> Array:
-        """The gradient by the result of a part, from that by the residual stream, which stays as it is."""
+        """The gradient with respect to the result of a part, from that by the residual stream, which stays as it is."""
         if self.dropouts is None or work.draws is None:
             return dy_nc
         masked_nc = work.borrow("masked gradient", *dy_nc.shape)

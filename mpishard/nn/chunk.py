@@ -309,7 +309,7 @@ class Chunk:
         Parameters
         ----------
         dy : array, shape (n, width), or None
-            Gradient of the loss by the output, which is overwritten; None for the last stage.
+            Gradient of the loss with respect to the output, which is overwritten; None for the last stage.
         work : Workspace
             That of the forward pass.
         batch : Batch
@@ -330,7 +330,7 @@ class Chunk:
         Parameters
         ----------
         dy : array, shape (n, width), or None
-            Gradient of the loss by the output, which is overwritten; None for the last stage.
+            Gradient of the loss with respect to the output, which is overwritten; None for the last stage.
         work : Workspace
             That of the forward pass; it keeps the deferred work.
         batch : Batch

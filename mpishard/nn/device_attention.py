@@ -105,7 +105,7 @@ class CudnnAttention:
         dk: Array,
         dv: Array,
     ) -> None:
-        """Gradients by queries, keys and values, from the results of `forward` and the gradient by the mixed values."""
+        """Gradients with respect to queries, keys and values, from results of `forward` and the output's gradient."""
         graph = self._built(scale, in_rows, q, k)[1]
         graph.execute(self._cudnn, self._handle, q=q, k=k, v=v, o=mixed, do=dmixed, stats=stats, dq=dq, dk=dk, dv=dv)
 
@@ -153,7 +153,7 @@ class CudnnAttention:
             **named,
             attn_scale=scale,
             use_causal_mask=True,
-            # Else gradients by queries are added up in an order that changes from run to run.
+            # Else gradients with respect to queries are added up in an order that changes from run to run.
             use_deterministic_algorithm=True,
         )
         for name in ("dq", "dk", "dv"):
@@ -534,7 +534,7 @@ def _is_right(
 def _trial(
     mixing: DeviceMixing | FusedMixing, heads: Array, dmixed: Array, in_rows: bool, like: Array
 ) -> list[np.ndarray]:
-    """Mixed values and the gradients by queries, keys and values, on the host."""
+    """Mixed values and the gradients with respect to queries, keys and values, on the host."""
     work = Workspace(np.float32, arrays.module_of(like))
     kinds, dtype = len(dmixed), heads.dtype if in_rows else np.dtype(np.float32)
     mixed, dheads = (arrays.empty(each.shape, dtype, like=like) for each in (dmixed, heads))

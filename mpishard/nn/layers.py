@@ -1,7 +1,7 @@
 """Layers with forward and backward written by hand: their base class, and GELU.
 
 A layer looks up its tensors by name in one ``FlatParameters`` at every use. ``forward`` stores in a ``Workspace`` the
-arrays that ``backward`` needs. ``backward`` takes the gradient of the (summed) loss by the output, writes the gradients
+arrays that ``backward`` needs. ``backward`` takes the output's gradient of the (summed) loss, writes the gradients
 of the tensors into views of ``FlatParameters.gradient``, marks each ready, and returns the gradient of the input. Of a
 layer with weights it is two calls, ``input_gradient`` and ``weight_gradient``, which a workspace can defer.
 
@@ -221,12 +221,12 @@ class GELU(Layer):
         return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, dbias_c: Array | None = None) -> Array:
-        """Gradient by `x`.
+        """Gradient with respect to `x`.
 
         Parameters
         ----------
         dy_nc : array, shape (n, c)
-            Gradient of the loss by the output; overwritten by the result.
+            Gradient of the loss with respect to the output; overwritten by the result.
         work : Workspace
             That of the forward pass.
         dbias_c : array, shape (c,), optional
@@ -246,7 +246,7 @@ class GELU(Layer):
         return dy_nc
 
     def _apart(self, x_nc: Array) -> Sequence[Array]:
-        return self.tensor.slices.apart(x_nc, x_nc.shape[1] * self.tensor.size)
+        return self.tensor.slices.column_slices(x_nc, x_nc.shape[1] * self.tensor.size)
 
     def _cut(self, bias_c: Array) -> Sequence[Array]:
         return self.tensor.slices.cut(bias_c, bias_c.size * self.tensor.size, 0)

@@ -214,12 +214,12 @@ class Linear(Layer):
     def backward(
         self, dy_no: Array, work: Workspace, input_gradient: Callable[[Array, Workspace], Array] | None = None
     ) -> Array:
-        """Gradient by `x`; the gradients of weight and bias go to the gradient buffer.
+        """Gradient with respect to `x`; the gradients of weight and bias go to the gradient buffer.
 
         Parameters
         ----------
         dy_no : array
-            Gradient of the loss by the output, of its shape.
+            Gradient of the loss with respect to the output, of its shape.
         work : Workspace
             That of the forward pass.
         input_gradient : callable, optional
@@ -385,11 +385,11 @@ class Linear(Layer):
 
     def _inputs_apart(self, x_ni: Array) -> Sequence[Array]:
         """The slices of an array of inputs; the array if they are not split."""
-        return self.tensor.slices.apart(x_ni, self.inputs) if self.split == 0 else (x_ni,)
+        return self.tensor.slices.column_slices(x_ni, self.inputs) if self.split == 0 else (x_ni,)
 
     def _outputs_apart(self, y_no: Array) -> Sequence[Array]:
         """The slices of an array of outputs; the array if they are not split."""
-        return self.tensor.slices.apart(y_no, self.outputs) if self.split == 1 else (y_no,)
+        return self.tensor.slices.column_slices(y_no, self.outputs) if self.split == 1 else (y_no,)
 
     def _sums(
         self, x_sni: Sequence[Array], weight_sio: Sequence[Array], first_no: Array, work: Workspace

@@ -72,12 +72,12 @@ class LayerNorm(Layer):
         return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
-        """Gradient by `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
+        """Gradient with respect to `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
 
         Parameters
         ----------
         dy_nc : array, shape (n, width)
-            Gradient of the loss by the output.
+            Gradient of the loss with respect to the output.
         work : Workspace
             That of the forward pass.
         residual_nc : array, shape (n, width), optional
@@ -166,12 +166,12 @@ class RMSNorm(Layer):
         return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
-        """Gradient by `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
+        """Gradient with respect to `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
 
         Parameters
         ----------
         dy_nc : array, shape (n, width)
-            Gradient of the loss by the output.
+            Gradient of the loss with respect to the output.
         work : Workspace
             That of the forward pass.
         residual_nc : array, shape (n, width), optional
@@ -248,7 +248,7 @@ class HeadNorms(Layer):
                 self.ops.rms_norm(x_nd, weight, y_nd, scale[kind].reshape(-1), self.epsilon)
 
     def backward(self, dheads_lsbhtd: Array, work: Workspace) -> None:
-        """Replace the gradients by the queries and keys after the norm by those before it; axes as for `forward`."""
+        """Replace the gradients of the queries and keys after the norm by those before it; axes as for `forward`."""
         slices = self.tensor.slices
         if not slices.ordered:
             self._backward_of_slice(0, dheads_lsbhtd, [self._gradient_to_add_to(n) for n in self.weight_names], work)

@@ -102,7 +102,9 @@ class Precision:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.dtype not in FLOATS:
-            raise TypeError(f"dtype is {self.dtype}; GPT computes in float32 or float64")
+            raise TypeError(
+                f"dtype is {self.dtype}; parameters must be float32 or float64, and compute_dtype is for half precision"
+            )
         for name in ("storage_dtype", "wire_dtype"):
             if getattr(self, name) is not None:
                 check_half(name, getattr(self, name))
@@ -115,12 +117,12 @@ class MemoryOptions:
     Parameters
     ----------
     recompute : bool
-        Keep only the inputs of blocks, and compute their activations again in the backward pass.
+        Activation checkpointing: keep only the input of each block, and compute the rest again in the backward pass.
     sequence_parallel : bool
-        Split rows over the tensor axis between the layers that are split by columns, which needs less memory for
-        activations.
+        Megatron's sequence parallelism: between tensor-parallel layers, each tensor rank has the activations of its
+        share of the tokens.
     sharded_parameters : bool
-        Hold only a share of the parameters from the start (ZeRO-3), for models that fit no rank as a whole.
+        Create the parameters divided (ZeRO-3), so that no rank ever has the whole model.
 
     Raises
     ------

@@ -2,8 +2,9 @@
 
 Operations come in pairs, each the other's adjoint (Shoeybi et al., "Megatron-LM", 2019, section 3; for rows split over
 the ranks Korthikanti et al., 2022, section 4.2).  An array is *replicated* (the same on every rank, counted once),
-*split* (every rank holds some rows or columns) or *apart* (separate values, such as terms of a sum); inner products of
-the last two are summed over ranks.  All are collective over the axis; with one rank they return their argument.
+*sharded* (every rank holds some rows or columns) or *partial* (the terms of a sum that is still to come); inner
+products of the last two are summed over ranks.  All are collective over the axis; with one rank they return their
+argument.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Slices:
         before = (slice(None),) * dim
         return [array[(*before, slice(*ends))] for ends in zip(offsets[:-1], offsets[1:], strict=True)]
 
-    def apart(self, x_nc: Array, columns: int) -> Sequence[Array]:
+    def column_slices(self, x_nc: Array, columns: int) -> Sequence[Array]:
         """The slices of an array that is split by columns, as views of contiguous rows, one for each of `own`.
 
         `columns` counts those of all ranks.
@@ -206,7 +207,7 @@ def _merges(start: int, stop: int, total: int) -> Sequence[int]:
     return tree_merges([Node(term, term + 1) for term in range(start, stop)], total)
 
 
-# Pairs of operations over the axis. What is apart is, on each rank, one array for each sum of its slices
+# Pairs of operations over the axis. What is partial is, on each rank, one array for each sum of its slices
 # (`Slices.add`): a sequence of arrays as an argument, one array for all as a result. `rows` counts those of the whole
 # array, ``memory(*shape)`` gives the array for a result. Axes: n rows, c columns.
 
@@ -251,7 +252,7 @@ class AdjointPair(ABC):
 
 
 class Copy(AdjointPair):
-    """Replicated to apart: the identity; backward sums over the ranks, in place."""
+    """Replicated to partial: the identity; backward sums over the ranks, in place."""
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
         return x_nc
@@ -261,7 +262,7 @@ class Copy(AdjointPair):
 
 
 class Reduce(AdjointPair):
-    """Apart to replicated: sums over the ranks, in place; backward is the identity."""
+    """Partial to replicated: sums over the ranks, in place; backward is the identity."""
 
     def forward(self, x_nc: Sequence[Array], rows: int, memory: Memory) -> Array:
         return self.slices.all_reduce(x_nc, FORWARD)
@@ -271,7 +272,7 @@ class Reduce(AdjointPair):
 
 
 class GatherRows(AdjointPair):
-    """Split by rows to apart, all rows on every rank; backward sums over the ranks and keeps the own rows."""
+    """Sharded by rows to partial, all rows on every rank; backward sums over the ranks and keeps the own rows."""
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
         return self._gather_rows(x_nc, rows, memory, FORWARD)
@@ -281,7 +282,7 @@ class GatherRows(AdjointPair):
 
 
 class ReduceScatterRows(AdjointPair):
-    """Apart to split by rows: sums over the ranks and keeps the own rows; backward gathers."""
+    """Partial to sharded by rows: sums over the ranks and keeps the own rows; backward gathers."""
 
     def forward(self, x_nc: Sequence[Array], rows: int, memory: Memory) -> Array:
         return self._reduce_scatter_rows(x_nc, rows, memory, FORWARD)
@@ -291,7 +292,7 @@ class ReduceScatterRows(AdjointPair):
 
 
 class GatherColumns(AdjointPair):
-    """Split by columns to replicated; backward keeps the own columns.
+    """Sharded by columns to replicated; backward keeps the own columns.
 
     `columns` of the whole array are cut into slices as `mpishard.layout.boxes.split` does.
     """
@@ -308,7 +309,7 @@ class GatherColumns(AdjointPair):
 
 
 class ScatterColumns(AdjointPair):
-    """Replicated to split by columns; backward gathers.  `columns` and `slices` as for `GatherColumns`."""
+    """Replicated to sharded by columns; backward gathers.  `columns` and `slices` as for `GatherColumns`."""
 
     def __init__(self, axis: Axis, columns: int, slices: Slices | None = None) -> None:
         super().__init__(axis, slices)
@@ -327,7 +328,7 @@ def _own_columns(pair: AdjointPair, columns: int, x_nc: Array, memory: Memory) -
         return x_nc
     cuts = split(columns, slices.total)
     own_nc = memory(len(x_nc), cuts[slices.own.stop] - cuts[slices.own.start])
-    for number, part_nc in zip(slices.own, slices.apart(own_nc, columns), strict=True):
+    for number, part_nc in zip(slices.own, slices.column_slices(own_nc, columns), strict=True):
         part_nc[...] = x_nc[:, cuts[number] : cuts[number + 1]]
     return own_nc
 

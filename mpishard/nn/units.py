@@ -92,7 +92,7 @@ class Embedding(Layer):
         Parameters
         ----------
         dy_nc : array, shape (n, width)
-            Gradient of the loss by the output.
+            Gradient of the loss with respect to the output.
         work : Workspace
             That of the forward pass.
         """
@@ -140,7 +140,7 @@ class PositionEmbedding(Embedding):
         Parameters
         ----------
         dx_btc : array, shape (b, t, width)
-            Gradient of the loss by the sum.
+            Gradient of the loss with respect to the sum.
         work : Workspace
             That of the forward pass.
         """
@@ -205,7 +205,7 @@ def queue_cross_entropy(
     assert work is not None
     rows = len(targets_n)
     columns = logits_nv.shape[1] if vocabulary_size is None else vocabulary_size
-    logits_snv = slices.apart(logits_nv, columns)
+    logits_snv = slices.column_slices(logits_nv, columns)
     starts = [first + offset for offset in slices.offsets(columns)] if len(logits_snv) > 1 else [first]
     top_n = work.borrow("largest logits", rows)
     ops.row_maximum(logits_snv[0], top_n)
@@ -318,7 +318,7 @@ class EmbeddingUnit(Layer):
         Parameters
         ----------
         dx_nc : array, shape (n, width)
-            Gradient of the loss by the output.
+            Gradient of the loss with respect to the output.
         work : Workspace
             That of the forward pass.
         batch : Batch
@@ -387,7 +387,7 @@ class OutputHead(Layer):
             self.head.marks_ready = not embeddings_here
 
     def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> SupportsFloat:
-        """Summed loss of the batch; keeps the gradient by the logits for `backward`.
+        """Summed loss of the batch; keeps the gradient with respect to the logits for `backward`.
 
         Parameters
         ----------
@@ -419,7 +419,7 @@ class OutputHead(Layer):
         return loss
 
     def backward(self, dy: None, work: Workspace, batch: Batch) -> Array:
-        """Gradient by the rows of the residual stream; nothing comes after it.
+        """Gradient with respect to the rows of the residual stream; nothing comes after it.
 
         Parameters
         ----------

@@ -124,8 +124,8 @@ class BetweenRanks:
     def give_up(self) -> None:
         if self._axis.times_bound == self._bound:
             raise RuntimeError(
-                "an earlier pass over this pipeline was left by an exception, and the next would take what is still on "
-                "its way for its own; start the job again, or continue with another mesh, without freeing this one"
+                "an exception ended an earlier pipeline pass, and the next would receive its messages that are still "
+                "in flight; restart the job, or create another mesh without freeing this one"
             )
         for send in self._gradient_sends.values():
             send.abandon()

@@ -291,7 +291,7 @@ def test_tokens_of_any_integer_type(dtype):
         ((8, 8, 10, 1, 3), ValueError, "width 10 is not a multiple of 3 heads"),
         ((0, 8, 8, 1, 2), ValueError, "vocabulary_size is 0; it must be at least 1"),
         ((8, 8, 8, 0, 2), ValueError, "layers is 0"),
-        ((8, 8, 8, 1, 2, np.float16), TypeError, "dtype is float16; GPT computes in float32 or float64"),
+        ((8, 8, 8, 1, 2, np.float16), TypeError, "dtype is float16; parameters must be float32 or float64"),
         ((8, 8, 8, 1, 2, int), TypeError, "dtype is int64"),
     ],
 )
