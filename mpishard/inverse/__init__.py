@@ -4,7 +4,7 @@ Input: the user's function, residuals or operator, a start, bounds, and perhaps 
 Output: a result with the fields of SciPy, the same on any number of ranks.
 
 Read ``minimization`` first, then ``run``, the loop, with the ranks of ``mesh_run``, and ``functions``;
-``sum_of_squares``, ``residuals`` and ``gauss_newton`` for least squares; ``reverse_communication`` for loops of others;
+``sum_of_squares`` and ``residuals`` for least squares; ``reverse_communication`` for loops of others;
 ``gradient_check`` tests what users write.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.

@@ -11,8 +11,8 @@ import numpy as np
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.inverse.comparison import check_alike, digest, exchange
 from mpishard.inverse.functions import Callback, Functions, Unknowns
+from mpishard.inverse.mesh_run import check_alike, digest, exchange
 from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, result_of
 from mpishard.io import log
 from mpishard.minimizers.method import Method, Minimizer, Progress

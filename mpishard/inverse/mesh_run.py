@@ -1,32 +1,44 @@
-"""A minimisation on the ranks of a mesh, which divide the vectors of the method between them."""
+"""A minimisation on the ranks of a mesh, which divide the vectors of the method; its checkpoints and its record."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from mpishard.arguments import shown
+from mpishard.arguments import flag, shown
+from mpishard.backend import array as arrays
 from mpishard.backend.exact import largest
 from mpishard.comm.agreement import agree_on_settings, text_of
+from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
+from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import ZeRO1
 from mpishard.data_parallel.update import tell_product, tell_value
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.comparison import Comparison, check_alike, exchange
 from mpishard.inverse.functions import Unknowns
+from mpishard.inverse.run import MinimizationRun
+from mpishard.io import log
+from mpishard.launch.script import note_run
 from mpishard.launch.signals import Interrupts
-from mpishard.layout.tensors import ParameterSpec
+from mpishard.layout.run_state import brief
+from mpishard.layout.tensors import ParameterSpec, Piece
 from mpishard.minimizers.method import Method, Minimizer
 from mpishard.parameters.flat import FlatParameters
+from mpishard.record import RunRecord
 
 Array = Any
+_PARTS = "say reduction='sum'"
+_START = "start.json"  # the fact about the start
+# Values of one function at one point differ by less, relatively, where ranks sum in different orders.
+_SAME = 1e-6
 
 
 # The evaluations of a method whose values and gradients come from outside of a training loop.
@@ -261,3 +273,262 @@ def _sum(values: list[float]) -> float:
         return math.fsum(values)
     except OverflowError:
         return math.inf
+
+
+# The results that must be identical on the user's ranks, their comparison, and the error where they differ.
+
+
+class Comparison:
+    """Compares vectors by their hashes: the first one that ranks give, in debug mode all.
+
+    Ranks that hold the same slices of the parameters give the same vector, unless they give terms of a sum. Ranks of
+    one tensor axis give the same for each tensor that all of them hold, unless its terms are summed over that axis.
+    `sums`: vectors are summed over the data axis, and those of `partial` tensors over the tensor axis.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: FlatParameters, sums: bool) -> None:
+        self._mesh = mesh
+        self._sums = sums
+        pieces = zip(parameters.local, parameters.pieces, strict=True)
+        self._replicas: list[Piece] = [
+            piece
+            for spec, piece in pieces
+            if mesh.tensor.size > 1 and spec.tensor_dim is None and not (sums and spec.partial)
+        ]
+        self._is_due = True
+
+    def hashes(self, flat: Array | None) -> tuple[int, int]:
+        """Hashes of a vector, and of its tensors that all tensor ranks hold, which ranks exchange before `check`.
+
+        0 where nothing is to be compared; None for a missing vector, which other ranks learn elsewhere.
+        """
+        if not self._is_due or flat is None:
+            return 0, 0
+        return 0 if self._sums else digest(flat), digest(*self._parts(flat))
+
+    def check(self, what: str, flat: Array, hashes: np.ndarray) -> None:
+        """Raise ValueError on all ranks if two differ that must not; `hashes` has a row for each rank.
+
+        Collective over the mesh if a comparison is due.
+        """
+        if not self._is_due:
+            return
+        world, place = self._mesh.world, self._mesh.coordinates
+        own = (place["pipeline"], "slice", place["tensor"]), (place["pipeline"], "copies", place["data"])
+        groups = world.allgather_object(own)
+        if _first_pair([group for group, _ in groups], hashes[:, 0].tolist()) is not None:
+            raise _differing(f"values of {what}", hashes[:, 0])
+        copies = [group for _, group in groups]
+        if _first_pair(copies, hashes[:, 1].tolist()) is not None:
+            raise self._of_copies(what, flat, copies)
+        self._is_due = self._mesh.debug
+
+    def _parts(self, flat: Array) -> list[Array]:
+        return [flat[piece.start : piece.start + piece.size] for piece in self._replicas]
+
+    def _of_copies(self, what: str, flat: Array, groups: Sequence[Any]) -> ValueError:
+        """The error for a tensor that differs between tensor ranks.  Collective over the mesh."""
+        own = {piece.name: digest(part) for piece, part in zip(self._replicas, self._parts(flat), strict=True)}
+        by_rank = self._mesh.world.allgather_object(own)
+        names = dict.fromkeys(name for each in by_rank for name in each)
+        pairs = ((name, _first_pair(groups, [each.get(name) for each in by_rank])) for name in names)
+        name, (rank, other) = next((name, pair) for name, pair in pairs if pair is not None)
+        parts = f"say ParameterSpec({name!r}, ..., partial=True) if each gives its part of a sum, or " * self._sums
+        return ValueError(
+            f"the function gives different values of {what} of {name!r} on rank {rank} and on rank {other}, which both "
+            f"hold this tensor whole, and their copies would drift apart: {parts}give the same on both"
+        )
+
+
+def exchange(
+    world: Axis, problem: BaseException | None, value: float, numbers: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Exchange the results of an evaluation on each rank. Collective over the axis, in one call.
+
+    `numbers` are as many on each rank. Returns the values by rank, with one NaN and one zero, and a row of the numbers
+    for each rank. Raises on all ranks if any has a problem.
+    """
+    bits = np.float64(math.nan if math.isnan(value) else value + 0.0).view(np.int64)
+    own = np.array([problem is not None, bits, *numbers], np.int64)
+    facts = np.empty(own.size * world.size, np.int64)
+    facts = world.all_gather(facts, own, [own.size] * world.size, label="control").reshape(-1, own.size)
+    if facts[:, 0].any():
+        world.raise_together(problem)
+    return np.ascontiguousarray(facts[:, 1]).view(np.float64), facts[:, 2:]
+
+
+def check_alike(what: str, by_rank: np.ndarray, parts: str = _PARTS) -> None:
+    """Raise ValueError, the same on all ranks, if ranks have different results for one point.
+
+    `what` names in the plural the values from `exchange`, or hashes of vectors, the same array on all ranks; `parts` is
+    the way out if each rank gives its part of a sum.
+    """
+    if len(set(by_rank.view(np.int64).tolist())) > 1:
+        raise _differing(what, by_rank, parts)
+
+
+def _differing(what: str, by_rank: np.ndarray, parts: str = _PARTS) -> ValueError:
+    """The error of ranks that give different results for one point."""
+    hashed = by_rank.dtype == np.int64
+    values = [f"{each:x}" if hashed else repr(each) for each in by_rank.tolist()]
+    first = values[0]
+    other = next(rank for rank, value in enumerate(values) if value != first)
+    same = [rank for rank, value in enumerate(values) if value == first]
+    return ValueError(
+        f"the function gives different {what}{' (here by their hashes)' * hashed} for one point: {first} on ranks "
+        f"{brief(same)} and {values[other]} on rank {other}.  If each rank gives its part of the sum, {parts}; else "
+        "make it deterministic, the same on all ranks"
+    )
+
+
+def _first_pair(groups: Sequence[Any], values: Sequence[Any]) -> tuple[int, int] | None:
+    """The first two ranks of one group that have different values."""
+    first: dict[Any, int] = {}
+    for rank, group in enumerate(groups):
+        if values[first.setdefault(group, rank)] != values[rank]:
+            return first[group], rank
+    return None
+
+
+def digest(*vectors: Array) -> int:
+    """A hash of vectors on the host or a device that fits int64; at least 0."""
+    hasher = xxhash.xxh3_64()
+    for vector in vectors:
+        hasher.update(np.ascontiguousarray(arrays.to_host(vector)).data)
+    return hasher.intdigest() >> 2
+
+
+# The files of a minimisation: checkpoints, from which it resumes, and its record.
+
+
+class RunFiles:
+    """Saves a minimisation after evaluations, and records them. Collective over the mesh, its creation too.
+
+    It saves as often as ``checkpoints.every`` says, and at the end. Raises ValueError or TypeError on all ranks if an
+    argument is invalid or the checkpoint is of another minimisation, OSError if a folder cannot be used.
+    """
+
+    def __init__(self, run: MinimizationRun, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
+        assert isinstance(run, MeshRun)
+        self._run = run
+        self._optimizer = run.optimizer
+        self._checkpoints = checkpoints
+        self._record = record
+        self._resumes = resume
+        run.raise_if_any(self._problem())
+        given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
+        self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
+        self._start = self._norm_of_start()
+        self._value = math.nan  # at the best iterate of the checkpoint
+        # The checkpoint may be of another function: the run had ended, or began elsewhere.
+        self.doubtful: bool = False
+        if checkpoints is not None:
+            checkpoints.rehearse()
+            if resume:
+                self._resume()
+        if run.speaks and not resume and not self._optimizer.clock and take_restart():
+            log.warn(f"this job was started again, and the minimization begins from x0 again; {self._way_on}")
+        if record is not None:
+            parameters = run.parameters
+            record.begin(
+                {
+                    "optimizer": "minimize",
+                    "rule": run.method.configuration(),
+                    "configuration": self._optimizer.config,
+                    "parameters": sum(spec.size for spec in parameters.specs),
+                    "dtype": str(parameters.dtype),
+                    "resumed_steps": self._optimizer.clock,
+                    "checkpoints": None if checkpoints is None else str(checkpoints.folder),
+                },
+                stage=True,
+            )
+
+    def _problem(self) -> Exception | None:
+        checkpoints, record, world = self._checkpoints, self._record, self._run.mesh.world
+        try:
+            if flag("resume", self._resumes) and checkpoints is None:
+                raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
+            if not (checkpoints is None or hasattr(checkpoints, "due")):
+                raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
+            if checkpoints is not None and checkpoints.mesh.world is not world:
+                raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
+            if not (record is None or isinstance(record, RunRecord)):
+                raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+    def _resume(self) -> None:
+        state = self._optimizer.state
+        found = self._checkpoints.load(state.capture(), check=state.check)
+        if found is not None:
+            state.report_changes(found.facts)
+            state.restore(found.facts)
+            saved = found.facts["minimizer.json"]
+            self._value = float(saved["progress"]["value"])
+            begun = found.facts.get(_START, {}).get("norm", self._start)
+            self.doubtful = not math.isnan(self._value) and bool(saved["stop_reason"] or begun != self._start)
+
+    @property
+    def _way_on(self) -> str:
+        """A sentence on how to continue."""
+        if self._checkpoints is None:
+            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
+        return f"minimize(..., resume=True) resumes from the checkpoint in {self._checkpoints.folder}"
+
+    def _norm_of_start(self) -> float:
+        """The 2-norm of the start, which identifies it on any number of ranks. Collective over the mesh."""
+        minimizer = self._run.minimizer
+        (top,) = minimizer.space.largest(minimizer.point)
+        (square,) = minimizer.space.dots([(minimizer.point, minimizer.point)], [top * top])
+        return math.sqrt(square)
+
+    def check_function(self, value: float) -> None:
+        """Raise ValueError unless the resumed minimisation is of the function at hand.
+
+        `value` is that at the best iterate of the checkpoint; the same on all ranks.
+        """
+        saved = self._value
+        if not abs(value - saved) <= _SAME * max(abs(value), abs(saved)):
+            raise ValueError(
+                f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
+                f"{saved:.12g}, and this function is {value:.12g} there; give each function a folder of its own, or "
+                "resume=False"
+            )
+
+    def evaluated(self, goes_on: bool) -> None:
+        """Record an evaluation or a product, and save if that is due. The parameters are the next point.
+
+        If none follows, `end` saves.
+        """
+        progress, clock = self._run.minimizer.progress, self._optimizer.clock
+        if self._record is not None:
+            self._record.step(
+                clock,
+                loss=self._run.value,
+                learning_rate=progress.step_length,
+                gradient_norm=progress.projected_norm,
+                iteration=progress.iterations,
+                accepted_loss=progress.value,
+            )
+        if goes_on and self._checkpoints is not None and self._checkpoints.due(clock):
+            self._save()
+
+    def end(self, reason: str) -> None:
+        """Save at the end, and record its reason: as for the result, or "signal" after Ctrl-C."""
+        if self._checkpoints is not None:
+            self._save()
+            self._checkpoints.wait()
+        way_on = self._way_on if reason == "signal" else ""
+        if way_on and self._run.speaks:
+            log.inform(f"stopped after step {self._optimizer.clock}; {way_on}")
+        if self._record is not None:
+            self._record.end(self._optimizer.clock, reason, way_on)
+        note_run(stopped=reason == "signal")
+
+    def _save(self) -> None:
+        if self._record is not None:
+            self._record.flush()  # no later run repeats the evaluations before a checkpoint
+        self._run.publish(self._run.minimizer.point)
+        self._optimizer.state.consolidate()
+        self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}}))

@@ -16,7 +16,7 @@ from mpishard.minimizers.method import Method, Progress
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
-    from mpishard.inverse.run_files import RunFiles
+    from mpishard.inverse.mesh_run import RunFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -269,7 +269,7 @@ def solve(
     optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
     files: RunFiles | None = None
     if mesh is not None:
-        from mpishard.inverse.run_files import RunFiles
+        from mpishard.inverse.mesh_run import RunFiles
 
         files = RunFiles(optimizer.run, checkpoints, resume, record)
     result = _Loop(optimizer, functions, callback, loop, files).run()

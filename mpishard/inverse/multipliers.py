@@ -331,7 +331,7 @@ class _Multipliers:
             problem = error
         tops = self._exchange(problem, top)
         if self._world is not None and not self._sums:
-            from mpishard.inverse.comparison import check_alike
+            from mpishard.inverse.mesh_run import check_alike
 
             check_alike("values of the constraints", tops)
         self.violation = float(np.max(tops))
@@ -383,7 +383,7 @@ class _Multipliers:
             if problem is not None:
                 raise problem
             return np.array([value])
-        from mpishard.inverse.comparison import exchange
+        from mpishard.inverse.mesh_run import exchange
 
         return exchange(self._world, problem, value, [])[0]
 

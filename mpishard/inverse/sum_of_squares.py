@@ -12,9 +12,8 @@ import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
 from mpishard.inverse.functions import Callback, Functions, Unknowns
-from mpishard.inverse.gauss_newton import GaussNewtonFunctions
 from mpishard.inverse.minimization import ElasticArguments, elastic_options, solve
-from mpishard.inverse.residuals import Loss, ResidualFunctions, Rows
+from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import Tree
 from mpishard.io import log
