@@ -1,10 +1,10 @@
-"""The functions of the user, called as SciPy calls them, and the unknowns that they get."""
+"""The functions of the user, called as SciPy calls them on each rank, and the unknowns that they get."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.elements import element_name
+
+if TYPE_CHECKING:
+    from mpishard.comm.axis import Axis
 
 Array = Any
 HAS_TERMS = "mpishard_has_terms"  # the attribute of a function to which `regularized` adds terms
@@ -184,6 +187,38 @@ class Callback:
         except StopIteration:
             return True
         return isinstance(answer, bool | np.bool) and bool(answer)
+
+    def stops_any(self, make: Callable[[], OptimizeResult], world: Axis | OneRank) -> bool:
+        """Call it on each rank; return True if that of any rank wants to stop. Collective."""
+        problem: BaseException | None = None
+        stops = False
+        try:
+            stops = self(make)
+        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        world.raise_if_any(problem)
+        return on_any(world, stops)
+
+
+# The ranks that call them.
+
+
+class OneRank:
+    """The world of a process without a mesh: what an `Axis` of one rank does, without MPI."""
+
+    rank = 0
+
+    def raise_if_any(self, problem: BaseException | None) -> None:
+        if problem is not None:
+            raise problem
+
+    def all_reduce(self, buffer: Array, *, op: str = "sum", label: str = "") -> Array:
+        return buffer
+
+
+def on_any(world: Axis | OneRank, flag: bool) -> bool:
+    """Return True if the flag is set on any rank. Collective."""
+    return bool(world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
 
 
 # The unknowns of a minimisation: one flat array, as the functions of the user see them and give gradients of them.

@@ -17,6 +17,7 @@ from mpishard.arguments import shown
 from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
+from mpishard.inverse.functions import OneRank, on_any
 from mpishard.inverse.trees import Tree, is_tree
 
 if TYPE_CHECKING:
@@ -260,30 +261,25 @@ def _numbers(what: str, found: Any) -> np.ndarray:
 # Rows on ranks.
 
 
-def sum_of_losses(loss: Loss, values: Array, world: Axis | None) -> float:
+def sum_of_losses(loss: Loss, values: Array, world: Axis | OneRank) -> float:
     """The sum of `Loss.values` over all ranks, rounded once; infinite where one is not finite.  Collective."""
     tops = np.array([largest(values)])
     tops[~np.isfinite(tops)] = np.inf
-    if world is not None:
-        world.all_reduce(tops, op="max", label="dots")
+    world.all_reduce(tops, op="max", label="dots")
     top = float(tops[0])
     if not math.isfinite(top):
         return math.inf
     other, bound = (values, top * top) if loss.is_linear else (np.ones(len(values)), top)
     words = exact.dot_words(values, other, bound, [(0, len(values))])
-    if world is not None:
-        world.all_reduce(words, label="dots")
+    world.all_reduce(words, label="dots")
     return exact.values(words.reshape(1, 2), [bound])[0]
 
 
 class Rows:
-    """The residuals of all ranks, each of which has its own rows: `Residuals` of a method for few unknowns.
+    """The residuals of all ranks, each of which has its own rows: `Residuals` of a method for few unknowns."""
 
-    `world` is None for a process alone.
-    """
-
-    def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | None) -> None:
-        self._functions, self._loss, self._world = functions, loss, world
+    def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | OneRank) -> None:
+        self._functions, self._loss, self.world = functions, loss, world
         self.f: Array = np.empty(0)  # this rank's residuals at the point of the last cost
         self.accepted: Array = self.f  # and at the point of the last products
         self.jacobian: Array = np.empty((0, 0))  # this rank's rows there, weighted by the loss
@@ -299,8 +295,8 @@ class Rows:
                 values = self._loss.values(self.f)
         except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
             problem = error
-        self.raise_if_any(problem)
-        return 0.5 * sum_of_losses(self._loss, values, self._world)
+        self.world.raise_if_any(problem)
+        return 0.5 * sum_of_losses(self._loss, values, self.world)
 
     def gram(self, x: Array) -> ExactGram:
         problem: BaseException | None = None
@@ -322,8 +318,8 @@ class Rows:
             tops = abs(columns).max(axis=0, initial=0.0)
         except (Exception, SystemExit) as error:
             problem = error
-        self.raise_if_any(problem)
-        tops = self._maxima(np.where(np.isfinite(tops), tops, np.inf))
+        self.world.raise_if_any(problem)
+        tops = self.world.all_reduce(np.where(np.isfinite(tops), tops, np.inf), op="max", label="dots")
         wrong = np.flatnonzero(tops >= exact_gram.LARGEST)
         if len(wrong):
             column = int(wrong[0])
@@ -335,7 +331,8 @@ class Rows:
         self.accepted, self.jacobian = self.f, columns[:, :-1]
         exponents = exact_gram.exponents(tops)
         words = exact_gram.gram_words(columns, exponents)
-        return exact_gram.gram(self._total(words), exponents)
+        self.world.all_reduce(words.reshape(-1), label="dots")
+        return exact_gram.gram(words, exponents)
 
     def are_dense_at(self, x: Array) -> bool:
         """Return True if the Jacobian at the start is an array on all ranks. Collective."""
@@ -344,29 +341,8 @@ class Rows:
             is_dense = self._functions.is_dense_at(x)
         except (Exception, SystemExit) as error:
             problem = error
-        self.raise_if_any(problem)
-        return not self.any(not is_dense)
-
-    def raise_if_any(self, problem: BaseException | None) -> None:
-        """Raise on all ranks if any has a problem.  Collective."""
-        if self._world is not None:
-            self._world.raise_if_any(problem)
-        elif problem is not None:
-            raise problem
-
-    def any(self, flag: bool) -> bool:
-        """Return True if the flag is set on any rank. Collective."""
-        return bool(self._maxima(np.array([float(flag)]))[0])
-
-    def _maxima(self, numbers: np.ndarray) -> np.ndarray:
-        if self._world is not None:
-            self._world.all_reduce(numbers, op="max", label="dots")
-        return numbers
-
-    def _total(self, words: np.ndarray) -> np.ndarray:
-        if self._world is not None:
-            self._world.all_reduce(words.reshape(-1), label="dots")
-        return words
+        self.world.raise_if_any(problem)
+        return not on_any(self.world, not is_dense)
 
 
 # A least-squares problem as a function with its gradient and Gauss-Newton products, for the loop of `minimize`.
@@ -395,25 +371,23 @@ class _Linearized:
         return SparseRows.of(found.reshape(1, -1)), np.ones(1)
 
 
-def summed(rows: SparseRows, factors: Array, world: Axis | None) -> Array:
+def summed(rows: SparseRows, factors: Array, world: Axis | OneRank) -> Array:
     """The sum of rows times factors over all ranks, the same bits for any split.  Collective."""
     tops = rows.tops(factors)
-    if world is not None:
-        world.all_reduce(tops, op="max", label="dots")
+    world.all_reduce(tops, op="max", label="dots")
     words = rows.words(factors, tops)
-    if world is not None:
-        world.all_reduce(words.reshape(-1), label="dots")
+    world.all_reduce(words.reshape(-1), label="dots")
     return exact_gram.values(words, tops)
 
 
 class GaussNewtonFunctions:
     """The cost with its gradient, and products with the Gauss-Newton matrix. Collective over the ranks of `world`.
 
-    `world`: the ranks whose rows are summed here; None: results are of this rank's rows. With `parts` gradients stay
-    parts, and only the cost is summed: it is returned on the first rank alone.
+    `world`: the ranks whose rows are summed here. With `parts` gradients stay parts, and only the cost is summed: it is
+    returned on the first rank alone.
     """
 
-    def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | None, parts: bool = False) -> None:
+    def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | OneRank, parts: bool = False) -> None:
         self._functions, self._loss, self._world, self._parts = functions, loss, world, parts
         self._kept: OrderedDict[bytes, dict[bytes, _Linearized]] = OrderedDict()
 
@@ -427,9 +401,9 @@ class GaussNewtonFunctions:
             rows, factors = here.weighted(here.of_gradient * here.f, size_on_rank(x))
         except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
             problem = error
-        self._raise_if_any(problem)
+        self._world.raise_if_any(problem)
         value = 0.5 * sum_of_losses(self._loss, values, self._world)
-        if self._parts and self._world is not None and self._world.rank:
+        if self._parts and self._world.rank:
             value = 0.0
         return value, self._sum(rows, factors)
 
@@ -442,17 +416,11 @@ class GaussNewtonFunctions:
             rows, factors = here.weighted(here.of_hessian * here.times(direction), size_on_rank(x))
         except (Exception, SystemExit) as error:
             problem = error
-        self._raise_if_any(problem)
+        self._world.raise_if_any(problem)
         return self._sum(rows, factors)
 
     def _sum(self, rows: SparseRows, factors: Array) -> Array:
-        return summed(rows, factors, None if self._parts else self._world)
-
-    def _raise_if_any(self, problem: BaseException | None) -> None:
-        if self._world is not None:
-            self._world.raise_if_any(problem)
-        elif problem is not None:
-            raise problem
+        return summed(rows, factors, OneRank() if self._parts else self._world)
 
     def linearized(self, x: Any, *samples: Array) -> _Linearized:
         """This rank's residuals and Jacobian at a point; those of the last two points are kept."""
@@ -482,7 +450,7 @@ class GaussNewtonFunctions:
             rows, factors = here.rows._replace(data=here.rows.data * here.rows.data), np.ones(len(here.f))
         except (Exception, SystemExit) as error:
             problem = error
-        self._raise_if_any(problem)
+        self._world.raise_if_any(problem)
         squares = self._sum(rows, factors)
         return 1 / np.where(squares > 0, squares, 1.0)
 

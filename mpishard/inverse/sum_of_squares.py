@@ -6,12 +6,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
-from mpishard.inverse.functions import Callback, Functions, Unknowns
+from mpishard.inverse.functions import Callback, Functions, OneRank, Unknowns, on_any
 from mpishard.inverse.minimization import ElasticArguments, elastic_options, solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
@@ -30,6 +31,7 @@ from mpishard.minimizers.newton import GaussNewton
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
+    from mpishard.comm.axis import Axis
     from mpishard.comm.mesh import Mesh
     from mpishard.record import RunRecord
 
@@ -217,7 +219,7 @@ def least_squares(
         large = _Large.checked(settings, x0, tr_options, mesh, **further)
     except (TypeError, ValueError) as error:
         problem = error
-    world = None
+    world: Axis | OneRank = OneRank()
     if mesh is not None:
         from mpishard.inverse.mesh_run import agreed, same_start
 
@@ -236,7 +238,7 @@ def least_squares(
         chosen = "exact" if rows.are_dense_at(settings.start) else "cg"
     if chosen == "cg":
         return settings.shown(large.run(functions, losses, watcher))
-    return settings.shown(_run(settings, rows, watcher, speaks=mesh is None or mesh.rank == 0))
+    return settings.shown(_run(settings, rows, watcher))
 
 
 def _solver(given: Any, method: str, jac: Any, is_named: bool, further: Mapping[str, Any]) -> str | None:
@@ -465,7 +467,7 @@ class _Large:
 
     def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
         """Minimise in the loop of `minimize`. Collective over the mesh."""
-        world = None if self.mesh is None or self.elastic is not None else self.mesh.world
+        world = OneRank() if self.mesh is None or self.elastic is not None else self.mesh.world
         place = self.x0.place if self.settings.is_named else None
         split = place is not None and place.tensor_size * place.pipeline_size > 1
         squares = GaussNewtonFunctions(functions, loss, world, parts=split)
@@ -515,23 +517,25 @@ def _message(status: int, options: Options, optimality: float) -> str:
     )
 
 
-def _run(settings: _Settings, rows: Rows, callback: Callback, speaks: bool) -> OptimizeResult:
+def _run(settings: _Settings, rows: Rows, callback: Callback) -> OptimizeResult:
     """Iterate until the method or the callback ends it.  Collective."""
-    shows = settings.verbose == 2 and speaks
+    is_first, watched = rows.world.rank == 0, on_any(rows.world, callback.is_given)
+    shows = settings.verbose == 2 and is_first
     if shows:
         log.inform(_HEAD)
     status = None
-    watched = rows.any(callback.is_given)
     for state in settings.iterate(rows):
         if shows:
             log.inform(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}")
         status = state.status
-        if status is None and state.iterations and watched and _stops(settings, rows, callback, state):
-            status = _CALLBACK
-            break
+        if status is None and state.iterations and watched:
+            made = partial(_intermediate, settings, state)
+            if callback.stops_any(made, rows.world):
+                status = _CALLBACK
+                break
     assert status is not None
     message = _message(status, settings.options, state.optimality)
-    if settings.verbose and speaks:
+    if settings.verbose and is_first:
         log.inform(message)
     return OptimizeResult(
         x=state.x,
@@ -550,17 +554,5 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, speaks: bool) -> O
     )
 
 
-def _stops(settings: _Settings, rows: Rows, callback: Callback, state: State) -> bool:
-    """Return True if the callback of any rank wants to stop. Collective."""
-
-    def make() -> OptimizeResult:
-        made = OptimizeResult(x=state.x.copy(), cost=state.cost, nit=state.iterations, nfev=state.nfev)
-        return settings.shown(made)
-
-    problem, stops = None, False
-    try:
-        stops = callback(make)
-    except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-        problem = error
-    rows.raise_if_any(problem)
-    return rows.any(stops)
+def _intermediate(settings: _Settings, state: State) -> OptimizeResult:
+    return settings.shown(OptimizeResult(x=state.x.copy(), cost=state.cost, nit=state.iterations, nfev=state.nfev))
