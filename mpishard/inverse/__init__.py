@@ -3,9 +3,9 @@
 Input: the user's function, residuals or operator, a start, bounds, and perhaps a mesh.
 Output: a result with the fields of SciPy, the same on any number of ranks.
 
-Read ``minimization`` first, then ``run``, the loop, with the ranks of ``mesh_run``, and ``functions``;
-``sum_of_squares`` and ``residuals`` for least squares; ``reverse_communication`` for loops of others;
-``gradient_check`` tests what users write.
+Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
+ranks of a mesh, and ``functions``;
+``sum_of_squares`` and ``residuals`` for least squares; ``gradient_check`` tests what users write.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """

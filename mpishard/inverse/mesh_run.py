@@ -19,18 +19,16 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
-from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import ZeRO1
 from mpishard.data_parallel.update import tell_product, tell_value
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import Unknowns
-from mpishard.inverse.run import MinimizationRun
+from mpishard.inverse.functions import Unknowns, on_any
 from mpishard.io import log
 from mpishard.launch.script import note_run
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import brief
 from mpishard.layout.tensors import ParameterSpec, Piece
-from mpishard.minimizers.method import Method, Minimizer
+from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 
@@ -41,107 +39,8 @@ _START = "start.json"  # the fact about the start
 _SAME = 1e-6
 
 
-# The evaluations of a method whose values and gradients come from outside of a training loop.
-
-
-class MethodEvaluations:
-    """Passes values and gradients to the minimisation of an optimizer, and moves vectors between parts and parameters.
-
-    The optimizer has a method, under ZeRO-1. Methods are collective over the mesh, and so is the creation, which binds
-    `parameters`, the start and then the point of each evaluation.
-    """
-
-    def __init__(self, optimizer: ShardedOptimizer, parameters: FlatParameters) -> None:
-        self._optimizer = optimizer
-        self._parameters = parameters
-        strategy, state = optimizer.bind(parameters), optimizer.state.method
-        assert isinstance(strategy, ZeRO1) and state is not None
-        self._strategy = strategy
-        self._state = state
-        self._inspection = optimizer.state.binding.on_rank.inspection
-
-    @property
-    def minimizer(self) -> Minimizer:
-        return self._state.minimizer
-
-    def publish(self, vector: Array) -> None:
-        """Make this rank's part of a vector of the minimisation the parameters, on all ranks."""
-        self._state.publish(vector)
-
-    def whole(self, vector: Array) -> Array:
-        """This rank's part of a vector of the minimisation as a new flat array like the parameters of this rank."""
-        return self._state.whole(vector)
-
-    def own_part(self, flat: Array) -> Array:
-        """This rank's part of a vector like the parameters that all ranks have, until the next call; not collective."""
-        return self._state.own_part(flat)
-
-    def own_part_of_sum(self, flat: Array) -> Array:
-        """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
-
-        `flat` is this rank's term, like the parameters, and only read. The result is valid until the next call for
-        another vector.
-        """
-        strategy = self._strategy
-        if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sums:
-            return self.own_part(flat)
-        reducer = strategy.reducer
-        reducer.is_last_pass = True
-        for piece in self._parameters.pieces:
-            view, _ = self._parameters.gradient(piece.name)
-            view[...] = flat[piece.start : piece.start + piece.size].reshape(piece.shape)
-            self._parameters.mark_ready(piece.name)
-        reducer.finalize()
-        own = self._state.gradient(1.0)
-        reducer.reset()
-        return own
-
-    def tell(self, value: float, gradient: Array) -> None:
-        """Pass value, the same on all ranks, and this rank's part of the gradient; parameters stay until `publish`."""
-        tell_value(self._optimizer, self._optimizer.state.binding, self._state, value, gradient)
-
-    def culprits(self, what: str, value: float, flat: Array) -> str:
-        """The tensors and ranks whose value or vector is not finite, as text, the same on all ranks.
-
-        `value` and `flat` are this rank's terms, the latter like the parameters; `what` names the vector.
-        """
-        inspection = self._inspection
-        inspection.nonfinite_loss = "" if math.isfinite(value) else str(value)
-        for bucket in self._strategy.reducer.buckets:
-            inspection.look(bucket, flat[bucket.start : bucket.start + bucket.size])
-        found = inspection.culprits(self._optimizer.clock, what)
-        inspection.forget()
-        return found
-
-    def tell_product(self, product: Array) -> None:
-        """Pass this rank's part of a Hessian product."""
-        tell_product(self._optimizer, self._optimizer.state.binding, self._state, product)
-
-
-# A minimisation.
-
-
-def agreed(mesh: Any, problem: Exception | None) -> None:
-    """Raise on all ranks of the mesh if any has a problem. Collective over the mesh.
-
-    Raises TypeError, on this rank, if `mesh` is not a Mesh.
-    """
-    if isinstance(mesh, Mesh):
-        mesh.world.raise_if_any(problem)
-    else:
-        raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
-
-
-def same_start(mesh: Mesh, start: np.ndarray, settings: Mapping[str, Any]) -> None:
-    """Give all ranks the start of rank 0, in place, and raise on all if settings differ.  Collective over the mesh."""
-    known = {name: text_of(value) for name, value in settings.items()}
-    agree_on_settings(mesh.world, {"x0": f"{start.size} elements"} | known)
-    warn_if_initial_parameters_differ(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
-    mesh.world.broadcast(start, label="x0")
-
-
-class MeshRun:
-    """A minimisation by the ranks of a mesh: a `Run`. Collective over the mesh, its creation too.
+class MeshRanks:
+    """The ranks of a mesh that minimise together. Collective over the mesh, its creation too.
 
     The point is on every rank, and all take the start of rank 0; the vectors of the method are divided over the data
     axis as by ZeRO-1: a rank gives the minimizer its part of the gradient, and one all-gather an evaluation brings the
@@ -150,14 +49,12 @@ class MeshRun:
     """
 
     def __init__(self, method: Method, unknowns: Unknowns, mesh: Mesh, reduction: str | None) -> None:
-        self.method = method
-        self.unknowns = unknowns
-        self.mesh = mesh
-        self.speaks: bool = mesh.rank == 0
-        self.value = math.nan
-        self.interrupted = False
-        self.culprits = ""
-        self._interrupts = Interrupts(speaks=self.speaks)
+        self.mesh, self.world = mesh, mesh.world
+        self.value = math.nan  # of the last evaluation
+        self.interrupted = False  # Ctrl-C came on any rank before the last evaluation, inside of `watching`
+        self.culprits = ""  # the ranks whose value or gradient is not finite, if that has ended it and ranks differ
+        self._unknowns = unknowns
+        self._interrupts = Interrupts(speaks=mesh.rank == 0)
         self._sums = reduction == "sum"
         self.optimizer = ZeRO1Optimizer(method, mesh)
         problem: Exception | None = None
@@ -174,56 +71,54 @@ class MeshRun:
         start = f"{parameters.description} ({parameters.fingerprint:x})"
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
         warn_if_initial_parameters_differ(mesh, parameters)
-        self._evaluations = MethodEvaluations(self.optimizer, parameters)
+        strategy, state = self.optimizer.bind(parameters), self.optimizer.state.method
+        assert isinstance(strategy, ZeRO1) and state is not None
+        self._strategy, self._state = strategy, state
         self._comparison = Comparison(mesh, parameters, self._sums)
 
     @property
     def minimizer(self) -> Minimizer:
-        return self._evaluations.minimizer
+        return self._state.minimizer
 
     def watching(self) -> AbstractContextManager[Any]:
+        """The context in which Ctrl-C ends the loop in order."""
         return self._interrupts
 
-    # -- vectors ------------------------------------------------------------------------------------------------------
-
     def publish(self, vector: Array) -> None:
-        self._evaluations.publish(vector)
+        """Make a vector of the minimizer the values of the unknowns, on all ranks."""
+        self._state.publish(vector)
 
     def whole(self, vector: Array) -> Array:
-        return self._evaluations.whole(vector)
+        """A vector of the minimizer as a new flat array like the unknowns of this rank."""
+        return self._state.whole(vector)
 
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
-    def tell(self, value: float, gradient: Any, problem: BaseException | None) -> None:
-        flat, self.value = self._agree(value, "the gradient", gradient, problem)
-        self._evaluations.tell(self.value, self._own(flat))
-        self._look_for_culprits("gradient", value, flat)
+    def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
+        """Check the results of the user's function on every rank, combine them, and give them to the minimizer.
 
-    def value_of(self, value: float, gradient: Any, problem: BaseException | None) -> float:
-        return self._agree(value, "the gradient", gradient, problem)[1]
-
-    def tell_product(self, product: Any, problem: BaseException | None) -> None:
-        flat, _ = self._agree(0.0, "the Hessian product", product, problem)
-        self._evaluations.tell_product(self._own(flat))
-        self._look_for_culprits("Hessian product", 0.0, flat)
-
-    def _look_for_culprits(self, what: str, value: float, flat: Array) -> None:
-        """If a number that is not finite has ended the run, find the ranks that gave it, unless all did."""
+        `what` names the vector, a gradient or a Hessian product. Raises on all ranks if any has a problem.
+        """
+        flat, total = self.combined(what, value, vector, problem)
+        own = self._own_part_of_sum(flat) if self._sums else self._state.own_part(flat)
+        if self.minimizer.wanted is Wanted.PRODUCT:
+            tell_product(self.optimizer, self.optimizer.state.binding, self._state, own)
+        else:
+            self.value = total
+            tell_value(self.optimizer, self.optimizer.state.binding, self._state, total, own)
         if self.minimizer.stop_reason == "not finite":
-            finite = math.isfinite(value) and math.isfinite(largest(flat))
-            if self._sums or (self.any(finite) and self.any(not finite)):
-                self.culprits = self._evaluations.culprits(what, value, flat)
+            self._find_culprits(what.removeprefix("the "), value, flat)
 
-    def _agree(self, value: float, what: str, given: Any, problem: BaseException | None) -> tuple[Array, float]:
+    def combined(self, what: str, value: float, given: Any, problem: BaseException | None) -> tuple[Array, float]:
         """This rank's vector, and the value of all ranks; raises on all if any has a problem, or if they differ."""
         flat = None
         if problem is None:
             try:
-                flat = self.unknowns.vector(what, given)
+                flat = self._unknowns.vector(what, given)
             except (TypeError, ValueError) as error:
                 problem = error
         numbers = [self._interrupts.came, *self._comparison.hashes(flat)]
-        values, facts = exchange(self.mesh.world, problem, value, numbers)
+        values, facts = exchange(self.world, problem, value, numbers)
         assert flat is not None
         self.interrupted = bool(facts[:, 0].any())
         if not self._sums:
@@ -231,27 +126,42 @@ class MeshRun:
         self._comparison.check(what, flat, facts[:, 1:])
         return flat, _sum(values.tolist()) if self._sums else float(values[0])
 
-    def _own(self, flat: Array) -> Array:
-        """This rank's elements of a vector, which is the sum of those of all ranks if they give parts."""
-        return self._evaluations.own_part_of_sum(flat) if self._sums else self._evaluations.own_part(flat)
+    def _own_part_of_sum(self, flat: Array) -> Array:
+        """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
 
-    # -- ranks --------------------------------------------------------------------------------------------------------
+        `flat` is this rank's term, like the parameters, and only read. The result is valid until the next call for
+        another vector.
+        """
+        strategy = self._strategy
+        if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sums:
+            return self._state.own_part(flat)
+        reducer = strategy.reducer
+        reducer.is_last_pass = True
+        for piece in self.parameters.pieces:
+            view, _ = self.parameters.gradient(piece.name)
+            view[...] = flat[piece.start : piece.start + piece.size].reshape(piece.shape)
+            self.parameters.mark_ready(piece.name)
+        reducer.finalize()
+        own = self._state.gradient(1.0)
+        reducer.reset()
+        return own
 
-    def any(self, flag: bool) -> bool:
-        return bool(self.mesh.world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
+    def _find_culprits(self, what: str, value: float, flat: Array) -> None:
+        """Find the tensors and ranks whose number that is not finite has ended the run, unless all have one.
 
-    def raise_if_any(self, problem: BaseException | None) -> None:
-        self.mesh.world.raise_if_any(problem)
+        `value` and `flat` are this rank's terms.
+        """
+        finite = math.isfinite(value) and math.isfinite(largest(flat))
+        if not (self._sums or (on_any(self.world, finite) and on_any(self.world, not finite))):
+            return
+        inspection = self.optimizer.state.binding.on_rank.inspection
+        inspection.nonfinite_loss = "" if math.isfinite(value) else str(value)
+        for bucket in self._strategy.reducer.buckets:
+            inspection.look(bucket, flat[bucket.start : bucket.start + bucket.size])
+        self.culprits = inspection.culprits(self.optimizer.clock, what)
+        inspection.forget()
 
     # -- saving -------------------------------------------------------------------------------------------------------
-
-    def serialize(self) -> bytes:
-        """Raises: on a mesh the state is saved as a checkpoint."""
-        raise ValueError("on a mesh save(folder) writes a checkpoint, which any number of ranks can load()")
-
-    def deserialize(self, data: bytes) -> None:
-        """Raises: on a mesh the state is saved as a checkpoint."""
-        self.serialize()
 
     def save(self, folder: str | Path) -> Path:
         from mpishard.training.saving import save_checkpoint  # with h5py: only for those who save
@@ -273,6 +183,28 @@ def _sum(values: list[float]) -> float:
         return math.fsum(values)
     except OverflowError:
         return math.inf
+
+
+# What ranks agree on before they begin.
+
+
+def agreed(mesh: Any, problem: Exception | None) -> None:
+    """Raise on all ranks of the mesh if any has a problem. Collective over the mesh.
+
+    Raises TypeError, on this rank, if `mesh` is not a Mesh.
+    """
+    if isinstance(mesh, Mesh):
+        mesh.world.raise_if_any(problem)
+    else:
+        raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
+
+
+def same_start(mesh: Mesh, start: np.ndarray, settings: Mapping[str, Any]) -> None:
+    """Give all ranks the start of rank 0, in place, and raise on all if settings differ.  Collective over the mesh."""
+    known = {name: text_of(value) for name, value in settings.items()}
+    agree_on_settings(mesh.world, {"x0": f"{start.size} elements"} | known)
+    warn_if_initial_parameters_differ(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
+    mesh.world.broadcast(start, label="x0")
 
 
 # The results that must be identical on the user's ranks, their comparison, and the error where they differ.
@@ -408,32 +340,32 @@ class RunFiles:
     argument is invalid or the checkpoint is of another minimisation, OSError if a folder cannot be used.
     """
 
-    def __init__(self, run: MinimizationRun, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
-        assert isinstance(run, MeshRun)
-        self._run = run
-        self._optimizer = run.optimizer
+    def __init__(self, ranks: MeshRanks, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
+        self._ranks = ranks
+        self._optimizer = ranks.optimizer
         self._checkpoints = checkpoints
         self._record = record
         self._resumes = resume
-        run.raise_if_any(self._problem())
+        ranks.world.raise_if_any(self._problem())
         given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
         self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
         self._start = self._norm_of_start()
         self._value = math.nan  # at the best iterate of the checkpoint
-        # The checkpoint may be of another function: the run had ended, or began elsewhere.
-        self.doubtful: bool = False
+        self.needs_check: bool = (
+            False  # the checkpoint may be of another function: the run had ended, or began elsewhere
+        )
         if checkpoints is not None:
             checkpoints.rehearse()
             if resume:
                 self._resume()
-        if run.speaks and not resume and not self._optimizer.clock and take_restart():
-            log.warn(f"this job was started again, and the minimization begins from x0 again; {self._way_on}")
+        if ranks.mesh.rank == 0 and not resume and not self._optimizer.clock and take_restart():
+            log.warn(f"this job was started again, and the minimization begins from x0 again; {self._how_to_resume}")
         if record is not None:
-            parameters = run.parameters
+            parameters = ranks.parameters
             record.begin(
                 {
                     "optimizer": "minimize",
-                    "rule": run.method.configuration(),
+                    "rule": self._optimizer.rule.configuration(),
                     "configuration": self._optimizer.config,
                     "parameters": sum(spec.size for spec in parameters.specs),
                     "dtype": str(parameters.dtype),
@@ -444,7 +376,7 @@ class RunFiles:
             )
 
     def _problem(self) -> Exception | None:
-        checkpoints, record, world = self._checkpoints, self._record, self._run.mesh.world
+        checkpoints, record, world = self._checkpoints, self._record, self._ranks.world
         try:
             if flag("resume", self._resumes) and checkpoints is None:
                 raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
@@ -467,10 +399,10 @@ class RunFiles:
             saved = found.facts["minimizer.json"]
             self._value = float(saved["progress"]["value"])
             begun = found.facts.get(_START, {}).get("norm", self._start)
-            self.doubtful = not math.isnan(self._value) and bool(saved["stop_reason"] or begun != self._start)
+            self.needs_check = not math.isnan(self._value) and bool(saved["stop_reason"] or begun != self._start)
 
     @property
-    def _way_on(self) -> str:
+    def _how_to_resume(self) -> str:
         """A sentence on how to continue."""
         if self._checkpoints is None:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
@@ -478,17 +410,18 @@ class RunFiles:
 
     def _norm_of_start(self) -> float:
         """The 2-norm of the start, which identifies it on any number of ranks. Collective over the mesh."""
-        minimizer = self._run.minimizer
+        minimizer = self._ranks.minimizer
         (top,) = minimizer.space.largest(minimizer.point)
         (square,) = minimizer.space.dots([(minimizer.point, minimizer.point)], [top * top])
         return math.sqrt(square)
 
-    def check_function(self, value: float) -> None:
+    def check_function(self, value: float, gradient: Any, problem: BaseException | None) -> None:
         """Raise ValueError unless the resumed minimisation is of the function at hand.
 
-        `value` is that at the best iterate of the checkpoint; the same on all ranks.
+        This rank's `value` and `gradient` are at the best iterate of the checkpoint.
         """
         saved = self._value
+        _, value = self._ranks.combined("the gradient", value, gradient, problem)
         if not abs(value - saved) <= _SAME * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
@@ -496,22 +429,22 @@ class RunFiles:
                 "resume=False"
             )
 
-    def evaluated(self, goes_on: bool) -> None:
+    def evaluated(self, ended: bool) -> None:
         """Record an evaluation or a product, and save if that is due. The parameters are the next point.
 
-        If none follows, `end` saves.
+        If the minimisation has `ended`, `end` saves.
         """
-        progress, clock = self._run.minimizer.progress, self._optimizer.clock
+        progress, clock = self._ranks.minimizer.progress, self._optimizer.clock
         if self._record is not None:
             self._record.step(
                 clock,
-                loss=self._run.value,
+                loss=self._ranks.value,
                 learning_rate=progress.step_length,
                 gradient_norm=progress.projected_norm,
                 iteration=progress.iterations,
                 accepted_loss=progress.value,
             )
-        if goes_on and self._checkpoints is not None and self._checkpoints.due(clock):
+        if not ended and self._checkpoints is not None and self._checkpoints.due(clock):
             self._save()
 
     def end(self, reason: str) -> None:
@@ -519,16 +452,16 @@ class RunFiles:
         if self._checkpoints is not None:
             self._save()
             self._checkpoints.wait()
-        way_on = self._way_on if reason == "signal" else ""
-        if way_on and self._run.speaks:
-            log.inform(f"stopped after step {self._optimizer.clock}; {way_on}")
+        hint = self._how_to_resume if reason == "signal" else ""
+        if hint and self._ranks.mesh.rank == 0:
+            log.inform(f"stopped after step {self._optimizer.clock}; {hint}")
         if self._record is not None:
-            self._record.end(self._optimizer.clock, reason, way_on)
+            self._record.end(self._optimizer.clock, reason, hint)
         note_run(stopped=reason == "signal")
 
     def _save(self) -> None:
         if self._record is not None:
             self._record.flush()  # no later run repeats the evaluations before a checkpoint
-        self._run.publish(self._run.minimizer.point)
+        self._ranks.publish(self._ranks.minimizer.point)
         self._optimizer.state.consolidate()
         self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}}))

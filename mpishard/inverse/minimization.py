@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, reject_unknown, shown
-from mpishard.inverse.functions import Callback, Functions, Unknowns
+from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any
 from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 from mpishard.minimizers.method import Method, Progress
@@ -269,10 +269,11 @@ def solve(
     optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
     files: RunFiles | None = None
     if mesh is not None:
-        from mpishard.inverse.mesh_run import RunFiles
+        from mpishard.inverse.mesh_run import MeshRanks, RunFiles
 
+        assert isinstance(optimizer.run, MeshRanks)
         files = RunFiles(optimizer.run, checkpoints, resume, record)
-    result = _Loop(optimizer, functions, callback, loop, files).run()
+    result = _Loop(optimizer, functions, unknowns, callback, loop, files).run()
     return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)
 
 
@@ -283,18 +284,20 @@ class _Loop:
         self,
         optimizer: ReverseCommunication,
         functions: Functions,
+        unknowns: Unknowns,
         callback: Callback,
         options: LoopOptions,
         files: RunFiles | None,
     ) -> None:
         self._optimizer = optimizer
         self._functions = functions
+        self._unknowns = unknowns
         self._callback = callback
         self._seconds = options.maxtime
         self._files = files
-        run = optimizer.run
-        self._table = Table(shown=run.any(options.disp) and run.speaks)
-        self._watched = run.any(callback.is_given or options.maxtime is not None)
+        self._world = optimizer.run.world
+        self._table = Table(shown=on_any(self._world, options.disp) and self._world.rank == 0)
+        self._watched = on_any(self._world, callback.is_given or options.maxtime is not None)
         self._began = time.perf_counter()
 
     def run(self) -> OptimizeResult:
@@ -313,14 +316,14 @@ class _Loop:
     def _check_function(self) -> None:
         """Raise on all ranks if the checkpoint that is resumed is of another function."""
         files, optimizer = self._files, self._optimizer
-        if files is None or not files.doubtful:
+        if files is None or not files.needs_check:
             return
         value, vector, problem = math.nan, None, None
         try:
             value, vector = self._functions.value_and_gradient(optimizer.result.x)
         except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
             problem = error
-        files.check_function(optimizer.run.value_of(value, vector, problem))
+        files.check_function(value, vector, problem)
 
     def _step(self, request: EvaluationRequest) -> None:
         """Evaluate, and give the result to the optimizer."""
@@ -335,39 +338,31 @@ class _Loop:
         if progress.accepted or (request.direction is None and progress.evaluations == 1):
             self._table.row(progress)
         if progress.accepted:
-            self._ask_callback(request)
+            self._ask_callback()
         if optimizer.run.interrupted and not optimizer.has_ended:
             optimizer.stop("signal")
         if self._files is not None:
-            self._files.evaluated(goes_on=not optimizer.has_ended)
+            self._files.evaluated(ended=optimizer.has_ended)
 
     def _evaluate(self, request: EvaluationRequest) -> tuple[float, Any]:
         if request.direction is None:
             return self._functions.value_and_gradient(request.x)
         return 0.0, self._functions.product(request.x, request.direction)
 
-    def _ask_callback(self, request: EvaluationRequest) -> None:
+    def _ask_callback(self) -> None:
         """Call the callback after an iteration, whose point is still that of the last request."""
         if not self._watched:
             return
-        optimizer, run = self._optimizer, self._optimizer.run
-        problem: BaseException | None = None
-        stops = False
-        try:
-            stops = self._callback(self._intermediate)
-        except (Exception, SystemExit) as error:
-            problem = error
-        run.raise_if_any(problem)
+        optimizer = self._optimizer
+        stops = self._callback.stops_any(self._intermediate, self._world)
         if optimizer.has_ended:
             return
-        late = self._seconds is not None and time.perf_counter() - self._began >= self._seconds
-        if run.any(stops):
+        is_over = self._seconds is not None and time.perf_counter() - self._began >= self._seconds
+        if stops:
             optimizer.stop("callback")
-        elif run.any(late):
+        elif on_any(self._world, is_over):
             optimizer.stop("seconds")
 
     def _intermediate(self) -> OptimizeResult:
-        progress, unknowns = self._optimizer.progress, self._optimizer.run.unknowns
-        return OptimizeResult(
-            x=unknowns.shown_to_user(), fun=progress.value, nit=progress.iterations, nfev=progress.evaluations
-        )
+        progress, x = self._optimizer.progress, self._unknowns.shown_to_user()
+        return OptimizeResult(x=x, fun=progress.value, nit=progress.iterations, nfev=progress.evaluations)

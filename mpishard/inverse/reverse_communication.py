@@ -1,21 +1,46 @@
-"""Reverse communication: the caller owns the loop, and asks a minimisation what it wants next."""
+"""Reverse communication: whoever owns the loop asks a minimisation what it wants next.
+
+`ReverseCommunication` is every minimisation, that of `minimize` too. Its ranks are one of two: `OneProcess`, below, or
+those of a mesh, `mpishard.inverse.mesh_run.MeshRanks`, which alone needs MPI.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import reject_unknown, shown
-from mpishard.inverse.functions import Unknowns, number_of
+import numpy as np
+
+from mpishard.arguments import printable, reject_unknown, shown
+from mpishard.backend import array as arrays
+from mpishard.inverse.functions import OneRank, Unknowns, number_of
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
-from mpishard.inverse.run import LocalRun, MinimizationRun
-from mpishard.minimizers.method import Method, Progress, Wanted
+from mpishard.minimizers.elements import preconditioned, whole_limits
+from mpishard.minimizers.method import (
+    ELEMENTS,
+    Limits,
+    Method,
+    Minimizer,
+    Progress,
+    Wanted,
+    check_metadata,
+    lifted,
+    warn_projected_start,
+)
+from mpishard.minimizers.space import LocalSpace
 
 if TYPE_CHECKING:
     from mpishard.comm.mesh import Mesh
+    from mpishard.inverse.mesh_run import MeshRanks
+    from mpishard.io.hdf5 import FileImage
 
 Array = Any
 
@@ -91,18 +116,19 @@ class ReverseCommunication:
             chosen, _ = make_method(method, options, None, unknowns.total, **unknowns.options(bounds, **known))
         except (TypeError, ValueError) as error:
             problem = error
-        self._run: MinimizationRun
+        self._ranks: OneProcess | MeshRanks
         if mesh is None:
             if problem is not None:
                 raise problem
             if reduction is not None:
                 raise ValueError(f"reduction={shown(reduction)} is for functions on a mesh; give mesh=mpishard.Mesh()")
-            self._run = LocalRun(chosen, unknowns)
+            self._ranks = OneProcess(chosen, unknowns)
         else:
-            from mpishard.inverse.mesh_run import MeshRun, agreed  # with MPI: only for those who have a mesh
+            from mpishard.inverse.mesh_run import MeshRanks, agreed  # with MPI: only for those who have a mesh
 
             agreed(mesh, problem)
-            self._run = MeshRun(chosen, unknowns, mesh, reduction)
+            self._ranks = MeshRanks(chosen, unknowns, mesh, reduction)
+        self._method, self._unknowns = chosen, unknowns
         self._end = ""  # why the caller's loop has ended before the method
         self._is_published = False  # whether the unknowns are the point
         self._is_asked = False  # whether the caller has a request that was not answered
@@ -117,17 +143,17 @@ class ReverseCommunication:
         EvaluationRequest or None
             None if the minimisation has ended.  Asked again before `tell`, it is the same.
         """
-        run, minimizer = self._run, self._run.minimizer
+        ranks, minimizer, unknowns = self._ranks, self._ranks.minimizer, self._unknowns
         if self.has_ended:
             return None
         if not self._is_published:
-            run.publish(minimizer.point)
+            ranks.publish(minimizer.point)
             self._is_published = True
         self._is_asked = True
         if minimizer.wanted is Wanted.GRADIENT:
-            return EvaluationRequest(run.unknowns.shown_to_user())
-        direction = run.whole(minimizer.direction).copy()
-        return EvaluationRequest(run.unknowns.shown_to_user(), run.unknowns.like_x0(direction))
+            return EvaluationRequest(unknowns.shown_to_user())
+        direction = ranks.whole(minimizer.direction).copy()
+        return EvaluationRequest(unknowns.shown_to_user(), unknowns.like_x0(direction))
 
     def tell(self, value: Any, gradient: Any) -> None:
         """Give the value and the gradient at the point that was asked for.
@@ -189,19 +215,17 @@ class ReverseCommunication:
             problem = problem or RuntimeError(
                 "told, but not asked for since the last answer; ask() gives the next point"
             )
-        told_product = self._run.minimizer.wanted is Wanted.PRODUCT
-        if told_product:
-            self._run.tell_product(vector, problem)
-        else:
-            self._run.tell(value, vector, problem)
+        minimizer = self._ranks.minimizer
+        is_product = minimizer.wanted is Wanted.PRODUCT
+        self._ranks.tell("the Hessian product" if is_product else "the gradient", value, vector, problem)
         self._is_asked = False
         # Between two products of a method the point stays where it is.
-        self._is_published = told_product and self._run.minimizer.wanted is Wanted.PRODUCT
-        if self._run.minimizer.wanted is Wanted.NOTHING:
-            self._run.publish(self._run.minimizer.point)
+        self._is_published = is_product and minimizer.wanted is Wanted.PRODUCT
+        if minimizer.wanted is Wanted.NOTHING:
+            self._ranks.publish(minimizer.point)
 
     def _check_wanted(self, told: Wanted, what: str) -> None:
-        wanted = Wanted.NOTHING if self._end else self._run.minimizer.wanted
+        wanted = Wanted.NOTHING if self._end else self._ranks.minimizer.wanted
         if wanted is not told:
             names = {Wanted.GRADIENT: "value and gradient (tell)", Wanted.PRODUCT: "a Hessian product (tell_product)"}
             raise RuntimeError(f"{what} was told, but {names.get(wanted, 'nothing')} is wanted; ask() says what")
@@ -215,29 +239,29 @@ class ReverseCommunication:
             For the message of the result; the same on all ranks.
         """
         self._end = reason
-        self._run.publish(self._best)
+        self._ranks.publish(self._best)
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:
         """True when nothing is wanted any more."""
-        return bool(self._end) or self._run.minimizer.wanted is Wanted.NOTHING
+        return bool(self._end) or self._ranks.minimizer.wanted is Wanted.NOTHING
 
     @property
     def stop_reason(self) -> str:
         """The reason for the end, in a word; empty until then."""
-        return self._end or self._run.minimizer.stop_reason
+        return self._end or self._ranks.minimizer.stop_reason
 
     @property
     def progress(self) -> Progress:
         """The progress of the minimisation."""
-        return self._run.minimizer.progress
+        return self._ranks.minimizer.progress
 
     @property
-    def run(self) -> MinimizationRun:
-        """The minimisation and its ranks."""
-        return self._run
+    def run(self) -> OneProcess | MeshRanks:
+        """The ranks that take part, and their parts of the vectors."""
+        return self._ranks
 
     @property
     def result(self) -> OptimizeResult:
@@ -245,29 +269,24 @@ class ReverseCommunication:
 
         A FlatParameters then has its values; while a request waits for its answer, ``x`` is a copy.
         """
-        run, minimizer = self._run, self._run.minimizer
+        ranks, minimizer, unknowns = self._ranks, self._ranks.minimizer, self._unknowns
         if self._is_asked and not self.has_ended:
-            x = run.unknowns.copy_of(run.whole(self._best))
+            x = unknowns.copy_of(ranks.whole(self._best))
         else:
-            run.publish(self._best)
+            ranks.publish(self._best)
             self._is_published = False
-            x = run.unknowns.shown_to_user()
-        gradient = run.whole(minimizer.row("base_gradient")).copy()
-        culprits = run.culprits or run.unknowns.doubt(self.stop_reason)
-        result = result_of(x, gradient, self.stop_reason, run.method, minimizer.progress, culprits)
-        result["jac"] = run.unknowns.like_x0(gradient)
+            x = unknowns.shown_to_user()
+        gradient = ranks.whole(minimizer.row("base_gradient")).copy()
+        culprits = ranks.culprits or unknowns.doubt(self.stop_reason)
+        result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, culprits)
+        result["jac"] = unknowns.like_x0(gradient)
         return result
 
     @property
-    def _has_iterate(self) -> bool:
-        """Return True if there was a finite value."""
-        return not math.isnan(self.progress.value)
-
-    @property
     def _best(self) -> Array:
-        """The last iterate, or the start."""
-        minimizer = self._run.minimizer
-        return minimizer.row("base") if self._has_iterate else minimizer.point
+        """The last iterate, or the start where no value was finite."""
+        minimizer = self._ranks.minimizer
+        return minimizer.point if math.isnan(self.progress.value) else minimizer.row("base")
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -284,7 +303,7 @@ class ReverseCommunication:
         ValueError
             With a mesh, where `save` writes a checkpoint.
         """
-        return self._run.serialize()
+        return self._one_process().serialize()
 
     def deserialize(self, data: bytes) -> None:
         """Continue where `serialize` was called, with the same evaluation.
@@ -301,7 +320,7 @@ class ReverseCommunication:
         ValueError, TypeError
             If these are not the bytes of such a minimisation; nothing has changed then.
         """
-        self._run.deserialize(data)
+        self._one_process().deserialize(data)
         self._end, self._is_published, self._is_asked = "", False, False
 
     def save(self, folder: str | Path) -> Path:
@@ -317,7 +336,7 @@ class ReverseCommunication:
         Path
             The folder of the checkpoint.
         """
-        return self._run.save(folder)
+        return self._mesh_ranks().save(folder)
 
     def load(self, folder: str | Path) -> None:
         """Continue from the newest checkpoint in a folder; with a mesh only.
@@ -327,5 +346,178 @@ class ReverseCommunication:
         folder : path
             As for `mpishard.load_checkpoint`.
         """
-        self._run.load(folder)
+        self._mesh_ranks().load(folder)
         self._end, self._is_published, self._is_asked = "", False, False
+
+    def _one_process(self) -> OneProcess:
+        if not isinstance(self._ranks, OneProcess):
+            raise ValueError("on a mesh save(folder) writes a checkpoint, which any number of ranks can load()")
+        return self._ranks
+
+    def _mesh_ranks(self) -> MeshRanks:
+        if isinstance(self._ranks, OneProcess):
+            raise ValueError("checkpoints need a mesh: give mesh=mpishard.Mesh(), or keep the bytes of serialize()")
+        return self._ranks
+
+
+# A minimisation on one process.
+
+
+class OneProcess:
+    """A process that minimises alone, without MPI: what `MeshRanks` are for ranks. The start is moved into the bounds.
+
+    Raises ValueError or TypeError if an option does not fit the unknowns, or this rank has only its part of them.
+    """
+
+    interrupted = False
+    culprits = ""
+
+    def __init__(self, method: Method, unknowns: Unknowns) -> None:
+        flat = unknowns.flat
+        unknowns.check_whole()
+        self.world = OneRank()
+        self._method = method
+        self._unknowns = unknowns
+        self._rows = arrays.zeros((len(method.slots), unknowns.size), flat.dtype, like=flat)
+        for slot, row in zip(method.slots, self._rows, strict=True):
+            row[...] = method.initial(slot)
+        self._limits = _limits(method, unknowns)
+        space = LocalSpace(unknowns.size, flat)
+        self.minimizer: Minimizer = method.make(space, self._rows, flat.copy(), self._limits)
+        self._moved = self.minimizer.begin()
+        if self._moved:
+            self.publish(self.minimizer.point)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """No context: Ctrl-C raises KeyboardInterrupt."""
+        return nullcontext()
+
+    def publish(self, vector: Array) -> None:
+        self._unknowns.flat[...] = vector
+
+    def whole(self, vector: Array) -> Array:
+        return vector
+
+    def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
+        self.world.raise_if_any(problem)
+        flat = self._unknowns.vector(what, vector)
+        if self.minimizer.wanted is Wanted.PRODUCT:
+            self.minimizer.tell_product(flat)
+            return
+        warn_projected_start(self._moved)  # not before: a state may replace the start
+        self._moved = 0
+        self.minimizer.tell(value, flat)
+
+    def serialize(self) -> bytes:
+        """The state of the minimisation, with the point, as an HDF5 file image."""
+        rows = dict(zip(self._method.slots, self._rows, strict=True))
+        metadata = {**self.minimizer.to_metadata(), ELEMENTS: _hash(self._limits)}
+        return _encoded(type(self._method).__name__, self.minimizer.point, rows, metadata)
+
+    def deserialize(self, data: bytes) -> None:
+        """Continue from `serialize`; nothing has changed if that raises."""
+        point, rows, metadata = _decoded(data, self._method, self._unknowns.flat)
+        check_metadata(self._method, metadata, _hash(self._limits))
+        self.minimizer.point[...] = point
+        for slot, row in zip(self._method.slots, self._rows, strict=True):
+            row[...] = rows[slot]
+        self.minimizer.restore(metadata)
+        self._moved = 0
+        if lifted(self._method, self.minimizer.progress, self.minimizer.stop_reason):
+            self.minimizer.reopen()
+        self.publish(self.minimizer.point)
+
+
+def _limits(method: Method, unknowns: Unknowns) -> Limits:
+    def on_device(whole: np.ndarray | None) -> Array | None:
+        return None if whole is None else arrays.on_device_of(whole, unknowns.flat)
+
+    whole = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
+    lower, upper, fixed, weights, scaling = map(on_device, whole)
+    function = partial(preconditioned, method.preconditioner) if callable(method.preconditioner) else None
+    return Limits(lower, upper, fixed, weights, scaling, function)
+
+
+def _hash(limits: Limits) -> str:
+    """A hash of the limits; of a preconditioner that is a function, only its existence."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for known in (limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling):
+        hasher.update(b"none" if known is None else np.ascontiguousarray(arrays.to_host(known)).data)
+    return f"{hasher.hexdigest()}{' and a function' if limits.precondition else ''}"
+
+
+# The state of a minimisation on one process as bytes: an HDF5 file image, checked before HDF5 opens it.
+
+
+def _image() -> FileImage:
+    from mpishard.io.hdf5 import FileImage
+
+    return FileImage(b"mpishard minimisation\0", 1, "minimisation state")
+
+
+def _encoded(method: str, point: Array, rows: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
+    """Encode a state as an HDF5 file image.
+
+    `method` is the name of its class, `point` that of the next evaluation, and `rows` the vectors of the method by
+    slot.
+    """
+    import h5py  # only for those who save
+
+    from mpishard.io.hdf5 import USER_BLOCK
+
+    file = io.BytesIO()
+    with h5py.File(file, "w", userblock_size=USER_BLOCK) as h5:
+        h5.attrs["format"], h5.attrs["version"] = "mpishard minimisation", 1
+        h5.attrs["method"] = method
+        h5.create_dataset("minimizer", data=json.dumps(dict(metadata), sort_keys=True), dtype=h5py.string_dtype())
+        h5.create_dataset("point", data=arrays.to_host(point))
+        for slot, row in rows.items():
+            h5.create_dataset(f"slots/{slot}", data=arrays.to_host(row))
+    return _image().seal(file.getvalue())
+
+
+def _decoded(data: bytes, method: Method, like: Array) -> tuple[Array, dict[str, Array], dict[str, Any]]:
+    """The point, the vectors by slot and the metadata from `_encoded`, for a method and unknowns like these.
+
+    Raises TypeError if `data` is not bytes; ValueError if it is no such state, is damaged, or is of another method or
+    other unknowns.
+    """
+    import h5py
+
+    from mpishard.io import hdf5
+
+    def array_like(group: Any, name: str) -> Array:
+        dataset = hdf5.open_plain(group, name)
+        if (dataset.shape, dataset.dtype) != (like.shape, like.dtype):
+            raise ValueError(f"slots/{name} is {dataset.dtype} {dataset.shape}, not {like.dtype} {like.shape}")
+        return arrays.on_device_of(dataset[()], like)
+
+    _image().check(data)
+    try:
+        with h5py.File(io.BytesIO(data), "r") as h5:
+            found = hdf5.attribute(h5, "method")
+            text = hdf5.open_plain(h5, "minimizer")
+            if text.shape != () or h5py.check_string_dtype(text.dtype) is None:
+                raise ValueError(f"minimizer is {text.dtype} {text.shape}, not one text")
+            metadata = json.loads(text[()].decode())
+            point = hdf5.open_plain(h5, "point")
+            if found != type(method).__name__:
+                raise ValueError(f"it is of the method {found}, but this is {type(method).__name__}")
+            if (point.shape, point.dtype) != (like.shape, like.dtype):
+                raise ValueError(
+                    f"it is of {point.size} unknowns of {point.dtype}, but these are {like.size} of {like.dtype}"
+                )
+            if not isinstance(metadata, dict):
+                raise ValueError("the numbers of its method are no table")
+            slots = sorted(h5["slots"]) if "slots" in h5 else []
+            if slots != sorted(method.slots):
+                raise ValueError(
+                    f"it has {len(slots)} vectors and the method {len(method.slots)}; give the method the options "
+                    "with which it was saved"
+                )
+            if slots:
+                hdf5.check_hard_link(h5, "slots")
+            values = {slot: array_like(h5["slots"], slot) for slot in slots}
+            return arrays.on_device_of(point[()], like), values, metadata
+    except Exception as error:  # h5py raises errors of many kinds for invalid content
+        raise ValueError(f"this state cannot be used: {printable(str(error) or type(error).__name__)}") from None
