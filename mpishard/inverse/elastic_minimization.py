@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,9 +14,9 @@ from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.functions import Callback, Functions, Unknowns
 from mpishard.inverse.mesh_run import check_alike, digest, exchange
-from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, result_of
+from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.io import log
-from mpishard.minimizers.method import Method, Minimizer, Progress
+from mpishard.minimizers.method import Method, Minimizer
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training import OptimizationProblem
 
@@ -86,10 +87,8 @@ class ElasticMinimization:
         self._evaluations = 0  # of the last row
         self._elastic = ElasticOptimizer(method, mesh, **options)
         self._maxtime = loop.maxtime
-        self.progress = Progress()  # at the end
-        self.stop_reason = ""
 
-    def run(self, checkpoints: Any, resume: bool, record: Any) -> OptimizeResult:
+    def run(self, checkpoints: Any, resume: bool, record: Any) -> MinimizationOutcome:
         """Take steps until the method, the callback or a signal ends the minimisation.
 
         The result is on all ranks that are alive at the end.
@@ -120,57 +119,50 @@ class ElasticMinimization:
         )
         minimizer, method = self._minimizer, self._elastic.optimizer.rule
         assert isinstance(method, Method)
-        self.progress = progress = minimizer.progress
-        self.stop_reason = found.stop_reason
-        unknowns, reason = self._unknowns, found.stop_reason
+        progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
         gradient = self._whole(minimizer.row("base_gradient"))
         result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, unknowns.doubt(reason))
         result["jac"] = unknowns.like_x0(gradient)
         if self._mesh.rank == 0:
             self._table.end(result.message)
-        return result
+        return MinimizationOutcome(result, progress, reason)
 
     # -- the problem --------------------------------------------------------------------------------------------------
 
     def _add_gradient(self, parameters: FlatParameters, samples: np.ndarray, gradients: Any) -> float:
         """The function of the problem."""
-        x = self._unknowns.shown_to_user()
-        if self._samples is not None:
-            value, gradient = self._functions.value_and_gradient(x, samples)
-            self._add(self._unknowns.vector("the gradient", gradient), gradients)
-            return value
-        vector, value, problem = None, math.nan, None
-        try:
-            value, gradient = self._functions.value_and_gradient(x)
-            vector = self._unknowns.vector("the gradient", gradient)
-        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        self._compare("the gradient", value, vector, problem)
-        if len(samples):
-            self._add(vector, gradients)
-        return value if len(samples) else 0.0
+        return self._add("the gradient", self._functions.value_and_gradient, samples, gradients)
 
     def _add_product(
         self, parameters: FlatParameters, direction: FlatParameters, samples: np.ndarray, products: Any
     ) -> None:
         """The product of the problem."""
-        x, along = self._unknowns.shown_to_user(), self._unknowns.like_x0(direction.flat.copy())
-        if self._samples is not None:
-            product = self._functions.product(x, along, samples)
-            self._add(self._unknowns.vector("the Hessian product", product), products)
-            return
-        vector, problem = None, None
-        try:
-            vector = self._unknowns.vector("the Hessian product", self._functions.product(x, along))
-        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        self._compare("the Hessian product", 0.0, vector, problem)
-        if len(samples):
-            self._add(vector, products)
+        along = self._unknowns.like_x0(direction.flat.copy())
 
-    def _add(self, vector: Array, gradients: Any) -> None:
+        def product(x: Any, *these: np.ndarray) -> tuple[float, Any]:
+            return 0.0, self._functions.product(x, along, *these)
+
+        self._add("the Hessian product", product, samples, products)
+
+    def _add(self, what: str, function: Callable[..., tuple[float, Any]], samples: np.ndarray, sums: Any) -> float:
+        """Add the vector of samples to the sums by name; return their value. `function` returns both."""
+        x = self._unknowns.shown_to_user()
+        if self._samples is not None:
+            value, given = function(x, samples)
+            vector = self._unknowns.vector(what, given)
+        else:
+            value, vector, problem = math.nan, None, None
+            try:
+                value, given = function(x)
+                vector = self._unknowns.vector(what, given)
+            except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
+                problem = error
+            self._compare(what, value, vector, problem)
+            if not len(samples):  # another rank has the one sample
+                return 0.0
         for piece in self._parameters.pieces:
-            gradients[piece.name] += vector[piece.start : piece.start + piece.size].reshape(piece.shape)
+            sums[piece.name] += vector[piece.start : piece.start + piece.size].reshape(piece.shape)
+        return value
 
     def _compare(self, what: str, value: float, vector: Array | None, problem: BaseException | None) -> None:
         """Raise on all ranks if the function has failed on one, or gives different results, of which only one counts.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, reject_unknown, shown
 from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any
-from mpishard.inverse.result import LoopOptions, OptimizeResult, Table, make_method
+from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
-from mpishard.minimizers.method import Method, Progress
+from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
@@ -155,7 +154,7 @@ def minimize(
     """
     problem: Exception | None = None
     loop, watcher, functions, unknowns = LoopOptions(), Callback(None), None, None
-    workers: dict[str, Any] | None = None
+    workers: ElasticArguments | None = None
     try:
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
@@ -169,7 +168,7 @@ def minimize(
             raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         watcher = Callback(callback)
         functions = Functions(fun, jac, hessp, args, hess)
-        workers, samples = elastic_options(elastic, samples, reduction, mesh)
+        workers = elastic_options(elastic, samples, reduction, mesh)
         unknowns = Unknowns(x0)
         if hess is not None and unknowns.is_split:
             raise ValueError(
@@ -193,7 +192,7 @@ def minimize(
         loop,
         mesh=mesh,
         reduction=reduction,
-        elastic=None if workers is None else ElasticArguments(workers, samples),
+        elastic=workers,
         checkpoints=checkpoints,
         resume=resume,
         record=record,
@@ -201,11 +200,17 @@ def minimize(
     return ended.result
 
 
-def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> tuple[dict[str, Any] | None, int | None]:
-    """Check the arguments of `minimize` that make a run elastic.
+class ElasticArguments(NamedTuple):
+    """The further arguments of an elastic run; `options` are those of `ElasticOptimizer`."""
 
-    Returns the options of `ElasticOptimizer`, None for a run that is not elastic, and the number of samples. Raises
-    TypeError or ValueError if arguments are invalid or do not fit together.
+    options: dict[str, Any]
+    samples: int | None
+
+
+def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> ElasticArguments | None:
+    """Check the arguments of `minimize` that make a run elastic; None for a run that is not.
+
+    Raises TypeError or ValueError if arguments are invalid or do not fit together.
     """
     if not isinstance(elastic, bool | Mapping):
         raise TypeError(f"elastic={shown(elastic)} must be True, or a dictionary of options of ElasticOptimizer")
@@ -215,7 +220,7 @@ def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> tu
                 "samples= deals the samples out to ranks that come and go, and needs elastic=True; on ranks that stay, "
                 "let fun return the part of its rank and say reduction='sum'"
             )
-        return None, None
+        return None
     options = {} if elastic is True else dict(elastic)
     unknown = [name for name in options if name not in _ELASTIC_OPTIONS]
     if unknown:
@@ -227,22 +232,7 @@ def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> tu
             f"reduction={shown(reduction)} is for ranks that stay, each with its own part; with elastic= give "
             "samples=N and fun(x, samples), and the samples of a rank that dies go to the others"
         )
-    return options, None if samples is None else integer("samples", samples, least=1)
-
-
-class ElasticArguments(NamedTuple):
-    """The further arguments of an elastic run; `options` are those of `ElasticOptimizer`."""
-
-    options: dict[str, Any]
-    samples: int | None
-
-
-class MinimizationOutcome(NamedTuple):
-    """The result of a minimisation, and the reason for its end in a word."""
-
-    result: OptimizeResult
-    progress: Progress
-    reason: str
+    return ElasticArguments(options, None if samples is None else integer("samples", samples, least=1))
 
 
 def solve(
@@ -264,8 +254,7 @@ def solve(
         from mpishard.inverse.elastic_minimization import ElasticMinimization
 
         run = ElasticMinimization(functions, unknowns, method, mesh, elastic.samples, elastic.options, callback, loop)
-        result = run.run(checkpoints, resume, record)
-        return MinimizationOutcome(result, run.progress, run.stop_reason)
+        return run.run(checkpoints, resume, record)
     optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
     files: RunFiles | None = None
     if mesh is not None:
@@ -304,7 +293,8 @@ class _Loop:
         """Take steps until the method, the callback or a signal ends the minimisation."""
         optimizer = self._optimizer
         with optimizer.run.watching():
-            self._check_function()
+            if self._files is not None and self._files.needs_check:
+                self._files.check_function(*self._outcome(EvaluationRequest(optimizer.result.x)))
             while (request := optimizer.ask()) is not None:
                 self._step(request)
         if self._files is not None:
@@ -313,27 +303,10 @@ class _Loop:
         self._table.end(result.message)
         return result
 
-    def _check_function(self) -> None:
-        """Raise on all ranks if the checkpoint that is resumed is of another function."""
-        files, optimizer = self._files, self._optimizer
-        if files is None or not files.needs_check:
-            return
-        value, vector, problem = math.nan, None, None
-        try:
-            value, vector = self._functions.value_and_gradient(optimizer.result.x)
-        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        files.check_function(value, vector, problem)
-
     def _step(self, request: EvaluationRequest) -> None:
         """Evaluate, and give the result to the optimizer."""
         optimizer = self._optimizer
-        value, vector, problem = 0.0, None, None
-        try:
-            value, vector = self._evaluate(request)
-        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        optimizer.tell_outcome(value, vector, problem)
+        optimizer.tell_outcome(*self._outcome(request))
         progress = optimizer.progress
         if progress.accepted or (request.direction is None and progress.evaluations == 1):
             self._table.row(progress)
@@ -344,10 +317,14 @@ class _Loop:
         if self._files is not None:
             self._files.evaluated(ended=optimizer.has_ended)
 
-    def _evaluate(self, request: EvaluationRequest) -> tuple[float, Any]:
-        if request.direction is None:
-            return self._functions.value_and_gradient(request.x)
-        return 0.0, self._functions.product(request.x, request.direction)
+    def _outcome(self, request: EvaluationRequest) -> tuple[float, Any, BaseException | None]:
+        """The value and the vector that are wanted, or the error of the user's function, of which all ranks learn."""
+        try:
+            if request.direction is None:
+                return (*self._functions.value_and_gradient(request.x), None)
+            return 0.0, self._functions.product(request.x, request.direction), None
+        except (Exception, SystemExit) as error:
+            return 0.0, None, error
 
     def _ask_callback(self) -> None:
         """Call the callback after an iteration, whose point is still that of the last request."""

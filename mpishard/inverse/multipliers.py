@@ -12,8 +12,8 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.inverse.functions import Callback, Functions, Unknowns
-from mpishard.inverse.minimization import MinimizationOutcome, solve
-from mpishard.inverse.result import OptimizeResult, make_method
+from mpishard.inverse.minimization import solve
+from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -122,6 +122,14 @@ def result_of(
         success=status == 0,
         message=message,
     )
+
+
+class MinimizationOutcome(NamedTuple):
+    """The result of a minimisation, and the reason for its end in a word."""
+
+    result: OptimizeResult
+    progress: Progress
+    reason: str
 
 
 # Bounds in the forms that SciPy knows, and by tensor name, as the pair that a method takes.

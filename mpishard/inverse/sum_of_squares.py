@@ -460,10 +460,9 @@ class _Large:
             preconditioner=preconditioner,
             **given,
         )
-        workers, count = elastic_options(elastic, samples, None, mesh)
+        workers = elastic_options(elastic, samples, None, mesh)
         start = x0 if named else settings.start
-        arguments = None if workers is None else ElasticArguments(workers, count)
-        return cls(settings, start, method, by_columns, mesh, arguments, checkpoints, resume, record)
+        return cls(settings, start, method, by_columns, mesh, workers, checkpoints, resume, record)
 
     def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
         """Minimise in the loop of `minimize`. Collective over the mesh."""
