@@ -13,7 +13,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.functions import Callback, Functions, Unknowns
-from mpishard.inverse.mesh_run import check_alike, digest, exchange
+from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.io import log
 from mpishard.minimizers.method import Method, Minimizer
@@ -23,7 +23,7 @@ from mpishard.training import OptimizationProblem
 Array = Any
 # Calls of the function an evaluation, on any number of ranks: then the sums have the same bits on all.
 _CALLS = 64
-_PARTS = "give samples=N and fun(x, samples)"
+_HOW_TO_SUM = "give samples=N and fun(x, samples)"
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,7 @@ class ElasticMinimization:
         self._mesh = mesh
         self._samples = samples
         self._callback = callback
-        named = unknowns.parameters
-        self._parameters: FlatParameters = (
-            FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
-        )
+        self._parameters = parameters_of(unknowns)
         given = mesh.world.allgather_object((callback.is_given, loop.disp))
         self._watched = any(watched for watched, _ in given)
         self._table = Table(shown=any(disp for _, disp in given))
@@ -120,8 +117,8 @@ class ElasticMinimization:
         minimizer, method = self._minimizer, self._elastic.optimizer.rule
         assert isinstance(method, Method)
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
-        gradient = self._whole(minimizer.row("base_gradient"))
-        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, unknowns.doubt(reason))
+        gradient = self._gather(minimizer.row("base_gradient"))
+        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, unknowns.gradient_hint(reason))
         result["jac"] = unknowns.like_x0(gradient)
         if self._mesh.rank == 0:
             self._table.end(result.message)
@@ -171,8 +168,8 @@ class ElasticMinimization:
         """
         world = self._mesh.world
         values, hashes = exchange(world, problem, value, [0 if vector is None else digest(vector)])
-        check_alike("values", values, _PARTS)
-        check_alike(f"values of {what}", hashes[:, 0], _PARTS)
+        check_identical("values", values, _HOW_TO_SUM)
+        check_identical(f"values of {what}", hashes[:, 0], _HOW_TO_SUM)
 
     # -- after an evaluation ------------------------------------------------------------------------------------------
 
@@ -182,7 +179,7 @@ class ElasticMinimization:
         assert minimizer is not None
         return minimizer
 
-    def _whole(self, vector: Array) -> Array:
+    def _gather(self, vector: Array) -> Array:
         """A vector of the minimisation as a new flat array like the parameters.  Collective over the workers."""
         state = self._elastic.optimizer.state.method
         assert state is not None
@@ -197,11 +194,11 @@ class ElasticMinimization:
         self._evaluations = progress.evaluations
         if not (progress.accepted and self._watched):
             return False
-        whole = self._whole(self._minimizer.best)
+        best = self._gather(self._minimizer.best)
 
         def make() -> OptimizeResult:
             return OptimizeResult(
-                x=self._unknowns.copy_of(whole), fun=progress.value, nit=progress.iterations, nfev=progress.evaluations
+                x=self._unknowns.copy_of(best), fun=progress.value, nit=progress.iterations, nfev=progress.evaluations
             )
 
         return self._callback(make)

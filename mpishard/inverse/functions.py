@@ -298,12 +298,12 @@ class Unknowns:
             named["preconditioner"] = product
         return {**named, "bounds": None if bounds is None else pair_of_bounds(tree.bounds(bounds), self.total)}
 
-    def doubt(self, reason: str) -> str:
+    def gradient_hint(self, reason: str) -> str:
         """What may be wrong with the gradient of complex unknowns where a run ended for this reason; or nothing."""
         wrong = reason == "line search" and self.tree is not None and self.tree.complex_leaf is not None
         return f"x0 is complex, and {CONVENTION}" if wrong else ""
 
-    def check_whole(self) -> None:
+    def check_not_split(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
         place = None if self.parameters is None else self.parameters.place
         if place is not None and self.is_split:
@@ -346,13 +346,13 @@ class Unknowns:
     def _joined(self, what: str, given: Any) -> Array:
         if self.parameters is None:
             raise TypeError(f"{what} must be an array like x0, which has no names; got {type(given).__name__}")
-        whole = arrays.empty(self.size, self.flat.dtype, like=self.flat)
+        flat = arrays.empty(self.size, self.flat.dtype, like=self.flat)
         for piece in self.parameters.pieces:
             if piece.name not in given:
                 raise ValueError(f"{what} by name must have all tensors; {piece.name!r} is missing")
             values = self._converted(f"{what} of {piece.name!r}", given[piece.name], piece.size)
-            whole[piece.start : piece.start + piece.size] = values
-        return whole
+            flat[piece.start : piece.start + piece.size] = values
+        return flat
 
     def _converted(self, what: str, given: Any, size: int) -> Array:
         flat = self.flat

@@ -33,10 +33,10 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 
 Array = Any
-_PARTS = "say reduction='sum'"
+_HOW_TO_SUM = "say reduction='sum'"
 _START = "start.json"  # the fact about the start
 # Values of one function at one point differ by less, relatively, where ranks sum in different orders.
-_SAME = 1e-6
+_TOLERANCE = 1e-6
 
 
 class MeshRanks:
@@ -58,10 +58,8 @@ class MeshRanks:
         self._sums = reduction == "sum"
         self.optimizer = ZeRO1Optimizer(method, mesh)
         problem: Exception | None = None
-        parameters: FlatParameters
         try:
-            named = unknowns.parameters
-            parameters = FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
+            parameters = parameters_of(unknowns)
             if reduction not in (None, "sum"):
                 raise ValueError(f"reduction={shown(reduction)} must be None or 'sum'")
         except (TypeError, ValueError) as error:
@@ -88,7 +86,7 @@ class MeshRanks:
         """Make a vector of the minimizer the values of the unknowns, on all ranks."""
         self._state.publish(vector)
 
-    def whole(self, vector: Array) -> Array:
+    def gather(self, vector: Array) -> Array:
         """A vector of the minimizer as a new flat array like the unknowns of this rank."""
         return self._state.whole(vector)
 
@@ -122,7 +120,7 @@ class MeshRanks:
         assert flat is not None
         self.interrupted = bool(facts[:, 0].any())
         if not self._sums:
-            check_alike("values", values)
+            check_identical("values", values)
         self._comparison.check(what, flat, facts[:, 1:])
         return flat, _sum(values.tolist()) if self._sums else float(values[0])
 
@@ -185,7 +183,7 @@ def _sum(values: list[float]) -> float:
         return math.inf
 
 
-# What ranks agree on before they begin.
+# Before ranks begin.
 
 
 def agreed(mesh: Any, problem: Exception | None) -> None:
@@ -199,7 +197,13 @@ def agreed(mesh: Any, problem: Exception | None) -> None:
         raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
 
 
-def same_start(mesh: Mesh, start: np.ndarray, settings: Mapping[str, Any]) -> None:
+def parameters_of(unknowns: Unknowns) -> FlatParameters:
+    """The unknowns by name, on the same memory."""
+    named: FlatParameters | None = unknowns.parameters
+    return FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
+
+
+def broadcast_start(mesh: Mesh, start: np.ndarray, settings: Mapping[str, Any]) -> None:
     """Give all ranks the start of rank 0, in place, and raise on all if settings differ.  Collective over the mesh."""
     known = {name: text_of(value) for name, value in settings.items()}
     agree_on_settings(mesh.world, {"x0": f"{start.size} elements"} | known)
@@ -248,22 +252,22 @@ class Comparison:
         world, place = self._mesh.world, self._mesh.coordinates
         own = (place["pipeline"], "slice", place["tensor"]), (place["pipeline"], "copies", place["data"])
         groups = world.allgather_object(own)
-        if _first_pair([group for group, _ in groups], hashes[:, 0].tolist()) is not None:
-            raise _differing(f"values of {what}", hashes[:, 0])
+        if _first_difference([group for group, _ in groups], hashes[:, 0].tolist()) is not None:
+            raise _difference_error(f"values of {what}", hashes[:, 0])
         copies = [group for _, group in groups]
-        if _first_pair(copies, hashes[:, 1].tolist()) is not None:
-            raise self._of_copies(what, flat, copies)
+        if _first_difference(copies, hashes[:, 1].tolist()) is not None:
+            raise self._replica_error(what, flat, copies)
         self._is_due = self._mesh.debug
 
     def _parts(self, flat: Array) -> list[Array]:
         return [flat[piece.start : piece.start + piece.size] for piece in self._replicas]
 
-    def _of_copies(self, what: str, flat: Array, groups: Sequence[Any]) -> ValueError:
+    def _replica_error(self, what: str, flat: Array, groups: Sequence[Any]) -> ValueError:
         """The error for a tensor that differs between tensor ranks.  Collective over the mesh."""
         own = {piece.name: digest(part) for piece, part in zip(self._replicas, self._parts(flat), strict=True)}
         by_rank = self._mesh.world.allgather_object(own)
         names = dict.fromkeys(name for each in by_rank for name in each)
-        pairs = ((name, _first_pair(groups, [each.get(name) for each in by_rank])) for name in names)
+        pairs = ((name, _first_difference(groups, [each.get(name) for each in by_rank])) for name in names)
         name, (rank, other) = next((name, pair) for name, pair in pairs if pair is not None)
         parts = f"say ParameterSpec({name!r}, ..., partial=True) if each gives its part of a sum, or " * self._sums
         return ValueError(
@@ -289,17 +293,17 @@ def exchange(
     return np.ascontiguousarray(facts[:, 1]).view(np.float64), facts[:, 2:]
 
 
-def check_alike(what: str, by_rank: np.ndarray, parts: str = _PARTS) -> None:
+def check_identical(what: str, by_rank: np.ndarray, way_out: str = _HOW_TO_SUM) -> None:
     """Raise ValueError, the same on all ranks, if ranks have different results for one point.
 
-    `what` names in the plural the values from `exchange`, or hashes of vectors, the same array on all ranks; `parts` is
-    the way out if each rank gives its part of a sum.
+    `what` names in the plural the values from `exchange`, or hashes of vectors, the same array on all ranks. `way_out`
+    is for a function of which each rank gives its part of a sum.
     """
     if len(set(by_rank.view(np.int64).tolist())) > 1:
-        raise _differing(what, by_rank, parts)
+        raise _difference_error(what, by_rank, way_out)
 
 
-def _differing(what: str, by_rank: np.ndarray, parts: str = _PARTS) -> ValueError:
+def _difference_error(what: str, by_rank: np.ndarray, way_out: str = _HOW_TO_SUM) -> ValueError:
     """The error of ranks that give different results for one point."""
     hashed = by_rank.dtype == np.int64
     values = [f"{each:x}" if hashed else repr(each) for each in by_rank.tolist()]
@@ -308,12 +312,12 @@ def _differing(what: str, by_rank: np.ndarray, parts: str = _PARTS) -> ValueErro
     same = [rank for rank, value in enumerate(values) if value == first]
     return ValueError(
         f"the function gives different {what}{' (here by their hashes)' * hashed} for one point: {first} on ranks "
-        f"{brief(same)} and {values[other]} on rank {other}.  If each rank gives its part of the sum, {parts}; else "
+        f"{brief(same)} and {values[other]} on rank {other}.  If each rank gives its part of the sum, {way_out}; else "
         "make it deterministic, the same on all ranks"
     )
 
 
-def _first_pair(groups: Sequence[Any], values: Sequence[Any]) -> tuple[int, int] | None:
+def _first_difference(groups: Sequence[Any], values: Sequence[Any]) -> tuple[int, int] | None:
     """The first two ranks of one group that have different values."""
     first: dict[Any, int] = {}
     for rank, group in enumerate(groups):
@@ -422,7 +426,7 @@ class RunFiles:
         """
         saved = self._value
         _, value = self._ranks.combined("the gradient", value, gradient, problem)
-        if not abs(value - saved) <= _SAME * max(abs(value), abs(saved)):
+        if not abs(value - saved) <= _TOLERANCE * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
                 f"{saved:.12g}, and this function is {value:.12g} there; give each function a folder of its own, or "

@@ -331,9 +331,9 @@ class _Multipliers:
             problem = error
         tops = self._exchange(problem, top)
         if self._world is not None and not self._sums:
-            from mpishard.inverse.mesh_run import check_alike
+            from mpishard.inverse.mesh_run import check_identical
 
-            check_alike("values of the constraints", tops)
+            check_identical("values of the constraints", tops)
         self.violation = float(np.max(tops))
 
     def correct(self) -> None:

@@ -130,8 +130,8 @@ class ReverseCommunication:
             self._ranks = MeshRanks(chosen, unknowns, mesh, reduction)
         self._method, self._unknowns = chosen, unknowns
         self._end = ""  # why the caller's loop has ended before the method
-        self._is_published = False  # whether the unknowns are the point
-        self._is_asked = False  # whether the caller has a request that was not answered
+        self._is_published = False  # the unknowns are the point
+        self._is_asked = False  # the caller has a request that was not answered
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class ReverseCommunication:
         self._is_asked = True
         if minimizer.wanted is Wanted.GRADIENT:
             return EvaluationRequest(unknowns.shown_to_user())
-        direction = ranks.whole(minimizer.direction).copy()
+        direction = ranks.gather(minimizer.direction).copy()
         return EvaluationRequest(unknowns.shown_to_user(), unknowns.like_x0(direction))
 
     def tell(self, value: Any, gradient: Any) -> None:
@@ -271,13 +271,13 @@ class ReverseCommunication:
         """
         ranks, minimizer, unknowns = self._ranks, self._ranks.minimizer, self._unknowns
         if self._is_asked and not self.has_ended:
-            x = unknowns.copy_of(ranks.whole(self._best))
+            x = unknowns.copy_of(ranks.gather(self._best))
         else:
             ranks.publish(self._best)
             self._is_published = False
             x = unknowns.shown_to_user()
-        gradient = ranks.whole(minimizer.row("base_gradient")).copy()
-        culprits = ranks.culprits or unknowns.doubt(self.stop_reason)
+        gradient = ranks.gather(minimizer.row("base_gradient")).copy()
+        culprits = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
         result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, culprits)
         result["jac"] = unknowns.like_x0(gradient)
         return result
@@ -374,7 +374,7 @@ class OneProcess:
 
     def __init__(self, method: Method, unknowns: Unknowns) -> None:
         flat = unknowns.flat
-        unknowns.check_whole()
+        unknowns.check_not_split()
         self.world = OneRank()
         self._method = method
         self._unknowns = unknowns
@@ -395,7 +395,7 @@ class OneProcess:
     def publish(self, vector: Array) -> None:
         self._unknowns.flat[...] = vector
 
-    def whole(self, vector: Array) -> Array:
+    def gather(self, vector: Array) -> Array:
         return vector
 
     def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
@@ -429,11 +429,11 @@ class OneProcess:
 
 
 def _limits(method: Method, unknowns: Unknowns) -> Limits:
-    def on_device(whole: np.ndarray | None) -> Array | None:
-        return None if whole is None else arrays.on_device_of(whole, unknowns.flat)
+    def on_device(values: np.ndarray | None) -> Array | None:
+        return None if values is None else arrays.on_device_of(values, unknowns.flat)
 
-    whole = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
-    lower, upper, fixed, weights, scaling = map(on_device, whole)
+    on_host = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
+    lower, upper, fixed, weights, scaling = map(on_device, on_host)
     function = partial(preconditioned, method.preconditioner) if callable(method.preconditioner) else None
     return Limits(lower, upper, fixed, weights, scaling, function)
 

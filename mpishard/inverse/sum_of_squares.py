@@ -203,9 +203,9 @@ def least_squares(
     """
     problem: Exception | None = None
     settings: _Settings | None = None
-    large: _Large | None = None
-    further = {"preconditioner": preconditioner, "samples": samples, "elastic": elastic, "checkpoints": checkpoints}
-    further |= {"resume": resume, "record": record}
+    by_products: _ConjugateGradients | None = None
+    for_cg = {"preconditioner": preconditioner, "samples": samples, "elastic": elastic, "checkpoints": checkpoints}
+    for_cg |= {"resume": resume, "record": record}
     try:
         settings = _Settings.checked(
             Unknowns(x0), bounds, method, (ftol, xtol, gtol), x_scale, loss, f_scale, diff_step, max_nfev, verbose
@@ -215,43 +215,43 @@ def least_squares(
             fun, jac, args, kwargs, settings.steps, settings.lower, settings.upper, settings.tree
         )
         losses = Loss(loss, settings.f_scale)
-        chosen = _solver(tr_solver, method, jac, settings.is_named, further | {"tr_options": tr_options})
-        large = _Large.checked(settings, x0, tr_options, mesh, **further)
+        chosen = _solver(tr_solver, method, jac, settings.is_named, for_cg | {"tr_options": tr_options})
+        by_products = _ConjugateGradients.checked(settings, x0, tr_options, mesh, **for_cg)
     except (TypeError, ValueError) as error:
         problem = error
     world: Axis | OneRank = OneRank()
     if mesh is not None:
-        from mpishard.inverse.mesh_run import agreed, same_start
+        from mpishard.inverse.mesh_run import agreed, broadcast_start
 
         agreed(mesh, problem)
         assert settings is not None
         if not (elastic or settings.is_named):  # these start together by themselves
             given: dict[str, Any] = {"jac": jac, "loss": loss, "method": method, "f_scale": f_scale}
             given |= {"bounds": (settings.lower, settings.upper), "tr_solver": tr_solver}
-            same_start(mesh, settings.start, given | vars(settings.options))
+            broadcast_start(mesh, settings.start, given | vars(settings.options))
         world = mesh.world
     elif problem is not None:
         raise problem
-    assert settings is not None and large is not None
+    assert settings is not None and by_products is not None
     rows = Rows(functions, losses, world)
     if chosen is None:
         chosen = "exact" if rows.are_dense_at(settings.start) else "cg"
     if chosen == "cg":
-        return settings.shown(large.run(functions, losses, watcher))
+        return settings.shown(by_products.run(functions, losses, watcher))
     return settings.shown(_run(settings, rows, watcher))
 
 
-def _solver(given: Any, method: str, jac: Any, is_named: bool, further: Mapping[str, Any]) -> str | None:
+def _solver(given: Any, method: str, jac: Any, is_named: bool, for_cg: Mapping[str, Any]) -> str | None:
     """The way in which steps are found: "exact" or "cg"; None: it depends on the result of `jac`."""
     if given not in (None, "exact", "cg"):
         raise ValueError(
             f"tr_solver={shown(given)} must be None, 'exact' or 'cg', conjugate gradients with products of the Jacobian"
         )
-    wants = [name for name, value in further.items() if value is not None and value is not False]
-    wants += ["x0 with names"] if is_named else []
-    if not (wants or given == "cg"):
+    reasons = [name for name, value in for_cg.items() if value is not None and value is not False]
+    reasons += ["x0 with names"] if is_named else []
+    if not (reasons or given == "cg"):
         return "exact" if method == "lm" or not callable(jac) else given
-    what = wants[0] if wants else "tr_solver='cg'"
+    what = reasons[0] if reasons else "tr_solver='cg'"
     if method == "lm":
         raise ValueError(f"{what} is not for method='lm'; method='trf' takes it")
     if given == "exact":
@@ -309,11 +309,11 @@ class _Settings:
             if not (isinstance(loss, str) and loss == "linear"):
                 raise ValueError(f"method='lm' takes loss='linear' only, got {shown(loss)}; method='trf' takes all")
         f_scale = number("f_scale", f_scale, above=0)
-        names = "ftol", "xtol", "gtol"
-        ends = (
-            0.0 if each is None else number(name, each, least=0) for name, each in zip(names, tolerances, strict=True)
+        ftol, xtol, gtol = (
+            0.0 if each is None else number(name, each, least=0)
+            for name, each in zip(("ftol", "xtol", "gtol"), tolerances, strict=True)
         )
-        most = 100 * unknowns.total if max_nfev is None else integer("max_nfev", max_nfev, least=1)
+        max_nfev = 100 * unknowns.total if max_nfev is None else integer("max_nfev", max_nfev, least=1)
         if integer("verbose", verbose, least=0) > 2:
             raise ValueError(f"verbose={verbose} must be 0, 1 or 2")
         if tree is not None:
@@ -321,7 +321,7 @@ class _Settings:
             diff_step = tree.by_name("diff_step", diff_step)
         scale = _scale(x_scale, method, unknowns)
         steps = None if diff_step is None else whole_elements("diff_step", diff_step, unknowns.specs, _FLOAT, missing=0)
-        options = Options(next(ends), next(ends), next(ends), most, scale)
+        options = Options(ftol, xtol, gtol, max_nfev, scale)
         return cls(start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_named, tree)
 
     def iterate(self, rows: Rows) -> Iterator[State]:
@@ -403,7 +403,7 @@ def _scale(x_scale: Any, method: str, unknowns: Unknowns) -> np.ndarray | None:
 
 
 @dataclass(frozen=True)
-class _Large:
+class _ConjugateGradients:
     """A minimisation of many unknowns by conjugate gradients, in the loop of `minimize`."""
 
     settings: _Settings
@@ -429,7 +429,7 @@ class _Large:
         checkpoints: Any,
         resume: Any,
         record: Any,
-    ) -> _Large:
+    ) -> _ConjugateGradients:
         if mesh is None and (checkpoints is not None or resume or record is not None):
             raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         given = {} if tr_options is None else dict(mapping("tr_options", tr_options, "names to values"))
@@ -474,16 +474,16 @@ class _Large:
         if self.scales_by_columns:
             method = replace(method, preconditioner=squares.column_scale(self.x0))
 
-        def told(intermediate_result: OptimizeResult) -> bool:
-            seen = intermediate_result
-            made = OptimizeResult(x=seen.x, cost=seen.fun, nit=seen.nit, nfev=seen.nfev)
+        def with_cost(intermediate_result: OptimizeResult) -> bool:
+            found = intermediate_result
+            made = OptimizeResult(x=found.x, cost=found.fun, nit=found.nit, nfev=found.nfev)
             return callback(lambda: self.settings.shown(made))
 
         ended = solve(
             Functions(squares.value_and_gradient, True, squares.product, ()),
             method,
             Unknowns(self.x0),
-            Callback(told if callback.is_given else None),
+            Callback(with_cost if callback.is_given else None),
             LoopOptions(disp=self.settings.verbose == 2),
             mesh=self.mesh,
             reduction="sum" if split else None,
