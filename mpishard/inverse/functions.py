@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -190,13 +191,8 @@ class Callback:
 
     def stops_any(self, make: Callable[[], OptimizeResult], world: Axis | OneRank) -> bool:
         """Call it on each rank; return True if that of any rank wants to stop. Collective."""
-        problem: BaseException | None = None
-        stops = False
-        try:
+        with raised_on_all(world):
             stops = self(make)
-        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        world.raise_if_any(problem)
         return on_any(world, stops)
 
 
@@ -214,6 +210,17 @@ class OneRank:
 
     def all_reduce(self, buffer: Array, *, op: str = "sum", label: str = "") -> Array:
         return buffer
+
+
+@contextmanager
+def raised_on_all(world: Axis | OneRank) -> Iterator[None]:
+    """A context around calls of the user's functions: what one rank raises in it, all raise. Collective."""
+    problem: BaseException | None = None
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        problem = error
+    world.raise_if_any(problem)
 
 
 def on_any(world: Axis | OneRank, flag: bool) -> bool:

@@ -20,7 +20,7 @@ from mpishard.backend.random import uniform_in_box
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Unknowns
+from mpishard.inverse.functions import Unknowns, raised_on_all
 from mpishard.layout.boxes import whole_box
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
@@ -146,30 +146,23 @@ class Line:
 
         Raises on all ranks if the function of any rank raises, or returns something else than value and gradient.
         """
-        part, problem = self._part, None
+        part = self._part
         moved = (self.x + h * self.d).astype(self.dtype)
-        value, gradient = float("nan"), np.zeros(self.x.size)
-        try:
-            set_values(part.point.flat, moved)
-            value, gradient = part.call()
-            value, gradient = returned(value), np.array(arrays.to_host(gradient), np.float64)
-        except Exception as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        finally:
-            set_values(part.point.flat, self._start)
-        part.world.raise_if_any(problem)
+        with raised_on_all(part.world):
+            try:
+                set_values(part.point.flat, moved)
+                value, gradient = part.call()
+                value, gradient = returned(value), np.array(arrays.to_host(gradient), np.float64)
+            finally:
+                set_values(part.point.flat, self._start)
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return LineEvaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
 
     def product(self, direction: np.ndarray) -> np.ndarray:
         """This rank's terms of the Hessian at x times a direction."""
-        problem, product = None, np.zeros(self.x.size)
-        try:
+        with raised_on_all(self._part.world):
             assert self._part.product is not None
             product = np.array(arrays.to_host(self._part.product(direction)), np.float64)
-        except Exception as error:
-            problem = error
-        self._part.world.raise_if_any(problem)
         return product * self._counted
 
     def dots(self, *pairs: tuple[np.ndarray, np.ndarray]) -> list[float]:
@@ -749,16 +742,12 @@ def check_adjoint(
     half = any(vector.dtype == np.float32 for vector in vectors)
     limit = (1e-4 if half else 1e-12) if tolerance is None else number("tolerance", tolerance, least=0)
     results: list[np.ndarray] = []
-    problem: Exception | None = None
-    try:
+    with raised_on_all(axis):
         for name, apply, vector, other in (("forward", forward, *vectors), ("adjoint", adjoint, *vectors[::-1])):
             found = apply(vector.copy())
             if np.shape(found) != other.shape:
                 raise ValueError(f"{name} gives shape {np.shape(found)}, but the other one takes {other.shape}")
             results.append(_flat(found))
-    except Exception as raised:  # of the user's functions: all ranks must learn of it
-        problem = raised
-    axis.raise_if_any(problem)
     one, other = (_flat(vector) for vector in vectors)
     sums = [results[0] @ other, one @ results[1], results[0] @ results[0], other @ other]
     there, back, square, other_square = axis.all_reduce(np.array(sums), label="control").tolist()

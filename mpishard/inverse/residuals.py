@@ -17,7 +17,7 @@ from mpishard.arguments import shown
 from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
-from mpishard.inverse.functions import OneRank, on_any
+from mpishard.inverse.functions import OneRank, on_any, raised_on_all
 from mpishard.inverse.trees import Tree, is_tree
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Array = Any
 DIFFERENCES = {"2-point": 1 / 2, "3-point": 1 / 3, "cs": 1 / 2}  # powers of the rounding error for the step
 _EPSILON = float(np.finfo(np.float64).eps)
-_NO_ROWS = SparseRows.of(np.empty((0, 0)))
 _POINTS = 2  # whose Jacobians are kept: the last iterate and a trial
 
 
@@ -287,21 +286,14 @@ class Rows:
 
     def cost(self, x: Array) -> float:
         """Infinite or NaN where the residuals of a rank are not finite.  Collective."""
-        problem: BaseException | None = None
-        values = np.empty(0)
-        try:
+        with raised_on_all(self.world):
             self.f = self._functions.residuals(x)
             with np.errstate(all="ignore"):
                 values = self._loss.values(self.f)
-        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        self.world.raise_if_any(problem)
         return 0.5 * sum_of_losses(self._loss, values, self.world)
 
     def gram(self, x: Array) -> ExactGram:
-        problem: BaseException | None = None
-        columns, tops = np.empty((0, x.size + 1)), np.zeros(x.size + 1)
-        try:
+        with raised_on_all(self.world):
             jacobian = self._functions.jacobian(x, self.f)
             if hasattr(jacobian, "rmatvec"):
                 raise ValueError(
@@ -316,9 +308,6 @@ class Rows:
             np.multiply(jacobian, roots[:, None], out=columns[:, :-1])
             columns[:, -1] = self.f * (of_gradient / roots)
             tops = abs(columns).max(axis=0, initial=0.0)
-        except (Exception, SystemExit) as error:
-            problem = error
-        self.world.raise_if_any(problem)
         tops = self.world.all_reduce(np.where(np.isfinite(tops), tops, np.inf), op="max", label="dots")
         wrong = np.flatnonzero(tops >= exact_gram.LARGEST)
         if len(wrong):
@@ -336,12 +325,8 @@ class Rows:
 
     def are_dense_at(self, x: Array) -> bool:
         """Return True if the Jacobian at the start is an array on all ranks. Collective."""
-        problem, is_dense = None, True
-        try:
+        with raised_on_all(self.world):
             is_dense = self._functions.is_dense_at(x)
-        except (Exception, SystemExit) as error:
-            problem = error
-        self.world.raise_if_any(problem)
         return not on_any(self.world, not is_dense)
 
 
@@ -392,16 +377,11 @@ class GaussNewtonFunctions:
         self._kept: OrderedDict[bytes, dict[bytes, _Linearized]] = OrderedDict()
 
     def value_and_gradient(self, x: Any, *samples: Array) -> tuple[float, Array]:
-        problem: BaseException | None = None
-        values, rows, factors = np.empty(0), _NO_ROWS, np.empty(0)
-        try:
+        with raised_on_all(self._world):
             here = self.linearized(x, *samples)
             with np.errstate(all="ignore"):
                 values = self._loss.values(here.f)
             rows, factors = here.weighted(here.of_gradient * here.f, size_on_rank(x))
-        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        self._world.raise_if_any(problem)
         value = 0.5 * sum_of_losses(self._loss, values, self._world)
         if self._parts and self._world.rank:
             value = 0.0
@@ -409,14 +389,9 @@ class GaussNewtonFunctions:
 
     def product(self, x: Any, direction: Array, *samples: Array) -> Array:
         """The Gauss-Newton matrix at a point times a direction."""
-        problem: BaseException | None = None
-        rows, factors = _NO_ROWS, np.empty(0)
-        try:
+        with raised_on_all(self._world):
             here = self.linearized(x, *samples)
             rows, factors = here.weighted(here.of_hessian * here.times(direction), size_on_rank(x))
-        except (Exception, SystemExit) as error:
-            problem = error
-        self._world.raise_if_any(problem)
         return self._sum(rows, factors)
 
     def _sum(self, rows: SparseRows, factors: Array) -> Array:
@@ -437,9 +412,7 @@ class GaussNewtonFunctions:
 
     def column_scale(self, x: Array) -> Array:
         """The inverse squares of the norms of the columns of J, as the diagonal of a preconditioner."""
-        problem: BaseException | None = None
-        rows, factors = _NO_ROWS, np.empty(0)
-        try:
+        with raised_on_all(self._world):
             here = self.linearized(x)
             if here.rows is None:
                 raise ValueError(
@@ -448,9 +421,6 @@ class GaussNewtonFunctions:
                 )
             # Not weighted by the loss, whose weights are near 0 far from the minimum.
             rows, factors = here.rows._replace(data=here.rows.data * here.rows.data), np.ones(len(here.f))
-        except (Exception, SystemExit) as error:
-            problem = error
-        self._world.raise_if_any(problem)
         squares = self._sum(rows, factors)
         return 1 / np.where(squares > 0, squares, 1.0)
 
