@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 import xxhash
 
 from mpishard.checkpoint import disk
-from mpishard.checkpoint.pieces import INDEX, Readers, pieces_file
+from mpishard.checkpoint.pieces import INDEX
 from mpishard.io import files
 
 # -- the manifest ------------------------------------------------------------------------------------------------------
@@ -42,8 +41,6 @@ _BLOCK = 2**18
 _HASH = "xxh3_128"
 _HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _FILE = re.compile(r"index\.h5|pieces-\d{5,}\.h5", re.ASCII)
-# The first bytes of a file of a checkpoint: the id of the checkpoint, and the writer of the pieces.
-_LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
 _LARGEST = 2**28
 
 
@@ -135,66 +132,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path} is {error}") from None
 
 
-def share_of_files(manifest: Manifest, rank: int, ranks: int) -> list[str]:
-    """The files that a rank checks: about as many bytes as other ranks, and about those that it will read.
-
-    Writers and readers are ranks in one order, so that their parts of the model are, too.
-    """
-    total = sum(entry.size for entry in manifest.files.values()) or 1
-    found, before = [], 0
-    for name in sorted(manifest.files, key=lambda name: (len(name), name)):
-        size = manifest.files[name].size
-        if (2 * before + size) * ranks // (2 * total + 1) == rank:
-            found.append(name)
-        before += size
-    return found
-
-
-def manifest_problems(
-    folder: Path, manifest: Manifest, names: Iterable[str] | None = None, readers: Readers | None = None
-) -> list[str]:
-    """A text for each problem with some files of a checkpoint, by default all; hashes every byte, without HDF5."""
-
-    def of(name: str) -> str:
-        return _problem(folder / name, manifest.files[name], manifest.id)
-
-    names = manifest.files if names is None else names
-    found = map(of, names) if readers is None else readers.map(of, names)
-    return [problem for problem in found if problem]
-
-
-def _problem(path: Path, entry: FileEntry, id: str) -> str:
-    try:
-        about = path.lstat()
-        if not stat.S_ISREG(about.st_mode):
-            what = "a link that may lead elsewhere" if stat.S_ISLNK(about.st_mode) else "no file"
-            return f"{path} is {what}"
-        if about.st_size != entry.size:
-            how = "cut short" if about.st_size < entry.size else "too long"
-            return f"{path} is {how}: {about.st_size} bytes of {entry.size}"
-        if hash_file(path) == (entry.size, entry.xxh3_128):
-            return ""
-        return f"{path} is {_how_altered(path, id)}"
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}"
-
-
-def _how_altered(path: Path, id: str) -> str:
-    with io.FileIO(files.open_to_read(path)) as file:
-        label = _LABEL.match(file.read(512) or b"")
-    if label is None:
-        return "altered: its hash differs from the one in the manifest"
-    other = label[1].decode()
-    if other != id:
-        return f"stale: it belongs to the checkpoint {other}, this one is {id}"
-    whose = label[2]
-    if whose is not None and path.name != pieces_file(int(whose)):
-        return f"exchanged: it holds the pieces of rank {int(whose)}"
-    return "altered: its hash differs from the one in the manifest"
-
-
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 LATEST, BEST = "latest", "best"
@@ -225,6 +162,17 @@ class Unfinished:
     others: frozenset[str] = frozenset()  # ids of the checkpoints in the folder when the save began
 
 
+def candidate(path: Path) -> Candidate:
+    """A folder as a checkpoint: its manifest, or the problem with that."""
+    try:
+        manifest = read_manifest(path)
+        if named_step(path) not in (None, manifest.step):
+            raise ValueError(f"{path / MANIFEST} is stale: it belongs to a checkpoint of step {manifest.step}")
+        return Candidate(path, manifest)
+    except ValueError as error:
+        return Candidate(path, None, str(error))
+
+
 def candidates(run: Path) -> list[Candidate]:
     """The checkpoints in a folder, newest first, then those whose manifest cannot be read, by name.
 
@@ -232,8 +180,8 @@ def candidates(run: Path) -> list[Candidate]:
     none.
     """
     if (run / MANIFEST).is_file():
-        return [_candidate(run)]
-    found = [_candidate(run / name) for name in _names(run) if _STEP.fullmatch(name) and (run / name).is_dir()]
+        return [candidate(run)]
+    found = [candidate(run / name) for name in _names(run) if _STEP.fullmatch(name) and (run / name).is_dir()]
     return sorted(found, key=_newest_first)
 
 
@@ -262,16 +210,6 @@ def best_step(run: Path) -> int:
         return named_step(Path(os.readlink(run / BEST))) or 0
     except OSError:  # no link
         return 0
-
-
-def _candidate(path: Path) -> Candidate:
-    try:
-        manifest = read_manifest(path)
-        if named_step(path) not in (None, manifest.step):
-            raise ValueError(f"{path / MANIFEST} is stale: it belongs to a checkpoint of step {manifest.step}")
-        return Candidate(path, manifest)
-    except ValueError as error:
-        return Candidate(path, None, str(error))
 
 
 def dangling_links(run: Path) -> str:

@@ -18,7 +18,7 @@ from mpishard.checkpoint import folder
 from mpishard.checkpoint.folder import Candidate
 from mpishard.checkpoint.pieces import Contents, PieceRange, PieceReader, Readers, StoredPiece
 from mpishard.checkpoint.save import gather_lists, share
-from mpishard.checkpoint.verify import validate
+from mpishard.checkpoint.verify import Depth, examine
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
@@ -72,7 +72,7 @@ def fill(
     one_node: bool = False,
     readers: Readers | None = None,
 ) -> None:
-    """Fill the arrays of a state from a checkpoint without `damages`.  Collective; the ranks count each element once.
+    """Fill the arrays of a state from a checkpoint without damage.  Collective; the ranks count each element once.
 
     Ranks of one node share the memory in which the files are after they were hashed: each reads all that it holds,
     straight into its arrays.  Ranks of several nodes read the elements that they stand for, so that no element comes
@@ -202,7 +202,8 @@ def _load_newest(
     spoilt = False
     agree = partial(gather_lists, patient)
     for candidate in known:
-        found = validate(candidate, state.kinds, agree=agree, rank=patient.rank, ranks=patient.size, readers=readers)
+        shared = {"rank": patient.rank, "ranks": patient.size}
+        found = examine(candidate, Depth.LOADABLE, state.kinds, agree=agree, readers=readers, **shared)
         contents, problems = found.contents, list(found.problems)
         if contents is not None and not problems:
             try:

@@ -13,7 +13,7 @@ import functools
 import os
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -113,7 +113,6 @@ _OPEN_FILES = 64
 _BLOCK = 2**22
 # Bytes of a row from which it is read by itself; of shorter ones many are read at once, also what lies between.
 _LONG_ROW = 2**16
-_MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -512,21 +511,3 @@ def _read_rows(
         rows = np.empty((len(part), *shape[1:]), out.dtype)
         read(start + number * row, rows.reshape(-1))
         part[...] = rows[(slice(None), *columns)]
-
-
-def damages(contents: Contents, kinds: Container[str] | None = None, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Texts for the first few problems of the data sets of pieces of some kinds, by default all, of a checkpoint.
-
-    Each of `ranks` checks its share. Without problems all their values can be read, unless the disk fails.
-    """
-    found: list[str] = []
-    datasets = {(piece.file, piece.dataset): piece for piece in contents.pieces if kinds is None or piece.kind in kinds}
-    with PieceReader(contents) as reader:
-        for piece in list(datasets.values())[rank::ranks]:
-            try:
-                reader.check(piece)
-            except ValueError as error:
-                found.append(str(error))
-                if len(found) == _MOST_SHOWN:
-                    break
-    return found

@@ -1,23 +1,284 @@
-"""Validates checkpoints, for loading and the command line; finds those at a path, and compares the tensors of two."""
+"""Validates checkpoints: `validate` says all that is refused, to loading and to the command line.
+
+Also finds those at a path, and compares the tensors of two.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator
+import re
+import stat
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum, auto
 from pathlib import Path
 
 import numpy as np
 
 from mpishard.checkpoint import folder as folders
 from mpishard.checkpoint.archives import Source, Stored, blocks
-from mpishard.checkpoint.folder import MANIFEST, Candidate, Manifest, manifest_problems, read_manifest, share_of_files
+from mpishard.checkpoint.folder import MANIFEST, Candidate, FileEntry, Manifest
 from mpishard.checkpoint.index import check_virtual_datasets, read_index
-from mpishard.checkpoint.pieces import INDEX, Contents, Readers, damages
+from mpishard.checkpoint.pieces import INDEX, Contents, PieceReader, Readers, pieces_file
+from mpishard.io import files
 
 _MOST_NAMES = 5
+_MOST_DATASETS = 3
+# The first bytes of a file of a checkpoint: the id of the checkpoint, and the writer of the pieces.
+_LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
 
+# -- validation --------------------------------------------------------------------------------------------------------
+
+
+class Depth(IntEnum):
+    """How deep a checkpoint is validated.  Each depth includes those before it, which must be free of problems."""
+
+    MANIFEST = auto()  # the manifest can be read, and is of the step in the folder's name: enough to be listed and kept
+    HASHES = auto()  # every file has the size and hash that the manifest says
+    LOADABLE = auto()  # the index describes each element once, and every chunk can be decoded
+    WHOLE = auto()  # other programs find in the index what mpishard reads; of a damaged one the index is read, too
+    FINITE = auto()  # no value is NaN or infinite
+
+
+def validate(
+    candidate: Candidate,
+    depth: Depth,
+    kinds: Container[str] | None = None,
+    *,
+    agree: Callable[[list[str]], list[str]] = list,
+    rank: int = 0,
+    ranks: int = 1,
+    readers: Readers | None = None,
+) -> Generator[str, None, Contents | None]:
+    """Yield the problems of a checkpoint; returns its contents, None if the index is damaged or was not read.
+
+    Only chunks of `kinds` are decoded, by default all.  HDF5 opens no file with a wrong hash.  Ranks share the work:
+    `agree` gives each of them the problems of all.  Collective if `agree` is.
+    """
+    folder, manifest = candidate.path, candidate.manifest
+    if manifest is None:
+        yield candidate.problem
+    if manifest is None or depth < Depth.HASHES:
+        return None
+    damaged = agree(_file_problems(folder, manifest, share_of_files(manifest, rank, ranks), readers))
+    yield from damaged
+    readable = not damaged or (depth >= Depth.WHOLE and not _file_problems(folder, manifest, [INDEX]))
+    if depth < Depth.LOADABLE or not readable:
+        return None
+    contents, problems = None, []
+    try:
+        contents = _contents(folder, manifest)
+        if depth >= Depth.WHOLE:
+            check_virtual_datasets(contents)
+    except (ValueError, OSError) as error:
+        problems = [str(error)]
+    problems = list(dict.fromkeys(agree(problems)))
+    yield from problems
+    if contents is None or damaged or problems:
+        return contents
+    problems = agree(_piece_problems(contents, kinds, rank, ranks))
+    yield from problems
+    if depth >= Depth.FINITE and not problems:
+        yield from _not_finite(contents)
+    return contents
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The readable parts of a checkpoint, and its problems: without any, it is whole."""
+
+    folder: Path
+    manifest: Manifest | None  # None: it cannot be read, and nothing else was opened
+    contents: Contents | None  # None: the index is damaged
+    problems: tuple[str, ...]
+
+
+def examine(
+    candidate: Candidate,
+    depth: Depth,
+    kinds: Container[str] | None = None,
+    *,
+    agree: Callable[[list[str]], list[str]] = list,
+    rank: int = 0,
+    ranks: int = 1,
+    readers: Readers | None = None,
+) -> Examination:
+    """All that `validate` finds.  Collective if `agree` is."""
+    contents: Contents | None = None
+
+    def problems() -> Iterator[str]:
+        nonlocal contents
+        contents = yield from validate(candidate, depth, kinds, agree=agree, rank=rank, ranks=ranks, readers=readers)
+
+    found = tuple(problems())
+    return Examination(candidate.path, candidate.manifest, contents, found)
+
+
+def newest_whole(path: Path) -> Examination:
+    """The checkpoint at a path, or the newest whole one of a run; else ValueError with all problems."""
+    all_problems: list[str] = []
+    for candidate in found_at(path):
+        examined = examine(candidate, Depth.WHOLE)
+        if examined.contents is not None and not examined.problems:
+            return examined
+        all_problems += examined.problems
+    raise ValueError(f"no whole checkpoint at {path}: {'; '.join(all_problems)}")
+
+
+def share_of_files(manifest: Manifest, rank: int, ranks: int) -> list[str]:
+    """The files that a rank checks: about as many bytes as other ranks, and about those that it will read.
+
+    Writers and readers are ranks in one order, so that their parts of the model are, too.
+    """
+    total = sum(entry.size for entry in manifest.files.values()) or 1
+    found, before = [], 0
+    for name in sorted(manifest.files, key=lambda name: (len(name), name)):
+        size = manifest.files[name].size
+        if (2 * before + size) * ranks // (2 * total + 1) == rank:
+            found.append(name)
+        before += size
+    return found
+
+
+def _file_problems(folder: Path, manifest: Manifest, names: Iterable[str], readers: Readers | None = None) -> list[str]:
+    """A text for each problem with some files of a checkpoint; hashes every byte, without HDF5."""
+
+    def of(name: str) -> str:
+        return _file_problem(folder / name, manifest.files[name], manifest.id)
+
+    found = map(of, names) if readers is None else readers.map(of, names)
+    return [problem for problem in found if problem]
+
+
+def _file_problem(path: Path, entry: FileEntry, id: str) -> str:
+    try:
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode):
+            what = "a link that may lead elsewhere" if stat.S_ISLNK(about.st_mode) else "no file"
+            return f"{path} is {what}"
+        if about.st_size != entry.size:
+            how = "cut short" if about.st_size < entry.size else "too long"
+            return f"{path} is {how}: {about.st_size} bytes of {entry.size}"
+        if folders.hash_file(path) == (entry.size, entry.xxh3_128):
+            return ""
+        return f"{path} is {_how_altered(path, id)}"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+
+
+def _how_altered(path: Path, id: str) -> str:
+    with io.FileIO(files.open_to_read(path)) as file:
+        label = _LABEL.match(file.read(512) or b"")
+    if label is None:
+        return "altered: its hash differs from the one in the manifest"
+    other = label[1].decode()
+    if other != id:
+        return f"stale: it belongs to the checkpoint {other}, this one is {id}"
+    whose = label[2]
+    if whose is not None and path.name != pieces_file(int(whose)):
+        return f"exchanged: it holds the pieces of rank {int(whose)}"
+    return "altered: its hash differs from the one in the manifest"
+
+
+def _contents(folder: Path, manifest: Manifest) -> Contents:
+    """The contents of a checkpoint whose hashes are correct; ValueError if its index does not fit the manifest."""
+    contents, index = read_index(folder), folder / INDEX
+    if (contents.id, contents.generation) != (manifest.id, manifest.generation):
+        raise ValueError(
+            f"{index} is of the checkpoint {contents.id}, generation {contents.generation}; the manifest next to it is "
+            f"of {manifest.id}, generation {manifest.generation}"
+        )
+    unlisted = {piece.file for piece in contents.pieces} - manifest.files.keys()
+    if unlisted:
+        raise ValueError(f"{index} wants pieces of {', '.join(sorted(unlisted))}, which the manifest does not have")
+    return contents
+
+
+def _piece_problems(contents: Contents, kinds: Container[str] | None, rank: int, ranks: int) -> list[str]:
+    """Texts for the first few problems of the data sets of pieces of some kinds, or of all; each rank has its share.
+
+    Without problems all their values can be read, unless the disk fails.
+    """
+    found: list[str] = []
+    datasets = {(piece.file, piece.dataset): piece for piece in contents.pieces if kinds is None or piece.kind in kinds}
+    with PieceReader(contents) as reader:
+        for piece in list(datasets.values())[rank::ranks]:
+            try:
+                reader.check(piece)
+            except ValueError as error:
+                found.append(str(error))
+                if len(found) == _MOST_DATASETS:
+                    break
+    return found
+
+
+def _not_finite(contents: Contents) -> Iterator[str]:
+    """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values."""
+    try:
+        with Stored(contents) as source:
+            for kind in contents.kinds:
+                for name in contents.tensors:
+                    found = figures(source, kind, name)
+                    if found.nans or found.infinities:
+                        yield f"{kind} {name} has {found.nans} NaN and {found.infinities} infinite values"
+    except ValueError as error:  # of the disk
+        yield str(error)
+
+
+# -- where checkpoints are ---------------------------------------------------------------------------------------------
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return True if a folder is one checkpoint, whole or damaged, rather than a folder of several."""
+    return any((path / name).is_file() for name in (MANIFEST, INDEX)) or any(path.glob("pieces-*.h5"))
+
+
+def found_at(path: Path) -> list[Candidate]:
+    """The checkpoint at a path, or through a link there; or those of a run in this folder, newest first.
+
+    ValueError without a checkpoint.
+    """
+    if not path.exists():
+        where = f"the link {path} leads to {path.readlink()}, which" if path.is_symlink() else f"{path}"
+        nearest = next(above for above in (*path.parents, Path.cwd()) if above.is_dir())
+        named = "the working directory" if nearest == Path() else f"{nearest}"
+        raise ValueError(f"{where} does not exist; {_what_is_there(nearest, named)}")
+    path = path.resolve()
+    if not path.is_dir():
+        if is_checkpoint(path.parent):
+            raise ValueError(f"{path} is a file of the checkpoint {path.parent}; give that folder")
+        raise ValueError(f"{path} is a file; give the folder of a checkpoint, or of the checkpoints of a run")
+    found = folders.candidates(path)
+    if not found and is_checkpoint(path):
+        return [folders.candidate(path)]
+    if not found:
+        raise ValueError(f"no checkpoint in {path}; {_what_is_there(path, 'it')}")
+    return found
+
+
+def _what_is_there(folder: Path, named: str) -> str:
+    """A text for a message: folders of checkpoints at or below a folder, or else the content of the folder."""
+    inside = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    runs = [
+        each for each in (folder, *inside) if each.is_dir() and os.access(each, os.R_OK) and folders.candidates(each)
+    ]
+    if runs:
+        return f"there are some in {_some(map(str, runs))}"
+    return f"{named} holds {_some(each.name for each in inside)}" if inside else f"{named} is empty"
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
+    return ", ".join(shown[:_MOST_NAMES]) + more
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+#
 # Statistics of one tensor, and differences of two tensors, computed block by block.
 
 
@@ -112,130 +373,3 @@ def _apart(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     relative[apart == 0] = 0
     relative[np.isinf(apart)] = np.inf
     return float(apart.max()), float(relative.max())
-
-
-@dataclass(frozen=True)
-class Examination:
-    """The readable parts of a checkpoint, and its problems: without any, it is whole."""
-
-    folder: Path
-    manifest: Manifest | None  # None: it cannot be read, and nothing else was opened
-    contents: Contents | None  # None: the index is damaged
-    problems: tuple[str, ...]
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return True if a folder is one checkpoint, whole or damaged, rather than a folder of several."""
-    return any((path / name).is_file() for name in (MANIFEST, INDEX)) or any(path.glob("pieces-*.h5"))
-
-
-def found_at(path: Path) -> list[Candidate]:
-    """The checkpoint at a path, or through a link there; or those of a run in this folder, newest first.
-
-    ValueError without a checkpoint.
-    """
-    if not path.exists():
-        where = f"the link {path} leads to {path.readlink()}, which" if path.is_symlink() else f"{path}"
-        nearest = next(above for above in (*path.parents, Path.cwd()) if above.is_dir())
-        named = "the working directory" if nearest == Path() else f"{nearest}"
-        raise ValueError(f"{where} does not exist; {_what_is_there(nearest, named)}")
-    path = path.resolve()
-    if not path.is_dir():
-        if is_checkpoint(path.parent):
-            raise ValueError(f"{path} is a file of the checkpoint {path.parent}; give that folder")
-        raise ValueError(f"{path} is a file; give the folder of a checkpoint, or of the checkpoints of a run")
-    found = folders.candidates(path)
-    if not found and is_checkpoint(path):
-        try:
-            return [Candidate(path, read_manifest(path))]
-        except ValueError as error:
-            return [Candidate(path, None, str(error))]
-    if not found:
-        raise ValueError(f"no checkpoint in {path}; {_what_is_there(path, 'it')}")
-    return found
-
-
-def _what_is_there(folder: Path, named: str) -> str:
-    """A text for a message: folders of checkpoints at or below a folder, or else the content of the folder."""
-    inside = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
-    runs = [
-        each for each in (folder, *inside) if each.is_dir() and os.access(each, os.R_OK) and folders.candidates(each)
-    ]
-    if runs:
-        return f"there are some in {_some(map(str, runs))}"
-    return f"{named} holds {_some(each.name for each in inside)}" if inside else f"{named} is empty"
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
-    return ", ".join(shown[:_MOST_NAMES]) + more
-
-
-def validate(
-    candidate: Candidate,
-    kinds: Container[str] | None = None,
-    *,
-    agree: Callable[[list[str]], list[str]] = list,
-    rank: int = 0,
-    ranks: int = 1,
-    readers: Readers | None = None,
-) -> Examination:
-    """Hash every file of a checkpoint, read its index, decode its chunks.  HDF5 opens no file with a wrong hash.
-
-    With `kinds` it ends at the first stage that finds a problem, and decodes only chunks of these kinds: all that a
-    load needs.  Without, it also reads the index where files of pieces are damaged, and checks its virtual data
-    sets.  Ranks share the work: `agree` gives each of them the problems of all.  Collective if `agree` is.
-    """
-    folder, manifest = candidate.path, candidate.manifest
-    if manifest is None:
-        return Examination(folder, None, None, (candidate.problem,))
-    contents = None
-    problems = agree(manifest_problems(folder, manifest, share_of_files(manifest, rank, ranks), readers))
-    if not problems or (kinds is None and not manifest_problems(folder, manifest, [INDEX])):
-        found = []
-        try:
-            contents = _contents(folder, manifest)
-            if kinds is None:
-                check_virtual_datasets(contents)
-        except (ValueError, OSError) as error:
-            found = [str(error)]
-        problems += dict.fromkeys(agree(found))
-    if contents is not None and not problems:
-        problems = agree(damages(contents, kinds, rank, ranks))
-    return Examination(folder, manifest, contents, tuple(problems))
-
-
-def _contents(folder: Path, manifest: Manifest) -> Contents:
-    """The contents of a checkpoint whose hashes are correct; ValueError if its index does not fit the manifest."""
-    contents, index = read_index(folder), folder / INDEX
-    if (contents.id, contents.generation) != (manifest.id, manifest.generation):
-        raise ValueError(
-            f"{index} is of the checkpoint {contents.id}, generation {contents.generation}; the manifest next to it is "
-            f"of {manifest.id}, generation {manifest.generation}"
-        )
-    unlisted = {piece.file for piece in contents.pieces} - manifest.files.keys()
-    if unlisted:
-        raise ValueError(f"{index} wants pieces of {', '.join(sorted(unlisted))}, which the manifest does not have")
-    return contents
-
-
-def not_finite(contents: Contents) -> Iterator[str]:
-    """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values."""
-    with Stored(contents) as source:
-        for kind in contents.kinds:
-            for name in contents.tensors:
-                found = figures(source, kind, name)
-                if found.nans or found.infinities:
-                    yield f"{kind} {name} has {found.nans} NaN and {found.infinities} infinite values"
-
-
-def newest_whole(path: Path) -> Examination:
-    """The checkpoint at a path, or the newest whole one of a run; else ValueError with all problems."""
-    all_problems: list[str] = []
-    for candidate in found_at(path):
-        examined = validate(candidate)
-        if examined.contents is not None and not examined.problems:
-            return examined
-        all_problems += examined.problems
-    raise ValueError(f"no whole checkpoint at {path}: {'; '.join(all_problems)}")

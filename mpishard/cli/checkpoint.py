@@ -18,16 +18,16 @@ from mpishard.checkpoint.archives import Archive, Source, Stored, write_archive,
 from mpishard.checkpoint.folder import candidates, dangling_links, next_generation
 from mpishard.checkpoint.pieces import Contents
 from mpishard.checkpoint.verify import (
+    Depth,
     Difference,
     Examination,
     differences,
+    examine,
     figures,
     found_at,
     is_checkpoint,
     newest_whole,
-    not_finite,
     unlike,
-    validate,
 )
 from mpishard.cli.output import cell, console, new_table, print_table, size
 
@@ -131,7 +131,7 @@ def inspect(
 
     The newest whole one is taken; of a damaged one what can be read is shown.
     """
-    examined = [validate(candidate) for candidate in found_at(path)]
+    examined = [examine(candidate, Depth.WHOLE) for candidate in found_at(path)]
     whole = (each for each in examined if not each.problems)
     chosen = next(whole, examined[0])
     if _is_run(path):
@@ -171,17 +171,11 @@ def verify(path: _Checkpoint) -> None:
         bad += 1
         typer.echo(printable(problem))
     for candidate in found:
-        examined = validate(candidate)
-        problems = list(examined.problems)
-        if examined.contents is not None and not problems:
-            try:
-                problems += not_finite(examined.contents)
-            except ValueError as error:
-                problems.append(str(error))
-        bad += bool(problems)
-        if problems:
+        examined = examine(candidate, Depth.FINITE)
+        bad += bool(examined.problems)
+        if examined.problems:
             typer.echo(printable(f"{candidate.path}: bad"))
-            for problem in problems:
+            for problem in examined.problems:
                 typer.echo(printable(f"  {problem}"))
         else:
             assert examined.contents is not None

@@ -16,17 +16,17 @@ import xxhash
 
 from mpishard.checkpoint import disk, folder, pieces
 from mpishard.checkpoint.folder import (
+    Candidate,
     FileEntry,
     Manifest,
     Retained,
     Retention,
     decode_manifest,
     hash_file,
-    manifest_problems,
     read_manifest,
-    share_of_files,
 )
 from mpishard.checkpoint.pieces import Readers, pieces_file, read_into
+from mpishard.checkpoint.verify import Depth, share_of_files, validate
 
 # The folder of a run: a checkpoint has its name only once it is on the disk, and the newest are kept.
 
@@ -397,8 +397,12 @@ def test_a_missing_manifest(tmp_path):
         read_manifest(tmp_path)
 
 
+def hash_problems(folder, manifest):
+    return list(validate(Candidate(folder, manifest), Depth.HASHES))
+
+
 def test_whole_files_have_no_problems(checkpoint):
-    assert manifest_problems(*checkpoint) == []
+    assert hash_problems(*checkpoint) == []
 
 
 def flipped(path):
@@ -444,9 +448,9 @@ def replaced_by_folder(path):
 def test_a_damaged_file_is_named(checkpoint, change, message):
     folder, manifest = checkpoint
     change(folder / "pieces-00000.h5")
-    (problem,) = manifest_problems(folder, manifest)
+    (problem,) = hash_problems(folder, manifest)
     assert message in problem and str(folder / "pieces-00000.h5") in problem
-    assert manifest_problems(folder, manifest, ["index.h5"]) == []
+    assert list(validate(Candidate(folder, manifest), Depth.MANIFEST)) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 20])
