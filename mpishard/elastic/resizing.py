@@ -24,8 +24,9 @@ from mpishard.elastic.transactions import Agreements, ResizeMetadata, RunStatus,
 from mpishard.io import log
 from mpishard.launch.job_notes import JobNotes, RunLost
 from mpishard.layout.run_state import RunState
+from mpishard.training.checkpoints import RunCheckpoints
 from mpishard.training.objective import Objective, StopRequest
-from mpishard.training.run import RunCheckpoints, TrainingRun
+from mpishard.training.run import TrainingRun
 
 # The options of an elastic run, its parts, their decisions after each step, and the communicators of its workers.
 #

@@ -24,7 +24,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.elastic.membership import Membership, agree
 from mpishard.layout.run_state import RunState, Shard
 from mpishard.layout.tensors import LocalLayout
-from mpishard.training.progress import RunProgress
+from mpishard.training.checkpoints import RunProgress
 from mpishard.training.run import StepOutcome, TrainingRun
 
 Array = Any

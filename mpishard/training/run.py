@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpishard.comm.agreement import DeferredError
-from mpishard.comm.axis import Axis
-from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -22,270 +17,17 @@ from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.io import log
 from mpishard.launch.script import note_run
 from mpishard.launch.signals import Interrupts
-from mpishard.layout.run_state import RunState, brief
 from mpishard.minimizers import Method
 from mpishard.minimizers.method import Wanted
-from mpishard.nn.architecture import MODEL, changes
 from mpishard.optim import Rule
-from mpishard.reduction.tree_sum import tree_sum
+from mpishard.training.checkpoints import RunCheckpoints, RunProgress
+from mpishard.training.metrics import LossHistory, StepReport
 from mpishard.training.objective import Batches, Objective, RunOptions, Scaling, StopCondition, StopRequest
-from mpishard.training.progress import RunProgress, StepReport
 from mpishard.training.step_runner import StepRunner, check_sums
 from mpishard.training.validation import Validated, Validation
 
 if TYPE_CHECKING:
-    from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
-
-
-# The checkpoints of a run: their contents, when they are saved, and how the run resumes.
-
-_EVALUATION = "evaluation.json"  # the fact that says of which set the validation losses are
-
-
-class RunCheckpoints:
-    """Saves a run and resumes it; does nothing without `Checkpoints` among the options.
-
-    A checkpoint has the facts of `problem`, the state of `optimizer`, and the position in the samples of `batches`.
-    `problem` may be replaced by the same one for another mesh.
-    """
-
-    def __init__(
-        self, problem: Objective[Any], optimizer: ShardedOptimizer, options: RunOptions, batches: Batches
-    ) -> None:
-        self.problem: Objective[Any] = problem
-        self._optimizer = optimizer
-        self._batches = batches
-        self._checkpoints: Checkpoints | None = options.checkpoints
-        self._record = options.record
-        self._resumes = options.resume
-        self._evaluation = options.evaluate
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the checkpoints; None without any."""
-        return None if self._checkpoints is None else self._checkpoints.folder
-
-    @property
-    def way_on(self) -> str:
-        """A sentence on how to continue a run that was stopped."""
-        if self._checkpoints is None:
-            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
-        how = "the same command resumes" if self._resumes else "optimize(..., resume=True) resumes"
-        return f"{how} from the checkpoint in {self._checkpoints.folder}"
-
-    def warn_of_restart(self) -> None:
-        """Say on the first rank, once a job, that a job that was started again begins from step 0.
-
-        Nothing is said of a run that resumes: it has no checkpoint yet.
-        """
-        resumes = self._checkpoints is not None and self._resumes
-        if not resumes and self._optimizer.world.rank == 0 and take_restart():
-            log.warn(f"this job was started again, and training begins from step 0 again; {self.way_on}")
-
-    def check(self, progress: RunProgress, rehearses: bool) -> None:
-        """Raise now the errors that would occur at the first save of this progress.  Collective.
-
-        With `rehearses` the folder is written to, too.  On all ranks, raises ValueError if the checkpoints are of other
-        ranks or cannot hold the facts, OSError if the folder cannot be written.
-        """
-        checkpoints = self._checkpoints
-        if checkpoints is None:
-            return
-        from mpishard.checkpoint.index import check_facts
-
-        world, problem = self._optimizer.world, None
-        try:
-            if (checkpoints.mesh.rank, checkpoints.mesh.size) != (world.rank, world.size):
-                raise ValueError("the checkpoints are not of the optimizer's ranks; make both with one mesh")
-            check_facts(self._state(progress).facts)
-        except ValueError as error:
-            problem = error
-        world.raise_if_any(problem)
-        if rehearses:
-            checkpoints.rehearse()
-
-    def resume(self) -> RunProgress | None:
-        """Restore parameters and optimizer from the newest checkpoint, if the options say so.  Collective.
-
-        Returns the progress of the run; None if nothing is restored.  On all ranks, raises ValueError if the checkpoint
-        is of another model, rule or order of samples, or all are damaged, and OSError if the folder cannot be read.
-        """
-        if self._checkpoints is None or not self._resumes:
-            return None
-        optimizer, order = self._optimizer, self._batches.order
-
-        def check(facts: Mapping[str, Any]) -> None:
-            optimizer.state.check(facts)
-            self._progress(facts)
-            changed = [name for name in order if name in facts and not np.array_equal(facts[name], order[name])]
-            if changed:
-                pairs = ", ".join(f"{name}={brief(facts[name])} there and {order[name]} here" for name in changed)
-                raise ValueError(
-                    f"the checkpoint is of a run with other samples: {pairs}; their order would not continue.  Take "
-                    "the values it was saved with, or load_checkpoint() into the model and begin a new run"
-                )
-
-        found = self._checkpoints.load(optimizer.state.capture(), check=check)
-        if found is None:
-            return None
-        optimizer.state.restore_settings(found.facts)
-        optimizer.state.restore(found.facts)
-        self._report_other_model(found.facts)
-        progress = self._comparable(self._progress(found.facts), found.facts)
-        if not self.keeps_best:
-            return progress
-        # One whose link a death has prevented, or from before the best was kept, is saved as the best again.  So is one
-        # that is ahead of the run, because the newest checkpoints are damaged.
-        best = self._checkpoints.best_step
-        return replace(progress, best_saved=best if best <= optimizer.clock else 0)
-
-    def _report_other_model(self, facts: Mapping[str, Any]) -> None:
-        """Say on rank 0 how the saved model differs, if it has the same tensors: in its heads, or its dropout."""
-        now, then = self.problem.facts.get(MODEL), facts.get(MODEL)
-        if self._optimizer.world.rank > 0 or not isinstance(now, Mapping) or not isinstance(then, Mapping):
-            return
-        changed = [f"{name}={new} in place of {brief(old)}" for name, (new, old) in changes(now, then).items()]
-        if changed:
-            log.warn(f"the saved model continues with {', '.join(changed)}")
-
-    def _comparable(self, progress: RunProgress, facts: Mapping[str, Any]) -> RunProgress:
-        """The progress, without the validation losses of another set; a message on rank 0 says so."""
-        now, then = self._evaluation, facts.get(_EVALUATION)
-        if now is None or not progress.validated or then == now.identity:
-            return progress
-        if self._optimizer.world.rank == 0:
-            log.inform(
-                f"the validation set is another one, {now.identity} in place of {brief(then)}: its losses are not "
-                "compared with those before"
-            )
-        return replace(progress, validated=())
-
-    @property
-    def keeps_best(self) -> bool:
-        """True if the checkpoint of the lowest validation loss is kept.  The same on all ranks."""
-        return self._checkpoints is not None and self._checkpoints.best is not None
-
-    @property
-    def due(self) -> bool:
-        """True if a save is due after the last step.  The same on all ranks."""
-        return self._checkpoints is not None and self._checkpoints.due(self._optimizer.clock)
-
-    def save(self, progress: RunProgress, best: bool = False, exact: bool = False) -> None:
-        """Save the run at this progress.  Collective.
-
-        `best`: it has the lowest validation loss so far.  `exact`: the save is done before training continues, since a
-        death would end one that runs during training.
-        """
-        if self._checkpoints is not None:
-            if self._record is not None:
-                self._record.flush()  # no later run repeats the steps before a checkpoint
-            self._checkpoints.save(self._state(progress), asynchronous=False if exact else None, best=best)
-
-    def wait(self) -> None:
-        """Wait until the last save is on disk.  Collective."""
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
-
-    def _progress(self, facts: Mapping[str, Any]) -> RunProgress:
-        batches = self._optimizer.state.batches_in(facts)
-        return RunProgress.from_metadata(facts, self._batches.sampler, self._batches.first_workers, batches)
-
-    def _state(self, progress: RunProgress) -> RunState:
-        state = self._optimizer.state.capture().with_facts({**self._batches.order, **progress.to_metadata()})
-        if self._evaluation is not None:
-            state = state.with_facts({_EVALUATION: self._evaluation.identity})
-        return state.with_facts(self.problem.facts)
-
-    # -- for runs that change their ranks ---------------------------------------------------------------------------
-
-    @property
-    def own(self) -> list[str]:
-        """The ids of the checkpoints that the run has saved, by which it knows the ones that it may remove."""
-        return [] if self._checkpoints is None else self._checkpoints.own
-
-    @own.setter
-    def own(self, ids: list[str]) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.own = ids
-
-    def release(self) -> None:
-        """Free the communicators, to `rebind` afterwards.  Collective."""
-        if self._checkpoints is not None:
-            self._checkpoints.release()
-
-    def rebind(self) -> None:
-        """Use the communicators of the mesh after its `rebind`.  Collective."""
-        if self._checkpoints is not None:
-            self._checkpoints.rebind()
-
-    def revoke(self) -> None:
-        """Make a save under way fail on all ranks, after the death of a rank."""
-        if self._checkpoints is not None:
-            self._checkpoints.revoke()
-
-
-# -- the run -----------------------------------------------------------------------------------------------------------
-
-
-class _Unreduced(NamedTuple):
-    """A step without synchronization: its index in the history, this rank's sum, and the terms of all ranks."""
-
-    step: int
-    loss_sum: float
-    terms: int
-
-
-class LossHistory:
-    """Mean losses, one for each step; in steps without synchronization they are this rank's estimates until `reduce`.
-
-    Losses are summed over the ranks of `axis`.
-    """
-
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-        self._means: list[float] = []
-        self._unreduced: list[_Unreduced] = []
-
-    def __len__(self) -> int:
-        return len(self._means)
-
-    def to_array(self) -> np.ndarray:
-        """A copy of all losses, float64."""
-        return np.array(self._means)
-
-    def restore(self, losses: np.ndarray) -> None:
-        self._means = losses.tolist()
-
-    def append(self, loss: float) -> None:
-        """Add the mean loss of a finished step."""
-        self._means.append(loss)
-
-    def mean_over_ranks(self, losses: np.ndarray, terms: int, riders: np.ndarray | None = None) -> float:
-        """The mean loss of the next step, with `terms` terms over all ranks; overwrites `losses`.  Collective.
-
-        `riders` are further numbers that are summed over the ranks in the same call, in place.
-        """
-        if riders is None:
-            self._axis.all_reduce(losses, label="loss")
-        else:
-            both = self._axis.all_reduce(np.concatenate([losses, riders]), label="loss")
-            losses[...], riders[...] = both[: len(losses)], both[len(losses) :]
-        return tree_sum(losses.tolist()) / terms
-
-    def mean_of_rank(self, losses: np.ndarray, terms: int) -> float:
-        """An estimate without communication, as if every rank had this rank's loss; `reduce` corrects it."""
-        loss_sum = float(losses[0])
-        self._unreduced.append(_Unreduced(len(self), loss_sum, terms))
-        return loss_sum * self._axis.size / terms
-
-    def reduce(self) -> None:
-        """Replace the estimates of steps without synchronization by means over all ranks.  Collective."""
-        if not self._unreduced:
-            return
-        sums = self._axis.all_reduce(np.array([each.loss_sum for each in self._unreduced]), label="loss")
-        for each, loss_sum in zip(self._unreduced, sums.tolist(), strict=True):
-            self._means[each.step] = loss_sum / each.terms
-        self._unreduced.clear()
+    pass  # with h5py: only for those who have checkpoints
 
 
 _ANNOUNCED = 3  # steps whose samples are known to what reads ahead

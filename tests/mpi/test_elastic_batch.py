@@ -12,7 +12,7 @@ from steps import STRATEGIES
 
 from mpishard import AdamW, Checkpoints, ElasticOptimizer, ZeRO2Optimizer
 from mpishard.elastic.transactions import Transactions
-from mpishard.training.progress import RunProgress
+from mpishard.training.checkpoints import RunProgress
 
 
 class Run:

@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 from mpishard.backend import array as arrays
 from mpishard.checkpoint import save as saving
-from mpishard.checkpoint.checkpoints import Measured, Pace, save_interval
 from mpishard.checkpoint.save import Snapshot
+from mpishard.checkpoint.save_interval import Measured, Pace, save_interval
 from mpishard.comm.channel import Request
 from mpishard.comm.ledger import Ledger
 from mpishard.layout.run_state import Shard

@@ -24,7 +24,7 @@ from mpishard.elastic.phases import TRANSITIONS, Phase, PhaseEvent, next_phase
 from mpishard.elastic.spawning import BOOT, command
 from mpishard.elastic.transactions import ResizeMetadata, RunStatus, Transactions, buddies, needs_copy
 from mpishard.launch.script import RUNNER
-from mpishard.training.progress import RunProgress
+from mpishard.training.checkpoints import RunProgress
 from mpishard.training.run import StepOutcome
 
 # The phases of an elastic run, as a table: every event in every phase leads somewhere, or is refused.

@@ -16,10 +16,10 @@ from mpishard.backend.random import normal, permuted
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.data.sampling import Sampler, TermCosts, balanced_cuts, micro_batches, share
 from mpishard.layout.boxes import split
-from mpishard.training import Scaling, progress
+from mpishard.training import Scaling, metrics
+from mpishard.training.checkpoints import RunProgress
+from mpishard.training.metrics import LossHistory
 from mpishard.training.objective import Objective, StopCondition, StopRequest
-from mpishard.training.progress import RunProgress
-from mpishard.training.run import LossHistory
 from mpishard.training.step_runner import StepRunner
 
 # Why a run stops: requests of ranks come before goals.
@@ -181,8 +181,8 @@ def test_wrong_numbers_are_refused(facts, message):
 
 def test_lines_of_a_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    shown = progress.ProgressBar(86_400, shown=True)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    shown = metrics.ProgressBar(86_400, shown=True)
     times, before = [], 0
     for _ in range(86_400):
         now[0] += 1

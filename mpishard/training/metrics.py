@@ -1,4 +1,4 @@
-"""The progress of a run as one value, and its reports: fields in the record and a progress line."""
+"""The metrics of a run: its losses, and the reports of each step, as fields in the record and as a progress line."""
 
 from __future__ import annotations
 
@@ -7,87 +7,76 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from mpishard.data.sampling import Sampler
-from mpishard.layout.run_state import whole_fact
+from mpishard.comm.axis import Axis
 from mpishard.record import RunRecord
 from mpishard.record.reading import VALIDATION
-
-# The facts of validation losses.
-_STEPS, _LOSS = "validation_steps", "validation_loss"
+from mpishard.reduction.tree_sum import tree_sum
 
 
-@dataclass(frozen=True)
-class RunProgress:
-    """The progress of a run as one value: what its checkpoints keep, and what the workers that join it get."""
+class _Unreduced(NamedTuple):
+    """A step without synchronization: its index in the history, this rank's sum, and the terms of all ranks."""
 
-    losses: np.ndarray  # float64, one for each step since the run began, in whatever process that was
-    samples_consumed: int  # samples before the next step, counted through all epochs
-    first_workers: int  # the number of workers for which batch size and learning rate are given
-    steps_before: int  # steps of the optimizer before the run began
-    skipped_before: int  # skipped steps of the optimizer before the run began or resumed
-    resumed_steps: int  # steps of the run before the checkpoint from which it resumed
-    samples_before: int  # `samples_consumed` when the run began
-    validated: tuple[tuple[int, float], ...] = ()  # steps after which the validation set was evaluated, and its losses
-    best_saved: int = 0  # the step of the best checkpoint so far, which need not be saved again; 0 before the first
+    step: int
+    loss_sum: float
+    terms: int
 
-    def to_metadata(self) -> dict[str, Any]:
-        """The numbers, and the losses as an array, that a checkpoint keeps.
 
-        The optimizer's numbers are in the checkpoint too, and the rest follows from them.
+class LossHistory:
+    """Mean losses, one for each step; in steps without synchronization they are this rank's estimates until `reduce`.
+
+    Losses are summed over the ranks of `axis`.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._means: list[float] = []
+        self._unreduced: list[_Unreduced] = []
+
+    def __len__(self) -> int:
+        return len(self._means)
+
+    def to_array(self) -> np.ndarray:
+        """A copy of all losses, float64."""
+        return np.array(self._means)
+
+    def restore(self, losses: np.ndarray) -> None:
+        self._means = losses.tolist()
+
+    def append(self, loss: float) -> None:
+        """Add the mean loss of a finished step."""
+        self._means.append(loss)
+
+    def mean_over_ranks(self, losses: np.ndarray, terms: int, riders: np.ndarray | None = None) -> float:
+        """The mean loss of the next step, with `terms` terms over all ranks; overwrites `losses`.  Collective.
+
+        `riders` are further numbers that are summed over the ranks in the same call, in place.
         """
-        validated = {}
-        if self.validated:
-            steps, losses = zip(*self.validated, strict=True)
-            validated = {_STEPS: np.array(steps, np.int64), _LOSS: np.array(losses, np.float64)}
-        return {
-            "samples_consumed": self.samples_consumed,
-            "samples_before": self.samples_before,
-            "first_workers": self.first_workers,
-            "loss": self.losses,
-            **validated,
-        }
+        if riders is None:
+            self._axis.all_reduce(losses, label="loss")
+        else:
+            both = self._axis.all_reduce(np.concatenate([losses, riders]), label="loss")
+            losses[...], riders[...] = both[: len(losses)], both[len(losses) :]
+        return tree_sum(losses.tolist()) / terms
 
-    @classmethod
-    def from_metadata(cls, facts: Mapping[str, Any], sampler: Sampler, first_workers: int, batches: int) -> RunProgress:
-        """The progress of a run that resumes from a checkpoint with these facts.
+    def mean_of_rank(self, losses: np.ndarray, terms: int) -> float:
+        """An estimate without communication, as if every rank had this rank's loss; `reduce` corrects it."""
+        loss_sum = float(losses[0])
+        self._unreduced.append(_Unreduced(len(self), loss_sum, terms))
+        return loss_sum * self._axis.size / terms
 
-        A checkpoint that a training loop of the user's has saved knows neither samples nor losses: then `sampler` says
-        how many samples the optimizer's `batches` steps have consumed, and `first_workers` counts.  Raises ValueError
-        if a number is invalid, or there are more losses than steps.
-        """
-        consumed = whole_fact(facts, "samples_consumed", 0)
-        first = whole_fact(facts, "first_workers", 1, least=1)
-        steps, skipped = whole_fact(facts, "steps"), whole_fact(facts, "skipped_steps")
-        clock, losses = steps + skipped, facts.get("loss")
-        if not ("samples_consumed" in facts and isinstance(losses, np.ndarray)):
-            losses, consumed, first = np.full(clock, math.nan), sampler.consumed(batches), first_workers
-        elif "first_workers" not in facts:
-            first = first_workers
-        if len(losses) > clock:
-            raise ValueError(f"the state has {len(losses)} losses of {clock} steps")
-        steps_before = clock - len(losses)
-        samples_before = whole_fact(facts, "samples_before", sampler.consumed(steps_before))
-        validated = _validated(facts, clock)
-        return cls(losses, consumed, first, steps_before, skipped, len(losses), samples_before, validated)
-
-
-def _validated(facts: Mapping[str, Any], clock: int) -> tuple[tuple[int, float], ...]:
-    """The validation losses among the facts of a checkpoint after step `clock`; ValueError if they are invalid."""
-    steps, losses = facts.get(_STEPS), facts.get(_LOSS)
-    if steps is None and losses is None:
-        return ()
-    if not (isinstance(steps, np.ndarray) and isinstance(losses, np.ndarray) and steps.shape == losses.shape):
-        raise ValueError(f"{_STEPS} and {_LOSS} of the saved state must be arrays of one size")
-    ascending = bool((np.diff(steps) > 0).all()) and (not len(steps) or (steps[0] > 0 and steps[-1] <= clock))
-    if not (steps.dtype.kind in "iu" and ascending and np.isfinite(losses).all()):
-        raise ValueError(f"{_STEPS} and {_LOSS} of the saved state must be ascending steps up to {clock}, and finite")
-    return tuple(zip(steps.tolist(), losses.tolist(), strict=True))
+    def reduce(self) -> None:
+        """Replace the estimates of steps without synchronization by means over all ranks.  Collective."""
+        if not self._unreduced:
+            return
+        sums = self._axis.all_reduce(np.array([each.loss_sum for each in self._unreduced]), label="loss")
+        for each, loss_sum in zip(self._unreduced, sums.tolist(), strict=True):
+            self._means[each.step] = loss_sum / each.terms
+        self._unreduced.clear()
 
 
 # A log gets a line every 5 seconds; in a long run the pause is 5 % of the time so far, at most one minute.
