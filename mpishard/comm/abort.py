@@ -30,8 +30,9 @@ from mpi4py import MPI
 
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
+from mpishard.launch.exit_codes import INTERRUPTED
 from mpishard.launch.job_notes import ALIKE
-from mpishard.launch.script import INTERRUPTED, describe
+from mpishard.launch.script import describe
 
 # Makes an exit of this process a death by a signal, of which ULFM informs the other ranks.
 #

@@ -1,7 +1,7 @@
 """Reports of a process of a supervised job to its supervisor: its step, why its script failed, and how it ended.
 
 A script has ended in order if it ran to its end or called ``sys.exit``, not if it raised an exception or was killed.
-`mpishard.launch.script` finds that out.  After the last report `finalize_in_time` keeps MPI_Finalize from waiting.
+`mpishard.launch.exit_codes` finds that out.  After the last report `finalize_in_time` keeps MPI_Finalize from waiting.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import ClassVar
 from mpi4py import MPI
 
 from mpishard.comm.abort import abort_on_exception
+from mpishard.launch.exit_codes import ScriptEnding
 from mpishard.launch.job_notes import ALIKE, ECHO, Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
-from mpishard.launch.script import ScriptEnding
 from mpishard.launch.signals import Interrupts
 
 _POLL_S = 0.25

@@ -24,7 +24,7 @@ from mpishard.data_parallel.update import tell_product, tell_value
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.inverse.functions import Unknowns, on_any
 from mpishard.io import log
-from mpishard.launch.script import note_run
+from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import brief
 from mpishard.layout.tensors import ParameterSpec, Piece

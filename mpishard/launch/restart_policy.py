@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mpishard.launch.exit_codes import INTERRUPTED, exit_code
 from mpishard.launch.job_notes import Failure, Heal, JobNotes, Notes
 from mpishard.launch.launchers import Host
-from mpishard.launch.script import INTERRUPTED
 
 # Signals that end ranks; MPICH's launcher returns their plain numbers.
 _SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
@@ -100,11 +100,6 @@ def reported(outcome: JobOutcome) -> int | None:
         return ended.code
     code = exit_code(outcome.code)
     return 0 if outcome.notes.healed and code > 128 else code  # a signal: that which killed the dead ranks
-
-
-def exit_code(launcher: int) -> int:
-    """The exit code of a process as shells give it: 128 plus the signal that killed it."""
-    return launcher if launcher >= 0 else 128 - launcher
 
 
 def name_of(number: int) -> str:

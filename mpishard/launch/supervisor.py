@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from mpishard.launch.exit_codes import exit_code
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.launchers import (
     Host,
@@ -41,7 +42,6 @@ from mpishard.launch.restart_policy import (
     Start,
     Stop,
     decide,
-    exit_code,
     name_of,
 )
 from mpishard.launch.script import with_runner

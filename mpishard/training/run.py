@@ -15,7 +15,7 @@ from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.io import log
-from mpishard.launch.script import note_run
+from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
 from mpishard.minimizers import Method
 from mpishard.minimizers.method import Wanted

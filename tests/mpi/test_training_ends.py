@@ -26,7 +26,7 @@ from mpishard import (
     ZeRO3Optimizer,
 )
 from mpishard.data.sampling import Sampler
-from mpishard.launch.script import ScriptEnding
+from mpishard.launch.exit_codes import ScriptEnding
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 

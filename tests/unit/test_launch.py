@@ -244,9 +244,8 @@ def test_it_comes_again_where_python_has_ignored_it() -> None:
 )
 def test_the_exit_code_of_a_script_whose_run_was_stopped(lines: str, code: int, tmp_path: Path) -> None:
     """And all is closed in order first."""
-    program = (
-        f"import sys; from mpishard.launch.script import note_run; file = open('out', 'w'); file.write('x'); {lines}"
-    )
+    imports = "import sys; from mpishard.launch.exit_codes import note_run"
+    program = f"{imports}; file = open('out', 'w'); file.write('x'); {lines}"
     environment = {"PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
     command = [sys.executable, "-c", program]
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from mpishard.launch.exit_codes import START_AGAIN
+
 TRAIN = Path(__file__).parents[2] / "slurm" / "train.sbatch"
 
 PROGRAMS = {
     # Says which MPI it has, and trains until Slurm asks it to leave.
-    "python": """case $1 in -c) echo "MPICH Version: 5" ;; *) exit 75 ;; esac""",
+    "python": f"""case $1 in -c) echo "MPICH Version: 5" ;; *) exit {START_AGAIN} ;; esac""",
     "mpirun": "echo 2",  # the size of the world
     "srun": "true",
     "squeue": """scontrol --oneliner show job 1 | sed 's/.*JobState=//; s/ .*//'""",
@@ -69,7 +71,7 @@ def leave(tmp_path):
 @pytest.mark.parametrize(("deaf", "answer"), [(0, "yes"), (0, "no"), (1, "yes"), (2, "no"), (4, "yes")])
 def test_a_job_is_queued_again_once_however_late_slurm_answers(leave, deaf, answer):
     log, code, requeued = leave(deaf, answer)
-    assert requeued == ["1"] and code == 75, log
+    assert requeued == ["1"] and code == START_AGAIN, log
     assert log.count("job 1 leaves with code 75 and is queued again") == 1, log
 
 
@@ -80,7 +82,7 @@ def test_one_of_an_array_is_queued_again_by_its_full_name(leave):
 
 def test_a_job_that_was_cancelled_is_not_queued_again(leave):
     log, code, requeued = leave(2, state="CANCELLED")
-    assert code == 75 and not requeued
+    assert code == START_AGAIN and not requeued
     assert "job 1 leaves with code 75; it is CANCELLED, so this script does not queue it again" in log
 
 

@@ -21,10 +21,10 @@ from mpi4py import MPI
 import mpishard
 from mpishard.comm import supervisor_reports
 from mpishard.launch import restart_policy
+from mpishard.launch.exit_codes import _code_of_script, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, raised_by_all
 from mpishard.launch.launchers import Launcher, find_launcher, parse_hosts
 from mpishard.launch.processes import Offspring
-from mpishard.launch.script import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.supervisor import Job, Supervisor
 
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
@@ -97,7 +97,7 @@ def test_a_folder_that_others_may_open(tmp_path):
     + [("bad input", False, 1), (True, False, 1), (-1, False, 255), (_Unknown, False, None)],
 )
 def test_exit_codes(status, to_its_end, code):
-    assert _exit_code(status, to_its_end) == code
+    assert _code_of_script(status, to_its_end) == code
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_main_is_found_by_pickle_and_by_processes_that_it_starts(words: str, tmp
     [
         ([RUNNER, "script.py"], "raise SystemExit(3)", Ended(3)),
         ([RUNNER, "script.py"], "sys.exit()", Ended(0)),
-        ([RUNNER, "script.py"], "from mpishard.launch.script import note_run; note_run(True)", Ended(130)),
+        ([RUNNER, "script.py"], "from mpishard.launch.exit_codes import note_run; note_run(True)", Ended(130)),
         ([RUNNER, "script.py"], "raise ArithmeticError", None),
         ([RUNNER, "-m", "script"], "sys.exit(75)", Ended(75)),
         (["-m", "mpishard.launch.worker", "script.py"], "raise SystemExit(3)", Ended(3)),
