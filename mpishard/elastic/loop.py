@@ -92,7 +92,7 @@ class ElasticLoop:
             elastic_options, training, membership, workers, agreements, transactions, decisions, recruiter
         )
         if not joins:
-            transactions.install(transactions.copy_anew())
+            transactions.install(transactions.new_checkpoint())
         self.phase: Phase = Phase.STARTING
         self._order: Order | None = Order(membership.roles.workers) if joins else None  # the next change of the workers
         self._heals = heals_in_place()

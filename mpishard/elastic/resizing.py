@@ -225,12 +225,12 @@ class Resizing:
         transactions.restore(metadata.status)
         run.options.requests.discovered = metadata.discovered
         run.training.checkpoints.own = metadata.checkpoints
-        committed = None
+        checkpoint = None
         if works:
             self._restore(metadata)
-            committed = transactions.copy_anew()
+            checkpoint = transactions.new_checkpoint()
         run.agreements.agree_on_membership()  # nobody drops its old committed state before all have the new one
-        transactions.install(committed)
+        transactions.install(checkpoint)
         if membership.rank == 0 and report.shows and not metadata.status.stop_reason:
             step = metadata.status.committed_step
             if sizes is None and mesh.data.size != was:

@@ -1,10 +1,11 @@
 """Steps that are transactions: committed on all workers, or taken back on all.
 
-Everything that a step changes is copied before, to `Committed`.  A step is committed when all workers have agreed that
-each has its part of the new state, and its *buddy* a copy of that.  If it fails before, every survivor returns to the
-state before the step.  The buddy is on another node where there is one, so that the loss of a node loses no state:
-another rank of the data axis, and in a run that changes its mesh any other rank, since it may be asked for slices and
-stages that no survivor holds.  An array that has a version is copied only if it was written since its last copy.
+Everything that a step changes is copied before, to a `BuddyCheckpoint`.  A step is committed when all workers have
+agreed that each has its part of the new state, and its *buddy* a copy of that.  If it fails before, every survivor
+rolls back to the state before the step.  The buddy is on another node where there is one, so that the loss of a node
+loses no state: another rank of the data axis, and in a run that changes its mesh any other rank, since it may be asked
+for slices and stages that no survivor holds.  An array that has a version is copied only if it was written since its
+last copy.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def needs_copy(holdings: Sequence[Hashable], nodes: Sequence[str], rank: int) ->
     return len({nodes[other] for other in holders}) == 1 if several_nodes else len(holders) == 1
 
 
-class Committed:
-    """The last committed state of this rank and of its neighbour, the rank whose buddy it is.
+class BuddyCheckpoint:
+    """A checkpoint in memory: the last committed state of this rank, and that of its neighbour, whose buddy it is.
 
     Creation is collective over `axis`, the ranks that keep each other's copies: the data axis, or the world.
     `identities` and `nodes` are by rank of this axis.  `state` has the live arrays; an array whose elements another
@@ -131,58 +132,58 @@ class Committed:
         self.state = state
         self._axis = axis
         self._versions = versions
-        self._before = [arrays.empty(each.array.shape, each.array.dtype, like=each.array) for each in state.shards]
-        self._facts: dict[str, Any] | None = None
+        self._own_copies = [arrays.empty(each.array.shape, each.array.dtype, like=each.array) for each in state.shards]
+        self._facts_at_begin: dict[str, Any] | None = None
         self.facts: Mapping[str, Any] | None = None
         layouts = axis.allgather_object(tuple(shard.holding for shard in state.shards))
         to = buddies(nodes)
-        self._to, self._source = to[axis.rank], to.index(axis.rank)
-        self.neighbour: int = identities[self._source]
-        self._theirs: list[LocalLayout] = list(layouts[self._source])
-        # By kind of shard: whether this rank's buddy, and this rank for its neighbour, must keep a copy.
-        self._gives, self._keeps = (
+        self._buddy, self._neighbour_rank = to[axis.rank], to.index(axis.rank)
+        self.neighbour: int = identities[self._neighbour_rank]
+        self._neighbour_layouts: list[LocalLayout] = list(layouts[self._neighbour_rank])
+        # By number of the shard: whether the buddy must have this rank's array, and this rank its neighbour's.
+        self._buddy_needs, self._neighbour_needs = (
             [
                 shard.required and needs_copy([each[kind] for each in layouts], nodes, rank)
                 for kind, shard in enumerate(state.shards)
             ]
-            for rank in (axis.rank, self._source)
+            for rank in (axis.rank, self._neighbour_rank)
         )
-        # By number of the shard: the neighbour's committed arrays, and what has come of them after the last commit.
-        self._copies: dict[int, Array] = {}
-        self._fresh: dict[int, Array] = {}
-        self._spare: list[Array] = []  # memory for more of these
-        # The versions of the arrays when they were copied, when they were sent, and of the buddy's committed copies.
-        self._kept: Mapping[str, int] = {}
-        self._sent: Mapping[str, int] = {}
-        self._copied: Mapping[str, int] = {}
-        self.send_copies()
+        # By number of the shard: the neighbour's committed arrays, and those received since, to be committed.
+        self._neighbour_copies: dict[int, Array] = {}
+        self._received: dict[int, Array] = {}
+        self._free: list[Array] = []  # memory for the next ones
+        # Versions of the arrays: in this rank's own copies, as last sent, and in the buddy's committed copies.
+        self._own_versions: Mapping[str, int] = {}
+        self._sent_versions: Mapping[str, int] = {}
+        self._buddy_versions: Mapping[str, int] = {}
+        self.send_to_buddy()
         self.commit()
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Copy the arrays that were written since their last copy, before a step."""
         versions = self._versions()
-        for kind in self._written(self._kept, versions):
-            self._before[kind][...] = self.state.shards[kind].array
-        self._kept = versions
-        self._facts, self.facts = dict(facts), None
+        for kind in self._written_since(self._own_versions, versions):
+            self._own_copies[kind][...] = self.state.shards[kind].array
+        self._own_versions = versions
+        self._facts_at_begin, self.facts = dict(facts), None
 
-    def send_copies(self) -> None:
+    def send_to_buddy(self) -> None:
         """Send the buddy what was written, of the arrays that only this rank has.  Collective over the axis."""
         axis = self._axis
         if axis.size == 1:
             return
         pending = []
-        self._sent = self._versions()
-        written = self._written(self._copied, self._sent)
+        self._sent_versions = self._versions()
+        written = self._written_since(self._buddy_versions, self._sent_versions)
         # First what goes to memory of the host: it would wait until the copies of device arrays before it are over.
         for kind in written:
-            if self._keeps[kind]:
-                size = sum(piece.size for piece in self._theirs[kind])
-                self._fresh[kind] = self._room(size, self.state.shards[kind].array.dtype)
-                pending.append(axis.start_recv(self._fresh[kind], self._source, tag=kind, label="buddy"))
+            if self._neighbour_needs[kind]:
+                size = sum(piece.size for piece in self._neighbour_layouts[kind])
+                self._received[kind] = self._allocate(size, self.state.shards[kind].array.dtype)
+                pending.append(axis.start_recv(self._received[kind], self._neighbour_rank, tag=kind, label="buddy"))
         for kind in written:
-            if self._gives[kind]:
-                pending.append(axis.start_send(self.state.shards[kind].array, self._to, tag=kind, label="buddy"))
+            if self._buddy_needs[kind]:
+                pending.append(axis.start_send(self.state.shards[kind].array, self._buddy, tag=kind, label="buddy"))
         try:
             for each in pending:
                 each.wait()
@@ -194,20 +195,20 @@ class Committed:
 
     def commit(self) -> None:
         """Make the present state the committed one."""
-        self._spare += [self._copies[kind] for kind in self._fresh if kind in self._copies]
-        self._copies |= self._fresh
-        self._fresh = {}
-        self._copied = self._sent
-        self._facts = None
+        self._free += [self._neighbour_copies[kind] for kind in self._received if kind in self._neighbour_copies]
+        self._neighbour_copies |= self._received
+        self._received = {}
+        self._buddy_versions = self._sent_versions
+        self._facts_at_begin = None
 
-    def roll_back(self) -> dict[str, Any] | None:
+    def rollback(self) -> dict[str, Any] | None:
         """Restore the arrays as they were at `begin`; returns the facts of then, None if no step had begun."""
-        facts, self._facts = self._facts, None
+        facts, self._facts_at_begin = self._facts_at_begin, None
         if facts is not None:
-            for before, shard in zip(self._before, self.state.shards, strict=True):
+            for before, shard in zip(self._own_copies, self.state.shards, strict=True):
                 shard.array[...] = before
-        self._spare += self._fresh.values()
-        self._fresh = {}
+        self._free += self._received.values()
+        self._received = {}
         return facts
 
     def source(self, alive: Collection[int]) -> RunState:
@@ -216,25 +217,25 @@ class Committed:
             return self.state
         shards = []
         for kind, shard in enumerate(self.state.shards):
-            if not self._keeps[kind]:
+            if not self._neighbour_needs[kind]:
                 shards.append(shard)
                 continue
             own = shard.array.size
-            theirs = tuple(replace(piece, start=piece.start + own) for piece in self._theirs[kind])
-            array = arrays.joined([shard.array, arrays.on_device_of(self._copies[kind], like=shard.array)])
+            theirs = tuple(replace(piece, start=piece.start + own) for piece in self._neighbour_layouts[kind])
+            array = arrays.joined([shard.array, arrays.on_device_of(self._neighbour_copies[kind], like=shard.array)])
             shards.append(Shard(shard.kind, array, (*shard.holding, *theirs), (*shard.counted, *theirs)))
         return replace(self.state, shards=tuple(shards))
 
-    def _written(self, since: Mapping[str, int], versions: Mapping[str, int]) -> list[int]:
+    def _written_since(self, since: Mapping[str, int], versions: Mapping[str, int]) -> list[int]:
         """The numbers of the shards that may have been written since these versions."""
         kinds = enumerate(self.state.kinds)
         return [kind for kind, name in kinds if name not in versions or versions[name] != since.get(name)]
 
-    def _room(self, size: int, dtype: np.dtype) -> Array:
+    def _allocate(self, size: int, dtype: np.dtype) -> Array:
         """Memory for an array: of an earlier copy if one has this size and dtype."""
-        fitting = (number for number, array in enumerate(self._spare) if (array.size, array.dtype) == (size, dtype))
+        fitting = (number for number, array in enumerate(self._free) if (array.size, array.dtype) == (size, dtype))
         number = next(fitting, None)
-        return np.empty(size, dtype) if number is None else self._spare.pop(number)
+        return np.empty(size, dtype) if number is None else self._free.pop(number)
 
 
 class RunStatus(NamedTuple):
@@ -325,13 +326,13 @@ class Transactions:
         self._membership = membership
         self._agreements = agreements
         self._among_all = among_all
-        self._committed: Committed | None = None
+        self._checkpoint: BuddyCheckpoint | None = None
         self._ready: StepOutcome | None = None  # of the step that is ready to be committed
 
     @property
     def has_state(self) -> bool:
         """True if this process has a part of the committed state."""
-        return self._committed is not None
+        return self._checkpoint is not None
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -343,10 +344,10 @@ class Transactions:
 
     def compute(self) -> None:
         """Take a step that is to be committed or rolled back.  Collective over the workers."""
-        committed = self._state()
-        committed.begin(self._training.optimizer.state.facts)
+        checkpoint = self._current()
+        checkpoint.begin(self._training.optimizer.state.facts)
         outcome = self._training.take_step(self.status.committed_step + 1)
-        committed.send_copies()
+        checkpoint.send_to_buddy()
         self._ready = outcome
 
     def commit(self) -> StepOutcome:
@@ -354,18 +355,18 @@ class Transactions:
         outcome = self._ready
         assert outcome is not None
         with self._training.report.phase("commit"):
-            self._state().commit()
+            self._current().commit()
         self.status = self.status._replace(committed_step=self.status.committed_step + 1)
         self._training.finish_step(outcome)
         self._ready = None
         return outcome
 
-    def roll_back(self) -> None:
+    def rollback(self) -> None:
         """Return to parameters and state of the last committed step, if another one has begun.
 
         Its gradients are dropped when the optimizer's arrays are made again, for the ranks that are left.
         """
-        facts = self._state().roll_back()
+        facts = self._current().rollback()
         if facts is not None:
             self._training.optimizer.state.restore(facts)
         self._ready = None
@@ -375,13 +376,13 @@ class Transactions:
 
         Collective over the workers.
         """
-        optimizer, committed = self._training.optimizer, self._state()
+        optimizer, checkpoint = self._training.optimizer, self._current()
         if optimizer.state.needs_consolidation:
-            committed.begin(optimizer.state.facts)
+            checkpoint.begin(optimizer.state.facts)
             optimizer.state.consolidate()
-            committed.send_copies()
+            checkpoint.send_to_buddy()
             self._agreements.agree_as_workers()
-            committed.commit()
+            checkpoint.commit()
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
@@ -397,36 +398,36 @@ class Transactions:
         if newest.committed_step > self.status.committed_step:
             self.commit()
         else:
-            self.roll_back()
+            self.rollback()
         self.status = newest
 
     # -- other workers ----------------------------------------------------------------------------------------------
 
     def source(self) -> RunState | None:
         """The part of the committed state that this process can give, with the optimizer's facts, or None."""
-        committed = self._committed
-        if committed is None:
+        checkpoint = self._checkpoint
+        if checkpoint is None:
             return None
-        if committed.facts is None:  # a move that fails leaves other facts in the optimizer
-            committed.facts = self._training.optimizer.state.facts
-        return replace(committed.source(self._membership.roles.identities), facts=committed.facts)
+        if checkpoint.facts is None:  # a move that fails leaves other facts in the optimizer
+            checkpoint.facts = self._training.optimizer.state.facts
+        return replace(checkpoint.source(self._membership.roles.identities), facts=checkpoint.facts)
 
-    def copy_anew(self) -> Committed:
+    def new_checkpoint(self) -> BuddyCheckpoint:
         """Make the present state the committed one, with copies at new buddies.  Collective over the workers."""
         membership, mesh = self._membership, self._training.optimizer.mesh
         axis = mesh.world if self._among_all else mesh.data
         identities = [membership.roles.identities[rank] for rank in axis.members]
         nodes = [membership.roles.peers[rank].host for rank in axis.members]
         state = self._training.optimizer.state
-        return Committed(axis, identities, nodes, state.capture(), lambda: state.versions)
+        return BuddyCheckpoint(axis, identities, nodes, state.capture(), lambda: state.versions)
 
     def restore(self, status: RunStatus) -> None:
         self.status = status
 
-    def install(self, committed: Committed | None) -> None:
+    def install(self, checkpoint: BuddyCheckpoint | None) -> None:
         """Drop the old committed state for a new one; None in a spare."""
-        self._committed = committed
+        self._checkpoint = checkpoint
 
-    def _state(self) -> Committed:
-        assert self._committed is not None
-        return self._committed
+    def _current(self) -> BuddyCheckpoint:
+        assert self._checkpoint is not None
+        return self._checkpoint

@@ -22,7 +22,7 @@ from mpishard.comm.channel import Channel
 from mpishard.elastic import loop
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.elastic.phases import Phase, next_phase
-from mpishard.elastic.transactions import Committed, Transactions
+from mpishard.elastic.transactions import BuddyCheckpoint, Transactions
 from mpishard.parameters.flat import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
@@ -304,7 +304,7 @@ def test_the_copies_of_the_state_go_with_the_run(mesh):
     gc.disable()
     try:
         optimizer.optimize(own_problem(), progress=False)
-        assert not [each for each in gc.get_objects() if isinstance(each, Committed)]
+        assert not [each for each in gc.get_objects() if isinstance(each, BuddyCheckpoint)]
     finally:
         gc.enable()
 
@@ -331,10 +331,10 @@ def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):
 
     def compare(transactions):
         outcome = commit(transactions)
-        committed, axis = transactions._committed, transactions._training.optimizer.mesh.data
-        everything = axis.allgather_object([shard.array.tobytes() for shard in committed.state.shards])
-        kept = {kind: copy.tobytes() for kind, copy in committed._copies.items()}
-        theirs = everything[committed._source]
+        checkpoint, axis = transactions._checkpoint, transactions._training.optimizer.mesh.data
+        everything = axis.allgather_object([shard.array.tobytes() for shard in checkpoint.state.shards])
+        kept = {kind: copy.tobytes() for kind, copy in checkpoint._neighbour_copies.items()}
+        theirs = everything[checkpoint._neighbour_rank]
         assert kept == ({kind: theirs[kind] for kind in kept} if axis.size > 1 else {})
         assert len(kept) == (len(theirs) - 1 if axis.size > 1 else 0)  # all ranks have the parameters
         return outcome
@@ -342,7 +342,7 @@ def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):
     def twice(transactions):
         if transactions.status.committed_step in again:
             compute(transactions)
-            transactions.roll_back()
+            transactions.rollback()
         compute(transactions)
 
     def run(resizes):

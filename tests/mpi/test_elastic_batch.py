@@ -142,7 +142,7 @@ def test_a_step_that_is_taken_back_takes_its_samples_again(mesh, monkeypatch):
     def twice(transactions):
         if transactions.status.committed_step in (3, 7):
             compute(transactions)
-            transactions.roll_back()
+            transactions.rollback()
         compute(transactions)
 
     resizes = {3: 1, 7: mesh.size}

@@ -158,7 +158,7 @@ class Training:
 
 
 class State:
-    """In place of a `Committed`."""
+    """In place of a `BuddyCheckpoint`."""
 
     def __init__(self):
         self.facts = None
@@ -166,13 +166,13 @@ class State:
     def begin(self, facts):
         self.facts = dict(facts)
 
-    def send_copies(self):
+    def send_to_buddy(self):
         pass
 
     def commit(self):
         self.facts = None
 
-    def roll_back(self):
+    def rollback(self):
         facts, self.facts = self.facts, None
         return facts
 
@@ -207,7 +207,7 @@ def test_a_step_that_fails_is_what_it_is_to_the_others(transactions, failing, co
 
 
 def test_going_back_without_a_step(transactions):
-    transactions.roll_back()
+    transactions.rollback()
     assert transactions._training.facts == {"steps": 3}
 
 

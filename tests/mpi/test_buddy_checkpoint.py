@@ -9,7 +9,7 @@ import standin
 from mpishard import ParameterSpec
 from mpishard.backend import array as arrays
 from mpishard.comm.deferred import DEFERRED
-from mpishard.elastic.transactions import Committed
+from mpishard.elastic.transactions import BuddyCheckpoint
 from mpishard.layout.run_state import RunState, Shard
 from mpishard.layout.tensors import Piece
 
@@ -25,16 +25,16 @@ def test_a_step_is_undone_and_the_state_of_a_dead_neighbour_is_given_to_others(m
         (ParameterSpec("x", (SIZE * axis.size,)),), (Shard("optimizer/exp_avg", array, pieces, pieces),), {}
     )
     ranks = list(range(axis.size))
-    committed = Committed(axis, ranks, ["node"] * axis.size, state, dict)
+    committed = BuddyCheckpoint(axis, ranks, ["node"] * axis.size, state, dict)
     committed.begin({"step": 1})
     array.fill(99)
-    committed.send_copies()
-    assert committed.roll_back() == {"step": 1}
+    committed.send_to_buddy()
+    assert committed.rollback() == {"step": 1}
     assert (arrays.to_host(array) == axis.rank + 1).all()
 
     committed.begin({"step": 2})
     array *= 10.0
-    committed.send_copies()
+    committed.send_to_buddy()
     committed.commit()
     assert (arrays.to_host(committed.source(ranks).shards[0].array) == 10 * (axis.rank + 1)).all()
     if axis.size > 1:
@@ -54,7 +54,7 @@ def test_copies_of_several_arrays_leave_the_device_before_the_host_waits(mesh, m
     shards = [Shard(f"optimizer/{number}", array, pieces, pieces) for number, array in enumerate(given)]
     ranks = list(range(axis.size))
     state = RunState((ParameterSpec("x", (SIZE * axis.size,)),), tuple(shards), {})
-    committed = Committed(axis, ranks, ["node"] * axis.size, state, dict)
+    committed = BuddyCheckpoint(axis, ranks, ["node"] * axis.size, state, dict)
     monkeypatch.setattr(standin.Stream, "pass_one", lambda self: None)
     usual = type(DEFERRED).until
 
@@ -65,6 +65,6 @@ def test_copies_of_several_arrays_leave_the_device_before_the_host_waits(mesh, m
 
     monkeypatch.setattr(type(DEFERRED), "until", until)
     monkeypatch.setattr(type(DEFERRED), "flush", lambda self: waited.append("flush"))
-    committed.send_copies()
+    committed.send_to_buddy()
     assert waited == ([3] if axis.size > 1 else [])
     committed.commit()
