@@ -438,7 +438,7 @@ class Healing:
         self._note_healed(step)
         dead = [str(who) for who in before if who not in membership.roles.identities]
         if membership.rank == 0:
-            log.warn(f"lost {_names(dead)}; {membership.roles.size} workers remain; continuing from step {step}")
+            log.warn(f"lost {_names(dead)}; {membership.roles.workers} workers continue from step {step}")
         if membership.roles.able < target.min_workers:
             raise RunLost(f"{membership.roles.able} whole workers remain, and min_workers={target.min_workers}")
         run.recruiter.note_death(step, max(each.last_disruption for each in survivors))
