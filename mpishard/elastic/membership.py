@@ -3,7 +3,7 @@
 One communicator holds all of them.  It changes only when a process dies (ULFM: revoke and shrink) or spawned processes
 join.  For every new number of workers the mesh is split from it again.  The calls are those of Bland et al.,
 "Post-failure recovery of MPI communication capability" (2013).  `Roles`, a pure function of facts that all have, says
-who works; `StoppedPeerMonitor` kills processes that are stopped, so that ULFM handles them like the dead.
+who works; `StoppedPeerMonitor` kills processes that are stopped, so that ULFM handles them like lost ones.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import spawned_cell
 from mpishard.elastic.spawning import JoiningProcess, SpawnRequest, in_time, meet
 from mpishard.io.log import warn
+from mpishard.launch.processes import process_facts
 from mpishard.layout.tensors import ModelParallelRank
 
 # Every process of an elastic run watches its peers on the same host in ``/proc``, in a thread that makes no call of
@@ -107,8 +108,7 @@ def _end(peer: Peer, seconds: float) -> None:
 def _look(number: int) -> tuple[str, str]:
     """State of a process ("T": stopped), and its start in clock ticks since the boot; empty if it is gone."""
     try:
-        # The fields follow the program's name, which is in brackets and may contain any character.
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        fields = process_facts(number)
     except OSError:
         return "", ""
     return fields[0], fields[19]
@@ -123,7 +123,7 @@ class Member(NamedTuple):
     workers: int  # the number of workers that it wants; 0 if it does not know
     leaves: bool  # it has been asked to leave
     ends: bool  # it knows that the run ends
-    lost: bool  # it knows that a process has died
+    lost: bool  # it knows that a process was lost
     peer: Peer
 
 
@@ -409,7 +409,7 @@ class Membership:
         self.axis.revoke()
 
     def shrink(self) -> None:
-        """Remove the dead processes.  Collective over the survivors, whose order on the axis stays.
+        """Remove the lost processes.  Collective over the survivors, whose order on the axis stays.
 
         If another one dies meanwhile, this raises MPI.Exception on all of them, and the axis stays as it was.
         """

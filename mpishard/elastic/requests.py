@@ -173,7 +173,7 @@ class Recruiter:
     """Owns the request for processes that are being spawned; only the first worker has one.
 
     The spawned processes get the tensor and pipeline size of `place`; they can join only the first run of this process
-    (`first_run`).  With `respawn`, processes are spawned to replace the dead.  `last_disruption` is the last step
+    (`first_run`).  With `respawn`, processes are spawned to replace lost ones.  `last_disruption` is the last step
     before a process died or joined, -1 without one; all processes know it.
     """
 
@@ -221,8 +221,8 @@ class Recruiter:
             self._request.give_up()
             self._request = None
 
-    def note_death(self, step: int, last_disruption: int) -> None:
-        """Note that processes have died after a step, and want no others in their place if that would not help.
+    def note_lost(self, step: int, last_disruption: int) -> None:
+        """Note that processes were lost after a step, and want no others in their place if that would not help.
 
         A fault that recurs at one step, or kills every new worker, would otherwise spawn new ones forever.
         `last_disruption` is the newest of all survivors.

@@ -171,7 +171,7 @@ class ElasticOptions:
     target: WorkerTarget
     requests: ResizeRequests
     monitor: StoppedPeerMonitor  # kills processes of this host that are stopped
-    respawn: bool  # processes are spawned to replace the dead
+    respawn: bool  # processes are spawned to replace lost ones
     scaling: str  # the policy of `Scaling`
     choice: MeshChoice | None = None  # None: the tensor and pipeline sizes stay
     build: Callable[[Mesh], Objective[Any]] | None = None  # makes the problem for a mesh; given with `choice`
@@ -388,8 +388,8 @@ class Resizing:
             sent = reshard_state(self._run.membership.axis, source, target)
         except ValueError:
             raise RunLost(
-                "state is lost: those who died had all copies of it; start the run again from its newest checkpoint, "
-                "as `mpishard run --elastic` does"
+                "state is lost with the processes that had all copies of it; start the run again from its newest "
+                "checkpoint, as `mpishard run --elastic` does"
             ) from None
         return ResizeMetadata.from_wire(sent)
 
@@ -406,13 +406,13 @@ class Resizing:
 
 
 class Healing:
-    """Removes dead processes from the run; it has no state, `run` owns all of it."""
+    """Removes lost processes from the run; it has no state, `run` owns all of it."""
 
     def __init__(self, run: ElasticRun) -> None:
         self._run = run
 
     def heal(self) -> Order:
-        """Remove the dead processes and return to the last committed step; returns the order for the next workers.
+        """Remove the lost processes and return to the last committed step; returns the order for the next workers.
 
         Collective over the survivors, which come here from anywhere; if another one dies meanwhile, MPI.Exception is
         raised, and `heal` is called again.  Raises RunLost if the survivors lack a part of the state, or are too few.
@@ -429,19 +429,19 @@ class Healing:
         survivors = self._exchange()
         known = [each for each in survivors if each.has_state]
         if not known:
-            raise RunLost("all workers have died; start the run again from its newest checkpoint")
+            raise RunLost("all workers are lost; start the run again from its newest checkpoint")
         newest = RunStatus.newest(each.status for each in known)
         target.adopt_request(max(each.request for each in known))
         if transactions.has_state:
             transactions.adopt(newest)
         step = newest.committed_step
         self._note_healed(step)
-        dead = [str(who) for who in before if who not in membership.roles.identities]
+        lost = [str(who) for who in before if who not in membership.roles.identities]
         if membership.rank == 0:
-            log.warn(f"lost {_names(dead)}; {membership.roles.workers} workers continue from step {step}")
+            log.warn(f"lost {_names(lost)}; {membership.roles.workers} workers continue from step {step}")
         if membership.roles.able < target.min_workers:
             raise RunLost(f"{membership.roles.able} whole workers remain, and min_workers={target.min_workers}")
-        run.recruiter.note_death(step, max(each.last_disruption for each in survivors))
+        run.recruiter.note_lost(step, max(each.last_disruption for each in survivors))
         run.decisions.forget_recruits()
         stops = transactions.status.stop_reason
         return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
@@ -461,8 +461,8 @@ class Healing:
                 folder.note_healed(self._run.membership.roles.size, step)
 
 
-def _names(dead: list[str]) -> str:
-    """The dead in a message; "a joining process" if only such a one has died."""
-    if not dead:
+def _names(lost: list[str]) -> str:
+    """The lost processes in a message; "a joining process" if only such a one was lost."""
+    if not lost:
         return "a joining process"
-    return f"process {dead[0]}" if len(dead) == 1 else f"processes {', '.join(dead)}"
+    return f"process {lost[0]}" if len(lost) == 1 else f"processes {', '.join(lost)}"

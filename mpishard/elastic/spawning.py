@@ -140,7 +140,7 @@ class SpawnRequest:
                 if len(coming) < self.processes and not self.problem:
                     self._fail(f"{self.processes - len(coming)} of them do not answer")
         except MPI.Exception as error:
-            self._fail(_dead(error))
+            self._fail(_one_lost(error))
         return "" if self.problem else self._port.decode()
 
     def check(self) -> None:
@@ -199,15 +199,15 @@ class SpawnRequest:
                     self._fail("nobody is wanted any more")
                     return
         except MPI.Exception as error:
-            self._fail(_dead(error))
+            self._fail(_one_lost(error))
             return
         self.here = True
 
     def _say(self, inter: MPI.Intercomm, word: bytes) -> None:
         """Send a word to all joining processes that live; Open MPI would wait forever for one that has just died."""
-        dead, sends = _dead_ranks(inter), []
+        lost, sends = _lost_ranks(inter), []
         for who in range(self.processes):
-            if who not in dead:
+            if who not in lost:
                 with contextlib.suppress(MPI.Exception):
                     sends.append(inter.Isend(word, who, WORD))
         limit = time.monotonic() + _SAYING_S
@@ -232,7 +232,7 @@ class SpawnRequest:
             die(f"mpishard: spawned processes have not started within {_START_S} s; under this MPI all wait for that")
 
     def _fail(self, problem: str) -> None:
-        """Order all joining processes to end, and keep why; the dead do not receive the order."""
+        """Order all joining processes to end, and keep why; lost ones do not receive the order."""
         inter, self._inter = self._inter, None
         assert inter is not None
         self._say(inter, GO)
@@ -254,14 +254,14 @@ def meet(comm: MPI.Intracomm, port: str, root: int = 0, joins: bool = False) -> 
     return merged
 
 
-def _dead_ranks(inter: MPI.Intercomm) -> list[int]:
-    """The ranks at the other end that have died, as far as this MPI reports them."""
+def _lost_ranks(inter: MPI.Intercomm) -> list[int]:
+    """The lost ranks at the other end, as far as this MPI reports them."""
     with contextlib.suppress(MPI.Exception, NotImplementedError):
         return MPI.Group.Translate_ranks(inter.Get_failed(), None, inter.Get_remote_group())
     return []
 
 
-def _dead(error: MPI.Exception) -> str:
+def _one_lost(error: MPI.Exception) -> str:
     return f"one has died ({error.Get_error_string()})"
 
 
@@ -369,7 +369,10 @@ def _run(arguments: list[str]) -> None:
 
 
 class JoiningProcess:
-    """This process, until it has joined the run that has spawned it; `waits` is true until then."""
+    """This process, until it has joined the run that has spawned it; `waits` is true until then.
+
+    If it cannot join, it kills itself: Finalize would wait for lost processes, and an exit code would end the run.
+    """
 
     this: ClassVar[JoiningProcess]
 
@@ -400,7 +403,7 @@ class JoiningProcess:
         try:
             merged = in_time(lambda: meet(world, port, joins=True), world.Iprobe)
         except MPI.Exception:
-            _vanish()
+            die("")
         self.waits = False
         self._listener.join()
         self._leader.Free()
@@ -420,7 +423,7 @@ class JoiningProcess:
         try:
             self._leader.Send(text.encode(), 0, tag)
         except MPI.Exception:
-            _vanish()
+            die("")
 
     def _listen(self) -> None:
         try:
@@ -432,7 +435,7 @@ class JoiningProcess:
                 self._mind_others()
                 time.sleep(NAP_S)
         except MPI.Exception:
-            _vanish()
+            die("")
 
     def _mind_others(self) -> None:
         """Inform the leader if a process spawned with this one has died; MPI may not inform the leader itself."""
@@ -466,9 +469,3 @@ class JoiningProcess:
         # C's exit runs the exit handlers of C, in which MPICH informs its launcher that the process ended in order.
         ctypes.PyDLL(None).exit(0)
         raise AssertionError
-
-
-def _vanish() -> NoReturn:
-    """Kill this process, since it cannot join: Finalize would wait for the dead, and an exit code would end the run."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError

@@ -212,7 +212,7 @@ class BuddyCheckpoint:
         return facts
 
     def source(self, alive: Collection[int]) -> RunState:
-        """The state that this rank can give to others: its own, and that of its neighbour if the neighbour has died."""
+        """The state that this rank can give to others: its own, and that of its neighbour if the neighbour is lost."""
         if self.neighbour in alive:
             return self.state
         shards = []

@@ -52,6 +52,12 @@ def adopt_orphans() -> None:
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
+def process_facts(number: int | str) -> list[str]:
+    """The fields of a process in ``/proc/NUMBER/stat`` from its state on ("T": stopped); OSError if it is gone."""
+    # The name of the program before them, in brackets, may hold anything.
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+
+
 def descendants() -> set[int]:
     """Process numbers of all living descendants of this process."""
     return set(_parents())
@@ -63,8 +69,7 @@ def _parents() -> dict[int, int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                # The name of the program, in brackets, may hold anything.
-                state, number, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                state, number, *_ = process_facts(folder.name)
                 if state not in "ZX":
                     children.setdefault(int(number), []).append(int(folder.name))
     found: dict[int, int] = {}

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.io.files import open_to_append, open_to_read, parsed
+from mpishard.launch.processes import process_facts
 
 _END = 65536
 _BLOCK = 2**20
@@ -592,7 +593,7 @@ def state_here(name: str) -> str:
     if host != os.uname().nodename:
         return ""
     try:
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+        state = process_facts(number)[0]
     except OSError:
         return GONE
     return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""

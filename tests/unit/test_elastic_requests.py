@@ -242,7 +242,7 @@ def test_nobody_can_come_to_another_run_of_the_process(made, membership, target_
 )
 def test_whether_the_dead_are_replaced(membership, target_of_recruiter, respawn, step, disruption, workers):
     recruits = make(membership, target_of_recruiter, respawn=respawn)
-    recruits.note_death(step, disruption)
+    recruits.note_lost(step, disruption)
     assert (target_of_recruiter.agreed_size, recruits.last_disruption) == (workers, step)
 
 
