@@ -110,7 +110,7 @@ def child_bandwidth(setting: Setting) -> dict[str, Any]:
     optimizer.bind(model.parameters)
     model.parameters.gradients.flat.fill(1e-3)
     parameters = model.parameters.flat.nbytes
-    on_rank = optimizer.state.binding.on_rank
+    on_rank = optimizer.state.on_rank
 
     x, dy, dx = (filled(rows, width) for _ in range(3))
     weight, bias = filled(width), filled(width)

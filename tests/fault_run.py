@@ -244,7 +244,7 @@ def run(case: Case, folder: Path) -> None:
         with inner.averaged_parameters():
             average = mpishard.as_distributed(models[0], mesh).gather_full_parameters()
         losses = np.concatenate([losses, result.validation_steps, result.validation_losses])
-        slots = inner.state.binding.gather().slots
+        slots = inner.state.gather().slots
         found = {
             "parameters": hashlib.sha256(full.tobytes()).hexdigest(),
             "slots": hashlib.sha256(b"".join(slots[name].tobytes() for name in sorted(slots))).hexdigest(),

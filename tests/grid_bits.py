@@ -205,7 +205,7 @@ def train(
 
 def whole(model: Any, optimizer: Any) -> Tensors:
     """All tensors of parameters and slots, whole, sorted by name.  Collective."""
-    full = optimizer.state.binding.gather()
+    full = optimizer.state.gather()
     values = mpishard.as_distributed(model, optimizer.mesh).gather_full_parameters()
     starts = list(itertools.accumulate((spec.size for spec in full.specs), initial=0))
     found = {}

@@ -16,9 +16,9 @@ division of the state     ``strategies``: which; ``ownership``: the ranges of a 
 a step                    ``sharded_optimizer``; ``gradient_norm``: clipping's, and NaN; ``update``, also by a
                           method, with the norms of LAMB; ``matrices``: those that Muon needs whole
 methods                   ``method_state``: a minimisation as state of an optimizer
-the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need, and of which
-                          parameters; ``rank_state``: the arrays of one rank, with layouts; ``results``: the numbers;
-                          ``full_state``: as one value for any layout; ``serialization``: as bytes
+the state                 ``optimizer_state``: created, bound, saved, restored and rebuilt; ``rank_state``: the
+                          numbers, and the arrays of one rank with their layouts; ``full_state``: full tensors as one
+                          value for any layout, and as bytes
 state of Local SGD        ``local_sgd``: the averages and the steps in between
 ========================  ============================================================================================
 """

@@ -1,32 +1,38 @@
-"""The full state of an optimizer as one value, with arrays of the whole model: what every layout can take up."""
+"""The full state of an optimizer as one value, which every layout can take up, and as bytes.
+
+The bytes are an HDF5 file image with a seal, checked before HDF5 opens it, see `mpishard.io.hdf5`. It stores every
+state array with full tensors by name, so that any layout can read it. Nothing is pickled.
+"""
 
 from __future__ import annotations
 
+import io
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
+import h5py
 import numpy as np
 
-from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import Box, box_size
-from mpishard.layout.run_state import brief
-from mpishard.layout.tensors import ParameterSpec, cut_holding
-from mpishard.parameters.flat import FlatParameters
+from mpishard.backend.array import FLOATS
+from mpishard.data_parallel.rank_state import OUTER, check_numbers
+from mpishard.io import hdf5
+from mpishard.io.hdf5 import USER_BLOCK, FileImage
+from mpishard.layout.run_state import brief, link_name
+from mpishard.layout.tensors import ParameterSpec
 
-Array = Any
-
-
-OUTER = "outer/"  # before the name of a slot of the outer rule, among the kinds of state
+_IMAGE = FileImage(b"mpishard optimizer state\0", 1, "optimizer state")
+_MOST_DIMENSIONS = 32  # of HDF5
+_EXTENT_LIMIT = 2**60  # sizes of longer tensors would overflow int64
 
 
 @dataclass(frozen=True)
 class FullState:
     """The whole state of an optimizer: `slots` maps a slot's name to its flat array over all tensors in `specs`."""
 
-    # One field for each thing in the file that `serialization` writes.
+    # One field for each thing in the file that `encode` writes.
     rule: str
     configuration: Mapping[str, Any]
     steps: int
@@ -56,6 +62,12 @@ class FullState:
             **({"minimizer.json": self.minimizer} if self.minimizer else {}),
         }
 
+    def identity(self, data: bytes) -> dict[str, str]:
+        """What must be the same on all ranks of this state, which was read from `data`, by name."""
+        numbers = {"steps": self.steps, "skipped_steps": self.skipped_steps, "loss_scale": self.loss_scale}
+        facts = {f"{name} of the state": str(value) for name, value in numbers.items()}
+        return facts | {"SHA-256 of the state": f"{_IMAGE.digest(data).hex()[:16]}..."}
+
     def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
         """Raise ValueError unless the state belongs to parameters of these names, shapes and dtype, in this order."""
         saved, wanted = ([(spec.name, spec.shape) for spec in each] for each in (self.specs, specs))
@@ -71,48 +83,118 @@ class FullState:
             raise ValueError(f"the state is {self.dtype}, but the parameters are {dtype}")
 
 
-# Whole tensors from the parts on the ranks of a mesh, and back: flat arrays in the order of the specs.
+def encode(state: FullState) -> bytes:
+    """Encode a state as an HDF5 file image."""
+    file = io.BytesIO()
+    with h5py.File(file, "w", userblock_size=USER_BLOCK) as h5:
+        h5.attrs["format"] = "mpishard optimizer state"
+        h5.attrs["version"] = _IMAGE.version
+        h5.attrs["rule"] = state.rule
+        h5.attrs["configuration"] = json.dumps(dict(state.configuration), sort_keys=True)
+        h5.attrs["steps"] = state.steps
+        h5.attrs["skipped_steps"] = state.skipped_steps
+        h5.attrs["dtype"] = state.dtype.name
+        if state.loss_scale is not None:
+            h5.attrs["loss_scale"], h5.attrs["good_steps"] = state.loss_scale
+        names = [spec.name for spec in state.specs]
+        h5.create_dataset("names", data=names, dtype=h5py.string_dtype())
+        h5.create_dataset("shapes", data=[json.dumps(spec.shape) for spec in state.specs], dtype=h5py.string_dtype())
+        if state.outer_rule:
+            h5.attrs["outer_rule"], h5.attrs["outer_steps"] = state.outer_rule, state.outer_steps
+        if state.minimizer:
+            h5.attrs["minimizer"] = json.dumps(dict(state.minimizer), sort_keys=True)
+        for slot, flat in state.slots.items():
+            _write(h5.create_group(f"slots/{slot}"), flat, state.specs)
+        for kind, flat in state.others.items():
+            _write(h5.create_group(f"others/{link_name(kind)}"), flat, state.specs)
+    return _IMAGE.seal(file.getvalue())
 
-Range = tuple[int, int]
+
+def _write(group: h5py.Group, flat: np.ndarray, specs: Sequence[ParameterSpec]) -> None:
+    start = 0
+    for spec in specs:
+        group.create_dataset(link_name(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
+        start += spec.size
 
 
-def gather_whole(world: Axis, parameters: FlatParameters, ranges: Sequence[Range], values: np.ndarray) -> np.ndarray:
-    """All elements of the model, whole, end to end in the order of `specs`, on every rank. Collective over `world`.
+def decode(data: bytes) -> FullState:
+    """Decode a file image of `encode`.
 
-    `values` are those of `ranges`, end to end: ascending ranges of this rank's flat order; the ranges of all ranks of a
-    data axis contain every element once. The bits are the same on every rank.
+    Raises TypeError if `data` is not bytes, ValueError if they are not a state, or are truncated, altered or of another
+    version.
     """
-    specs = parameters.specs
-    number = {spec.name: index for index, spec in enumerate(specs)}
-    pieces = [
-        piece for piece in cut_holding(parameters.pieces, ranges) if parameters.place.counts(specs[number[piece.name]])
-    ]
-    own = np.concatenate([values[:0], *(values[piece.start : piece.start + piece.size] for piece in pieces)])
-    layouts = world.allgather_object(tuple((number[piece.name], piece.box) for piece in pieces))
-    counts = [sum(box_size(box) for _, box in boxes) for boxes in layouts]
-    joined = world.all_gather(np.empty(sum(counts), values.dtype), own, counts, label="state")
-    whole = np.empty(sum(spec.size for spec in specs), values.dtype)
-    tensors = _tensors(whole, specs)
-    offset = 0
-    for boxes in layouts:
-        for tensor, box in boxes:
-            target = tensors[tensor][_slices(box)]
-            target[...] = joined[offset : offset + box_size(box)].reshape(target.shape)
-            offset += box_size(box)
-    return whole
+    _IMAGE.check(data)
+    try:
+        with h5py.File(io.BytesIO(data), "r") as h5:
+            return _read(h5, len(data))
+    except Exception as error:  # h5py raises errors of many kinds for invalid content
+        # The SHA-256 is right, so that the bytes are not damaged: another program than `encode` wrote them.
+        reason = brief(str(error) or type(error).__name__)
+        raise ValueError(f"these bytes are no optimizer state that this mpishard understands: {reason}") from None
 
 
-def cut_whole(whole: np.ndarray, parameters: FlatParameters, ranges: Sequence[Range]) -> np.ndarray:
-    """The values of `ranges` of this rank's flat order, end to end, from a flat array of the whole model."""
-    tensors = dict(zip((spec.name for spec in parameters.specs), _tensors(whole, parameters.specs), strict=True))
-    pieces = cut_holding(parameters.pieces, ranges)
-    return np.concatenate([whole[:0], *(tensors[piece.name][_slices(piece.box)].reshape(-1) for piece in pieces)])
+def _read(h5: h5py.File, length: int) -> FullState:
+    names, shapes = _texts(h5, "names", length), [json.loads(shape) for shape in _texts(h5, "shapes", length)]
+    for shape in shapes:
+        if len(shape) > _MOST_DIMENSIONS or not all(type(extent) is int and extent < _EXTENT_LIMIT for extent in shape):
+            raise ValueError(f"a tensor of shape {brief(shape)}")
+    specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
+    facts = {name: hdf5.attribute(h5, name) for name in h5.attrs}
+    dtype = np.dtype(facts["dtype"])
+    if dtype not in FLOATS:
+        raise ValueError(f"state of dtype {dtype}")
+    check_numbers(facts)
+    groups, others = _children(h5, "slots"), _children(h5, "others")
+    size, count = sum(spec.size for spec in specs), len(groups) + len(others)
+    if size * dtype.itemsize * count > length:
+        raise ValueError(f"{count} arrays of {size} values do not fit in {length} bytes")
+    return FullState(
+        rule=facts["rule"],
+        configuration=json.loads(facts["configuration"]),
+        steps=facts["steps"],
+        skipped_steps=facts["skipped_steps"],
+        specs=specs,
+        dtype=dtype,
+        slots={slot: _flat(group, specs, dtype) for slot, group in groups.items()},
+        loss_scale=(float(facts["loss_scale"]), facts["good_steps"]) if "loss_scale" in facts else None,
+        outer_rule=facts.get("outer_rule", ""),
+        outer_steps=facts.get("outer_steps", 0),
+        others={kind.replace("%2F", "/"): _flat(group, specs, dtype) for kind, group in others.items()},
+        minimizer=json.loads(facts.get("minimizer", "{}")),
+    )
 
 
-def _tensors(whole: np.ndarray, specs: Sequence[ParameterSpec]) -> list[np.ndarray]:
-    starts = accumulate((spec.size for spec in specs), initial=0)
-    return [whole[start : start + spec.size].reshape(spec.shape) for spec, start in zip(specs, starts, strict=False)]
+def _texts(h5: h5py.File, name: str, length: int) -> list[str]:
+    """The texts in a data set; raises ValueError if their total length is more than the image's."""
+    dataset = hdf5.open_plain(h5, name)
+    if dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
+        raise ValueError(f"{name} is {dataset.dtype} {dataset.shape}, not texts")
+    found: list[str] = []
+    for index in range(len(dataset)):  # one at a time: all may refer to one long text
+        found.append(dataset[index].decode())
+        length -= len(found[-1])
+        if length < 0:
+            raise ValueError(f"{name} is longer than the image")
+    return found
 
 
-def _slices(box: Box) -> tuple[Any, ...]:
-    return (*(slice(start, stop) for start, stop in box), ...)
+def _children(h5: h5py.File, name: str) -> dict[str, h5py.Group]:
+    """The groups in the group `name`; empty if it is missing.  Raises for links to other files."""
+    if name not in h5:
+        return {}
+    hdf5.check_hard_link(h5, name)
+    for child in h5[name]:
+        hdf5.check_hard_link(h5[name], child)
+    return dict(h5[name].items())
+
+
+def _flat(group: h5py.Group, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray:
+    flat = np.empty(sum(spec.size for spec in specs), dtype)
+    start = 0
+    for spec in specs:
+        stored = hdf5.open_plain(group, link_name(spec.name))
+        if stored.shape != spec.shape or stored.dtype != dtype:
+            raise ValueError(f"{spec.name} is {stored.dtype} {stored.shape} there, and not {dtype} {spec.shape}")
+        flat[start : start + spec.size] = stored[()].reshape(-1)
+        start += spec.size
+    return flat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,10 +15,8 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import Request
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.full_state import OUTER, FullState
 from mpishard.data_parallel.optimizer_state import OptimizerState
-from mpishard.data_parallel.rank_state import RankState, fill_slots, make_slots, shards, whole_slots
-from mpishard.data_parallel.results import Counters
+from mpishard.data_parallel.rank_state import OUTER, Counters, RankState, make_slots
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import LocalUpdates, Strategy
@@ -27,6 +25,9 @@ from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import SGD, Rule
 from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.reducer import Transfer
+
+if TYPE_CHECKING:
+    from mpishard.data_parallel.full_state import FullState
 
 Array = Any
 
@@ -415,9 +416,7 @@ class LocalState:
 
     def shards(self) -> tuple[Shard, ...]:
         """The state of the outer rule, which all workers share."""
-        slots = self.averages.slots
-        outer = zip(slots, shards(self._strategy, slots)[1 : 1 + len(slots)], strict=True)
-        return tuple(replace(shard, kind=OUTER + name) for name, shard in outer)
+        return tuple(self._on_rank.slot_shards(self.averages.slots, OUTER + "{}"))
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts are of the same outer rule."""
@@ -439,8 +438,8 @@ class LocalState:
 
     def add_to(self, full: FullState, world: Axis) -> FullState:
         """A full state with that of the outer rule.  Collective over `world`."""
-        outer = whole_slots(world, self._strategy, self.averages.slots)
-        others = {**full.others, **{OUTER + name: whole for name, whole in outer.items()}}
+        outer = self._on_rank.gather(self.averages.slots, world)
+        others = {**full.others, **{OUTER + name: slot for name, slot in outer.items()}}
         return replace(full, outer_rule=self._outer_name, outer_steps=self.outer_steps, others=others)
 
     def fill(self, full: FullState) -> None:
@@ -448,7 +447,7 @@ class LocalState:
         averages = self.averages
         averages.discard()
         self.may_differ = True
-        fill_slots(self._strategy, averages.slots, {name: full.others[OUTER + name] for name in averages.slots})
+        self._on_rank.fill(averages.slots, {name: full.others[OUTER + name] for name in averages.slots})
         averages.steps = [full.outer_steps] * self._schedule.parts
         self._steps.restart()
 

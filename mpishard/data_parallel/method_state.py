@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.full_state import FullState, cut_whole, gather_whole
 from mpishard.data_parallel.ownership import spans_of
-from mpishard.data_parallel.rank_state import RankState
-from mpishard.data_parallel.results import Counters
+from mpishard.data_parallel.rank_state import Counters, RankState, cut_full, gather_full
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.layout.run_state import Shard, whole_fact
@@ -36,6 +34,9 @@ from mpishard.minimizers.method import (
 from mpishard.minimizers.space import Space
 from mpishard.parameters.flat import FlatParameters
 
+if TYPE_CHECKING:
+    from mpishard.data_parallel.full_state import FullState
+
 Array = Any
 
 
@@ -50,7 +51,7 @@ def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array]
     def own(whole: np.ndarray | None) -> Array | None:
         if whole is None:
             return None
-        return arrays.on_device_of(cut_whole(whole, parameters, strategy.ownership.own), parameters.like)
+        return arrays.on_device_of(cut_full(whole, parameters, strategy.ownership.own), parameters.like)
 
     lower, upper, fixed, weights, scaling = map(own, whole_limits(method, parameters.specs, parameters.dtype))
     return Limits(lower, upper, fixed, weights, scaling, precondition)
@@ -83,13 +84,13 @@ class ShardedSpace(Space):
         strategy = self._strategy
         views = strategy.ownership.counted_views(strategy.ownership.state_views(vector))
         values = np.concatenate([np.empty(0, vector.dtype), *map(arrays.to_host, views)])
-        whole = gather_whole(strategy.mesh.world, strategy.parameters, strategy.ownership.counted, values)
+        whole = gather_full(strategy.mesh.world, strategy.parameters, strategy.ownership.counted, values)
         return arrays.on_device_of(whole, self.like)
 
     def own(self, whole: Array) -> Array:
         """This rank's elements of a whole vector of any memory, on the device of the vectors."""
         host = np.asarray(arrays.to_host(whole), self.like.dtype)
-        part = cut_whole(host, self._strategy.parameters, self._strategy.ownership.own)
+        part = cut_full(host, self._strategy.parameters, self._strategy.ownership.own)
         return arrays.on_device_of(part, self.like)
 
 

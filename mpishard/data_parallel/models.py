@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Unpack, overload
 from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
-from mpishard.data_parallel.full_state import gather_whole
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, optimizer_of
 from mpishard.data_parallel.ownership import TensorCopies
+from mpishard.data_parallel.rank_state import gather_full
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
@@ -106,7 +106,7 @@ class ShardedModel:
             whole = parameters.flat.copy()
             return self._axis.all_gather(whole, label="parameters")
         ranges, shard = self._shards()
-        host = gather_whole(mesh.world, parameters, ranges, arrays.to_host(shard))
+        host = gather_full(mesh.world, parameters, ranges, arrays.to_host(shard))
         return arrays.on_device_of(host, shard)
 
     def _shards(self) -> tuple[list[tuple[int, int]], Array]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import ModelParallelGroup
-from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.method_state import MethodState
-from mpishard.data_parallel.rank_state import RankState, slot_names
-from mpishard.data_parallel.results import Counters, check_numbers
+from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers, slot_names
 from mpishard.data_parallel.settings import Configured, NumericsFingerprint, Settings, changed_settings
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
@@ -27,13 +25,14 @@ from mpishard.layout.run_state import SLOT, RunState, Shard, names_fact, whole_f
 from mpishard.optim import Rule
 from mpishard.parameters.flat import CarriedState, FlatParameters
 
-# What an optimizer's state asks of state that comes on top of the rule's.
+if TYPE_CHECKING:
+    from mpishard.data_parallel.full_state import FullState  # imports h5py, which only `serialize` and `gather` need
 
 
 class AuxiliaryState(Protocol):
     """State that an optimizer has in addition to that of its rule, such as the averages of `LocalSGDOptimizer`.
 
-    `Binding` and `OptimizerState` call these methods, within their own of the same names; collective where those are.
+    `OptimizerState` calls these methods, within its own of the same names; collective where those are.
     """
 
     @property
@@ -108,24 +107,47 @@ class AuxiliaryState(Protocol):
         ...
 
 
-# The parameters that an optimizer trains, bound to the arrays of its state.
+class OptimizerState:
+    """The state of one optimizer: the parameters that it trains, the arrays and numbers for them, and what moves them.
 
+    It is the `state` of an optimizer, and exists before the first parameters are bound; its arrays do not.  Training
+    loops, elastic runs and checkpoints save, move and restore it.
 
-class Binding:
-    """The objects that an optimizer holds for its parameters; no arrays before the first parameters are bound.
+    Parameters
+    ----------
+    optimizer : Configured
+        Has the rule, the configuration and the strategy.
+    auxiliary : sequence of AuxiliaryState
+        State besides that of the rule.
 
-    `bind`, `rebuild`, `broadcast` and `gather` are collective over the mesh.
+    Attributes
+    ----------
+    auxiliary : tuple of AuxiliaryState
+        As given.
+    method : MethodState or None
+        The minimisation of an optimizer with a method; None with a rule.
+    counters : Counters
+        Steps, the gradient's norm and the loss scale.
+    settings : Settings
+        Those that all ranks compare.
+    numerics : NumericsFingerprint
+        What decides bits in addition to the settings.
     """
 
-    def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState]) -> None:
+    # Many members: what the optimizer, training loops, elastic runs and checkpoints ask of one state.
+    def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState] = ()) -> None:
         self.auxiliary = tuple(auxiliary)
-        self.counters = Counters(optimizer.config.loss_scale)  # steps, the gradient's norm and the loss scale
-        self.settings = Settings(optimizer, self.auxiliary)  # those that all ranks compare
-        self.numerics = NumericsFingerprint()  # what decides bits in addition to the settings
+        self.method: MethodState | None = next((each for each in auxiliary if isinstance(each, MethodState)), None)
+        self.counters = Counters(optimizer.config.loss_scale)
+        self.settings = Settings(optimizer, self.auxiliary)
+        self.numerics = NumericsFingerprint()
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
         self._checked: tuple[object, ...] | None = None  # what `check_model` has found in order
+        self._reported = False
+
+    # -- the parameters, and the arrays for them --------------------------------------------------------------------
 
     @property
     def is_bound(self) -> bool:
@@ -134,7 +156,13 @@ class Binding:
 
     @property
     def on_rank(self) -> RankState:
-        """The state on this rank; ValueError before the first parameters are bound."""
+        """The arrays on this rank.
+
+        Raises
+        ------
+        ValueError
+            Before the first parameters are bound.
+        """
         if self._on_rank is None:
             raise ValueError("there is no optimizer state before the first step")
         return self._on_rank
@@ -150,21 +178,23 @@ class Binding:
         return None if self._on_rank is None else self._on_rank.parameters
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the state arrays on this rank."""
-        if self._on_rank is None:
-            return 0
-        return self._on_rank.nbytes + sum(each.nbytes for each in self.auxiliary)
-
-    @property
-    def comparing_ranks(self) -> Axis | ModelParallelGroup:
-        """The ranks that compare their arguments of the next `step` before taking it."""
-        if self._on_rank is None or all(each.compares_next_step for each in self.auxiliary):
-            return self._optimizer.world
-        return self._on_rank.strategy.team
+    def _carried(self) -> CarriedState | None:
+        """State that comes with the parameters; None before there are any."""
+        return None if self._on_rank is None else self._on_rank.parameters.carried
 
     def check_model(self, parameters: FlatParameters) -> None:
-        """Raise ValueError unless the optimizer can train these parameters."""
+        """Raise unless the optimizer can train these parameters.
+
+        Parameters
+        ----------
+        parameters : FlatParameters
+            Those of the next step.
+
+        Raises
+        ------
+        ValueError
+            If layout, names, shapes or dtype do not fit, or another optimizer reduces their gradients.
+        """
         optimizer, was = self._optimizer, self._on_rank
         rule, config = optimizer.rule, optimizer.config
         objects = (was, parameters, parameters.sharded, rule, config)
@@ -184,7 +214,20 @@ class Binding:
             self._checked = objects
 
     def bind(self, parameters: FlatParameters) -> Strategy:
-        """Create the arrays for these parameters, or attach them to existing ones: see `ShardedOptimizer.bind`."""
+        """Create the arrays for these parameters, or attach them to existing ones.
+
+        Collective over the mesh at the first call; see `ShardedOptimizer.bind`.
+
+        Parameters
+        ----------
+        parameters : FlatParameters
+            Laid out for ``mesh.place``.
+
+        Returns
+        -------
+        Strategy
+            What spreads gradients and state of these parameters over the ranks.
+        """
         problem = None
         try:
             self.check_model(parameters)
@@ -220,48 +263,6 @@ class Binding:
         on_rank.prepare_step(self.counters)
         return on_rank.strategy
 
-    def rebuild(self, parameters: FlatParameters) -> None:
-        """Create new arrays for the parameters after the mesh has moved to other ranks; the old ones stay unchanged."""
-        self._on_rank = self._checked = None  # neither keeps the old arrays alive
-        parameters.renew()
-        self.bind(parameters)
-
-    def broadcast(self) -> None:
-        """Make all copies of parameters and state equal."""
-        self.on_rank.broadcast()
-        for each in self.auxiliary:
-            each.broadcast()
-
-    def gather(self) -> FullState:
-        """The full state, on every rank; ValueError before the first step."""
-        if self._deserialized is not None:
-            return self._deserialized
-        on_rank, rule, counters, world = self.on_rank, self._optimizer.rule, self.counters, self._optimizer.world
-        full = FullState(
-            rule=type(rule).__name__,
-            configuration=rule.configuration(),
-            steps=counters.steps,
-            skipped_steps=counters.skipped_steps,
-            specs=on_rank.parameters.specs,
-            dtype=on_rank.parameters.dtype,
-            slots=on_rank.gather_slots(world),
-            loss_scale=counters.scaling.state,
-            others=on_rank.gather_errors(world),
-        )
-        for each in self.auxiliary:
-            full = each.add_to(full, world)
-        return full
-
-    def fill(self, full: FullState) -> None:
-        """Continue from a full state; before the first parameters are bound, keep it until then."""
-        self.counters.steps, self.counters.skipped_steps = full.steps, full.skipped_steps
-        self.counters.scaling.restore(full.loss_scale)
-        if self._on_rank is None:
-            self._deserialized = full
-        else:
-            self._fill(self._on_rank, full)
-            self._on_rank.prepare_step(self.counters)
-
     def _make(self, parameters: FlatParameters) -> RankState:
         on_rank = RankState(self._optimizer, parameters)
         for each in self.auxiliary:
@@ -271,60 +272,48 @@ class Binding:
             self._deserialized = None
         return on_rank
 
-    def _fill(self, on_rank: RankState, full: FullState) -> None:
-        on_rank.fill(full)
+    def rebuild(self, parameters: FlatParameters) -> None:
+        """Create new arrays for the parameters after the mesh has moved to other ranks.  Collective over the mesh.
+
+        Arrays of an earlier `capture` stay unchanged.
+
+        Parameters
+        ----------
+        parameters : FlatParameters
+            Those that the optimizer has trained.
+        """
+        self._on_rank = self._checked = None  # neither keeps the old arrays alive
+        parameters.renew()
+        self.bind(parameters)
+
+    def broadcast(self) -> None:
+        """Make all copies of parameters and state equal.  Collective over the mesh."""
+        self.on_rank.broadcast()
         for each in self.auxiliary:
-            each.fill(full)
+            each.broadcast()
 
+    def resync(self) -> None:
+        """Broadcast after the mesh has moved to other ranks, if copies may differ.  Collective over the mesh."""
+        if any(each.may_differ for each in self.auxiliary):
+            self.broadcast()
 
-# The state of an optimizer: what training loops, elastic runs and checkpoints need of it.
+    def abandon(self) -> None:
+        """Drop pending communication, which cannot finish after a rank has died."""
+        if self.is_bound:
+            self.strategy.abandon()
+            for each in self.auxiliary:
+                each.abandon()
 
-
-class OptimizerState:
-    """The state of one optimizer, as those see it who save it, move it and restore it.
-
-    Methods are collective over the mesh unless their docstrings say otherwise.
-
-    It is the `state` of an optimizer.
-
-    Parameters
-    ----------
-    optimizer : Configured
-        Has the rule, the configuration and the strategy.
-    auxiliary : sequence of AuxiliaryState
-        State besides that of the rule.
-
-    Attributes
-    ----------
-    binding : Binding
-        The parameters, the arrays and the numbers.
-    method : MethodState or None
-        The minimisation of an optimizer with a method; None with a rule.
-    """
-
-    # Many members, none with separate state: the binding has it, and these are what its three users ask.
-    def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState] = ()) -> None:
-        self.binding = Binding(optimizer, auxiliary)
-        self.method: MethodState | None = next((each for each in auxiliary if isinstance(each, MethodState)), None)
-        self._optimizer = optimizer
-        self._reported = False
+    # -- saves and moves: rank by rank, for checkpoints and resizes -------------------------------------------------
 
     @property
     def batches(self) -> int:
-        """Batches of samples that its steps have had: one a step, of a method one an iteration.  Not collective."""
-        return self.binding.counters.clock if self.method is None else self.method.batches
-
-    @property
-    def _carried(self) -> CarriedState | None:
-        """State that comes with the parameters; None before there are any."""
-        parameters = self.binding.parameters
-        return None if parameters is None else parameters.carried
-
-    # -- saves and moves --------------------------------------------------------------------------------------------
+        """Batches of samples that its steps have had: one a step, of a method one an iteration."""
+        return self.counters.clock if self.method is None else self.method.batches
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The optimizer's settings, for people to read, and the numbers that `restore` needs.  Not collective."""
+        """The optimizer's settings, for people to read, and the numbers that `restore` needs."""
         rule, config = self._optimizer.rule, self._optimizer.config
         facts = {
             "optimizer": type(self._optimizer).__name__,
@@ -333,25 +322,23 @@ class OptimizerState:
             "slots.json": list(slot_names(rule)),
             "sharding.json": config.settings(),
             "mesh.json": dict(config.mesh.shape),
-            **self.binding.counters.facts,
-            **self.binding.numerics.facts,
+            **self.counters.facts,
+            **self.numerics.facts,
         }
-        for each in self.binding.auxiliary:
+        for each in self.auxiliary:
             facts |= each.facts
         carried = self._carried
         return facts if carried is None else {**facts, **carried.facts}
 
     @property
     def needs_consolidation(self) -> bool:
-        """True if `consolidate` has something to do.  The same on all ranks; not collective."""
-        return self._optimizer.config.compressor is not None or any(
-            each.needs_consolidation for each in self.binding.auxiliary
-        )
+        """True if `consolidate` has something to do.  The same on all ranks."""
+        return self._optimizer.config.compressor is not None or any(each.needs_consolidation for each in self.auxiliary)
 
     def consolidate(self) -> None:
         """Prepare for a save or a move to other ranks: no rank keeps anything that only it needs.
 
-        Call this before `capture` when saving.
+        Call this before `capture` when saving.  Collective over the mesh.
 
         Raises
         ------
@@ -362,11 +349,11 @@ class OptimizerState:
             workers are in one state then too.
         """
         self.resync()
-        for each in self.binding.auxiliary:
+        for each in self.auxiliary:
             each.consolidate()
         if self._carried is not None:
             self._carried.consolidate(self._optimizer.config.mesh.data)
-        compressed = self.binding.strategy.compressed if self.binding.is_bound else None
+        compressed = self.strategy.compressed if self.is_bound else None
         if compressed is not None:
             problem = None
             if compressed.sending:
@@ -378,7 +365,7 @@ class OptimizerState:
             compressed.fold()
 
     def capture(self) -> RunState:
-        """The state that the run needs to continue: the live arrays, and the numbers.  Not collective.
+        """The state that the run needs to continue: the live arrays, and the numbers.
 
         Returns
         -------
@@ -390,13 +377,12 @@ class OptimizerState:
         ValueError
             Before the first step, unless `ShardedOptimizer.bind` was called.
         """
-        on_rank = self.binding.on_rank
-        shards = on_rank.shards() + tuple(shard for each in self.binding.auxiliary for shard in each.shards())
-        return RunState(on_rank.parameters.specs, shards, self.facts)
+        shards = self.on_rank.shards() + tuple(shard for each in self.auxiliary for shard in each.shards())
+        return RunState(self.on_rank.parameters.specs, shards, self.facts)
 
     @property
     def versions(self) -> dict[str, int]:
-        """For arrays of `capture`, by kind, numbers that are raised when they are written.  Not collective.
+        """For arrays of `capture`, by kind, numbers that are raised when they are written.
 
         Arrays without one are written in every step.
         """
@@ -405,8 +391,6 @@ class OptimizerState:
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise unless the optimizer can continue from a state.
-
-        Not collective.
 
         Parameters
         ----------
@@ -420,16 +404,14 @@ class OptimizerState:
         """
         check_rule(self._optimizer.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
         check_numbers(facts)
-        self.binding.numerics.check(facts, self._optimizer.config)
-        for each in self.binding.auxiliary:
+        self.numerics.check(facts, self._optimizer.config)
+        for each in self.auxiliary:
             each.check(facts)
         if self._carried is not None:
             self._carried.check(facts)
 
     def batches_in(self, facts: Mapping[str, Any]) -> int:
         """The value of `batches` in a state.
-
-        Not collective.
 
         Parameters
         ----------
@@ -453,56 +435,136 @@ class OptimizerState:
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from a state, once its arrays are filled.
 
-        Not collective.
-
         Parameters
         ----------
         facts : mapping
             The facts of the state, see `capture`.
         """
-        on_rank = self.binding.on_rank
-        for each in self.binding.auxiliary:
+        on_rank = self.on_rank
+        for each in self.auxiliary:
             each.restore(facts)
         if self._carried is not None:
             self._carried.restore(facts)
-        self.binding.counters.restore(facts)
-        self.binding.numerics.restore(facts, self._optimizer.config)
-        on_rank.resume(self.binding.counters, float(facts.get("loss_scale", 1.0)))
+        self.counters.restore(facts)
+        self.numerics.restore(facts, self._optimizer.config)
+        on_rank.resume(self.counters, float(facts.get("loss_scale", 1.0)))
 
-    def rebuild(self, parameters: FlatParameters) -> None:
-        """Create new state for the parameters after the mesh has moved to other ranks.
-
-        Arrays of an earlier `capture` stay unchanged.
+    def restore_settings(self, facts: Mapping[str, Any]) -> None:
+        """Take the settings that other code changes between two steps from saved facts, and report what else differs.
 
         Parameters
         ----------
-        parameters : FlatParameters
-            Those that the optimizer has trained.
+        facts : mapping
+            The facts of the state, the same on all ranks.
         """
-        self.binding.rebuild(parameters)
+        live, saved = self.settings.live, facts.get("rule.json")
+        if live is not None and isinstance(saved, Mapping):
+            problem = live.restore(saved)
+            if problem and self._optimizer.world.rank == 0:
+                log.inform(problem)
+        self.report_changes(facts)
 
-    def resync(self) -> None:
-        """Make all copies equal again after the mesh has moved to other ranks, if they may differ."""
-        if any(each.may_differ for each in self.binding.auxiliary):
-            self.binding.broadcast()
+    # -- saves and moves: as one value with full tensors --------------------------------------------------------------
 
-    def abandon(self) -> None:
-        """Drop pending communication, which cannot finish after a rank has died.  Not collective."""
-        if self.binding.is_bound:
-            self.binding.strategy.abandon()
-            for each in self.binding.auxiliary:
-                each.abandon()
+    def gather(self) -> FullState:
+        """The full state, on every rank.  Collective over the mesh.
+
+        Returns
+        -------
+        FullState
+            Parameters are not in it.
+
+        Raises
+        ------
+        ValueError
+            Before the first step.
+        """
+        from mpishard.data_parallel.full_state import FullState
+
+        if self._deserialized is not None:
+            return self._deserialized
+        on_rank, rule, counters, world = self.on_rank, self._optimizer.rule, self.counters, self._optimizer.world
+        full = FullState(
+            rule=type(rule).__name__,
+            configuration=rule.configuration(),
+            steps=counters.steps,
+            skipped_steps=counters.skipped_steps,
+            specs=on_rank.parameters.specs,
+            dtype=on_rank.parameters.dtype,
+            slots=on_rank.gather(on_rank.slots, world),
+            loss_scale=counters.scaling.state,
+            others=on_rank.gather_errors(world),
+        )
+        for each in self.auxiliary:
+            full = each.add_to(full, world)
+        return full
+
+    def serialize(self) -> bytes:
+        """The full state as a file image.  Collective over the mesh.
+
+        Returns
+        -------
+        bytes
+            See `ShardedOptimizer.serialize`.
+        """
+        from mpishard.data_parallel.full_state import encode
+
+        if self.is_bound:
+            self.consolidate()
+        return encode(self.gather())
+
+    def deserialize(self, data: bytes) -> None:
+        """Continue from a file image; before the first parameters are bound, keep it.  Collective over the mesh.
+
+        Parameters
+        ----------
+        data : bytes
+            What `serialize` returned; see `ShardedOptimizer.deserialize`, also for errors.
+        """
+        from mpishard.data_parallel.full_state import decode
+
+        full, problem = None, None
+        try:
+            full = decode(data)
+            self.check(full.facts)
+            if self.parameters is not None:
+                full.check_parameters(self.parameters.specs, self.parameters.dtype)
+        except (ValueError, TypeError) as error:
+            problem = error
+        self.settings.agree(None if full is None else full.identity(data), problem, what="settings and state")
+        assert full is not None
+        self.restore_settings(full.facts)
+        self.counters.steps, self.counters.skipped_steps = full.steps, full.skipped_steps
+        self.counters.scaling.restore(full.loss_scale)
+        if self._on_rank is None:
+            self._deserialized = full
+        else:
+            self._fill(self._on_rank, full)
+            self._on_rank.prepare_step(self.counters)
+
+    def _fill(self, on_rank: RankState, full: FullState) -> None:
+        on_rank.fill(on_rank.slots, full.slots)
+        on_rank.fill_errors(full.others)
+        for each in self.auxiliary:
+            each.fill(full)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     @property
+    def comparing_ranks(self) -> Axis | ModelParallelGroup:
+        """The ranks that compare their arguments of the next `step` before taking it."""
+        if self._on_rank is None or all(each.compares_next_step for each in self.auxiliary):
+            return self._optimizer.world
+        return self._on_rank.strategy.team
+
+    @property
     def synchronizes_next_step(self) -> bool:
-        """True if the next update waits for the other data ranks.  The same on all ranks; not collective."""
-        return all(self._optimizer.measure_norm or each.synchronizes_next_step for each in self.binding.auxiliary)
+        """True if the next update waits for the other data ranks.  The same on all ranks."""
+        return all(self._optimizer.measure_norm or each.synchronizes_next_step for each in self.auxiliary)
 
     @property
     def agrees_in_update(self) -> bool:
-        """True if each update contains an agreement of all ranks.  The same on all ranks; not collective."""
+        """True if each update contains an agreement of all ranks.  The same on all ranks."""
         if self.method is not None:
             return True
         config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
@@ -512,39 +574,24 @@ class OptimizerState:
     @property
     def interrupted(self) -> bool:
         """True if any rank was interrupted, as of the last update; the same on all ranks if `agrees_in_update`."""
-        return self.binding.on_rank.inspection.interrupted
+        return self.on_rank.inspection.interrupted
 
     # -- for people -------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state arrays on this rank.  Not collective."""
-        return self.binding.nbytes
+        """Bytes of the state arrays on this rank."""
+        if self._on_rank is None:
+            return 0
+        return self._on_rank.nbytes + sum(each.nbytes for each in self.auxiliary)
 
     @property
     def gradient_bytes(self) -> int:
-        """Peak bytes of the optimizer's gradient memory on this rank.  Not collective."""
-        return self.binding.strategy.gradient_bytes if self.binding.is_bound else 0
-
-    def restore_settings(self, facts: Mapping[str, Any]) -> None:
-        """Take the settings that other code changes between two steps from saved facts, and report what else differs.
-
-        Not collective.
-
-        Parameters
-        ----------
-        facts : mapping
-            The facts of the state, the same on all ranks.
-        """
-        live, saved = self.binding.settings.live, facts.get("rule.json")
-        if live is not None and isinstance(saved, Mapping):
-            problem = live.restore(saved)
-            if problem and self._optimizer.world.rank == 0:
-                log.inform(problem)
-        self.report_changes(facts)
+        """Peak bytes of the optimizer's gradient memory on this rank."""
+        return self.strategy.gradient_bytes if self.is_bound else 0
 
     def report_changes(self, facts: Mapping[str, Any]) -> None:
-        """Report on rank 0 what differs from saved facts: settings of the rules, what bits depend on.  Not collective.
+        """Report on rank 0 what differs from saved facts: settings of the rules, what bits depend on.
 
         Parameters
         ----------
@@ -554,13 +601,13 @@ class OptimizerState:
         changed = changed_settings(self.facts, facts)
         if changed and self._optimizer.world.rank == 0:
             log.inform(f"the saved state continues with {', '.join(changed)}")
-        self.binding.numerics.note(facts, self._optimizer.config, self._optimizer.world.rank)
+        self.numerics.note(facts, self._optimizer.config, self._optimizer.world.rank)
 
     def report_continuation(self) -> None:
-        """Report on rank 0, the first time only, that a run does not start afresh.  Not collective."""
+        """Report on rank 0, the first time only, that a run does not start afresh."""
         if self._optimizer.world.rank == 0 and not self._reported:
             log.inform(
-                f"resuming at step {self.binding.counters.clock}: optimizer state, learning-rate schedule and sampler "
+                f"resuming at step {self.counters.clock}: optimizer state, learning-rate schedule and sampler "
                 "continue; create a new optimizer to start over"
             )
         self._reported = True

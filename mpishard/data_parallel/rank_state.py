@@ -1,7 +1,11 @@
-"""One rank's part of the state of an optimizer: arrays by slot of the rule, and these with layouts, to be moved."""
+"""One rank's part of the state of an optimizer: numbers, arrays by slot of the rule, and their layouts.
+
+Checkpoints and resizes move it rank by rank; `gather` makes full tensors of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -11,28 +15,87 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.full_state import FullState, cut_whole, gather_whole
 from mpishard.data_parallel.gradient_norm import Inspection
 from mpishard.data_parallel.matrices import Matrices
 from mpishard.data_parallel.ownership import RuleRanges
-from mpishard.data_parallel.results import Counters
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.layout.boxes import split
-from mpishard.layout.run_state import PARAMETERS, SLOT, RunState, Shard, counted_pieces, pieces_of_ranges
-from mpishard.layout.tensors import LocalLayout, cut_holding
+from mpishard.layout.boxes import Box, box_size, split
+from mpishard.layout.run_state import (
+    PARAMETERS,
+    SLOT,
+    RunState,
+    Shard,
+    counted_pieces,
+    finite_fact,
+    pieces_of_ranges,
+    whole_fact,
+)
+from mpishard.layout.tensors import LocalLayout, ParameterSpec, cut_holding
 from mpishard.minimizers import Method
 from mpishard.optim import Muon, Rule
 from mpishard.optim.formulas import clip_by_value, moving_average, muon_apply
+from mpishard.optim.rule import LossScale
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
-
+Range = tuple[int, int]
 
 # The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
 POINT = "point"
 # The exponential moving average of the parameters, after the slots of a rule.
 EMA = "ema"
+OUTER = "outer/"  # before the name of a slot of the outer rule, among the kinds of state
+
+
+class Counters:
+    """The numbers of one optimizer, which a run needs to continue; `loss_scale` is the setting of the `LossScale`."""
+
+    def __init__(self, loss_scale: float | str | None) -> None:
+        self.steps: int = 0  # updates taken
+        self.skipped_steps: int = 0  # steps left out because of NaN or infinite gradients
+        # Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured; of a
+        # method the largest element of the projected gradient.
+        self.gradient_norm: float = math.nan
+        self.scaling: LossScale = LossScale(loss_scale)  # chooses the loss scale
+
+    @property
+    def clock(self) -> int:
+        """Steps so far, both taken and skipped."""
+        return self.steps + self.skipped_steps
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The numbers as facts of a `RunState`; `restore` reads them."""
+        facts = {
+            "step": self.clock,
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self.scaling.value,
+        }
+        if self.scaling.dynamic:
+            facts["good_steps"] = self.scaling.good_steps
+        if not math.isnan(self.gradient_norm):
+            facts["gradient_norm"] = self.gradient_norm
+        return facts
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Continue from `facts`."""
+        self.steps, self.skipped_steps = int(facts["steps"]), int(facts["skipped_steps"])
+        self.gradient_norm = float(facts.get("gradient_norm", math.nan))
+        if "good_steps" in facts:
+            self.scaling.restore((float(facts["loss_scale"]), int(facts["good_steps"])))
+
+
+def check_numbers(facts: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the numbers among these facts are valid for `Counters.restore`."""
+    for name in ("steps", "skipped_steps"):
+        whole_fact(facts, name)
+    for name in ("good_steps", "outer_steps"):
+        whole_fact(facts, name, 0)
+    if "good_steps" in facts or "loss_scale" in facts:
+        finite_fact(facts, "loss_scale")
+    finite_fact(facts, "gradient_norm", 0.0, above=-1.0)
 
 
 def slot_names(rule: Rule | Method) -> tuple[str, ...]:
@@ -46,12 +109,6 @@ def slot_names(rule: Rule | Method) -> tuple[str, ...]:
     return rule.slots if rule.ema_decay is None else (*rule.slots, EMA)
 
 
-def make_rows(method: Method, size: int, dtype: np.dtype, *, like: Array) -> Array:
-    """New state of a method for `size` elements: a 2-D array with a row for each slot, on the device of `like`."""
-    count = len(slot_names(method))
-    return arrays.zeros(count * size, dtype, like=like).reshape(count, size)
-
-
 def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:
     """New state of a rule for `size` elements, on the device of `like`."""
     slots: dict[str, Array] = {}
@@ -60,105 +117,6 @@ def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[s
         if name in rule.slots and rule.initial(name):
             slots[name][...] = rule.initial(name)
     return slots
-
-
-def whole_slots(world: Axis, strategy: Strategy, slots: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """The slots of the whole model, on every rank.  Collective over `world`."""
-    return {name: _whole_slot(world, strategy, slot) for name, slot in slots.items()}
-
-
-def _whole_slot(world: Axis, strategy: Strategy, slot: Array) -> np.ndarray:
-    counted = strategy.ownership.counted_views(strategy.ownership.state_views(slot))
-    values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
-    return gather_whole(world, strategy.parameters, strategy.ownership.counted, values)
-
-
-def fill_slots(strategy: Strategy, slots: Mapping[str, Array], whole: Mapping[str, np.ndarray]) -> None:
-    """Fill this rank's slots from those of the whole model."""
-    for name, slot in slots.items():
-        _fill(strategy, strategy.ownership.own, slot, whole[name])
-
-
-def whole_errors(world: Axis, strategy: Strategy) -> dict[str, np.ndarray]:
-    """The compression errors of the whole model, by kind; empty without compression.  Collective."""
-    if strategy.compressed is None:
-        return {}
-    left = arrays.to_host(strategy.compressed.owned) / strategy.compressed.scale
-    return {strategy.errors_kind: gather_whole(world, strategy.parameters, strategy.error_ranges, left)}
-
-
-def fill_errors(strategy: Strategy, whole: Mapping[str, np.ndarray]) -> None:
-    """Set this rank's compression errors from those of the whole model, or to zero without them."""
-    if strategy.compressed is None:
-        return
-    left = strategy.compressed.owned
-    if strategy.errors_kind in whole:
-        _fill(strategy, strategy.error_ranges, left, whole[strategy.errors_kind])
-    else:
-        left[...] = 0
-    strategy.compressed.forget(scale=1.0)
-
-
-def _fill(strategy: Strategy, ranges: Sequence[tuple[int, int]], target: Array, whole: np.ndarray) -> None:
-    """Fill a state array, which covers `ranges` of the flat parameters, from an array of the whole model."""
-    own = cut_whole(whole, strategy.parameters, ranges)
-    if arrays.is_device(target):
-        arrays.copy_to_device(own, target)
-    else:
-        target[...] = own
-
-
-# Arrays with their layouts, ready to be saved or moved.
-
-Range = tuple[int, int]
-
-
-def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
-    """Parameters and slots of this rank, and the compression errors of the sums that it owns."""
-    parameters, ownership = strategy.parameters, strategy.ownership
-    own = cut_holding(parameters.pieces, ownership.own)
-    pairs = zip(ownership.own, ownership.counted, _starts(ownership.own), strict=True)
-    counted = _counted(
-        parameters, ownership.counted, [offset + first - start for (start, _), (first, _), offset in pairs]
-    )
-    if parameters.sharded is not None:
-        values = Shard(PARAMETERS, parameters.sharded.shard, own, counted)
-    else:
-        starts = [start for start, _ in ownership.counted]
-        values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, ownership.counted, starts))
-    found = [values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items())]
-    if strategy.compressed is not None:
-        ranges = strategy.error_ranges
-        left = pieces_of_ranges(parameters.pieces, ranges, _starts(ranges))
-        counted = counted_pieces(left, parameters.specs, parameters.place)
-        found.append(Shard(strategy.errors_kind, strategy.compressed.owned, left, counted, required=False))
-    return tuple(found)
-
-
-def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
-    """The state of a model without an optimizer: one shard, the live parameters.
-
-    They are divided evenly among the ranks of the data axis.
-    """
-    if parameters.sharded is not None:
-        own = parameters.sharded.own
-        layout = cut_holding(parameters.pieces, own)
-        shard = Shard(PARAMETERS, parameters.sharded.shard, layout, _counted(parameters, own, _starts(own)))
-    else:
-        cuts = split(parameters.size, axis.size)
-        start, stop = cuts[axis.rank], cuts[axis.rank + 1]
-        counted = _counted(parameters, [(start, stop)], [start])
-        shard = Shard(PARAMETERS, parameters.flat, parameters.pieces, counted)
-    return RunState(parameters.specs, (shard,))
-
-
-def _starts(ranges: Sequence[Range]) -> list[int]:
-    """The start of each range when the ranges lie end to end."""
-    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
-
-
-def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
-    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)
 
 
 class RankState:
@@ -179,8 +137,9 @@ class RankState:
         size, like = self.strategy.ownership.size, parameters.like
         if isinstance(rule, Method):
             # With a method in place of a rule: the slots, one below the other, the point last.
-            self.slot_rows: Array = make_rows(rule, size, parameters.dtype, like=like)
-            self.slots: dict[str, Array] = dict(zip(slot_names(rule), self.slot_rows, strict=True))
+            names = slot_names(rule)
+            self.slot_rows: Array = arrays.zeros(len(names) * size, like.dtype, like=like).reshape(len(names), size)
+            self.slots: dict[str, Array] = dict(zip(names, self.slot_rows, strict=True))
             return
         if not arrays.is_device(like):
             rule.kernel.expect(parameters.dtype)
@@ -215,10 +174,6 @@ class RankState:
         """Bytes of the slots."""
         return sum(int(slot.nbytes) for slot in self.slots.values())
 
-    def shards(self) -> tuple[Shard, ...]:
-        """The live arrays of this rank with their layouts: parameters, slots and compression errors."""
-        return shards(self.strategy, self.slots)
-
     def prepare_step(self, counters: Counters) -> None:
         """Set the loss scale of the parameters, and the compression of the strategy, for the next step."""
         compresses = counters.steps >= self._optimizer.config.compress_after
@@ -248,15 +203,151 @@ class RankState:
         if self.parameters.sharded is not None:
             self.parameters.sharded.drop()
 
-    def gather_slots(self, world: Axis) -> dict[str, np.ndarray]:
-        """The slots of the whole model, on every rank.  Collective over `world`."""
-        return whole_slots(world, self.strategy, self.slots)
+    # -- arrays with their layouts, to be saved and moved -----------------------------------------------------------
+
+    def shards(self) -> tuple[Shard, ...]:
+        """The live arrays of this rank: parameters, slots, and the compression errors of the sums that it owns."""
+        strategy, parameters, counted = self.strategy, self.parameters, self.strategy.ownership.counted
+        if parameters.sharded is not None:
+            values = Shard(PARAMETERS, parameters.sharded.shard, *self._slot_layouts())
+        else:
+            starts = [start for start, _ in counted]
+            values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, counted, starts))
+        found = [values, *self.slot_shards(self.slots, SLOT)]
+        if strategy.compressed is not None:
+            ranges = strategy.error_ranges
+            left = pieces_of_ranges(parameters.pieces, ranges, _starts(ranges))
+            primary = counted_pieces(left, parameters.specs, parameters.place)
+            found.append(Shard(strategy.errors_kind, strategy.compressed.owned, left, primary, required=False))
+        return tuple(found)
+
+    def slot_shards(self, slots: Mapping[str, Array], kind: str) -> list[Shard]:
+        """State arrays by name with their layouts; `kind` is a template for their kinds, such as ``optimizer/{}``."""
+        layouts = self._slot_layouts()
+        return [Shard(kind.format(name), slot, *layouts) for name, slot in slots.items()]
+
+    def _slot_layouts(self) -> tuple[LocalLayout, LocalLayout]:
+        """What this rank holds of an array with the ranges that it owns end to end, and its primary copies in it."""
+        parameters, ownership = self.parameters, self.strategy.ownership
+        pairs = zip(ownership.own, ownership.counted, _starts(ownership.own), strict=True)
+        starts = [offset + first - start for (start, _), (first, _), offset in pairs]
+        return cut_holding(parameters.pieces, ownership.own), _counted(parameters, ownership.counted, starts)
+
+    # -- full tensors -----------------------------------------------------------------------------------------------
+
+    def gather(self, slots: Mapping[str, Array], world: Axis) -> dict[str, np.ndarray]:
+        """State arrays by name with full tensors, on every rank.  Collective over `world`."""
+        return {name: self._gather(slot, world) for name, slot in slots.items()}
+
+    def _gather(self, slot: Array, world: Axis) -> np.ndarray:
+        ownership = self.strategy.ownership
+        counted = ownership.counted_views(ownership.state_views(slot))
+        values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
+        return gather_full(world, self.parameters, ownership.counted, values)
 
     def gather_errors(self, world: Axis) -> dict[str, np.ndarray]:
-        """The compression errors of the whole model, by kind, on every rank.  Collective over `world`."""
-        return whole_errors(world, self.strategy)
+        """The compression errors with full tensors, by kind, on every rank; empty without compression.  Collective."""
+        strategy = self.strategy
+        if strategy.compressed is None:
+            return {}
+        left = arrays.to_host(strategy.compressed.owned) / strategy.compressed.scale
+        return {strategy.errors_kind: gather_full(world, strategy.parameters, strategy.error_ranges, left)}
 
-    def fill(self, full: FullState) -> None:
-        """Fill this rank's arrays from a full state."""
-        fill_slots(self.strategy, self.slots, full.slots)
-        fill_errors(self.strategy, full.others)
+    def fill(self, slots: Mapping[str, Array], full: Mapping[str, np.ndarray]) -> None:
+        """Fill state arrays from those with full tensors, by name."""
+        for name, slot in slots.items():
+            self._fill(self.strategy.ownership.own, slot, full[name])
+
+    def fill_errors(self, full: Mapping[str, np.ndarray]) -> None:
+        """Set the compression errors from those with full tensors, by kind, or to zero without them."""
+        strategy = self.strategy
+        if strategy.compressed is None:
+            return
+        left = strategy.compressed.owned
+        if strategy.errors_kind in full:
+            self._fill(strategy.error_ranges, left, full[strategy.errors_kind])
+        else:
+            left[...] = 0
+        strategy.compressed.forget(scale=1.0)
+
+    def _fill(self, ranges: Sequence[Range], target: Array, full: np.ndarray) -> None:
+        """Fill a state array, which covers `ranges` of the flat parameters."""
+        own = cut_full(full, self.parameters, ranges)
+        if arrays.is_device(target):
+            arrays.copy_to_device(own, target)
+        else:
+            target[...] = own
+
+
+# The layout of ranges that lie end to end.
+
+
+def _starts(ranges: Sequence[Range]) -> list[int]:
+    """The start of each range when the ranges lie end to end."""
+    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
+
+
+def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
+    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)
+
+
+def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
+    """The state of a model without an optimizer: one shard, the live parameters.
+
+    They are divided evenly among the ranks of the data axis.
+    """
+    if parameters.sharded is not None:
+        own = parameters.sharded.own
+        layout = cut_holding(parameters.pieces, own)
+        shard = Shard(PARAMETERS, parameters.sharded.shard, layout, _counted(parameters, own, _starts(own)))
+    else:
+        cuts = split(parameters.size, axis.size)
+        start, stop = cuts[axis.rank], cuts[axis.rank + 1]
+        counted = _counted(parameters, [(start, stop)], [start])
+        shard = Shard(PARAMETERS, parameters.flat, parameters.pieces, counted)
+    return RunState(parameters.specs, (shard,))
+
+
+# Full tensors from the parts on the ranks of a mesh, and back: flat arrays in the order of the specs.
+
+
+def gather_full(world: Axis, parameters: FlatParameters, ranges: Sequence[Range], values: np.ndarray) -> np.ndarray:
+    """The full tensors, end to end in the order of `specs`, on every rank. Collective over `world`.
+
+    `values` are those of `ranges`, end to end: ascending ranges of this rank's flat order; the ranges of all ranks of a
+    data axis contain every element once. The bits are the same on every rank.
+    """
+    specs = parameters.specs
+    number = {spec.name: index for index, spec in enumerate(specs)}
+    pieces = [
+        piece for piece in cut_holding(parameters.pieces, ranges) if parameters.place.counts(specs[number[piece.name]])
+    ]
+    own = np.concatenate([values[:0], *(values[piece.start : piece.start + piece.size] for piece in pieces)])
+    layouts = world.allgather_object(tuple((number[piece.name], piece.box) for piece in pieces))
+    counts = [sum(box_size(box) for _, box in boxes) for boxes in layouts]
+    joined = world.all_gather(np.empty(sum(counts), values.dtype), own, counts, label="state")
+    full = np.empty(sum(spec.size for spec in specs), values.dtype)
+    tensors = _tensors(full, specs)
+    offset = 0
+    for boxes in layouts:
+        for tensor, box in boxes:
+            target = tensors[tensor][_slices(box)]
+            target[...] = joined[offset : offset + box_size(box)].reshape(target.shape)
+            offset += box_size(box)
+    return full
+
+
+def cut_full(full: np.ndarray, parameters: FlatParameters, ranges: Sequence[Range]) -> np.ndarray:
+    """The values of `ranges` of this rank's flat order, end to end, from a flat array of the full tensors."""
+    tensors = dict(zip((spec.name for spec in parameters.specs), _tensors(full, parameters.specs), strict=True))
+    pieces = cut_holding(parameters.pieces, ranges)
+    return np.concatenate([full[:0], *(tensors[piece.name][_slices(piece.box)].reshape(-1) for piece in pieces)])
+
+
+def _tensors(full: np.ndarray, specs: Sequence[ParameterSpec]) -> list[np.ndarray]:
+    starts = accumulate((spec.size for spec in specs), initial=0)
+    return [full[start : start + spec.size].reshape(spec.shape) for spec, start in zip(specs, starts, strict=False)]
+
+
+def _slices(box: Box) -> tuple[Any, ...]:
+    return (*(slice(start, stop) for start, stop in box), ...)

@@ -14,10 +14,10 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.method_state import MethodState
-from mpishard.data_parallel.optimizer_state import Binding, OptimizerState
-from mpishard.data_parallel.rank_state import EMA, RankState
+from mpishard.data_parallel.optimizer_state import OptimizerState
+from mpishard.data_parallel.rank_state import EMA
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
-from mpishard.data_parallel.settings import Configured, Settings, agree_on_beginning, agree_on_step
+from mpishard.data_parallel.settings import Settings, agree_on_beginning, agree_on_step
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.update import apply_rule, update_by_method
 from mpishard.data_parallel.validation import (
@@ -47,91 +47,6 @@ Array = Any
 
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
 _CLIP_EPSILON = 1e-6
-
-
-@contextmanager
-def averaged_parameters(on_rank: RankState) -> Iterator[None]:
-    """Put the average in the place of the parameters within the block; needs memory for a copy of what a rank holds.
-
-    Entering is collective over the mesh. Leaving is not, so that the parameters come back after the death of a rank
-    too.
-    """
-    strategy, parameters = on_rank.strategy, on_rank.parameters
-    held = parameters.held
-    before = held.copy()
-    try:
-        averages = strategy.ownership.state_views(on_rank.slots[EMA])
-        for values, average in zip(strategy.values(), averages, strict=True):
-            values[...] = average
-        strategy.publish_parameters()
-        yield
-    finally:
-        held[...] = before
-        if parameters.sharded is not None:
-            parameters.sharded.drop()
-
-
-def begin_stage(optimizer: Configured, binding: Binding, state: MethodState | None, keep_history: bool) -> None:
-    """Begin it; arguments and errors are those of `ShardedOptimizer.begin_stage`.  Collective over the mesh."""
-    if state is None:
-        raise TypeError(
-            f"{type(optimizer.rule).__name__} is a rule and has no stages: call optimize with the next problem"
-        )
-    if not binding.is_bound:
-        raise ValueError(
-            "begin_stage continues from the last iterate, and this optimizer has no parameters yet: call it between "
-            "two calls of optimize, or after load_checkpoint; the first stage needs none"
-        )
-    problem: Exception | None = None
-    try:
-        keep_history = flag("keep_history", keep_history)
-    except TypeError as error:
-        problem = error
-    binding.settings.agree({"keep_history": str(keep_history)}, problem)
-    state.begin_stage(keep_history)
-
-
-def checked_arguments(
-    optimizer: Configured,
-    binding: Binding,
-    parameters: Array | FlatParameters,
-    gradients: Array | None,
-    count: float | None,
-) -> tuple[FlatParameters | None, Exception | None]:
-    """The parameters by name, or None and the error in this rank's arguments."""
-    try:
-        named = _named(binding, parameters, gradients)
-        if named.carried is not None:
-            named.carried.check_intact()
-        if gradients is not None:
-            check_gradients(named, gradients)
-        waiting = binding.is_bound and binding.strategy.reducer.accumulation.total is not None
-        if isinstance(parameters, FlatParameters) and (gradients is not None or waiting):
-            check_no_gradients(parameters)
-        check_count(count)
-        binding.check_model(named)
-        if isinstance(optimizer.rule, Method):
-            raise TypeError(
-                f"{type(optimizer.rule).__name__} decides by the value, which step() does not have; use "
-                "optimizer.optimize(problem)"
-            )
-        if optimizer.rule.live is not None:
-            optimizer.rule.live.check()
-        optimizer.rule.learning_rate(binding.counters.steps + 1)  # a schedule that raises does so before all changes
-    except Exception as error:  # of any kind: all ranks must learn of it
-        return None, error
-    return named, None
-
-
-def _named(binding: Binding, parameters: Array | FlatParameters, gradients: Array | None) -> FlatParameters:
-    if isinstance(parameters, FlatParameters):
-        return parameters
-    check_flat("parameters", parameters, written=True)
-    if gradients is None:
-        raise TypeError("step(parameters, gradients) needs the gradients of a flat array of parameters")
-    known = binding.parameters
-    same = known is not None and known.sharded is None and known.flat is parameters
-    return known if same and known is not None else FlatParameters.over(parameters)
 
 
 class ShardedOptimizer:
@@ -186,9 +101,8 @@ class ShardedOptimizer:
         self.world: Axis = self.config.mesh.world
         self.measure_norm = False
         self.state: OptimizerState = self._make_state()
-        self._binding = self.state.binding
-        self._counters = self._binding.counters
-        self.settings: Settings = self._binding.settings
+        self._counters = self.state.counters
+        self.settings: Settings = self.state.settings
 
     @property
     def rule(self) -> Rule | Method:
@@ -208,7 +122,7 @@ class ShardedOptimizer:
     @property
     def parameters(self) -> FlatParameters | None:
         """The parameters that the optimizer trains; None before the first step."""
-        return self._binding.parameters
+        return self.state.parameters
 
     @property
     def steps(self) -> int:
@@ -237,7 +151,7 @@ class ShardedOptimizer:
     def minimizer(self) -> Minimizer | None:
         """The minimisation of a method, after the first step; None with a rule."""
         method = self.state.method
-        return method.minimizer if method is not None and self._binding.is_bound else None
+        return method.minimizer if method is not None and self.state.is_bound else None
 
     @property
     def loss_scale(self) -> float:
@@ -288,29 +202,29 @@ class ShardedOptimizer:
             On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
             unchanged.
         """
-        binding, automatic = self._binding, self.config.auto_sync_gradients
+        state, automatic = self.state, self.config.auto_sync_gradients
         by_name = isinstance(parameters, FlatParameters)
         synchronized = by_name and parameters.gradients.reduced
-        if by_name and binding.parameters is parameters and gradients is None and not synchronized:
+        if by_name and state.parameters is parameters and gradients is None and not synchronized:
             # The other ranks have started reductions in their backward pass; a rank without one starts them here.
-            reducer = binding.strategy.reducer
+            reducer = state.strategy.reducer
             reducer.end_pass()
-        named, problem = checked_arguments(self, binding, parameters, gradients, count)
-        inspection = binding.on_rank.inspection if binding.is_bound else None
+        named, problem = self._checked_arguments(parameters, gradients, count)
+        inspection = state.on_rank.inspection if state.is_bound else None
         largest = math.inf
         if automatic or synchronized or inspection is None:
             if automatic and inspection is not None and problem is None and gradients is not None:
                 largest = inspection.largest_ahead(gradients)
-            largest = agree_on_step(binding.comparing_ranks, named, count, problem, self.settings, largest)
+            largest = agree_on_step(state.comparing_ranks, named, count, problem, self.settings, largest)
         elif problem is not None:
             raise problem
         assert named is not None
-        if not binding.is_bound:
+        if not state.is_bound:
             warn_if_initial_parameters_differ(self.mesh, named)
         # Checked with the other arguments where it is bound already.
-        strategy = binding.strategy if named is binding.parameters else self.bind(named)
+        strategy = state.strategy if named is state.parameters else self.bind(named)
         if self.config.reproducible:
-            binding.numerics.keep_products()
+            state.numerics.keep_products()
         if automatic or synchronized:
             if gradients is not None:
                 strategy.memory.use_external(gradients)
@@ -321,6 +235,44 @@ class ShardedOptimizer:
             return
         accumulation = strategy.reducer.accumulation
         accumulation.add(gradients)
+
+    def _checked_arguments(
+        self, parameters: Array | FlatParameters, gradients: Array | None, count: float | None
+    ) -> tuple[FlatParameters | None, Exception | None]:
+        """The parameters by name, or None and the error in this rank's arguments."""
+        state, rule = self.state, self.rule
+        try:
+            named = self._named(parameters, gradients)
+            if named.carried is not None:
+                named.carried.check_intact()
+            if gradients is not None:
+                check_gradients(named, gradients)
+            waiting = state.is_bound and state.strategy.reducer.accumulation.total is not None
+            if isinstance(parameters, FlatParameters) and (gradients is not None or waiting):
+                check_no_gradients(parameters)
+            check_count(count)
+            state.check_model(named)
+            if isinstance(rule, Method):
+                raise TypeError(
+                    f"{type(rule).__name__} decides by the value, which step() does not have; use "
+                    "optimizer.optimize(problem)"
+                )
+            if rule.live is not None:
+                rule.live.check()
+            rule.learning_rate(self.steps + 1)  # a schedule that raises does so before all changes
+        except Exception as error:  # of any kind: all ranks must learn of it
+            return None, error
+        return named, None
+
+    def _named(self, parameters: Array | FlatParameters, gradients: Array | None) -> FlatParameters:
+        if isinstance(parameters, FlatParameters):
+            return parameters
+        check_flat("parameters", parameters, written=True)
+        if gradients is None:
+            raise TypeError("step(parameters, gradients) needs the gradients of a flat array of parameters")
+        known = self.parameters
+        same = known is not None and known.sharded is None and known.flat is parameters
+        return known if same and known is not None else FlatParameters.over(parameters)
 
     def synchronize_optimizer_state(self) -> None:
         """Bring all ranks to one state.
@@ -335,12 +287,12 @@ class ShardedOptimizer:
         ValueError
             On every rank, if some ranks have called `step` and others have not, or settings differ between ranks.
         """
-        if not agree_on_beginning(self.world, self._binding.is_bound, self.settings):
+        if not agree_on_beginning(self.world, self.state.is_bound, self.settings):
             return
         self._level_workers()
-        strategy, calls = self._binding.strategy, self._calls()
+        strategy, calls = self.state.strategy, self._calls()
         if not calls:
-            self._binding.broadcast()
+            self.state.broadcast()
             return
         total = strategy.reducer.accumulation.total
         if total is not None:
@@ -351,7 +303,7 @@ class ShardedOptimizer:
         """Number of calls of `step` that only accumulated since the last update, over all data ranks.  Collective."""
         if self.config.auto_sync_gradients:
             return 0
-        accumulation = self._binding.strategy.reducer.accumulation
+        accumulation = self.state.strategy.reducer.accumulation
         return accumulation.calls(self.mesh)
 
     def _level_workers(self) -> None:
@@ -447,11 +399,22 @@ class ShardedOptimizer:
             raise ValueError(
                 f"{type(self.rule).__name__} keeps no average of the parameters; give the rule ema_decay=0.999"
             )
-        if not self._binding.is_bound or not self.steps:
+        if not self.state.is_bound or not self.steps:
             raise ValueError("there is no average of the parameters before the first step")
         self._level_workers()
-        with averaged_parameters(self._binding.on_rank):
+        strategy, parameters = self.state.strategy, self.state.on_rank.parameters
+        held = parameters.held
+        before = held.copy()
+        try:
+            averages = strategy.ownership.state_views(self.state.on_rank.slots[EMA])
+            for values, average in zip(strategy.values(), averages, strict=True):
+                values[...] = average
+            strategy.publish_parameters()
             yield
+        finally:  # without communication, so that the parameters come back after the death of a rank too
+            held[...] = before
+            if parameters.sharded is not None:
+                parameters.sharded.drop()
 
     def begin_stage(self, *, keep_history: bool = False) -> None:
         """Let the next call of `optimize` minimise another function, from the last iterate of a method on.
@@ -472,7 +435,23 @@ class ShardedOptimizer:
             If there is no iterate yet, as before the first step; on all ranks also if `keep_history` differs between
             ranks or is no flag.
         """
-        begin_stage(self, self._binding, self.state.method, keep_history)
+        method = self.state.method
+        if method is None:
+            raise TypeError(
+                f"{type(self.rule).__name__} is a rule and has no stages: call optimize with the next problem"
+            )
+        if not self.state.is_bound:
+            raise ValueError(
+                "begin_stage continues from the last iterate, and this optimizer has no parameters yet: call it "
+                "between two calls of optimize, or after load_checkpoint; the first stage needs none"
+            )
+        problem: Exception | None = None
+        try:
+            keep_history = flag("keep_history", keep_history)
+        except TypeError as error:
+            problem = error
+        self.settings.agree({"keep_history": str(keep_history)}, problem)
+        method.begin_stage(keep_history)
 
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Create the state for these parameters, or attach them to existing state.
@@ -495,7 +474,7 @@ class ShardedOptimizer:
             If the parameters are not laid out for this mesh, or do not match the state.  At the first call on all
             ranks, also if rules or configurations differ between ranks.
         """
-        return self._binding.bind(parameters)
+        return self.state.bind(parameters)
 
     def update(
         self,
@@ -531,13 +510,12 @@ class ShardedOptimizer:
         bool
             False if the step was skipped.
         """
-        method = self.state.method
-        if method is not None:
+        if self.state.method is not None:
             return update_by_method(
-                self, self._binding, method, count, loss, nonfinite_loss=nonfinite_loss, interrupted=interrupted
+                self, self.state, count, loss, nonfinite_loss=nonfinite_loss, interrupted=interrupted
             )
         config, counters, rule = self.config, self._counters, self._rule
-        on_rank = self._binding.on_rank
+        on_rank = self.state.on_rank
         strategy, inspection = on_rank.strategy, on_rank.inspection
         assert isinstance(rule, Rule)
         strategy.reducer.finalize()
@@ -572,7 +550,7 @@ class ShardedOptimizer:
 
     def _gradients_are_usable(self, divisor: float, exchange_status: bool) -> bool:
         """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
-        counters, on_rank = self._counters, self._binding.on_rank
+        counters, on_rank = self._counters, self.state.on_rank
         inspection, reducer = on_rank.inspection, on_rank.strategy.reducer
         mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
         counters.gradient_norm = math.nan
@@ -616,9 +594,7 @@ class ShardedOptimizer:
         ValueError
             Before the first step, when there is no state.
         """
-        from mpishard.data_parallel import serialization  # imports h5py, which only this and `deserialize` need
-
-        return serialization.serialize(self.state)
+        return self.state.serialize()
 
     def deserialize(self, data: bytes) -> None:
         """Restore the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
@@ -636,6 +612,4 @@ class ShardedOptimizer:
             On every rank, if any rank's bytes are truncated, damaged, of another format, of another rule or of other
             parameters, or if ranks have different bytes.  The optimizer is unchanged then.
         """
-        from mpishard.data_parallel import serialization
-
-        serialization.deserialize(self.state, data)
+        self.state.deserialize(data)

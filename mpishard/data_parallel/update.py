@@ -19,8 +19,7 @@ from mpishard.backend.array import Kernel
 from mpishard.backend.ranges import Ranges
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import ModelParallelGroup
-from mpishard.data_parallel.method_state import MethodState
-from mpishard.data_parallel.optimizer_state import Binding
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.rank_state import EMA, RankState
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategies import Strategy
@@ -199,8 +198,7 @@ _ROUNDING = 1e-3  # the most by which losses of the ranks of one model may diffe
 
 def update_by_method(
     optimizer: Configured,
-    binding: Binding,
-    state: MethodState,
+    state: OptimizerState,
     count: float,
     loss: float,
     *,
@@ -213,15 +211,16 @@ def update_by_method(
     `count` divides the summed gradient; `loss` is the mean. Returns True if loss and gradient were finite. Raises
     RuntimeError if the minimisation has ended. Collective over the mesh.
     """
-    on_rank = binding.on_rank
-    strategy, inspection, minimizer = on_rank.strategy, on_rank.inspection, state.minimizer
+    on_rank, method = state.on_rank, state.method
+    assert method is not None
+    strategy, inspection, minimizer = on_rank.strategy, on_rank.inspection, method.minimizer
     if minimizer.wanted is Wanted.NOTHING:
         raise RuntimeError(
             f"this minimisation has ended ({minimizer.stop_reason}): there is no next step; make a new optimizer to "
             "start another one"
         )
     strategy.reducer.finalize()
-    gradient = state.gradient(float(count))
+    gradient = method.gradient(float(count))
     # The largest loss of all ranks: where they differ in the last bit, all take the same.  Infinity stands for NaN.
     known = loss if math.isfinite(loss) else math.inf
     inspection.nonfinite_loss = nonfinite_loss
@@ -235,20 +234,20 @@ def update_by_method(
         strategy.reducer.reset()
         raise _different_losses(strategy, loss)
     if minimizer.wanted is Wanted.PRODUCT:
-        tell_product(optimizer, binding, state, gradient)
+        tell_product(optimizer, state, gradient)
     else:
-        tell_value(optimizer, binding, state, value if finite else math.inf, gradient)
-        state.batches += minimizer.progress.accepted
-    state.publish(minimizer.point)
+        tell_value(optimizer, state, value if finite else math.inf, gradient)
+        method.batches += minimizer.progress.accepted
+    method.publish(minimizer.point)
     if minimizer.stop_reason in FAILURES:
-        culprits = f": {inspection.culprits(binding.counters.clock)}" if minimizer.stop_reason == "not finite" else ""
+        culprits = f": {inspection.culprits(state.counters.clock)}" if minimizer.stop_reason == "not finite" else ""
         if optimizer.world.rank == 0:
             name = type(optimizer.rule).__name__
             log.inform(f"{name} cannot go on: {FAILURES[minimizer.stop_reason]}{culprits}")
     inspection.forget()
     strategy.reducer.reset()
     if optimizer.config.mesh.debug:
-        check_copies(strategy.copies, binding.counters.steps)
+        check_copies(strategy.copies, state.counters.steps)
     return finite
 
 
@@ -263,22 +262,23 @@ def _different_losses(strategy: Strategy, loss: float) -> ValueError:
     )
 
 
-def tell_value(optimizer: Configured, binding: Binding, state: MethodState, value: float, gradient: Array) -> None:
+def tell_value(optimizer: Configured, state: OptimizerState, value: float, gradient: Array) -> None:
     """Pass value, the same on all ranks, and this rank's elements of the gradient, and count the step.
 
     Collective over the mesh.
     """
-    counters = binding.counters
+    counters, method = state.counters, state.method
+    assert method is not None
     counters.steps += 1
     optimizer.config.mesh.ledger.step = counters.clock
-    state.report_start()
-    state.minimizer.tell(value, gradient)
-    counters.gradient_norm = state.minimizer.progress.projected_norm
+    method.report_start()
+    method.minimizer.tell(value, gradient)
+    counters.gradient_norm = method.minimizer.progress.projected_norm
 
 
-def tell_product(optimizer: Configured, binding: Binding, state: MethodState, product: Array) -> None:
+def tell_product(optimizer: Configured, state: OptimizerState, product: Array) -> None:
     """Pass this rank's elements of a Hessian product, and count the step. Collective over the mesh."""
-    counters = binding.counters
-    counters.steps += 1
-    optimizer.config.mesh.ledger.step = counters.clock
-    state.minimizer.tell_product(product)
+    assert state.method is not None
+    state.counters.steps += 1
+    optimizer.config.mesh.ledger.step = state.counters.clock
+    state.method.minimizer.tell_product(product)

@@ -325,7 +325,7 @@ class Resizing:
             way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
             "measures (stage_costs)",
         )
-        numerics, joined = training.optimizer.state.binding.numerics, not choice.is_made()
+        numerics, joined = training.optimizer.state.numerics, not choice.is_made()
         agree_on_products(self._run.membership.axis)
         if joined:
             numerics.note_products()

@@ -100,10 +100,10 @@ class MeshRanks:
         flat, total = self.combined(what, value, vector, problem)
         own = self._own_part_of_sum(flat) if self._sums else self._state.own_part(flat)
         if self.minimizer.wanted is Wanted.PRODUCT:
-            tell_product(self.optimizer, self.optimizer.state.binding, self._state, own)
+            tell_product(self.optimizer, self.optimizer.state, own)
         else:
             self.value = total
-            tell_value(self.optimizer, self.optimizer.state.binding, self._state, total, own)
+            tell_value(self.optimizer, self.optimizer.state, total, own)
         if self.minimizer.stop_reason == "not finite":
             self._find_culprits(what.removeprefix("the "), value, flat)
 
@@ -152,7 +152,7 @@ class MeshRanks:
         finite = math.isfinite(value) and math.isfinite(largest(flat))
         if not (self._sums or (on_any(self.world, finite) and on_any(self.world, not finite))):
             return
-        inspection = self.optimizer.state.binding.on_rank.inspection
+        inspection = self.optimizer.state.on_rank.inspection
         inspection.nonfinite_loss = "" if math.isfinite(value) else str(value)
         for bucket in self._strategy.reducer.buckets:
             inspection.look(bucket, flat[bucket.start : bucket.start + bucket.size])

@@ -49,7 +49,7 @@ _CLIP_EPSILON = 1e-6  # as PyTorch's
 
 def _sums_over(optimizer: ShardedOptimizer) -> int:
     """See `GradientHooks.sums_over`."""
-    strategy = optimizer.state.binding.strategy
+    strategy = optimizer.state.strategy
     whole = strategy.sums_are_everywhere and strategy.reducer.keeps_memory and optimizer.config.auto_sync_gradients
     return strategy.axis.size if whole and strategy.parameters.loss_scale == 1 else 0
 
@@ -273,14 +273,14 @@ class ModuleOptimizer(torch.optim.Optimizer):
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, foreach=foreach)
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type}: ranks divide the gradients, and measure their 2-norm alone")
-        hooks, binding = self._state.hooks, self.optimizer.state.binding
-        strategy = binding.strategy
+        hooks, state = self._state.hooks, self.optimizer.state
+        strategy = state.strategy
         hooks.end_sums()
         if hooks.tell is not None:
             hooks.tell(CLIP, lambda: (float(max_norm),))
         strategy.reducer.finalize()
         divisor = (hooks.divide_by or strategy.axis.size) * self.parameters.loss_scale
-        norm = binding.on_rank.inspection.norm(True, False) / divisor
+        norm = state.on_rank.inspection.norm(True, False) / divisor
         factor = min(1.0, float(max_norm) / (norm + _CLIP_EPSILON))
         for gradient in strategy.gradients():
             gradient *= factor

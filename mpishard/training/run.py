@@ -78,7 +78,7 @@ class TrainingRun:
         if begins:
             warn_if_initial_parameters_differ(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
-        optimizer.state.binding.numerics.note_micro_batches(problem.micro_batch_size)
+        optimizer.state.numerics.note_micro_batches(problem.micro_batch_size)
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
@@ -337,7 +337,7 @@ class TrainingRun:
             "dtype": str(self.runner.parameters.dtype),
             "resumed_steps": self._resumed_steps,
             "steps_before": self._steps_before,
-            **optimizer.state.binding.numerics.record,
+            **optimizer.state.numerics.record,
             **self.problem.facts,
         }
 

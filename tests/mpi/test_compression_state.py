@@ -24,7 +24,7 @@ from mpishard import (
     save_checkpoint,
 )
 from mpishard.compression import Int8Compressor, PowerSGDCompressor, SignCompressor, TopKCompressor
-from mpishard.data_parallel import serialization
+from mpishard.data_parallel.full_state import decode
 
 SPECS = [ParameterSpec("matrix", (12, 10)), ParameterSpec("scalar", ()), ParameterSpec("vector", (70,))]
 SIZE = sum(spec.size for spec in SPECS)
@@ -53,7 +53,7 @@ def configured(mesh, compressor, **options):
 
 def left_over(optimizer):
     """What is left of all gradients, in flat order; collective."""
-    return serialization.decode(optimizer.serialize()).others["gradient_errors"]
+    return decode(optimizer.serialize()).others["gradient_errors"]
 
 
 def assert_nothing_lost(optimizer, parameters, epochs):

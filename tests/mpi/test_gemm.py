@@ -137,7 +137,7 @@ def test_a_reproducible_run_records_the_libraries(mesh, monkeypatch):
     choice.activate(Choice.parse("float32.plain=mkl"), VERSIONS)
     monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     optimizer.step(np.ones(3), np.ones(3))
-    facts = optimizer.state.binding.numerics.own
+    facts = optimizer.state.numerics.own
     assert facts["products"] == "float32.plain=mkl" and facts["libraries for products"] == "mkl 2026.2"
 
 
@@ -153,7 +153,7 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
         choice.activate(Choice(), status=Status.FOR_NOW)
         monkeypatch.setattr(product_choice, "loadable", dict)
     agree_on_products(mesh.world)
-    numerics = optimizer.state.binding.numerics
+    numerics = optimizer.state.numerics
     if joined:
         numerics.note_products()
     with pytest.raises(ValueError, match=r"products is .*mkl on ranks? 0.*numpy on rank"):
@@ -213,7 +213,7 @@ def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, 
             with mpishard.Mesh(comm):
                 assert str(choice.active()) == "numpy" != ours
         optimizer.step(parameters, np.ones(3))
-        assert str(choice.active()) == ours == optimizer.state.binding.numerics.own["products"]
+        assert str(choice.active()) == ours == optimizer.state.numerics.own["products"]
 
 
 def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
@@ -223,7 +223,7 @@ def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
         config = mpishard.ShardingConfiguration(mesh, reproducible=True)
         optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
         optimizer.step(np.ones(3), np.ones(3))
-        numerics = optimizer.state.binding.numerics
+        numerics = optimizer.state.numerics
         saved = {"sharding.json": {"reproducible": True}, ARITHMETIC: dict(numerics.own)}
         with monkeypatch.context() as lacking:
             if comm.rank == 0:

@@ -283,7 +283,7 @@ def test_state_that_drifts_is_mended(base, strategy):
         optimizer, parameters = strategy(AdamW(lr=0.1), mesh), model(mesh)
         train(optimizer, parameters)
         state = optimizer.serialize()
-        on_rank = optimizer.state.binding.on_rank
+        on_rank = optimizer.state.on_rank
         views = on_rank.strategy.ownership.state_views(on_rank.slots["exp_avg"])
         first = mesh.data.rank == 0 or strategy is not DDPOptimizer
         held = dict(zip(parameters, parameters.local, strict=True))

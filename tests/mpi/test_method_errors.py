@@ -31,7 +31,7 @@ def test_a_state_within_another_line_search_changes_nothing(mesh, tmp_path):
     mpishard.save_checkpoint(folder, first.parameters, first)
     second = optimizer_on(mesh, LBFGS(history=5, line_search="armijo"))
     second.bind(start)
-    before = second.state.binding.on_rank.slot_rows.copy()
+    before = second.state.on_rank.slot_rows.copy()
     for attempt in (
         lambda: second.deserialize(first.serialize()),
         lambda: mpishard.load_checkpoint(folder, start, second),
@@ -40,7 +40,7 @@ def test_a_state_within_another_line_search_changes_nothing(mesh, tmp_path):
             ValueError, match="within a line search by MoreThuente, but LBFGS has the line_search Armijo"
         ):
             attempt()
-        np.testing.assert_array_equal(second.state.binding.on_rank.slot_rows, before)
+        np.testing.assert_array_equal(second.state.on_rank.slot_rows, before)
         assert (start.flat == 2).all() and not second.clock
 
 

@@ -48,7 +48,7 @@ def test_vectors_are_divided_over_the_data_axis(mesh):
     optimizer.optimize(problem(steps=3), progress=False)
     own = np.diff(split(SIZE, mesh.data.size))[mesh.data.rank]
     vectors = 2 * METHOD.history + 4
-    assert optimizer.state.binding.on_rank.slot_rows.nbytes == vectors * own * 8
+    assert optimizer.state.on_rank.slot_rows.nbytes == vectors * own * 8
 
 
 def test_that_a_start_is_outside_of_its_bounds_is_said_once(mesh, tmp_path, capsys):

@@ -37,7 +37,7 @@ def test_ranks_that_never_stepped_are_named(mesh):
     optimizer = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, auto_sync_gradients=False))
     optimizer.synchronize_optimizer_state()
     if mesh.rank == 0:
-        optimizer.state.binding._on_rank = object()
+        optimizer.state._on_rank = object()
     with pytest.raises(ValueError, match=r"have not called step\(\) yet"):
         optimizer.synchronize_optimizer_state()
 

@@ -115,7 +115,7 @@ def test_approximations_are_those_of_pytorch(mesh):
             distributed.destroy_process_group()
     optimizer, parameters = DDPOptimizer(SGD(lr=1.0), configured(mesh, rank)), zeros()
     optimizer.bind(parameters)
-    optimizer.state.binding.strategy.compressed._bases["matrix"] = basis
+    optimizer.state.strategy.compressed._bases["matrix"] = basis
     for step in range(8):
         before = parameters.flat.copy()
         optimizer.step(parameters, gradient(step, mesh.rank))

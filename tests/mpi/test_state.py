@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import LAMB, SGD, Adagrad, Adam, AdamW, DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, nn
-from mpishard.data_parallel.serialization import decode
+from mpishard.data_parallel.full_state import decode
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 

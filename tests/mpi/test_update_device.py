@@ -72,8 +72,8 @@ def trained(strategy, rule, mesh, kind, dtype, **options):
         write(parameters, gradient(step, mesh, dtype))
         optimizer.step(parameters)
         norms.append(optimizer.gradient_norm)
-    own = [arrays.to_host(each).tobytes() for each in optimizer.state.binding.on_rank.slots.values()]
-    values = [arrays.to_host(each).tobytes() for each in optimizer.state.binding.strategy.values()]
+    own = [arrays.to_host(each).tobytes() for each in optimizer.state.on_rank.slots.values()]
+    values = [arrays.to_host(each).tobytes() for each in optimizer.state.strategy.values()]
     return own, values, np.array(norms).tobytes()
 
 
@@ -110,7 +110,7 @@ def counts(strategy, rule, mesh, monkeypatch, **options):
             names, waits = launches(patch), counted_waits(patch)
             write_gradients(parameters, flat)
             optimizer.step(parameters)
-    bound = optimizer.state.binding.strategy
+    bound = optimizer.state.strategy
     # One rank's sums are what its buckets have: it looks at these only where they do not stay.
     looks = 0 if mesh.size == 1 and bound.reducer.keeps_memory else len(bound.buckets)
     return names, len(waits), looks
@@ -161,7 +161,7 @@ def test_a_learning_rate_that_is_refused_changes_nothing(comm, rule):
         optimizer = DDPOptimizer(rule(lr=lambda step: 0.1 if step == 1 else -1.0), mesh)
         write(parameters, gradient(0, mesh, np.float32))
         optimizer.step(parameters)
-        state = [parameters.flat, *optimizer.state.binding.on_rank.slots.values()]
+        state = [parameters.flat, *optimizer.state.on_rank.slots.values()]
         before = [arrays.to_host(each).tobytes() for each in state]
         write(parameters, gradient(1, mesh, np.float32))
         with pytest.raises(ValueError, match="at least 0 and finite"):

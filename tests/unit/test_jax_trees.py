@@ -293,7 +293,7 @@ def test_the_state_of_a_transformation_is_saved_and_loaded(name: str, optax: Any
     rule = rule_of(SAVED[name](optax), tree=w)
     with mpishard.Mesh() as mesh:
         saved, loaded = (as_distributed(w, mesh, rule) for _ in range(2))
-        written, read = (each.optimizer.state.binding.on_rank.slots for each in (saved, loaded))
+        written, read = (each.optimizer.state.on_rank.slots for each in (saved, loaded))
         for number, slot in enumerate(written.values(), 1):
             slot[...] = number
         saved.save_checkpoint(tmp_path)

@@ -253,5 +253,5 @@ def test_the_record_of_a_run_has_them(mesh, tmp_path):
     problem = mpishard.OptimizationProblem(function, np.ones(3), 4, 4, steps=1, micro_batch_size=2)
     optimizer.optimize(problem, progress=False, record=mpishard.RunRecord(tmp_path, mesh))
     (line,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
-    assert line["arithmetic"] == {**arithmetic(), **optimizer.state.binding.numerics.own}
+    assert line["arithmetic"] == {**arithmetic(), **optimizer.state.numerics.own}
     assert line["arithmetic"]["micro_batch_size"] == "2"

@@ -23,7 +23,7 @@ from mpishard import (
 )
 from mpishard.data_parallel.local_sgd import AveragingSchedule, LocalSteps
 from mpishard.data_parallel.ownership import OwnedRanges
-from mpishard.data_parallel.results import Counters
+from mpishard.data_parallel.rank_state import Counters
 from mpishard.optim.rule import LossScale
 
 

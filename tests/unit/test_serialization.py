@@ -8,9 +8,8 @@ import h5py
 import numpy as np
 import pytest
 
-from mpishard.data_parallel import serialization
-from mpishard.data_parallel.full_state import FullState
-from mpishard.data_parallel.serialization import decode, encode
+from mpishard.data_parallel import full_state
+from mpishard.data_parallel.full_state import FullState, decode, encode
 from mpishard.layout.tensors import ParameterSpec
 
 SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterSpec(".", ()))
@@ -79,7 +78,7 @@ def forged(change):
     file = io.BytesIO(data)
     with h5py.File(file, "r+") as h5:
         change(h5)
-    return serialization._IMAGE.seal(file.getvalue())
+    return full_state._IMAGE.seal(file.getvalue())
 
 
 def replace(name, **options):
@@ -177,7 +176,7 @@ def test_texts_that_are_one_long_text_again_and_again_are_refused():
         start = h5["names"].id.get_offset()
     data[start : start + 1600] = data[start : start + 16] * 100
     with pytest.raises(ValueError, match="names is longer than the image"):
-        decode(serialization._IMAGE.seal(bytes(data)))
+        decode(full_state._IMAGE.seal(bytes(data)))
 
 
 def test_an_image_that_was_only_signed_anew_is_read():
