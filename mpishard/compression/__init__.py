@@ -3,7 +3,7 @@
 Input: blocks of gradients in float32 or float64.
 Output: the bytes to send, and what they leave out, which the caller adds to the next gradient.
 
-Read ``compressor`` first, the interface; then ``compressors``, and their loops in ``kernels`` and ``device_kernels``.
+Read ``compressor`` first, the interface; then ``compressors``, and their loops on the host in ``kernels``.
 """
 
 from mpishard.compression.compressor import Compressor, PieceCompressor

@@ -16,8 +16,9 @@ import numpy as np
 from mpishard.arguments import integer, number
 from mpishard.backend import array as arrays
 from mpishard.backend.compiled import HostFunction
+from mpishard.backend.cuda_source import PRELUDE, CudaSource, launch
 from mpishard.backend.random import normal
-from mpishard.compression import device_kernels, kernels
+from mpishard.compression import kernels
 from mpishard.compression.compressor import (
     Collective,
     Compressor,
@@ -29,6 +30,16 @@ from mpishard.compression.compressor import (
 )
 
 Array = Any
+
+# The loops over device arrays, of one pass over memory as those of ``kernels.py``.  `rest` is empty, or gets the values
+# minus the decompressed values; with `add` the decompressed values are added.  Contracting a * b + c would give other
+# bytes than the host.
+SOURCE = CudaSource(PRELUDE.with_name("compressors.cu"), ("--fmad=false",))
+_THREADS = 256
+
+
+def _blocks(threads: int) -> int:
+    return -(-threads // _THREADS)
 
 
 # Rounded to nearest even; float64 is rounded to float32 first, on host and device.
@@ -49,10 +60,14 @@ class _Cast(FusedCompressor):
 
     def _compress_by_cuda(self, values: Array, wire: Array, rest: Array) -> None:
         halves = _bits(wire, values.size).view(self._device_dtype)
-        device_kernels.to_halves(values, halves, rest, self._largest)
+        function = SOURCE.function("to_halves", REAL=values.dtype, STORED=halves.dtype)
+        size = values.size
+        launch(function, _blocks(size), _THREADS, values, halves, rest, size, self._largest, rest.size > 0)
 
     def _decompress_by_cuda(self, wire: Array, values: Array, add: bool) -> None:
-        device_kernels.from_halves(_bits(wire, values.size).view(self._device_dtype), values, add)
+        halves = _bits(wire, values.size).view(self._device_dtype)
+        function = SOURCE.function("from_halves", REAL=values.dtype, STORED=halves.dtype)
+        launch(function, _blocks(values.size), _THREADS, halves, values, values.size, add)
 
 
 @dataclass(frozen=True)
@@ -276,10 +291,14 @@ class Int8Compressor(_Blockwise):
         kernels.from_int8((values, scales, codes.view(np.int8)), (int(self.block), add))
 
     def _compress_by_cuda(self, values: Array, wire: Array, rest: Array) -> None:
-        device_kernels.to_int8(values, *self._parts(wire, values.size), rest, self.block)
+        scales, codes = self._parts(wire, values.size)
+        function = SOURCE.function("to_int8", REAL=values.dtype, STORED=np.float16)
+        launch(function, scales.size, _THREADS, values, scales, codes, rest, values.size, self.block, rest.size > 0)
 
     def _decompress_by_cuda(self, wire: Array, values: Array, add: bool) -> None:
-        device_kernels.from_int8(*self._parts(wire, values.size), values, self.block, add)
+        scales, codes = self._parts(wire, values.size)
+        function = SOURCE.function("from_int8", REAL=values.dtype, STORED=np.float16)
+        launch(function, _blocks(values.size), _THREADS, scales, codes, values, values.size, self.block, add)
 
     def _compress_on_device(self, values: Array, wire: Array) -> None:
         module = arrays.module_of(values)
@@ -326,10 +345,16 @@ class SignCompressor(_Blockwise):
         kernels.from_signs((values, *self._parts(wire, values.size)), (int(self.block), add))
 
     def _compress_by_cuda(self, values: Array, wire: Array, rest: Array) -> None:
-        device_kernels.to_signs(values, *self._parts(wire, values.size), rest, self.block)
+        scales, signs = self._parts(wire, values.size)
+        of_scales = SOURCE.function("to_sign_scales", REAL=values.dtype, STORED=np.float16)
+        launch(of_scales, scales.size, _THREADS, values, scales, rest, values.size, self.block, rest.size > 0)
+        of_bits = SOURCE.function("to_signs", REAL=values.dtype, STORED=np.float16)
+        launch(of_bits, _blocks(-(-values.size // 8)), _THREADS, values, signs, values.size)
 
     def _decompress_by_cuda(self, wire: Array, values: Array, add: bool) -> None:
-        device_kernels.from_signs(*self._parts(wire, values.size), values, self.block, add)
+        scales, signs = self._parts(wire, values.size)
+        function = SOURCE.function("from_signs", REAL=values.dtype, STORED=np.float16)
+        launch(function, _blocks(values.size), _THREADS, scales, signs, values, values.size, self.block, add)
 
     def _compress_on_device(self, values: Array, wire: Array) -> None:
         module = arrays.module_of(values)

@@ -37,24 +37,29 @@ Array = Any
 
 
 def norms(
-    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Ranges, arrays: Sequence[Array]
-) -> list[float]:
-    """The 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
+    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], vectors: Sequence[tuple[Ranges, Sequence[Array]]]
+) -> list[list[float]]:
+    """For each vector the 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
 
-    Every element must be in `parts` on exactly one rank of the axis, and chooses the number of its tensor; `arrays` has
-    one array for each owned range. On a device the host waits twice, whatever the number of tensors. Collective over
-    `axis`, the team of a strategy.
+    A vector is its parts, and one array for each owned range. Every element must be in the parts on exactly one rank of
+    the axis, and chooses the number of its tensor. On a device the host waits twice a vector, whatever the number of
+    tensors. Collective over `axis`, the team of a strategy: two all-reduces.
     """
-    tops = np.zeros(len(specs))
-    for part, top in zip(parts.all, exact.largest_of(arrays, parts), strict=True):
-        tops[part.choice] = max(tops[part.choice], top)
-    axis.all_reduce(tops, op="max", label="norms")
-    sums = np.zeros((len(specs), 2))
-    found = exact.sums_of_squares(arrays, parts, tops.tolist(), [spec.size for spec in specs])
-    for part, squares in zip(parts.all, found, strict=True):
-        sums[part.choice] += squares
-    axis.all_reduce(sums, label="norms")
-    return [exact.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]
+    tops = np.zeros((len(vectors), len(specs)))
+    for top, (parts, rows) in zip(tops, vectors, strict=True):
+        for part, largest in zip(parts.all, exact.largest_of(rows, parts), strict=True):
+            top[part.choice] = max(top[part.choice], largest)
+    axis.all_reduce(tops.reshape(-1), op="max", label="norms")
+    sums = np.zeros((len(vectors), len(specs), 2))
+    for total, top, (parts, rows) in zip(sums, tops, vectors, strict=True):
+        found = exact.sums_of_squares(rows, parts, top.tolist(), [spec.size for spec in specs])
+        for part, squares in zip(parts.all, found, strict=True):
+            total[part.choice] += squares
+    axis.all_reduce(sums.reshape(-1), label="norms")
+    return [
+        [exact.norm(pair, float(top)) for pair, top in zip(total, row, strict=True)]
+        for total, row in zip(sums, tops, strict=True)
+    ]
 
 
 # A step along the summed gradients.
@@ -153,8 +158,8 @@ def _apply_by_norms(
             own = cast(NormBased, own_rule)
             own.direction(values, gradient, state, step, divisor=factors.divisor, clip=factors.clip, out=out)
     specs = strategy.parameters.specs
-    before = norms(strategy.team, specs, ranges.counted[0], owned)
-    after = norms(strategy.team, specs, ranges.counted[1], directions)
+    vectors = list(zip(ranges.counted, (owned, directions), strict=True))
+    before, after = norms(strategy.team, specs, vectors)
     ratios = dict.fromkeys(range(len(specs)), 1.0)
     for tensor in {part.choice for part in ranges.owned.all}:
         ratios[tensor] = cast(NormBased, rules[tensor]).trust_ratio(before[tensor], after[tensor])
