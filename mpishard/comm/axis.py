@@ -17,6 +17,8 @@ from mpishard.io import log
 from mpishard.launch.job_notes import ECHO, raised_by_all
 from mpishard.launch.script import in_users_code
 
+Array = Any
+
 # The errors that `raise_if_any` can raise on a rank whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _KNOWN_ERRORS: dict[str, type[Exception]] = {
@@ -364,3 +366,41 @@ class Axis(Communicator):
         if place:
             error.add_note(place)
         raise error
+
+
+# The ranks that together hold one copy of a model, as one axis.
+
+
+class ModelParallelGroup:
+    """The ranks of one data coordinate, with the methods of `Axis` that agreements and norms need.
+
+    It needs no separate communicator: each method runs over the tensor axis, then over the pipeline axis. All methods
+    and the constructor are collective over these ranks.
+    """
+
+    def __init__(self, tensor: Axis, pipeline: Axis, rank: int) -> None:
+        self._axes = [axis for axis in (tensor, pipeline) if axis.size > 1]
+        self.members: list[int] = self.allgather_object(rank)  # world ranks of the group; `rank` is this one
+
+    def all_reduce(self, buffer: Array, op: str = "sum", *, label: str = "") -> Array:
+        """As `Axis.all_reduce`, in place."""
+        for axis in self._axes:
+            axis.all_reduce(buffer, op=op, label=label)
+        return buffer
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """As `Axis.allgather_object`, in the order of `members`."""
+        values = [value]
+        for axis in self._axes:
+            values = [each for theirs in axis.allgather_object(tuple(values)) for each in theirs]
+        return values
+
+    def raise_together(self, problem: Exception | None) -> None:
+        """As `Axis.raise_together`."""
+        for axis in self._axes:
+            try:
+                axis.raise_if_any(problem)
+            except Exception as error:  # of this rank or of another; ranks of the next axis must learn of it too
+                problem = error
+        assert problem is not None
+        raise problem

@@ -10,7 +10,6 @@ import gc
 import os
 import platform
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,11 +19,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.arguments import flag, shown
-from mpishard.backend.gemm import choice
-from mpishard.backend.gemm.choice import VARIABLE, Choice, Common, Status
-from mpishard.backend.gemm.libraries import TAKES, loadable, multiplies_bfloat16
+from mpishard.backend.gemm.choice import Common
 from mpishard.backend.process import limit_blas_threads
 from mpishard.comm.abort import abort_on_exception, start_mpi
+from mpishard.comm.agreement import agree_on_gemm_libraries, in_words
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import agree_on_device_buffers, heals_in_place
@@ -42,8 +40,6 @@ Array = Any
 
 
 # The facts that ranks of a new mesh exchange at once, and the error that all of them raise if they differ.
-
-_MOST_SHOWN = 4
 
 
 def exchange_facts(
@@ -112,85 +108,6 @@ def _unlike_sizes(by_rank: Sequence[str]) -> ValueError | None:
                 f"the mesh is {by_rank[0]} on rank 0 and {each} on rank {rank}; give the same sizes on every rank"
             )
     return None
-
-
-def in_words(what: str, which: Sequence[Any]) -> str:
-    """Ranks or hosts as a text such as ``"ranks 0, 2"``, the first few by name; `what` is in the singular."""
-    shown = ", ".join(map(str, which[:_MOST_SHOWN]))
-    more = f" and {len(which) - _MOST_SHOWN} others" if len(which) > _MOST_SHOWN else ""
-    return f"{what}{'s' if len(which) > 1 else ''} {shown}{more}"
-
-
-# The agreement of ranks on the libraries that multiply matrices.
-
-# The mark of a rank without the variable that joins others; larger than all marks.
-_ANY = 2**40
-
-
-def agree_on_products(world: Axis, *, spawned: bool = False) -> Common:
-    """Multiply by the same libraries on all ranks from now on. Collective over `world`.
-
-    Only libraries of which all ranks have the same version are taken. The environment variable MPISHARD_PRODUCTS
-    decides which; without it the choice that was made on some rank stays, so that ranks that join (`spawned`) do as the
-    others do, and else rank 0 takes the fastest. Ranks that join need not have the variable: launchers do not pass all
-    variables on to processes that are spawned.
-
-    Returns what all ranks can multiply by. Raises ValueError on all ranks if the variable differs between ranks, cannot
-    be read, or names a library that some rank lacks.
-    """
-    forced, versions = choice.chosen_by_variable(), loadable()
-    marks = [_mark(f"{name} {versions[name]}") if name in versions else 0 for name in TAKES]
-    facts = np.array([*marks, multiplies_bfloat16(), _mark(forced)], np.int64)
-    made = world.rank if choice.is_made() else world.size
-    shared = np.array([made, *facts, *-facts])
-    follows = choice.is_for_now() and not forced
-    if follows:
-        shared[[facts.size, -1]] = _ANY
-    world.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MIN)
-    first_made, least, most = int(shared[0]), shared[1 : 1 + facts.size], -shared[1 + facts.size :]
-    source = first_made if first_made < world.size else 0
-    if 0 <= most[-1] != least[-1]:
-        texts = world.allgather_object(forced)
-        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
-        error = ValueError(
-            f"{VARIABLE} is {texts[0] or 'unset'} on rank 0 and {texts[other] or 'unset'} on rank {other}; "
-            "set the same on all ranks, with the launcher's option for environment variables"
-        )
-        raise raised_by_all(error, world.size)
-    common = [name for name, low, high in zip(TAKES, least, most, strict=False) if low == high != 0]
-    if least[-1] not in (0, _ANY):
-        forced = world.comm.bcast(forced, source)
-        if follows:
-            os.environ[VARIABLE] = forced  # for the meshes to come
-        found = Choice.parse(forced)
-        if lacking := {*found.libraries.values()}.difference(common):
-            name = min(lacking)
-            error = ValueError(
-                f"{VARIABLE}={forced} wants {name}, but not every rank has the same version of it; "
-                f"pip install 'mpishard[{name}]' in the environment of all ranks, or unset {VARIABLE}"
-            )
-            raise raised_by_all(error, world.size)
-    elif common:
-        found = Choice.parse(world.comm.bcast(_own_text(common) if world.rank == source else "", source))
-    else:
-        found = Choice()
-    shared_by_all = Common(frozenset(common), bool(least[-2]))
-    status = Status.FOR_NOW if spawned and first_made == world.size else Status.MADE
-    choice.activate(found, common, bfloat16=shared_by_all.bfloat16, status=status)
-    return shared_by_all
-
-
-def _own_text(common: list[str]) -> str:
-    """The choice that was made on this rank, or else the fastest."""
-    if choice.is_made():
-        return str(choice.active())
-    from mpishard.backend.gemm.timing import fastest
-
-    return str(fastest(common))
-
-
-def _mark(text: str) -> int:
-    return zlib.crc32(text.encode()) + 1 if text else 0
 
 
 # -- the mesh ----------------------------------------------------------------------------------------------------------
@@ -405,7 +322,7 @@ class Mesh:
         withhold = not agree_on_device_buffers(world)
         for each in self._axes.values():
             each.withhold_device_buffers(withhold)
-        self.product_libraries = agree_on_products(
+        self.product_libraries = agree_on_gemm_libraries(
             self.world, spawned=self._parent is None and spawned_cell() is not None
         )
         return None
@@ -659,41 +576,3 @@ def _timeout(timeout: float | None) -> float | None:
     if not seconds > 0:
         raise ValueError(f"the time limit of a collective must be above 0 seconds, got {seconds:g}")
     return seconds
-
-
-# The ranks that together hold one copy of a model, as one axis.
-
-
-class ModelParallelGroup:
-    """The ranks of one data coordinate, with the methods of `Axis` that agreements and norms need.
-
-    It needs no separate communicator: each method runs over the tensor axis, then over the pipeline axis. All methods
-    and the constructor are collective over these ranks.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._axes = [axis for axis in (mesh.tensor, mesh.pipeline) if axis.size > 1]
-        self.members: list[int] = self.allgather_object(mesh.rank)  # world ranks of the group
-
-    def all_reduce(self, buffer: Array, op: str = "sum", *, label: str = "") -> Array:
-        """As `Axis.all_reduce`, in place."""
-        for axis in self._axes:
-            axis.all_reduce(buffer, op=op, label=label)
-        return buffer
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        """As `Axis.allgather_object`, in the order of `members`."""
-        values = [value]
-        for axis in self._axes:
-            values = [each for theirs in axis.allgather_object(tuple(values)) for each in theirs]
-        return values
-
-    def raise_together(self, problem: Exception | None) -> None:
-        """As `Axis.raise_together`."""
-        for axis in self._axes:
-            try:
-                axis.raise_if_any(problem)
-            except Exception as error:  # of this rank or of another; ranks of the next axis must learn of it too
-                problem = error
-        assert problem is not None
-        raise problem

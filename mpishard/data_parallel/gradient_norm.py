@@ -136,11 +136,11 @@ class Inspection:
 
     nonfinite_loss: str  # what is NaN or infinite in this rank's loss; `ShardedOptimizer.update` sets it before `norm`
     finite_loss: bool  # the losses of all ranks were finite at the last call of `norm`
-    interrupted: bool  # before `norm`: this rank requests to stop; after it: any rank of the team does
+    interrupted: bool  # before `norm`: this rank requests to stop; after it: any rank of the sync group does
 
     def __init__(self, strategy: Strategy, parameters: FlatParameters, looks: bool) -> None:
         self._strategy = strategy
-        self._team = strategy.team
+        self._sync_group = strategy.sync_group
         self._elements = sum(spec.size for spec in parameters.specs)
         looks_at_all = strategy.sums_are_everywhere and (strategy.mesh.size == 1 or not strategy.divides_state)
         self._sums_are_everywhere = looks_at_all and parameters.size <= _SHORT
@@ -197,8 +197,8 @@ class Inspection:
         """Agree on whether the summed gradients and the losses are finite, and on whether to stop. Collective.
 
         `exchange_status`, the same on all ranks: a rank may have set `nonfinite_loss` or `interrupted`. Returns
-        infinity if the gradients are not finite; otherwise, if `measure`, their 2-norm over the team, which counts
-        every logical element once; else NaN. Nothing is exchanged where ranks know it from `note_largest`.
+        infinity if the gradients are not finite; otherwise, if `measure`, their 2-norm over the sync group, which
+        counts every logical element once; else NaN. Nothing is exchanged where ranks know it from `note_largest`.
         """
         if self._finite_ahead and not measure and not exchange_status:
             self.finite_loss = True
@@ -213,7 +213,7 @@ class Inspection:
             self.finite_loss = True
         else:
             shared = np.array([top, bool(self.nonfinite_loss), self.interrupted])
-            self._team.all_reduce(shared, op="max", label="control")
+            self._sync_group.all_reduce(shared, op="max", label="control")
             top, nonfinite_loss, interrupted = shared.tolist()
             self.finite_loss, self.interrupted = not nonfinite_loss, bool(interrupted)
         if self._first_steps:
@@ -226,15 +226,15 @@ class Inspection:
         for part in exact.sums_of_squares(gradients, self._spans, [top], [self._elements]):
             squares += part
         if not self._sums_are_everywhere:
-            self._team.all_reduce(squares, label="control")
+            self._sync_group.all_reduce(squares, label="control")
         return exact.norm(squares, top)
 
     def culprits(self, step: int, what: str = "gradient") -> str:
         """A message that names the tensors and samples that were not finite, and their ranks.  Collective."""
         found = list(
             zip(
-                self._team.members,
-                self._team.allgather_object((self.nonfinite_loss, self._largest.nonfinite)),
+                self._sync_group.members,
+                self._sync_group.allgather_object((self.nonfinite_loss, self._largest.nonfinite)),
                 strict=True,
             )
         )

@@ -20,17 +20,17 @@ Array = Any
 
 
 class Matrices:
-    """The matrices of a model that a rule needs whole, by name. Creation is collective over the strategy's team.
+    """The matrices of a model that a rule needs whole, by name. Creation is collective over the strategy's sync group.
 
     A rank's work on a matrix is taken as proportional to its products; the largest go to ranks first.
     """
 
     def __init__(self, strategy: Strategy, names: set[str]) -> None:
-        parameters, ownership, team = strategy.parameters, strategy.ownership, strategy.team
+        parameters, ownership, group = strategy.parameters, strategy.ownership, strategy.sync_group
         self.names = names
         own = [each for each in cut_holding(parameters.pieces, ownership.own) if each.name in names]
         # A worker of Local SGD that is one data rank, or several that take the same step, has all matrices.
-        self._axis = team if isinstance(team, Axis) and team.size > 1 else None
+        self._axis = group if isinstance(group, Axis) and group.size > 1 else None
         members, rank = (1, 0) if self._axis is None else (self._axis.size, self._axis.rank)
         layouts = [tuple(own)]
         if self._axis is not None:
@@ -51,7 +51,7 @@ class Matrices:
     def orthogonalize(self, directions: Array, rules: Mapping[str, Rule]) -> None:
         """Orthogonalize the matrices in place, of which each rank has pieces in `directions`, by the rules by name.
 
-        `directions` has the ranges that this rank owns, end to end. Collective over the team.
+        `directions` has the ranges that this rank owns, end to end. Collective over the sync group.
         """
         whole = arrays.empty(self._size, directions.dtype, like=directions)
         self._there.move(self._axis, directions, whole)

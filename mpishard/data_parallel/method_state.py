@@ -73,11 +73,11 @@ class ShardedSpace(Space):
 
     def add(self, numbers: np.ndarray) -> None:
         """Replace an int64 array by its sum over the ranks.  Collective; one all-reduce."""
-        self._strategy.team.all_reduce(numbers.reshape(-1), label="dots")
+        self._strategy.sync_group.all_reduce(numbers.reshape(-1), label="dots")
 
     def maximize(self, numbers: np.ndarray) -> None:
         """Replace a float64 array without NaN by its maximum over the ranks.  Collective; one all-reduce."""
-        self._strategy.team.all_reduce(numbers, op="max", label="dots")
+        self._strategy.sync_group.all_reduce(numbers, op="max", label="dots")
 
     def whole(self, vector: Array) -> Array:
         """All elements of a vector on every rank, in memory like its own, in the order of the specs.  Collective."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mpishard.comm.axis import Axis
-from mpishard.comm.mesh import ModelParallelGroup
+from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers, slot_names
 from mpishard.data_parallel.settings import Configured, NumericsFingerprint, Settings, changed_settings
@@ -555,7 +554,7 @@ class OptimizerState:
         """The ranks that compare their arguments of the next `step` before taking it."""
         if self._on_rank is None or all(each.compares_next_step for each in self.auxiliary):
             return self._optimizer.world
-        return self._on_rank.strategy.team
+        return self._on_rank.strategy.sync_group
 
     @property
     def synchronizes_next_step(self) -> bool:

@@ -81,8 +81,8 @@ class OwnedRanges:
 
     `own` are the ascending ranges that this rank updates; a state array holds them end to end. `counted` has for each
     the part that this rank contributes to sums over ranks, such as norms. Where several data ranks update the same
-    elements, as in DDP, each contributes another part, so that every element counts once. `in_team` is the same for
-    sums over the ranks that take a step together.
+    elements, as in DDP, each contributes another part, so that every element counts once. `in_sync_group` is the
+    same for sums over the ranks that take a step together.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class OwnedRanges:
         parameters: FlatParameters,
         own: list[Range],
         counted: list[Range],
-        in_team: list[Range] | None = None,
+        in_sync_group: list[Range] | None = None,
     ) -> None:
         self.own = own
         self.counted = counted
-        self._in_team = counted if in_team is None else in_team
+        self._in_sync_group = counted if in_sync_group is None else in_sync_group
         self._layout = parameters.layout  # not the parameters: others of the same layout may take their place
 
     @property
@@ -129,9 +129,9 @@ class OwnedRanges:
 
     @cached_property
     def counted_parts(self) -> list[OwnedPart]:
-        """This rank's parts in sums over the model: each logical element is on exactly one rank of the team."""
+        """This rank's parts in sums over the model: each logical element is on exactly one rank of the sync group."""
         specs, model_rank = self._layout.specs, self._layout.place
-        return [part for part in self._parts(self._in_team) if model_rank.counts(specs[part.tensor])]
+        return [part for part in self._parts(self._in_sync_group) if model_rank.counts(specs[part.tensor])]
 
     def _parts(self, ranges: Sequence[Range]) -> list[OwnedPart]:
         number = {spec.name: index for index, spec in enumerate(self._layout.specs)}

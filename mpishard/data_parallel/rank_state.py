@@ -157,7 +157,7 @@ class RankState:
         self.slots = make_slots(rule, size, parameters.dtype, like=like)
 
     def matrices(self, rule: Rule) -> Matrices:
-        """The matrices that the rule needs whole. Collective over the strategy's team when the rule is a new one."""
+        """The matrices that the rule needs whole. Collective over the strategy's sync group for a new rule."""
         rules = self.rule_ranges.by_tensor(rule)
         names = {spec.name for spec, each in zip(self.parameters.specs, rules, strict=True) if each.whole_tensors}
         if self._matrices is None or self._matrices.names != names:
@@ -201,7 +201,7 @@ class RankState:
         self.prepare_step(counters)
         self.parameters.reset_gradients()
         if self.parameters.sharded is not None:
-            self.parameters.sharded.drop()
+            self.parameters.sharded.free_all()
 
     # -- arrays with their layouts, to be saved and moved -----------------------------------------------------------
 

@@ -23,8 +23,7 @@ from mpishard.backend.gemm import choice
 from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
 from mpishard.comm.agreement import WAY_OUT, agree_on_settings, differing, fingerprint, text_of
-from mpishard.comm.axis import Axis
-from mpishard.comm.mesh import ModelParallelGroup
+from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.io import log

@@ -414,7 +414,7 @@ class ShardedOptimizer:
         finally:  # without communication, so that the parameters come back after the death of a rank too
             held[...] = before
             if parameters.sharded is not None:
-                parameters.sharded.drop()
+                parameters.sharded.free_all()
 
     def begin_stage(self, *, keep_history: bool = False) -> None:
         """Let the next call of `optimize` minimise another function, from the last iterate of a method on.

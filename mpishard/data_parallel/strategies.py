@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mpishard.backend import array as arrays
-from mpishard.comm.axis import Axis
-from mpishard.comm.mesh import Mesh, ModelParallelGroup
+from mpishard.comm.axis import Axis, ModelParallelGroup
+from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
 from mpishard.data_parallel.ownership import OwnedRanges, TensorCopies, TiedUses
 from mpishard.data_parallel.summation import (
@@ -71,7 +71,7 @@ class Strategy(ABC):
         self.axis: Axis = mesh.data
         # The ranks that take a step together: every element is in the ``ownership.counted_parts`` of exactly one of
         # them.
-        self.team: Axis | ModelParallelGroup = mesh.world
+        self.sync_group: Axis | ModelParallelGroup = mesh.world
         # Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
         TensorCopies(mesh, parameters).broadcast()
@@ -153,14 +153,14 @@ class Strategy(ABC):
         return self.parameters.lent and len(self.buckets) == 1
 
     @abstractmethod
-    def target(self, bucket: Bucket, gradient: Array) -> Array:
+    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
         """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
 
     @abstractmethod
-    def owned(self, bucket: Bucket) -> Array:
+    def sum_shard(self, bucket: Bucket) -> Array:
         """This rank's part of the sum of a bucket, also of one of a second use."""
 
-    def whole(self, bucket: Bucket) -> Array:
+    def gradient_of(self, bucket: Bucket) -> Array:
         """The gradient memory of a bucket."""
         return self.memory.of_bucket(bucket)
 
@@ -229,13 +229,13 @@ class AllReduced(Strategy):
     def _make_plain_sums(self) -> Summation:
         return AllReduce(self)
 
-    def target(self, bucket: Bucket, gradient: Array) -> Array:
+    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
         pieces = self.counts[bucket.index]
         start = sum(pieces[: self.axis.rank])
         return gradient[start : start + pieces[self.axis.rank]]
 
-    def owned(self, bucket: Bucket) -> Array:
-        return self.target(bucket, self.memory.of_bucket(bucket))
+    def sum_shard(self, bucket: Bucket) -> Array:
+        return self.shard_output(bucket, self.memory.of_bucket(bucket))
 
 
 class DataParallel(AllReduced):
@@ -291,11 +291,11 @@ class ZeRO1(Strategy):
     def _make_plain_sums(self) -> Summation:
         return ReduceScatter(self)
 
-    def target(self, bucket: Bucket, gradient: Array) -> Array:
+    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
         return gradient[: self.counts[bucket.index][self.axis.rank]]
 
-    def owned(self, bucket: Bucket) -> Array:
-        return self.target(bucket, self.memory.of_bucket(bucket))
+    def sum_shard(self, bucket: Bucket) -> Array:
+        return self.shard_output(bucket, self.memory.of_bucket(bucket))
 
     def gradients(self) -> list[Array]:
         return [
@@ -347,7 +347,7 @@ class ZeRO1AllReduced(AllReduced, ZeRO1):
         return self.mesh.size == self.axis.size
 
     def gradients(self) -> list[Array]:
-        return [self.owned(bucket) for bucket in self.buckets]
+        return [self.sum_shard(bucket) for bucket in self.buckets]
 
 
 class ZeRO2(ZeRO1):
@@ -366,10 +366,10 @@ class ZeRO2(ZeRO1):
         sums = super()._make_summation()
         return sums if self.ordered is not None else Accumulated(self, sums, self.gradients())
 
-    def target(self, bucket: Bucket, gradient: Array) -> Array:
-        return super().target(bucket, gradient) if self.ordered is None else self.owned(bucket)
+    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
+        return super().shard_output(bucket, gradient) if self.ordered is None else self.sum_shard(bucket)
 
-    def owned(self, bucket: Bucket) -> Array:
+    def sum_shard(self, bucket: Bucket) -> Array:
         return self._second[bucket.index] if bucket.second_use else self.gradients()[bucket.index]
 
     def gradients(self) -> list[Array]:
@@ -418,7 +418,7 @@ class ZeRO3(ZeRO2):
 
     def publish_parameters(self) -> None:
         """Send nothing, and free the units still gathered, which hold values from before the update."""
-        self.sharded.drop()
+        self.sharded.free_all()
 
 
 class LocalUpdates(DataParallel):
@@ -434,12 +434,12 @@ class LocalUpdates(DataParallel):
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         super().__init__(config, parameters)
         # Each rank of a node has the worker's whole gradient, so that the ranks of a node need no agreement.
-        self.team = ModelParallelGroup(self.mesh)
+        self.sync_group = ModelParallelGroup(self.mesh.tensor, self.mesh.pipeline, self.mesh.rank)
         self.workers: int = self.axis.size // (1 if self.hierarchical is None else self.hierarchical.within.size)
 
     def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
         buckets = [(bucket.start, bucket.stop) for bucket in self.buckets]
-        return OwnedRanges(parameters, buckets, shares, in_team=buckets)  # a worker counts all of its gradient
+        return OwnedRanges(parameters, buckets, shares, in_sync_group=buckets)  # a worker counts all of its gradient
 
     def _make_plain_sums(self) -> Summation:
         return NonblockingAllReduce(self)

@@ -47,15 +47,15 @@ class Parts(Protocol):
         """By bucket and rank, the number of elements that the rank owns."""
         ...
 
-    def target(self, bucket: Bucket, gradient: Array) -> Array:
+    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
         """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
         ...
 
-    def owned(self, bucket: Bucket) -> Array:
+    def sum_shard(self, bucket: Bucket) -> Array:
         """This rank's part of the sum of a bucket, also of one of a second use."""
         ...
 
-    def whole(self, bucket: Bucket) -> Array:
+    def gradient_of(self, bucket: Bucket) -> Array:
         """The gradient memory of a bucket."""
         ...
 
@@ -119,7 +119,7 @@ class AllReduce(Summation):
             self._axis.all_reduce(gradient, label="gradients")
             return None
         if self._is_in_parts(gradient):
-            own, pieces = self._parts.target(bucket, gradient), self._parts.counts[bucket.index]
+            own, pieces = self._parts.shard_output(bucket, gradient), self._parts.counts[bucket.index]
             return self._axis.start_reduce_scatter(gradient, own, pieces, label="gradients")
         return self._axis.start_all_reduce(gradient, label="gradients")
 
@@ -169,7 +169,7 @@ class FixedOrder(Summation):
         self._gathers = gathers
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer:
-        counts, target = self._parts.counts[bucket.index], self._parts.target(bucket, gradient)
+        counts, target = self._parts.counts[bucket.index], self._parts.shard_output(bucket, gradient)
         return self._sums.start(bucket, [*earlier, gradient], counts, target)
 
     def finish(self, started: Started) -> None:
@@ -178,10 +178,10 @@ class FixedOrder(Summation):
             self._gather([(bucket, gradient) for bucket, gradient, _ in started if not self._waits_for_uses(bucket)])
 
     def add_uses(self) -> None:
-        self._uses.add(self._parts.owned, self._parts.copies)
+        self._uses.add(self._parts.sum_shard, self._parts.copies)
         if self._gathers:
             waiting = [bucket for bucket in self._buckets if self._waits_for_uses(bucket)]
-            self._gather([(bucket, self._parts.whole(bucket)) for bucket in waiting])
+            self._gather([(bucket, self._parts.gradient_of(bucket)) for bucket in waiting])
 
     def _waits_for_uses(self, bucket: Bucket) -> bool:
         """Return True if the uses of a tied tensor are added in this bucket, or from it, before it is gathered."""
@@ -211,7 +211,7 @@ class Compressed(Summation):
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
         if not self._parts.compresses:
             return self._plain.start(bucket, gradient)
-        return self._sums.start(bucket, gradient, self._parts.target(bucket, gradient))
+        return self._sums.start(bucket, gradient, self._parts.shard_output(bucket, gradient))
 
     def finish(self, started: Started) -> None:
         if not self._parts.compresses:
@@ -250,7 +250,7 @@ class Accumulated(Summation):
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
         started = self._sums.start(bucket, gradient)
         if started is None:
-            self._add(bucket, self._parts.target(bucket, gradient))
+            self._add(bucket, self._parts.shard_output(bucket, gradient))
         return started
 
     def finish(self, started: Started) -> None:

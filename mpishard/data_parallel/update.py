@@ -17,8 +17,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.backend.array import Kernel
 from mpishard.backend.ranges import Ranges
-from mpishard.comm.axis import Axis
-from mpishard.comm.mesh import ModelParallelGroup
+from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.rank_state import EMA, RankState
 from mpishard.data_parallel.settings import Configured
@@ -43,7 +42,7 @@ def norms(
 
     A vector is its parts, and one array for each owned range. Every element must be in the parts on exactly one rank of
     the axis, and chooses the number of its tensor. On a device the host waits twice a vector, whatever the number of
-    tensors. Collective over `axis`, the team of a strategy: two all-reduces.
+    tensors. Collective over `axis`, the sync group of a strategy: two all-reduces.
     """
     tops = np.zeros((len(vectors), len(specs)))
     for top, (parts, rows) in zip(tops, vectors, strict=True):
@@ -102,7 +101,7 @@ class Factors(NamedTuple):
 def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float, divisor: float, clip: float) -> None:
     """Apply the rule: take step `step` along the summed gradients; `divisor` and `clip` as for `Rule.update`.
 
-    Collective over the strategy's team if the rule needs norms of whole tensors.
+    Collective over the strategy's sync group if the rule needs norms of whole tensors.
     """
     strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()
@@ -159,7 +158,7 @@ def _apply_by_norms(
             own.direction(values, gradient, state, step, divisor=factors.divisor, clip=factors.clip, out=out)
     specs = strategy.parameters.specs
     vectors = list(zip(ranges.counted, (owned, directions), strict=True))
-    before, after = norms(strategy.team, specs, vectors)
+    before, after = norms(strategy.sync_group, specs, vectors)
     ratios = dict.fromkeys(range(len(specs)), 1.0)
     for tensor in {part.choice for part in ranges.owned.all}:
         ratios[tensor] = cast(NormBased, rules[tensor]).trust_ratio(before[tensor], after[tensor])
@@ -230,7 +229,7 @@ def update_by_method(
     known = loss if math.isfinite(loss) else math.inf
     inspection.nonfinite_loss = nonfinite_loss
     shared = np.array([known, -known, bool(nonfinite_loss), interrupted])
-    strategy.team.all_reduce(shared, op="max", label="control")
+    strategy.sync_group.all_reduce(shared, op="max", label="control")
     value, least = float(shared[0]), -float(shared[1])
     finite, inspection.interrupted = math.isfinite(value) and not shared[2], bool(shared[3])
     is_first = minimizer.progress.evaluations == 0
@@ -258,11 +257,11 @@ def update_by_method(
 
 def _different_losses(strategy: Strategy, loss: float) -> ValueError:
     """The error for ranks that return different losses of the same samples.  Collective over the mesh."""
-    losses = strategy.team.allgather_object(loss)
+    losses, members = strategy.sync_group.allgather_object(loss), strategy.sync_group.members
     rank = next(rank for rank, each in enumerate(losses) if each != losses[0])
     return ValueError(
-        f"the mean loss of a step is {losses[0]:.9g} on rank {strategy.team.members[0]} and {losses[rank]:.9g} on rank "
-        f"{strategy.team.members[rank]}, but all ranks must have one: ranks that share the tensors of a model return "
+        f"the mean loss of a step is {losses[0]:.9g} on rank {members[0]} and {losses[rank]:.9g} on rank "
+        f"{members[rank]}, but all ranks must have one: ranks that share the tensors of a model return "
         "the loss of all of them, as mesh.tensor.all_reduce sums it"
     )
 

@@ -14,8 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.backend.gemm import choice
-from mpishard.comm.agreement import agree_on_settings
-from mpishard.comm.mesh import Mesh, agree_on_products
+from mpishard.comm.agreement import agree_on_gemm_libraries, agree_on_settings
+from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard_state
 from mpishard.elastic.membership import Membership, Order, StoppedPeerMonitor
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
@@ -326,7 +326,7 @@ class Resizing:
             "measures (stage_costs)",
         )
         numerics, joined = training.optimizer.state.numerics, not choice.is_made()
-        agree_on_products(self._run.membership.axis)
+        agree_on_gemm_libraries(self._run.membership.axis)
         if joined:
             numerics.note_products()
         numerics.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)

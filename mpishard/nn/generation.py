@@ -13,8 +13,8 @@ from mpishard.arguments import flag, integer, number, shown
 from mpishard.backend.array import is_array, to_host
 from mpishard.backend.random import generator
 from mpishard.comm.agreement import agree_on_settings
-from mpishard.comm.axis import Axis
-from mpishard.comm.mesh import Mesh, ModelParallelGroup
+from mpishard.comm.axis import Axis, ModelParallelGroup
+from mpishard.comm.mesh import Mesh
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.attention import CausalSelfAttention
 from mpishard.nn.block import TransformerBlock
@@ -185,7 +185,7 @@ def ranks_of_one_model(mesh: Mesh | None, parameters: FlatParameters) -> Axis | 
     Collective over the tensor and pipeline axes of the mesh.
     """
     if parameters.sharded is None:
-        return None if mesh is None else ModelParallelGroup(mesh)
+        return None if mesh is None else ModelParallelGroup(mesh.tensor, mesh.pipeline, mesh.rank)
     return parameters.sharded.axis if mesh is None else mesh.world
 
 

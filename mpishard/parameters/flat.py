@@ -562,7 +562,7 @@ class FlatParameters:
         if self.sharded is not None:
             return
         sharded = ShardedUnits(self.pieces, self.units, axis, self.like)
-        sharded.take(self.flat)
+        sharded.fill(self.flat)
         self._bind(None, sharded)
 
     def renew(self) -> None:

@@ -84,7 +84,7 @@ class ShardedUnits:
         """This rank's share of a unit, a view of `shard`."""
         return self.shard[self._starts[unit] : self._starts[unit + 1]]
 
-    def take(self, flat: Array) -> None:
+    def fill(self, flat: Array) -> None:
         """Fill the shares from a flat array of all parameters, the same on all ranks."""
         for unit, (start, stop) in enumerate(self.own):
             self.share(unit)[...] = flat[start:stop]
@@ -138,9 +138,9 @@ class ShardedUnits:
                 )
             self._users[unit] -= 1
             if not self._users[unit]:
-                self._drop(unit)
+                self._free(unit)
 
-    def drop(self) -> None:
+    def free_all(self) -> None:
         """Discard all gathered units, since the shares change."""
         self.free(list(self._blocks))
         self._users.clear()
@@ -154,10 +154,10 @@ class ShardedUnits:
         for unit in units:
             self._users.pop(unit, None)
             if unit in self._blocks:
-                self._drop(unit)
+                self._free(unit)
 
-    def keep(self, units: Iterable[int]) -> None:
-        """Keep the shares of what rank 0 has in the gathered units, which then have its values. Collective."""
+    def broadcast_gathered(self, units: Iterable[int]) -> None:
+        """Broadcast rank 0's values of gathered units, and take this rank's shares from them. Collective."""
         for unit in units:
             start, stop = self._extents[unit]
             cuts, block = self._cuts[unit], self._blocks[unit][: stop - start]
@@ -180,7 +180,7 @@ class ShardedUnits:
 
         `first` and `last` (exclusive) are its tensors.
         """
-        self.drop()
+        self.free_all()
         for unit, ((first, last), (start, stop)) in enumerate(zip(self._units, self._extents, strict=True)):
             block = arrays.empty(stop - start, self._like.dtype, like=self._like)
             cuts = self._cuts[unit]
@@ -188,7 +188,7 @@ class ShardedUnits:
             change(block, first, last)
             self.share(unit)[...] = block[cuts[self.axis.rank] : cuts[self.axis.rank + 1]]
 
-    def _drop(self, unit: int) -> None:
+    def _free(self, unit: int) -> None:
         if unit in self._pending:
             self._pending.pop(unit).wait()
         first, last = self._units[unit]

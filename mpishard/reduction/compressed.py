@@ -2,7 +2,7 @@
 
 What compression loses of a gradient is kept and added to the next one (`CompressedSums`).  In `PieceSums` every rank
 sends each part of a bucket to its owner, which adds up the parts in the dtype of the gradients and sends the sum to all
-who need it, compressed; both ends keep the error (Tang et al., "DoubleSqueeze", 2019).  `LowRankSums` approximates
+who need it, compressed; both ends keep the error (Tang et al., "DoubleSqueeze", 2019).  `PowerSGDSums` approximates
 (Vogels et al., "PowerSGD", 2019, algorithms 1, 2): the error of a rank is its gradient minus the projection of its
 gradient onto the common subspace, which is linear, so that it does not matter which rank holds the errors.
 """
@@ -218,7 +218,7 @@ class _Matrix(NamedTuple):
     columns: int
 
 
-class LowRankSums(CompressedSums):
+class PowerSGDSums(CompressedSums):
     """`CompressedSums` with a `PowerSGDCompressor`; `gathers`: `start_gather` follows `start`.
 
     The second sum is then taken there, concurrently for all buckets. The bases are not saved: `fold` starts again with
@@ -361,7 +361,7 @@ class CompressedSumsMaker:
     like: Array  # has the dtype and device of the gradients
     scale: float  # the loss scale that the first gradients contain
     pieces: Sequence[Piece] = ()  # the tensors of all buckets
-    gathers: bool = True  # all ranks get the sums, as for `LowRankSums`
+    gathers: bool = True  # all ranks get the sums, as for `PowerSGDSums`
 
     def of_pieces(self, compressor: PieceCompressor) -> CompressedSums:
         """Sums of gradients that are compressed piece by piece, without errors yet."""
@@ -369,7 +369,7 @@ class CompressedSumsMaker:
 
     def of_low_rank(self, compressor: PowerSGDCompressor) -> CompressedSums:
         """Sums of low-rank approximations of gradients, without errors yet."""
-        return LowRankSums(compressor, self.pieces, self.gathers, **self._layout)
+        return PowerSGDSums(compressor, self.pieces, self.gathers, **self._layout)
 
     @property
     def _layout(self) -> dict[str, Any]:

@@ -335,7 +335,7 @@ class ShardedModule:
     def _keep(self, numbers: Sequence[int]) -> None:
         """Take what PyTorch has written to gathered units, of rank 0 on all ranks, to the shares."""
         finish_stream(self._like)
-        self._sharded.keep(numbers)
+        self._sharded.broadcast_gathered(numbers)
         self._ready()  # the memory that was read may be freed
 
     @property

@@ -134,7 +134,7 @@ def load_checkpoint(
         optimizer.state.restore_settings(found.facts)
         optimizer.state.restore(found.facts)
     elif named.sharded is not None:
-        named.sharded.drop()
+        named.sharded.free_all()
     return dict(found.facts)
 
 

@@ -9,8 +9,8 @@ import mpishard
 from mpishard.backend import gemm, process
 from mpishard.backend.gemm import choice, libraries, timing
 from mpishard.backend.gemm.choice import VARIABLE, Choice, Status
-from mpishard.comm import mesh as product_choice
-from mpishard.comm.mesh import agree_on_products
+from mpishard.comm import agreement as product_choice
+from mpishard.comm.agreement import agree_on_gemm_libraries
 from mpishard.data_parallel.settings import ARITHMETIC
 
 VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}
@@ -65,12 +65,12 @@ def test_ranks_that_join_do_as_the_others_do(comm, monkeypatch):
 
 def test_ranks_that_were_spawned_follow_those_that_they_join(mesh, comm, monkeypatch):
     monkeypatch.setattr(choice, "_process", choice._Process())
-    agree_on_products(mesh.world, spawned=True)
+    agree_on_gemm_libraries(mesh.world, spawned=True)
     assert not choice.is_made() and str(choice.active()) == "bfloat16.plain=onednn,float32.plain=mkl"
     if comm.rank == comm.size - 1:
         choice.activate(Choice.parse("float64.batched=mkl"), VERSIONS)
     for _ in range(2):
-        agree_on_products(mesh.world, spawned=comm.rank == 0)
+        agree_on_gemm_libraries(mesh.world, spawned=comm.rank == 0)
         assert choice.is_made() and str(choice.active()) == "float64.batched=mkl"
 
 
@@ -85,12 +85,12 @@ def test_ranks_that_were_spawned_need_not_have_the_variable(mesh, comm, monkeypa
     else:
         choice.activate(Choice.parse("float64=mkl"), VERSIONS)
     for _ in range(2):
-        agree_on_products(mesh.world)
+        agree_on_gemm_libraries(mesh.world)
         assert choice.is_made() and str(choice.active()) == "float64=mkl"
     monkeypatch.setattr(choice, "_process", choice._Process())
     monkeypatch.setenv(VARIABLE, "" if joins else "float64=mkl")
     with pytest.raises(ValueError, match=f"{VARIABLE} is float64=mkl on rank 0 and unset on rank {comm.size - 1}"):
-        agree_on_products(mesh.world)
+        agree_on_gemm_libraries(mesh.world)
 
 
 def test_a_library_that_one_rank_lacks_or_has_in_another_version_is_not_taken(comm, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
     if joined:
         choice.activate(Choice(), status=Status.FOR_NOW)
         monkeypatch.setattr(product_choice, "loadable", dict)
-    agree_on_products(mesh.world)
+    agree_on_gemm_libraries(mesh.world)
     numerics = optimizer.state.numerics
     if joined:
         numerics.note_products()

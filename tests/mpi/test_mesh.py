@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm.abort import _AbortOnException
+from mpishard.comm.agreement import in_words
 from mpishard.comm.channel import Family
-from mpishard.comm.mesh import in_words
 from mpishard.launch.job_notes import ALIKE, ECHO
 from mpishard.layout.tensors import ModelParallelRank
 

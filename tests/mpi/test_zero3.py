@@ -194,7 +194,7 @@ def test_parameters_are_there_between_use_and_release(mesh):
     with pytest.raises(RuntimeError, match="not gathered now"):
         parameters["a"]
     parameters.assign("d", np.full((2, 3, 4), 5.0))
-    parameters.sharded.drop()  # also of what was only prefetched
+    parameters.sharded.free_all()  # also of what was only prefetched
     parameters.use(["d"])
     assert (parameters["d"] == 5).all()
     parameters.release(["d"])

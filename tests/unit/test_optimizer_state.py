@@ -129,7 +129,10 @@ def test_what_a_rank_owns_and_what_it_counts() -> None:
     assert [view.tolist() for view in ownership.counted_views(views)] == [[1, 2], [3, 4, 5]]
     assert ownership.owned_parts == [(0, 0, 0, 3), (0, 1, 0, 1), (1, 1, 1, 5)]
     assert ownership.counted_parts == [(0, 0, 1, 3), (0, 1, 0, 1), (1, 1, 1, 3)]
-    assert OwnedRanges(parameters, [(0, 8)], [(0, 4)], in_team=[(0, 8)]).counted_parts == [(0, 0, 0, 4), (1, 0, 4, 8)]
+    assert OwnedRanges(parameters, [(0, 8)], [(0, 4)], in_sync_group=[(0, 8)]).counted_parts == [
+        (0, 0, 0, 4),
+        (1, 0, 4, 8),
+    ]
 
 
 def test_parameters_whose_place_others_have_taken_are_freed(mesh: Mesh) -> None:
