@@ -314,7 +314,7 @@ class ShardingConfiguration:
         return Int8Compressor() if self.enable_gradient_compression else None
 
     def describe(self, parameters: FlatParameters | int | None = None) -> str:
-        """The way gradients will be summed and sent, in words.  Not collective.
+        """The way gradients will be summed and sent, in words.
 
         Parameters
         ----------
@@ -330,7 +330,7 @@ class ShardingConfiguration:
         return "\n".join([*_in_words(self), *_costs(self, parameters)])
 
     def gradient_traffic(self, parameters: FlatParameters | int) -> Traffic:
-        """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.  Not collective.
+        """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.
 
         Parameters
         ----------

@@ -126,7 +126,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the cost of training a model in a layout.
 
-    Needs neither the ranks nor the memory.  Not collective.
+    Needs neither the ranks nor the memory.
 
     Parameters
     ----------
@@ -197,8 +197,6 @@ def table(
     **options: Any,
 ) -> list[Estimate]:
     """Estimate many layouts and sort them, the fastest first.
-
-    Not collective.
 
     Parameters
     ----------

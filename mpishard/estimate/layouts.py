@@ -31,8 +31,6 @@ def model_state_bytes(
     With P parameters, N ranks and 2, 2 and 12 bytes (half precision, and a float32 copy, momentum and variance) these
     are 16 P, 4 P + 12 P / N, 2 P + 14 P / N and 16 P / N for the stages 0 to 3.
 
-    Not collective.
-
     Parameters
     ----------
     parameters : float
@@ -157,8 +155,6 @@ def layouts(
     recompute: bool = False,
 ) -> Iterator[Layout]:
     """Yield every layout of `ranks` ranks that the model allows, without layouts that equal another in effect.
-
-    Not collective.
 
     Parameters
     ----------

@@ -60,8 +60,6 @@ print([len(opens) + len(mapped), len(questions), sum(os.path.getsize(path) for p
 class StartParts:
     """The costs of one rank from its first instruction to the end of its first step.
 
-    Not collective.
-
     Parameters
     ----------
     processor_seconds : float
@@ -99,7 +97,7 @@ class StartParts:
 def measure_start() -> StartParts:
     """Measure the start of a rank on this machine, in a few seconds; the first time kernels are compiled.
 
-    Not collective, and needs no MPI: the processes that it starts load the MPI library, but do not start it.
+    Needs no MPI: the processes that it starts load the MPI library, but do not start it.
 
     Returns
     -------
@@ -161,8 +159,6 @@ MOST_RANKS = 10**7
 @dataclass(frozen=True)
 class Cluster:
     """Assumptions about a cluster and a run on it; none of them is measured.
-
-    Not collective.
 
     Parameters
     ----------
@@ -230,8 +226,6 @@ class Costs:
 
 def costs(ranks: int, parts: StartParts, cluster: Cluster, machine: MachineProfile) -> Costs:
     """Seconds of start, step, checkpoint and healing on this number of data-parallel ranks.
-
-    Not collective.
 
     Parameters
     ----------
@@ -351,8 +345,6 @@ def burdens(found: Costs) -> dict[str, float]:
 
 def breaks(parts: StartParts, cluster: Cluster, machine: MachineProfile) -> list[Break]:
     """Where start, step, checkpoint and healing break (`LIMITS`), the first first.
-
-    Not collective.
 
     Parameters
     ----------

@@ -20,8 +20,6 @@ _VERSION = 1
 class Link:
     """Time of one communication: `latency` for each of its at least ``log2(ranks)`` rounds, and bytes / `bandwidth`.
 
-    Not collective.
-
     Parameters
     ----------
     latency : float

@@ -221,7 +221,7 @@ def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]
 class FlatParameters:
     """One flat parameter buffer, one flat gradient buffer, and named views into both.
 
-    Not collective, unless a method says otherwise.  The class is long and has many members since users, layers and
+    Methods that are collective say so.  The class is long and has many members since users, layers and
     optimizers share it; its methods are a line or two over the layout, the units of ZeRO-3 and the gradients.
 
     Parameters
@@ -415,7 +415,7 @@ class FlatParameters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters held now, units gathered for use included.  Not collective."""
+        """Bytes of parameters held now, units gathered for use included."""
         return int(self.held.nbytes) if self.sharded is None else self.sharded.nbytes
 
     @functools.cached_property
@@ -434,7 +434,7 @@ class FlatParameters:
         return _fingerprint(sorted(self.model_settings.items()))
 
     def digest(self) -> int:
-        """A hash of 62 bits of the values held here.  Not collective.
+        """A hash of 62 bits of the values held here.
 
         Returns
         -------
@@ -552,7 +552,7 @@ class FlatParameters:
     def shard(self, axis: Axis) -> None:
         """Keep only this rank's share of every unit from now on.
 
-        Not collective, but all ranks must hold equal values.
+        All ranks must hold equal values.
 
         Parameters
         ----------
