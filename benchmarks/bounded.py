@@ -5,9 +5,10 @@ deblurring, non-negative least squares, and quadratics of condition 1e4 to 1e8 i
 begin at the same points with the same history and tolerances.  With --cutest: problems of CUTEst, from their standard
 starts; they need sif2jax.
 
-A line a run: the final values and their ratio, evaluations, the elements at a bound, in how many of the counts of
-evaluations 25, 50, 100, ... that both have reached the best value so far is at most SciPy's, and why it has ended.
-Then the sums: of evaluations, of runs that end at most 2 % above SciPy, of the counts.
+A line a run: the final values and their ratio, evaluations, those of both to the value that both reach (the higher of
+the final ones), the elements at a bound, in how many of the counts of evaluations 25, 50, 100, ... that both have
+reached the best value so far is at most SciPy's, and why it has ended.  Then the sums: of evaluations, of runs that end
+at most 2 % above SciPy, of the counts.
 """
 
 from __future__ import annotations
@@ -243,8 +244,11 @@ def main() -> None:
         sys.exit("this benchmark compares with SciPy, which is not installed: pip install scipy")
     method = LBFGSB(history=given.history, gtol=given.gtol, ftol=given.ftol, maxfun=given.maxfun, maxiter=given.maxfun)
     print(f"SciPy {scipy.__version__}, history {given.history}, gtol {given.gtol:g}, ftol {given.ftol:g}")
-    print(f"{'problem':34}{'value':>15}{'SciPy':>15}{'ratio':>8}{'evals':>7}{'SciPy':>7}{'bound':>7}{'equal':>7}  end")
-    runs: list[tuple[float, int, int, int, int]] = []
+    print(
+        f"{'problem':34}{'value':>15}{'SciPy':>15}{'ratio':>8}{'evals':>7}{'SciPy':>7}{'to both':>12}{'bound':>7}"
+        f"{'equal':>7}  end"
+    )
+    runs: list[tuple[float, int, int, int, int, int, int]] = []
     with threadpool_limits(1):
         for problem in of_cutest() if given.cutest else problems(given.starts):
             if given.only in problem.name:
@@ -252,31 +256,38 @@ def main() -> None:
     print(summary(runs))
 
 
-def compare(problem: Problem, method: LBFGSB) -> tuple[float, int, int, int, int]:
-    """Print a line; the ratio of values, the evaluations of both, and in how many of how many counts it is ahead."""
+def compare(problem: Problem, method: LBFGSB) -> tuple[float, int, int, int, int, int, int]:
+    """Print a line; the ratio of values, the evaluations of both to the end and to the value that both reach, and in
+    how many of how many counts it is ahead.
+    """
     mine, peer = ours(problem, method), of_scipy(problem, method)
     shared = min(len(mine.values), len(peer.values))
     counts = [count - 1 for count in COUNTS if count <= shared] or [shared - 1]
     ahead = sum(mine.values[count] <= peer.values[count] + 1e-12 * abs(peer.values[count]) for count in counts)
     held = int(((mine.point <= problem.lower) | (mine.point >= problem.upper)).sum())
+    shared_value = max(mine.values[-1], peer.values[-1])
+    reached, peer_reached = (int(np.argmax(trace.values <= shared_value)) + 1 for trace in (mine, peer))
     # Of the values, and where these may be 0 or negative of their distance to the size of SciPy's.
     best = float(peer.values[-1])
     ratio = 1 + float(mine.values[-1] - best) / max(abs(best), 1e-10 * max(1.0, abs(float(peer.values[0]))))
     print(
         f"{problem.name:34}{mine.values[-1]:15.7e}{peer.values[-1]:15.7e}{ratio:8.3f}{len(mine.values):7d}"
-        f"{len(peer.values):7d}{held:7d}{f'{ahead}/{len(counts)}':>7}  {mine.reason} | {peer.reason}",
+        f"{len(peer.values):7d}{f'{reached}/{peer_reached}':>12}{held:7d}{f'{ahead}/{len(counts)}':>7}  "
+        f"{mine.reason} | {peer.reason}",
         flush=True,
     )
-    return ratio, len(mine.values), len(peer.values), ahead, len(counts)
+    return ratio, len(mine.values), len(peer.values), reached, peer_reached, ahead, len(counts)
 
 
 def summary(runs: Sequence[tuple[Any, ...]]) -> str:
-    ratios, evaluations, of_peer, ahead, counts = map(np.array, zip(*runs, strict=True))
+    ratios, evaluations, of_peer, reached, peer_reached, ahead, counts = map(np.array, zip(*runs, strict=True))
     good = int((ratios <= ABOVE).sum())
     return (
         f"{len(runs)} runs: {evaluations.sum()} evaluations, SciPy {of_peer.sum()}, ratio "
-        f"{evaluations.sum() / of_peer.sum():.3f}; final value at most 2 % above SciPy's in {good}, the largest ratio "
-        f"{ratios.max():.3f}; at most SciPy's at {ahead.sum()} of {counts.sum()} equal counts of evaluations"
+        f"{evaluations.sum() / of_peer.sum():.3f}; to the value that both reach {reached.sum()}, SciPy "
+        f"{peer_reached.sum()}, ratio {reached.sum() / peer_reached.sum():.3f}; final value at most 2 % above SciPy's "
+        f"in {good}, the largest ratio {ratios.max():.3f}; at most SciPy's at {ahead.sum()} of {counts.sum()} equal "
+        "counts of evaluations"
     )
 
 

@@ -38,8 +38,7 @@ class LBFGSB(LBFGS):
     2. Breakpoints go into 32 bins, and the one where the model ceases to fall is divided again.  A minimum inside an
        earlier bin, at whose end the model falls again, is passed by.
     3. Where an iteration that is cut short to less than half of its direction changes the value or the point by less
-       than `ftol` or `xtol`, while the projected gradient is above 10 gtol, the pairs are dropped, and it ends only if
-       steepest descent gains as little.
+       than `ftol` or `xtol`, while the projected gradient is above 10 gtol, it ends only if the next one is such, too.
 
     Parameters
     ----------
@@ -97,18 +96,21 @@ class BoundedQuasiNewton(QuasiNewton):
     def __init__(self, method: LBFGSB, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         super().__init__(method, space, vectors, point, limits)
         self._bounded = self._boxed = True
+        self._doubted = -1  # the last iteration with too short a step to end
 
     def begin(self) -> int:
+        self._doubted = -1
         bounded, open_sides = self.space.count(*self.bounds.kinds())
         self._bounded, self._boxed = bounded > 0, open_sides == 0
         return super().begin()
 
     def to_metadata(self) -> dict[str, Any]:
-        return {**super().to_metadata(), "bounded": self._bounded, "boxed": self._boxed}
+        return {**super().to_metadata(), "bounded": self._bounded, "boxed": self._boxed, "doubted": self._doubted}
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         super().restore(metadata)
         self._bounded, self._boxed = bool(metadata.get("bounded", True)), bool(metadata.get("boxed", True))
+        self._doubted = int(metadata.get("doubted", -1))
 
     def _make_history(self, space: Space, rows: Array) -> ReducedHistory:
         return ReducedHistory(space, rows)
@@ -124,12 +126,12 @@ class BoundedQuasiNewton(QuasiNewton):
         return 0.0, self._gradient_top, projected_top
 
     def _doubts_end(self) -> bool:
-        """After a short step, far from a small projected gradient, drop the pairs and try steepest descent.
-
-        Once: the iteration after that ends the minimisation if it changes too little, whatever its step.
-        """
-        far = self.progress.projected_norm > _FAR * self.method.gtol
-        return far and self.progress.step_length < _SHORT and self.forget()
+        """Continue once after a short step, far from a small projected gradient, with the pair that it has given."""
+        progress = self.progress
+        if progress.projected_norm <= _FAR * self.method.gtol or progress.step_length >= _SHORT:
+            return False
+        again, self._doubted = progress.iterations == self._doubted + 1, progress.iterations
+        return not again
 
     def _to_measure(self) -> tuple[Array, ...]:
         return (*self.history.opened, self._weighted_gradient())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,16 +199,33 @@ def test_breakpoints_that_coincide_and_elements_that_start_at_their_bounds() -> 
         assert ((x == 0) | (x == 1)).sum() > size // 2
 
 
-def test_a_short_step_far_from_the_minimum_is_no_convergence() -> None:
-    """The pairs are dropped and steepest descent is tried, once."""
-    function, x0, limits = case("obstacle")
-    minimizer = begun(LBFGSB(gtol=1e-9, ftol=0), x0, limits)
-    while len(minimizer.history) < 4:  # type: ignore[attr-defined]
-        minimizer.tell(*function(minimizer.point))
-    ends = [minimizer._doubts_end() for _ in range(2)]  # type: ignore[attr-defined]
-    minimizer.progress = replace(minimizer.progress, step_length=0.25)
-    ends += [minimizer._doubts_end() for _ in range(2)]  # type: ignore[attr-defined]
-    assert ends == [False, False, True, False]
+@pytest.mark.parametrize("size", [600, 1200])
+def test_a_short_step_far_from_the_minimum_is_no_convergence(size: int) -> None:
+    """EXPLIN of CUTEst, where bounds cut the steps short: the steps are SciPy's, and more follow."""
+    optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
+    few, weights = size // 12, 10.0 * np.arange(1, size + 1)
+
+    def explin(x: np.ndarray) -> tuple[float, np.ndarray]:
+        power = np.exp(0.1 * x[:few] * x[1 : few + 1])
+        gradient = -weights
+        gradient[:few] += 0.1 * power * x[1 : few + 1]
+        gradient[1 : few + 1] += 0.1 * power * x[:few]
+        values.append(float(power.sum() - weights @ x))
+        return values[-1], gradient
+
+    values: list[float] = []
+    lower, upper = np.zeros(size), np.full(size, 10.0)
+    options = {"maxcor": 10, "gtol": 1e-8, "ftol": 2.2e-9}
+    bounds = optimize.Bounds(lower, upper)
+    optimize.minimize(explin, lower, jac=True, bounds=bounds, method="L-BFGS-B", options=options)
+    expected, values = values, []
+    limits = Limits(lower, upper)
+    minimizer, _ = finish(begun(LBFGSB(gtol=1e-8, ftol=2.2e-9), lower, limits), explin)
+    np.testing.assert_allclose(values[: len(expected)], expected, rtol=1e-7)
+    assert len(expected) < len(values) < 2 * len(expected) and values[-1] < expected[-1]
+    values = []
+    assert finish(begun(LBFGSB(gtol=1e-8, ftol=2.2e-9), lower, limits), explin, kill=True)[0].stop_reason == "decrease"
+    assert values[-1] == minimizer.progress.value
 
 
 def test_messages_give_the_projected_gradient_and_points_without_values() -> None:
