@@ -56,26 +56,26 @@ def keep_free(h, x, lower, upper, /, reach):
 
 
 @elementwise
-def meet(work, d, x, h, lower, upper, /, never):
-    """``h`` where an element moves, else 0; and the t at which it meets its bound: 0 where it does not move."""
-    d = (x - lower) / h if h > 0.0 else ((x - upper) / h if h < 0.0 else never)
-    d = d if h != 0.0 else (0.0 if x <= lower else (0.0 if x >= upper else d))
-    d = d if d > 0.0 else 0.0
-    d = d if lower < upper else 0.0
-    work = h if d > 0.0 else 0.0
-    return work, d
+def breakpoints(descent, t, x, h, lower, upper, /, never):
+    """``h`` where an element moves, else 0; and its breakpoint t, at which it meets its bound: 0 where it does not."""
+    t = (x - lower) / h if h > 0.0 else ((x - upper) / h if h < 0.0 else never)
+    t = t if h != 0.0 else (0.0 if x <= lower else (0.0 if x >= upper else t))
+    t = t if t > 0.0 else 0.0
+    t = t if lower < upper else 0.0
+    descent = h if t > 0.0 else 0.0
+    return descent, t
 
 
 @elementwise
-def divide(work, d, free, /, length):
+def split_at_cauchy_point(descent, t, free, /, length):
     """Mark the elements that have not met their bounds; 0 in place of h where they have."""
-    free = 1.0 if d > length else 0.0
-    work = work if d > length else 0.0
-    return work, free
+    free = 1.0 if t > length else 0.0
+    descent = descent if t > length else 0.0
+    return descent, free
 
 
 @elementwise
-def cut(d, free, x, g, lower, upper, /):
+def project_step(d, free, x, g, lower, upper, /):
     """The step ``P(x + d) - x`` of free elements; of others that to the bound.
 
     The second of the largest numbers is one over the step length at which the first element meets its bound.
@@ -88,14 +88,14 @@ def cut(d, free, x, g, lower, upper, /):
 
 
 @elementwise
-def overshoot(d, work, free, x, lower, upper, /, length):
+def steps_from_cauchy_point(d, descent, free, x, lower, upper, /, length):
     """The way ``d`` from the Cauchy point of free elements to ``x + d``, and one over the part of it that bounds leave.
 
-    ``work`` is what steepest descent subtracts in a step of length 1.
+    ``descent`` is what steepest descent subtracts in a step of length 1.
     """
-    d = d + length * work if free > 0.0 else 0.0
-    up = upper - (x - length * work)
-    down = (x - length * work) - lower
+    d = d + length * descent if free > 0.0 else 0.0
+    up = upper - (x - length * descent)
+    down = (x - length * descent) - lower
     up = up if up > 0.0 else 0.0
     down = down if down > 0.0 else 0.0
     over = (d / up if up < d else 0.0) if d > 0.0 else ((-d / down if down < -d else 0.0) if d < 0.0 else 0.0)
@@ -103,14 +103,14 @@ def overshoot(d, work, free, x, lower, upper, /, length):
 
 
 @elementwise
-def shorten(d, work, /, length, part):
+def backtrack_to_bounds(d, descent, /, length, part):
     """The step to the Cauchy point, and from there this part of the way ``d``."""
-    d = part * d - length * work
+    d = part * d - length * descent
     return d
 
 
 @elementwise
-def arrive(base, h, x, g, lower, upper, /):
+def move_base(base, h, x, g, lower, upper, /):
     """Copy ``x`` and ``g``; measure ``x - P(x - g)``, and g where no bound holds an element."""
     base = x
     h = g

@@ -73,9 +73,9 @@ class Descent(Minimizer):
         if self._search is not None and not finite:
             self.progress = replace(self.progress, not_finite=self.progress.not_finite + 1)
         if self._search is not None:
-            self._go_on(self._search, value, gradient, top, finite)
+            self._advance_line_search(self._search, value, gradient, top, finite)
         elif finite:
-            self._arrive(value, gradient, top, math.nan, 0.0)
+            self._end_iteration(value, gradient, top, math.nan, 0.0)
         else:
             self._end("not finite")
 
@@ -127,15 +127,17 @@ class Descent(Minimizer):
     def _measured(self, tops: list[float]) -> None:
         """Take the largest elements of `_to_measure`."""
 
-    def _doubts_end(self) -> bool:
+    def _continues_after_small_change(self) -> bool:
         """Return True to continue, maybe in another way, where the last iteration has changed too little."""
         return False
 
     @abstractmethod
-    def _turn(self) -> tuple[float, float, float, float]:
+    def _find_direction(self) -> tuple[float, float, float, float]:
         """Write the direction; return its largest element, its slope, the first step to try and the longest one."""
 
-    def _go_on(self, search: LineSearchState, value: float, gradient: Array, top: float, finite: bool) -> None:
+    def _advance_line_search(
+        self, search: LineSearchState, value: float, gradient: Array, top: float, finite: bool
+    ) -> None:
         """The line search takes a trial."""
         slope = math.nan
         if finite:
@@ -153,30 +155,31 @@ class Descent(Minimizer):
                 return
         if taken:
             self._learn(gradient, search.step, slope, search.start.slope)
-            self._arrive(value, gradient, top, search.start.value, search.step)
+            self._end_iteration(value, gradient, top, search.start.value, search.step)
         elif verdict is Verdict.FAIL and best:
             failure = "" if self.forget() else _failure(state)
-            self._arrive(value, gradient, top, math.nan, search.step, failure)
+            self._end_iteration(value, gradient, top, math.nan, search.step, failure)
         elif left <= 0:
             self._end("evaluations")
         elif state.best.step > 0 and not search.reason and (verdict is Verdict.FAIL or left == 1):
             self._search = replace(state, step=state.best.step)
-            self._go_to(state.best.step)
+            self._try_step(state.best.step)
         elif verdict is Verdict.EVALUATE:
-            self._go_to(state.step)
+            self._try_step(state.step)
         elif self.forget():
-            self._set_out()
+            self._begin_line_search()
         else:
             self._end(_failure(state))
 
-    def _arrive(
+    def _end_iteration(
         self, value: float, gradient: Array, top: float, value_before: float, step: float, failure: str = ""
     ) -> None:
         """The point becomes the base, after an iteration or the first evaluation.
 
         Without a value before (NaN), only a small gradient is convergence; `failure` is the reason to end otherwise.
         """
-        self.note_written(_BASE, _GRADIENT, _DIRECTION)  # the direction: `_measure` and `_set_out` write there
+        # The direction, too: `_measure` and `_begin_line_search` write there.
+        self.note_written(_BASE, _GRADIENT, _DIRECTION)
         self._gradient_top = top
         base_top, riesz_top, projected_top = self._move_base(gradient)
         started = self._search is not None
@@ -191,7 +194,7 @@ class Descent(Minimizer):
         )
         self._search = None
         reason = converged(self.method, self.progress, value_before, step * self._direction_top, base_top)
-        if reason in ("decrease", "step") and self._doubts_end():
+        if reason in ("decrease", "step") and self._continues_after_small_change():
             reason = ""
         reason = reason or failure or exhausted(self.method, self.progress)
         if reason:
@@ -199,7 +202,7 @@ class Descent(Minimizer):
         elif self.stochastic and started:
             self.point[:] = self.base
         else:
-            self._set_out()
+            self._begin_line_search()
 
     def _move_base(self, gradient: Array) -> tuple[float, float, float]:
         """The point becomes the base; returns the numbers of `_measure`."""
@@ -224,14 +227,14 @@ class Descent(Minimizer):
         self._measured(list(found))
         return base_top, riesz_top, projected_top
 
-    def _set_out(self) -> None:
+    def _begin_line_search(self) -> None:
         """Begin a line search from the base."""
         self.note_written(_DIRECTION)
         while True:
-            self._direction_top, *numbers = self._turn()
+            self._direction_top, *numbers = self._find_direction()
             self._search = self.line_search.begin(self.progress.value, *numbers)
             if not self._search.reason:
-                self._go_to(self._search.step)
+                self._try_step(self._search.step)
                 return
             if not self.forget():
                 break
@@ -239,7 +242,7 @@ class Descent(Minimizer):
         in_range = 0 < tops[0] * tops[1] < LARGEST_PRODUCT or min(tops) == 0
         self._end("line search" if in_range else out_of_range(self.progress))
 
-    def _go_to(self, step: float) -> None:
+    def _try_step(self, step: float) -> None:
         self.bounds.advance(self.point, self.base, self._direction, step)
 
     def _end(self, reason: str) -> None:

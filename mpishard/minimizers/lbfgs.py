@@ -185,11 +185,11 @@ class QuasiNewton(Descent):
         formulas.weigh(self.point, self.base_gradient, self._root)
         return self.point
 
-    def _turn(self) -> tuple[float, float, float, float]:
+    def _find_direction(self) -> tuple[float, float, float, float]:
         if self.limits.precondition is not None:
-            self._turn_preconditioned()
+            self._direction_preconditioned()
         else:
-            self._turn_plain()
+            self._direction_of_pairs()
         d, g = self._direction, self.base_gradient
         (top,) = self.space.largest(d)
         slope, square = self.space.dots([(g, d), (d, d)], [self._gradient_top * top, top * top])
@@ -211,7 +211,7 @@ class QuasiNewton(Descent):
         length = math.sqrt(square) if square > 0 else 1.0
         return 1.0 / length if self.progress.iterations == 0 else min(1.0, 1.0 / length)
 
-    def _turn_plain(self) -> None:
+    def _direction_of_pairs(self) -> None:
         g, d, history = self._weighted_gradient(), self._direction, self.history
         sg, yg = history.products(g, self._weighted_top)
         gamma = self.method.initial_scaling or (history.gamma() if len(history) else 1.0)
@@ -220,7 +220,7 @@ class QuasiNewton(Descent):
         if self._root is not None:
             formulas.weigh(d, d, self._root)
 
-    def _turn_preconditioned(self) -> None:
+    def _direction_preconditioned(self) -> None:
         """The two-loop recursion in coefficients: the first loop, the preconditioner, and the second loop."""
         g, d, history = self.base_gradient, self._direction, self.history
         sg, _ = history.products(g, self._gradient_top)

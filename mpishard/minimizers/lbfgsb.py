@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import empty, module_of
-from mpishard.minimizers.bounds import arrive, cut, divide, keep_free, meet, overshoot, shorten
+from mpishard.minimizers.bounds import (
+    backtrack_to_bounds,
+    breakpoints,
+    keep_free,
+    move_base,
+    project_step,
+    split_at_cauchy_point,
+    steps_from_cauchy_point,
+)
 from mpishard.minimizers.formulas import unweigh, weigh
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
@@ -120,12 +128,12 @@ class BoundedQuasiNewton(QuasiNewton):
         if self.method.xtol or self.limits.weights is not None or self._root is not None or not learned:
             return super()._move_base(gradient)
         lower, upper = self.bounds.lower, self.bounds.upper
-        tops = arrive(self.base, self.base_gradient, self.point, gradient, lower, upper)
+        tops = move_base(self.base, self.base_gradient, self.point, gradient, lower, upper)
         projected_top, weighted_top, *of_pair = self.space.maxima(*tops, *self._pair_tops)
         self._measured([*of_pair, weighted_top])
         return 0.0, self._gradient_top, projected_top
 
-    def _doubts_end(self) -> bool:
+    def _continues_after_small_change(self) -> bool:
         """Continue once after a short step, far from a small projected gradient, with the pair that it has given."""
         progress = self.progress
         if progress.projected_norm <= _FAR * self.method.gtol or progress.step_length >= _SHORT:
@@ -168,42 +176,43 @@ class BoundedQuasiNewton(QuasiNewton):
         step = bound - self.base[index]
         return step if self._root is None else step / self._root[index]
 
-    def _turn(self) -> tuple[float, float, float, float]:
-        d, work, scaling = self._direction, self.point, self.method.initial_scaling
+    def _find_direction(self) -> tuple[float, float, float, float]:
+        d, descent, scaling = self._direction, self.point, self.method.initial_scaling
         sides = self.bounds.lower, self.bounds.upper
-        meet(work, d, self.base, self.base_gradient if self._root is None else self._descent(work), *sides, math.inf)
-        cauchy = self.history.cauchy_point(self._scaled(work), d, self._steps_to_bounds, self._weighted_top, scaling)
+        gradient = self.base_gradient if self._root is None else self._descent(descent)
+        breakpoints(descent, d, self.base, gradient, *sides, math.inf)
+        cauchy = self.history.cauchy_point(self._scaled(descent), d, self._steps_to_bounds, self._weighted_top, scaling)
         if math.isnan(cauchy.length):
             return 0.0, math.nan, 1.0, math.inf
         free = empty(d.size, np.bool_, like=d)
-        divide(work, d, free, cauchy.length)
-        model = self.history.reduced_times(free, work, cauchy, scaling)
-        self._combine(model)
-        top, slope, square, closest = self._cut(free)
+        split_at_cauchy_point(descent, d, free, cauchy.length)
+        model = self.history.reduced_times(free, descent, cauchy, scaling)
+        self._subspace_step(model)
+        top, slope, square, closest = self._project_step(free)
         if not slope < 0 and len(self.history):
             # The projection has turned it away from descent: from the Cauchy point, as far as all are inside.
-            self._combine(model)
+            self._subspace_step(model)
             if self._root is not None:
-                weigh(work, work, self._root)
-            (over,) = self.space.maxima(*overshoot(d, work, free, self.base, *sides, cauchy.length))
-            shorten(d, work, cauchy.length, 1 / max(1.0, over))
-            top, slope, square, closest = self._cut(free)
+                weigh(descent, descent, self._root)
+            (over,) = self.space.maxima(*steps_from_cauchy_point(d, descent, free, self.base, *sides, cauchy.length))
+            backtrack_to_bounds(d, descent, cauchy.length, 1 / max(1.0, over))
+            top, slope, square, closest = self._project_step(free)
         first_time = self.progress.iterations == 0
         first = 1.0 if first_time and self._boxed else self._first_step(slope, square)
         most = 1.0 if first_time and self._bounded else (1 / closest if closest > 0 else math.inf)
         return top, slope, first, most
 
-    def _combine(self, model: tuple[float, list[float], list[float]]) -> None:
+    def _subspace_step(self, model: tuple[float, list[float], list[float]]) -> None:
         """Write the step of the model to the direction; it is meaningless for elements that are not free."""
         gamma, of_s, of_y = model
         self.history.combine(of_s, of_y, self.point, -gamma, self._direction)
         if self._root is not None:
             weigh(self._direction, self._direction, self._root)
 
-    def _cut(self, free: Array) -> tuple[float, float, float, float]:
+    def _project_step(self, free: Array) -> tuple[float, float, float, float]:
         """Project the step; its largest element, its slope, its square, and one over the part inside of the bounds."""
         d, g = self._direction, self.base_gradient
-        top, closest = self.space.maxima(*cut(d, free, self.base, g, self.bounds.lower, self.bounds.upper))
+        top, closest = self.space.maxima(*project_step(d, free, self.base, g, self.bounds.lower, self.bounds.upper))
         pairs, limits = [(g, d)], [self._gradient_top * top]
         if not self._has_scale:
             pairs, limits = [*pairs, (d, d)], [*limits, top * top]

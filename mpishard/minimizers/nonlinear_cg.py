@@ -165,7 +165,7 @@ class ConjugateGradients(Descent):
         if self._turns >= (self.method.restart or 6 * self.space.total):
             self.forget()
 
-    def _turn(self) -> tuple[float, float, float, float]:
+    def _find_direction(self) -> tuple[float, float, float, float]:
         z, self._preconditioned = self._preconditioned, None
         if z is None:
             z = self._times_preconditioner(self.base_gradient)

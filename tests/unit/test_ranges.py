@@ -223,14 +223,14 @@ def test_wrong_arguments() -> None:
     with pytest.raises(AssertionError, match="ends behind its arrays"):
         formulas.moving_average.over_ranges([row], Ranges([Range(0, 0, 4)]), [(1.0, 1.0)])
     with pytest.raises(TypeError, match="returns largest values"):
-        bounds.arrive.over_ranges([], ranges, [])
+        bounds.move_base.over_ranges([], ranges, [])
 
 
 def test_every_kernel_with_largest_values_is_tested() -> None:
     assert [kernel.name for kernel in WITH_LARGEST] == [
         taken_names_with_largest.name,
-        "cut",
-        "overshoot",
-        "arrive",
+        "project_step",
+        "steps_from_cauchy_point",
+        "move_base",
         "pair",
     ]
