@@ -75,7 +75,7 @@ def test_one_fails_who_came_for_another():
 
 
 def test_minimize_goes_on_with_the_same_bits(tmp_path):
-    """A rank is shot within an evaluation, then one in the callback of an iteration, each with 1/N of the vectors."""
+    """Ranks are shot within an evaluation, in the callback of an iteration, where x0 is a tree, and in a Hessian."""
     script = """
 import os, signal, sys
 import numpy as np
@@ -100,34 +100,55 @@ def part(x, samples):
 def whole(x):
     return part(x, np.arange(40))
 
+def tree(x):
+    return {"a": x[:60].reshape(20, 3), "b": [x[60:]]}
+
+def flat(x):
+    return x if isinstance(x, np.ndarray) else np.concatenate([x["a"].reshape(-1), x["b"][0]])
+
+def of_tree(x, samples):
+    value, gradient = part(flat(x), samples)
+    return value, tree(gradient)
+
+def hess(x, samples):
+    shoot("hessian")
+    bend = np.tanh(rows[samples] @ x - targets[samples])
+    return rows[samples].T @ ((1 - 2 * bend * (1 - bend * bend))[:, None] * rows[samples])
+
 def callback(intermediate_result):
     global iteration
     iteration = intermediate_result.nit
     shoot("callback")
 
-def minimized(mesh, function, samples):
+def minimized(mesh, function, samples, start, more):
     options = {"maxiter": 12, "gtol": 0, "ftol": 0}
     found = mpishard.minimize(
-        function, np.zeros(101), bounds=(-1, 0.6), callback=callback, mesh=mesh, samples=samples, options=options,
-        elastic={"respawn": False})
-    return found.x.tobytes(), found.jac.tobytes(), found.fun, found.nfev, found.message
+        function, start, callback=callback, mesh=mesh, samples=samples, options=options, elastic={"respawn": False},
+        **more)
+    return flat(found.x).tobytes(), flat(found.jac).tobytes(), found.fun, found.nfev, found.message
 
-cases = [(part, 40, ("evaluation", 1, 5)), (whole, None, ("callback", 0, 5))]
+start, bounds = np.zeros(101), {"bounds": (-1, 0.6)}
+cases = [
+    ((part, 40, start, bounds), ("evaluation", 1, 5)),
+    ((whole, None, start, bounds), ("callback", 0, 5)),
+    ((of_tree, 40, tree(start), bounds), ("evaluation", 2, 5)),
+    ((part, 40, start, {"method": "Newton-CG", "hess": hess}), ("hessian", 3, 2)),
+]
 with mpishard.Mesh(MPI.COMM_SELF) as alone:
-    expected = [minimized(alone, function, samples) for function, samples, _ in cases]
+    expected = [minimized(alone, *case) for case, _ in cases]
 with mpishard.Mesh() as mesh:
-    for (function, samples, deadly), undisturbed in zip(cases, expected, strict=True):
+    for (case, deadly), undisturbed in zip(cases, expected, strict=True):
         iteration = 0
-        same = mesh.world.allgather_object(minimized(mesh, function, samples) == undisturbed)
+        same = mesh.world.allgather_object(minimized(mesh, *case) == undisturbed)
         if mesh.rank == 0:
             with open(sys.argv[1], "a") as file:
                 print(same, file=file)
 """
     report = tmp_path / "report"
-    words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
-    output, _ = faults.execute(words, 100, lambda: report.exists() and len(report.read_text().splitlines()) == 2)
+    words = [*LAUNCH, "-n", "5", sys.executable, "-c", script, str(report)]
+    output, _ = faults.execute(words, 200, lambda: report.exists() and len(report.read_text().splitlines()) == 4)
     assert report.exists(), output
-    assert report.read_text() == "[True, True, True]\n[True, True]\n", output
+    assert report.read_text() == "".join(f"{[True] * left}\n" for left in (4, 3, 2, 1)), output
 
 
 def test_least_squares_goes_on_with_the_same_bits(tmp_path):
