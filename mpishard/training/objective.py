@@ -73,6 +73,11 @@ class Objective(Generic[P]):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TypeError(f"{name} must be callable, got {type(getattr(self, name)).__name__}")
         start: Any = self.start
+        if isinstance(start, Mapping | list | tuple) and not isinstance(start, FlatParameters):
+            raise TypeError(
+                f"start must be a flat array or a FlatParameters, got {type(start).__name__}; give "
+                "mpishard.FlatParameters.of(arrays by name), or minimize it by mpishard.minimize, which takes trees"
+            )
         if not isinstance(start, FlatParameters):
             check_flat("start", start)
         if not (sum(spec.size for spec in start.specs) if isinstance(start, FlatParameters) else start.size):

@@ -51,7 +51,8 @@ class OptimizationProblem(Objective[P]):
         (ZeRO-2 and 3, tensor or pipeline ranks), all ranks call the function equally often, some with no samples.
     start : 1-D array or FlatParameters
         The initial parameters.  All ranks get the values of rank 0, with a warning if theirs differ.  An array is
-        copied, to memory that DLPack can share with JAX too; a FlatParameters is trained in place.
+        copied, to memory that DLPack can share with JAX too; a FlatParameters is trained in place.  Of named arrays,
+        `FlatParameters.of` makes one; other trees are for `mpishard.minimize`.
     samples : int
         Number of samples.
     batch_size : int

@@ -452,3 +452,6 @@ def test_misunderstandings_are_explained(mesh):
     for empty in (np.zeros(0), FlatParameters.of({"none": np.zeros((0, 3))})):
         with pytest.raises(ValueError, match="start is empty"):
             OptimizationProblem(least_squares, empty, samples=45, batch_size=10, steps=1)
+    for tree in ({"a": np.zeros(3)}, [np.zeros(3)]):
+        with pytest.raises(TypeError, match=r"got (dict|list); give mpishard.FlatParameters.of.*minimize"):
+            OptimizationProblem(least_squares, tree, samples=45, batch_size=10, steps=1)
