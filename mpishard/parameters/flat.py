@@ -569,7 +569,10 @@ class FlatParameters:
         """Make new gradients without a reducer; if sharded, also new shares of zeros over the axis as it is now."""
         sharded = self.sharded
         if sharded is not None:
-            memory, sharded = sharded.memory, ShardedUnits(self.pieces, self.units, sharded.axis, self.like)
+            memory = sharded.memory
+            if memory is not None:
+                sharded.drop()  # an error, as at a death of a rank, leaves some gathered
+            sharded = ShardedUnits(self.pieces, self.units, sharded.axis, self.like)
             sharded.memory = memory
         self._bind(self._flat, sharded)
 

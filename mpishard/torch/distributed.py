@@ -38,7 +38,6 @@ from mpishard.torch.module import (
     state_of,
 )
 from mpishard.torch.torch_rule import rule_of_optimizer
-from mpishard.torch.units import units_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 # The place of a PyTorch optimizer in the user's own training loop.
@@ -495,16 +494,12 @@ def as_distributed(
         if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
-        if materialize is not None and not callable(materialize):
-            raise TypeError(f"materialize must be a function of a submodule, got {materialize!r}")
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         own = {"zero": str(zero), "buffers": buffers, **tensors.described}
         if zero == 3:
-            names = {id(p): name for name, p in tensors.trained.items()}
-            units = units_of(getattr(module, "_orig_mod", module), shard_units, names)
-            sharding = Sharding(units, config.mesh.data, materialize)
-            own["shard_units"] = ", ".join(f"{unit.path} {len(unit.names)}" for unit in units)
+            sharding = Sharding.of(module, tensors, shard_units, config.mesh.data, materialize)
+            own["shard_units"] = sharding.described
         elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
             raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")
     except Exception as error:  # of a class of the user's, too

@@ -22,7 +22,7 @@ from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import BufferOwner, Buffers
 from mpishard.torch.memory import array_module, as_array, as_tensor, finish_stream
-from mpishard.torch.units import ShardedModule, Unit
+from mpishard.torch.units import ShardedModule, Unit, described, units_of
 
 Array = Any
 
@@ -66,6 +66,8 @@ class GradientHooks:
         self.sums_over: Callable[[], int] = lambda: 0
         # Within `mpishard.torch.join` called with the next collective action.
         self.tell: Callable[..., None] | None = None
+        # Gradients count as zero: of a pass that is made only since other ranks make it.
+        self.discards: bool = False
         # The units of the module under ZeRO-3, whose parameters come and go.
         self.units: ShardedModule | None = None
         self.divide_by: int = 0  # by which a mean is divided; 0: the number of ranks
@@ -265,6 +267,8 @@ class GradientHooks:
         if gradient.shape != memory.shape or gradient.dtype != memory.dtype:
             p.grad = None  # the parameter was replaced: the step says so, on all ranks
             return
+        if self.discards:
+            gradient = torch.zeros_like(memory)
         scale = self._parameters.loss_scale if self.scales else 1.0
         keeps = self.keeps and reducer.keeps_memory and scale == 1.0
         if gradient.layout is not torch.strided:
@@ -497,6 +501,7 @@ class ModuleState:
             )
             self.parameters = self.units.parameters
             tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
+        self.tensors: ModuleTensors = tensors
         names = {id(buffer): name for name, buffer in tensors.buffers.items()}
         owners = [
             BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
@@ -624,6 +629,19 @@ class Sharding:
     axis: Axis
     materialize: Any
 
+    @classmethod
+    def of(cls, module: Any, tensors: ModuleTensors, shard_units: Any, axis: Axis, materialize: Any) -> Sharding:
+        """How a module, compiled or not, is divided; raises as `units_of`, and TypeError for what cannot be called."""
+        if materialize is not None and not callable(materialize):
+            raise TypeError(f"materialize must be a function of a submodule, got {materialize!r}")
+        names = {id(p): name for name, p in tensors.trained.items()}
+        return cls(units_of(getattr(module, "_orig_mod", module), shard_units, names), axis, materialize)
+
+    @property
+    def described(self) -> str:
+        """The units, as a text that must be the same on all ranks."""
+        return described(self.units)
+
 
 _states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary()
 
@@ -667,8 +685,9 @@ def check_divisible(module: Any, zero: int) -> None:
             return
         gc.collect()  # an optimizer without references may be in a circle
     raise ValueError(
-        "another optimizer trains this module, and one of the two divides its parameters with zero=3: call close() of "
-        "what the other as_distributed returned"
+        "another optimizer or problem trains this module, and one of the two divides its parameters, as zero=3 does: "
+        "call close() of what the other as_distributed returned; after a problem with shard_units load what the "
+        "module's state_dict() returns within summon_full_parameters into another module"
     )
 
 

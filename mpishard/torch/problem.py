@@ -10,9 +10,12 @@ import torch
 
 from mpishard.backend import array as arrays
 from mpishard.backend.process import blas_threads
+from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.mesh import Mesh
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
-from mpishard.torch.module import ModuleState, ModuleTensors, state_of
+from mpishard.torch.memory import array_module
+from mpishard.torch.module import ModuleState, ModuleTensors, Sharding, check_divisible, known_state, state_of
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem
 
@@ -24,12 +27,17 @@ def problem(
     batch_size: int,
     *,
     buffers: str = "broadcast",
+    mesh: Mesh | None = None,
+    shard_units: Any = None,
+    materialize: Callable[[Any], Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     **options: Unpack[ObjectiveOptions],
 ) -> OptimizationProblem[FlatParameters]:
     """The problem of training a PyTorch module: for ``optimizer.optimize(problem)`` of any optimizer of mpishard.
 
-    The parameters of the module become views into one flat array, which is trained in place.
+    The parameters of the module become views into one flat array, which is trained in place.  With `shard_units` they
+    are divided over the ranks instead, for `ZeRO3Optimizer`, as by ``zero=3`` of `mpishard.torch.as_distributed`; after
+    the run `mpishard.torch.summon_full_parameters` shows all of them.  Not collective without `shard_units`.
 
     Parameters
     ----------
@@ -41,6 +49,13 @@ def problem(
     samples, batch_size : int
         All samples, and those of a step over all ranks.
     buffers : {"broadcast", "average", "local"}
+        As for `mpishard.torch.as_distributed`.
+    mesh : Mesh, optional
+        That of the optimizer, over whose data ranks `shard_units` divides; needed for that only.
+    shard_units : type, tuple of type, callable or "auto", optional
+        As for `mpishard.torch.as_distributed`; default: the module stays whole.  A rank without samples in a
+        micro-batch calls `losses` with those that it had before, and drops the result: ranks gather units together.
+    materialize : callable, optional
         As for `mpishard.torch.as_distributed`.
     facts : mapping, optional
         As for `OptimizationProblem`.
@@ -55,13 +70,46 @@ def problem(
     Raises
     ------
     TypeError, ValueError
-        If the module or an argument is unfit.
+        If the module or an argument is unfit; with `shard_units` on every rank.
     """
-    if not callable(losses):
-        raise TypeError(f"losses must be a function of the module and sample indices, got {type(losses).__name__}")
-    if buffers not in MODES:
-        raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
-    state = state_of(module, ModuleTensors.of(module), buffers)
+    sharding, own, failure = None, {}, None
+    known = known_state(module) if isinstance(module, torch.nn.Module) else None
+    try:
+        if not (mesh is None or isinstance(mesh, Mesh)):
+            raise TypeError(f"mesh={mesh!r} must be a Mesh, that of the optimizer")
+        if not callable(losses):
+            raise TypeError(f"losses must be a function of the module and sample indices, got {type(losses).__name__}")
+        if buffers not in MODES:
+            raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
+        before = None if known is None or known.hooks.keeps else known.units  # those of another problem
+        if known is not None and before is not None and mesh is not None and before.axis is mesh.data:
+            tensors = known.tensors
+        else:
+            check_divisible(module, 0 if shard_units is None else 3)
+            tensors = ModuleTensors.of(module, on_meta=shard_units is not None and materialize is not None)
+        if (mesh is None) != (shard_units is None) or (materialize is not None and shard_units is None):
+            raise ValueError(
+                "mesh, shard_units and materialize divide the parameters of the module over the data ranks of a mesh: "
+                f"give mesh and shard_units, or none of them; got mesh={mesh}, shard_units={shard_units!r}, "
+                f"materialize={materialize!r}"
+            )
+        if mesh is not None:
+            array_module(tensors.device)  # raises for a device that has no arrays
+            sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize)
+            own = {"buffers": buffers, **tensors.described, "shard_units": sharding.described}
+            own["divided before"] = str(before is not None)
+            if before is not None and before.described != sharding.described:
+                raise ValueError(
+                    f"another problem has divided this module into the units {before.described}, and this one "
+                    f"would into {sharding.described}: give the same shard_units"
+                )
+    except Exception as error:  # of a class of the user's, too
+        if not isinstance(mesh, Mesh):
+            raise
+        failure = error
+    if mesh is not None:
+        agree_on_settings(mesh.world, own, failure, what="module and arguments of problem")
+    state = state_of(module, tensors, buffers, sharding)
     state.hooks.keeps = state.hooks.scales = False
     function = LossAndGradient(state, module, losses)
     return OptimizationProblem(function, state.parameters, samples, batch_size, facts=facts or {}, **options)
@@ -75,16 +123,33 @@ class LossAndGradient:
         self._module = module
         self._losses = losses
         self._limits_threads = True
+        self._samples = np.arange(2)  # those of the last call that had some
 
     def __call__(self, parameters: FlatParameters, samples: np.ndarray, gradients: Any) -> float:
-        """The summed loss; the hooks add its gradient. Collective under ZeRO-2, where ranks wait."""
+        """The summed loss; the hooks add its gradient. Collective under ZeRO-2 and 3, where ranks wait."""
         if self._limits_threads:
             torch.set_num_threads(blas_threads() or torch.get_num_threads())
             self._limits_threads = False
+        self._state.hooks.clear()  # an error, as at a death of a rank, ends a pass anywhere
+        if self._state.units is not None:
+            self._state.units.end_step()
         self._state.check_intact()
         arrays.ready(parameters.held)  # PyTorch may continue in another stream of a GPU
-        if not len(samples):  # other ranks have some; a batch norm would not take none
-            return 0.0
+        if len(samples):
+            self._samples = samples
+            return self._pass(parameters, samples)
+        # Other ranks have some; a batch norm would not take none.
+        if self._state.units is not None:
+            buffers = self._state.buffers.facts
+            self._state.hooks.discards = True
+            try:
+                self._pass(parameters, self._samples)
+            finally:
+                self._state.hooks.discards = False
+            self._state.buffers.restore(buffers)
+        return 0.0
+
+    def _pass(self, parameters: FlatParameters, samples: np.ndarray) -> float:
         values = self._losses(self._module, samples)
         _check_losses(values, len(samples))
         (values.sum() * parameters.loss_scale).backward()

@@ -101,6 +101,11 @@ def units_of(module: Any, shard_units: Any, names: Mapping[int, str]) -> list[Un
     return [root, *(unit for unit in others if unit.names)]
 
 
+def described(units: Sequence[Unit]) -> str:
+    """Units as a text that must be the same on all ranks."""
+    return ", ".join(f"{unit.path} {len(unit.names)}" for unit in units)
+
+
 def _chosen(module: Any, shard_units: Any) -> set[int]:
     """The ids of the submodules that `shard_units` makes units."""
     if isinstance(shard_units, str):
@@ -284,7 +289,7 @@ class ShardedModule:
         self.units = list(units)
         self._module = module
         self._tensors = tensors
-        self._axis = axis
+        self.axis = axis
         self._of_name = {name: unit for unit in units for name in unit.names}
         self._passes: list[int] = []  # those of autograd under way, a nested one last
         self._summoned = False
@@ -339,6 +344,11 @@ class ShardedModule:
         self._ready()  # the memory that was read may be freed
 
     @property
+    def described(self) -> str:
+        """The units, as the function of this name has them."""
+        return described(self.units)
+
+    @property
     def _sharded(self) -> ShardedUnits:
         assert self.parameters.sharded is not None
         return self.parameters.sharded
@@ -359,7 +369,7 @@ class ShardedModule:
                     _fill(child, materialize, device)
             except Exception as error:  # of a function of the user's
                 problem = error
-            self._axis.raise_if_any(problem)
+            self.axis.raise_if_any(problem)
             self._keep(numbers)
             self._sharded.free(numbers)
 

@@ -211,6 +211,76 @@ with mpishard.Mesh() as mesh:
     assert report.read_text() == "[True, True, True]\n[True, True]\n", output
 
 
+def test_modules_of_pytorch_go_on_with_the_same_bits(tmp_path):
+    """One rank after the other is shot while the others gather its share or send it gradients."""
+    pytest.importorskip("torch")
+    script = """
+import os, signal, sys
+import torch
+from mpi4py import MPI
+import mpishard
+
+x = torch.randn(45, 8, generator=torch.Generator().manual_seed(0))
+step, deadly = 0, ("nowhere", 0)
+
+def shoot(where):
+    if (where, MPI.COMM_WORLD.rank) == deadly and step >= 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        shoot("forward")
+        x = torch.tanh(super().forward(x))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: shoot("backward"))
+        return x
+
+def callback(state):
+    global step
+    step = state.step
+
+def losses(module, samples):
+    return (module(x[samples]) - x[samples].roll(1, 1)).square().mean(1)
+
+def trained(strategy, mesh, elastic=True):
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(Layer(8, 8), Layer(8, 8), torch.nn.Linear(8, 8))
+    divides = strategy is mpishard.ZeRO3Optimizer
+    problem = mpishard.torch.problem(
+        module, losses, 45, 16, micro_batch_size=3, steps=6,
+        **({"mesh": mesh, "shard_units": torch.nn.Linear} if divides else {}))
+    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
+    optimizer = strategy(mpishard.AdamW(lr=1e-2), config)
+    if elastic:
+        optimizer = mpishard.ElasticOptimizer(optimizer, respawn=False)
+    result = optimizer.optimize(problem, callback=callback, progress=False)
+    with mpishard.torch.summon_full_parameters(module):
+        values = [p.detach().clone().numpy().tobytes() for p in module.parameters()]
+    return values, result.loss_history.tobytes(), result.steps
+
+cases = [
+    (mpishard.ZeRO3Optimizer, "forward", 1),
+    (mpishard.ZeRO2Optimizer, "backward", 3),
+    (mpishard.ZeRO3Optimizer, "backward", 0),
+]
+with mpishard.Mesh(MPI.COMM_SELF) as alone:
+    undisturbed = trained(mpishard.DDPOptimizer, alone, elastic=False)
+with mpishard.Mesh() as mesh:
+    for strategy, *deadly in cases:
+        step, deadly = 0, tuple(deadly)
+        same = mesh.world.allgather_object(trained(strategy, mesh) == undisturbed)
+        if mesh.rank == 0:
+            with open(sys.argv[1], "a") as file:
+                print(strategy.__name__, same, file=file)
+"""
+    report = tmp_path / "report"
+    words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
+    output, _ = faults.execute(words, 100, lambda: report.exists() and len(report.read_text().splitlines()) == 3)
+    assert report.exists(), output
+    expected = [f"{name}Optimizer {[True] * ranks}" for name, ranks in (("ZeRO3", 3), ("ZeRO2", 2), ("ZeRO3", 1))]
+    assert report.read_text().splitlines() == expected, output
+
+
 def test_an_error_of_mpi_that_tells_of_no_death_ends_the_run(tmp_path):
     script = """
 import numpy as np

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 import mpishard
-from mpishard import Checkpoints, DDPOptimizer, OptimizationProblem, ShardingConfiguration, ZeRO2Optimizer
+from mpishard import (
+    Checkpoints,
+    DDPOptimizer,
+    OptimizationProblem,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
+)
 
 torch = pytest.importorskip("torch")
 from torch_models import RULE, SAMPLES, images, smooth  # noqa: E402
@@ -22,6 +30,16 @@ def losses(module, samples):
 def problem(module, **changes):
     options = {"samples": SAMPLES, "batch_size": BATCH, "steps": 6, "seed": 2, **changes}
     return mpishard.torch.problem(module, losses, **options)
+
+
+def divided(strategy, mesh):
+    """The arguments by which a problem fits a strategy."""
+    return {"mesh": mesh, "shard_units": torch.nn.Linear} if strategy is ZeRO3Optimizer else {}
+
+
+def values(module):
+    with mpishard.torch.summon_full_parameters(module):
+        return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy()
 
 
 def alone():
@@ -40,13 +58,14 @@ def alone():
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer])
+@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer, ZeRO3Optimizer])
 def test_a_problem_has_the_losses_of_pytorch_alone(mesh, strategy, micro_batch_size):
-    result = strategy(RULE, mesh).optimize(problem(smooth(), micro_batch_size=micro_batch_size), progress=False)
+    task = problem(smooth(), micro_batch_size=micro_batch_size, **divided(strategy, mesh))
+    result = strategy(RULE, mesh).optimize(task, progress=False)
     assert np.allclose(result.loss_history, alone(), atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer])
+@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer, ZeRO3Optimizer])
 def test_reproducible_runs_have_the_bits_of_one_rank(mesh, same_on_all, strategy):
     from mpi4py import MPI
 
@@ -55,17 +74,22 @@ def test_reproducible_runs_have_the_bits_of_one_rank(mesh, same_on_all, strategy
         for each in (mesh, one):
             module = smooth()
             config = ShardingConfiguration(each, reproducible=True)
-            strategy(RULE, config).optimize(problem(module, micro_batch_size=2), progress=False)
-            bits.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy())
+            task = problem(module, micro_batch_size=2, **divided(strategy, each))
+            strategy(RULE, config).optimize(task, progress=False)
+            bits.append(values(module))
     assert np.array_equal(*bits)
 
 
-def test_a_run_goes_on_with_its_buffers(mesh, folder):
+@pytest.mark.parametrize("strategy", [ZeRO2Optimizer, ZeRO3Optimizer])
+def test_a_run_goes_on_with_its_buffers(mesh, folder, strategy):
     for steps in (3, 6):
         module = smooth()
         with Checkpoints(folder, mesh) as checkpoints:
-            result = ZeRO2Optimizer(RULE, mesh).optimize(
-                problem(module, steps=steps), progress=False, checkpoints=checkpoints, resume=True
+            result = strategy(RULE, mesh).optimize(
+                problem(module, steps=steps, **divided(strategy, mesh)),
+                progress=False,
+                checkpoints=checkpoints,
+                resume=True,
             )
     assert result.resumed_steps == 3
     assert np.allclose(result.loss_history, alone(), atol=1e-5)
@@ -120,11 +144,42 @@ def test_what_happens_while_training_has_the_same_bits_under_another_strategy(me
     assert (folder / "best").resolve().name == f"step-{best:08d}"
 
 
+def test_a_module_stays_divided_between_two_problems(mesh):
+    module, optimizer = smooth(), ZeRO3Optimizer(RULE, mesh)
+    for first in (0, 3):
+        task = problem(module, steps=3, **divided(ZeRO3Optimizer, mesh))
+        result = optimizer.optimize(task, progress=False)
+        assert np.allclose(result.loss_history, alone()[first : first + 3], atol=1e-5)
+    with pytest.raises(ValueError, match="has divided this module into the units .* give the same shard_units"):
+        problem(module, mesh=mesh, shard_units="auto")
+    with pytest.raises(ValueError, match=r"another optimizer or problem trains this module.*summon_full_parameters"):
+        problem(module)
+
+
+def test_what_divides_a_problem_is_checked(mesh):
+    for arguments in ({"mesh": mesh}, {"shard_units": "auto"}, {"materialize": print}):
+        with pytest.raises(ValueError, match="give mesh and shard_units, or none of them"):
+            problem(smooth(), **arguments)
+    with pytest.raises(TypeError, match="mesh=3 must be a Mesh"):
+        problem(smooth(), mesh=3, shard_units="auto")
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match="shard_units"):
+            units = torch.nn.Linear if mesh.rank else "auto"
+            problem(torch.nn.Sequential(torch.nn.Linear(3, 3)), mesh=mesh, shard_units=units)
+    module = smooth()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3)
+    with pytest.raises(ValueError, match=r"another optimizer or problem trains this module.*call close\(\)"):
+        problem(module)
+    optimizer.close()
+    problem(module)
+
+
 def test_the_problem_is_one_of_mpishard(mesh):
     assert isinstance(problem(smooth()), OptimizationProblem)
 
 
-def test_workers_that_leave_and_come_change_no_bit(mesh):
+@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer])
+def test_workers_that_leave_and_come_change_no_bit(mesh, strategy):
     """The buffer, which counts this rank's forward passes, is that of rank 0 for those who come."""
     from mpi4py import MPI
 
@@ -135,17 +190,18 @@ def test_workers_that_leave_and_come_change_no_bit(mesh):
         config = ShardingConfiguration(one, reproducible=True)
         module = smooth()
         DDPOptimizer(RULE, config).optimize(problem(module, micro_batch_size=2), progress=False)
-        bits.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy())
+        bits.append(values(module))
     module = smooth()
     config = ShardingConfiguration(mesh, reproducible=True)
-    optimizer = ElasticOptimizer(ZeRO2Optimizer(RULE, config))
+    optimizer = ElasticOptimizer(strategy(RULE, config))
 
     def resize(state):
         if state.step in (2, 4):
             optimizer.resize(1 if state.step == 2 else mesh.size)
 
-    optimizer.optimize(problem(module, micro_batch_size=2), callback=resize, progress=False)
-    bits.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy())
+    task = problem(module, micro_batch_size=2, **divided(strategy, mesh))
+    optimizer.optimize(task, callback=resize, progress=False)
+    bits.append(values(module))
     assert np.array_equal(*bits)
     seen = mesh.world.allgather_object(module.seen.tolist())
     assert len(set(map(tuple, seen))) == 1 and seen[0][0] > 6

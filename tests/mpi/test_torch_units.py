@@ -463,7 +463,7 @@ def test_what_divided_parameters_cannot_do_is_refused(mesh):
         torch.autograd.grad(module(tokens).sum(), module.blocks[0].up.bias, create_graph=True)
     optimizer.zero_grad()
     assert held_bytes(module) == 0
-    with pytest.raises(ValueError, match=r"another optimizer trains this module.*close\(\)"):
+    with pytest.raises(ValueError, match=r"another optimizer or problem trains this module.*close\(\)"):
         mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
     with pytest.raises(ValueError, match="under zero=3 all ranks make every forward pass"):
         mpishard.torch.join(optimizer).__enter__()
