@@ -453,7 +453,7 @@ def as_distributed(
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too, 3 also the parameters.  Under 0
         and 1 ``p.grad`` is the mean over ranks after a backward pass, as under DDP, and what a loop makes of it is what
         steps.  Under 3 a unit of the module is whole only during its forward and its backward pass; all ranks call the
-        module itself, equally often, and use the same layers in the same order.  Frozen parameters stay whole.
+        module itself, equally often, and use the same layers in the same order.  Frozen parameters are divided, too.
     buffers : {"broadcast", "average", "local"}
         What becomes of persistent buffers, such as the running averages of batch norms, after each step: all ranks take
         those of rank 0, as with DistributedDataParallel; or the mean over ranks, where they are floating-point; or they
@@ -498,7 +498,7 @@ def as_distributed(
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         own = {"zero": str(zero), "buffers": buffers, **tensors.described}
         if zero == 3:
-            sharding = Sharding.of(module, tensors, shard_units, config.mesh.data, materialize)
+            sharding = Sharding.of(module, tensors, shard_units, config.mesh.data, materialize, divides_frozen=True)
             own["shard_units"] = sharding.described
         elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
             raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")

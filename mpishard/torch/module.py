@@ -479,6 +479,7 @@ class ModuleState:
         self.module = module
         self.users: int = 0  # optimizers and problems in use that train the module by this state
         self._let_go = False
+        self._divides_frozen = False
         self._trained = tensors.trained
         self._frozen = tensors.frozen
         self.parameters: FlatParameters
@@ -492,13 +493,20 @@ class ModuleState:
                 p.grad = None
         else:
             device = tensors.device
-            for p in tensors.frozen.values():
+            for p in () if sharding.divides_frozen else tensors.frozen.values():
                 if p.device.type == "meta":
                     values = torch.empty_like(p, device=device)
                     torch.utils.swap_tensors(p, torch.nn.Parameter(values, requires_grad=False))
             self.units = ShardedModule(
-                module, sharding.units, tensors.trained, sharding.axis, device, sharding.materialize
+                module,
+                sharding.units,
+                tensors.trained,
+                tensors.frozen if sharding.divides_frozen else {},
+                sharding.axis,
+                device,
+                sharding.materialize,
             )
+            self._divides_frozen = sharding.divides_frozen
             self.parameters = self.units.parameters
             tensors = replace(tensors, buffers=dict(_persistent_buffers(module)))  # those on meta have been replaced
         self.tensors: ModuleTensors = tensors
@@ -535,7 +543,7 @@ class ModuleState:
     def broadcast(self, axis: Axis) -> None:
         """Copy buffers and frozen parameters from rank 0. Collective."""
         self.buffers.broadcast(axis)
-        if axis.size > 1:
+        if axis.size > 1 and not self._divides_frozen:  # which have those of rank 0 already
             for p in self._frozen.values():
                 values = p.detach().contiguous()
                 memory = as_array(values.reshape(-1).view(torch.uint8))
@@ -593,12 +601,12 @@ class ModuleState:
                     raise ValueError(
                         f"parameter {name!r} was frozen after the module was made distributed; freeze {_WHEN}"
                     )
-        for name, p in self._frozen.items():
-            if p.requires_grad:
-                raise ValueError(
-                    f"parameter {name!r} was frozen when the module was made distributed, and requires a gradient now; "
-                    f"set requires_grad {_WHEN}"
-                )
+            for name, p in self._frozen.items():
+                if p.requires_grad:
+                    raise ValueError(
+                        f"parameter {name!r} was frozen when the module was made distributed, and requires a gradient "
+                        f"now; set requires_grad {_WHEN}"
+                    )
         for table, before in self._tables:
             if len(table) != len(before) or any(
                 table.get(name) is not each for name, each in before
@@ -628,14 +636,26 @@ class Sharding:
     units: list[Unit]
     axis: Axis
     materialize: Any
+    divides_frozen: bool  # frozen parameters are divided too
 
     @classmethod
-    def of(cls, module: Any, tensors: ModuleTensors, shard_units: Any, axis: Axis, materialize: Any) -> Sharding:
+    def of(
+        cls,
+        module: Any,
+        tensors: ModuleTensors,
+        shard_units: Any,
+        axis: Axis,
+        materialize: Any,
+        *,
+        divides_frozen: bool,
+    ) -> Sharding:
         """How a module, compiled or not, is divided; raises as `units_of`, and TypeError for what cannot be called."""
         if materialize is not None and not callable(materialize):
             raise TypeError(f"materialize must be a function of a submodule, got {materialize!r}")
         names = {id(p): name for name, p in tensors.trained.items()}
-        return cls(units_of(getattr(module, "_orig_mod", module), shard_units, names), axis, materialize)
+        frozen = {id(p): name for name, p in tensors.frozen.items()} if divides_frozen else {}
+        units = units_of(getattr(module, "_orig_mod", module), shard_units, names, frozen)
+        return cls(units, axis, materialize, divides_frozen)
 
     @property
     def described(self) -> str:

@@ -53,7 +53,8 @@ def problem(
     mesh : Mesh, optional
         That of the optimizer, over whose data ranks `shard_units` divides; needed for that only.
     shard_units : type, tuple of type, callable or "auto", optional
-        As for `mpishard.torch.as_distributed`; default: the module stays whole.  A rank without samples in a
+        As for `mpishard.torch.as_distributed`, but frozen parameters stay whole, since a rank that dies has no copy of
+        its share of them; default: the module stays whole.  A rank without samples in a
         micro-batch calls `losses` with those that it had before, and drops the result: ranks gather units together.
     materialize : callable, optional
         As for `mpishard.torch.as_distributed`.
@@ -95,7 +96,7 @@ def problem(
             )
         if mesh is not None:
             array_module(tensors.device)  # raises for a device that has no arrays
-            sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize)
+            sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize, divides_frozen=False)
             own = {"buffers": buffers, **tensors.described, "shard_units": sharding.described}
             own["divided before"] = str(before is not None)
             if before is not None and before.described != sharding.described:

@@ -23,7 +23,7 @@ import torch
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.layout.tensors import ParameterSpec, Piece
-from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.flat import FlatParameters, TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.torch.memory import array_module, finish_stream
 
@@ -46,8 +46,9 @@ class Unit:
     path: str
     module: Any
     names: list[str] = field(default_factory=list)  # of the trained parameters, in flat order
+    frozen: list[str] = field(default_factory=list)  # of the other parameters, if they are divided too
     children: list[Any] = field(default_factory=list)  # modules in it, and in no unit within it, itself included
-    numbers: list[int] = field(default_factory=list)  # of the units of the flat parameters that have these tensors
+    numbers: list[int] = field(default_factory=list)  # of the runs of these tensors, see `ShardedModule`
     calls: list[_Call] = field(default_factory=list)  # forward passes under way, the innermost last
     # Forward passes since the last step whose backward pass has not ended, and those of which it has begun.
     waiting: set[_Call] = field(default_factory=set)
@@ -55,10 +56,14 @@ class Unit:
     seen: set[str] = field(default_factory=set)  # parameters that got a gradient in this backward pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a module under zero=3 belongs to its mesh and cannot be copied or pickled; copy what its state_dict() "
-            "returns within summon_full_parameters, or call close() of what as_distributed returned before"
-        )
+        raise TypeError(f"a module under zero=3 belongs to its mesh and cannot be copied or pickled: {_SAVES}")
+
+
+class _Hook(partial):
+    """A hook of a unit, which pickle meets first."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.args[0].__reduce_ex__(protocol)
 
 
 @dataclass(eq=False)
@@ -69,8 +74,10 @@ class _Call:
     task: int = -1  # the pass of autograd that has reached its output
 
 
-def units_of(module: Any, shard_units: Any, names: Mapping[int, str]) -> list[Unit]:
-    """The units of a module, itself first; `names` has the trained parameters by id, in flat order.
+def units_of(module: Any, shard_units: Any, names: Mapping[int, str], frozen: Mapping[int, str]) -> list[Unit]:
+    """The units of a module, itself first.
+
+    `names` has the trained parameters by id, in flat order, and `frozen` the others that are divided.
 
     Raises TypeError or ValueError if `shard_units` is unfit, or chooses nothing or a list, which has no forward pass.
     """
@@ -89,21 +96,23 @@ def units_of(module: Any, shard_units: Any, names: Mapping[int, str]) -> list[Un
             listed.add(id(child))
             chain[-1].children.append(child)
         for p in child._parameters.values():
-            if p is not None and id(p) in names:
+            if p is not None and (id(p) in names or id(p) in frozen):
                 known = chains.setdefault(id(p), chain)
                 chains[id(p)] = [each for each in known if each in chain]
     for key, name in names.items():
         chains[key][-1].names.append(name)
+    for key, name in frozen.items():
+        chains[key][-1].frozen.append(name)
     root, *others = units.values()
     for unit in others:
-        if not unit.names:  # it has frozen parameters and buffers at most, which `materialize` fills nevertheless
+        if not unit.names and not unit.frozen:  # `materialize` fills what else it has nevertheless
             root.children += unit.children
-    return [root, *(unit for unit in others if unit.names)]
+    return [root, *(unit for unit in others if unit.names or unit.frozen)]
 
 
 def described(units: Sequence[Unit]) -> str:
     """Units as a text that must be the same on all ranks."""
-    return ", ".join(f"{unit.path} {len(unit.names)}" for unit in units)
+    return ", ".join(f"{unit.path} {len(unit.names) + len(unit.frozen)}" for unit in units)
 
 
 def _chosen(module: Any, shard_units: Any) -> set[int]:
@@ -156,6 +165,10 @@ _METADATA = frozenset(
     "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros".split()
 )
 _VALUES = frozenset("data T mT H mH real imag".split())
+_SAVES = (
+    "to save it, call save_checkpoint() of what as_distributed returned, or give torch.save() what its state_dict() "
+    "returns within summon_full_parameters; to copy it, call close() on all ranks before"
+)
 
 
 class FreedParameter:
@@ -167,6 +180,12 @@ class FreedParameter:
     __slots__ = ()
     whole_class: Any  # the class while it is gathered
     why_freed: str = "parameters have no values here under zero=3"  # a parameter has a text of its own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(f"{self.why_freed}.  As for the module: {_SAVES}")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(4)
 
 
 def _use_freed(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +220,8 @@ def _freed_class(own: Any) -> Any:
 class UnitStorages:
     """The memory of gathered units: storages of PyTorch, into which their parameters are views, of 0 bytes when freed.
 
-    This is the `UnitMemory` of ShardedUnits. `paths` are those of the units by name of a tensor.
+    This is the `UnitMemory` of ShardedUnits. `paths` are those of the units by name of a tensor. Pieces count elements
+    of `like`, bytes where tensors have several dtypes.
     """
 
     def __init__(
@@ -223,7 +243,7 @@ class UnitStorages:
         whole.untyped_storage().resize_(size * whole.element_size())
         if whole.is_cuda:
             finish_stream(whole)
-            return array_module(whole.device).from_dlpack(self._view(unit, 0, (size,)))
+            return array_module(whole.device).from_dlpack(self._view(unit, 0, (size,), whole.dtype))
         # Tensor.numpy() would fix the size of the storage for ever.
         memory = (ctypes.c_char * max(1, size * whole.element_size())).from_address(whole.untyped_storage().data_ptr())
         return np.frombuffer(memory, str(whole.dtype).removeprefix("torch."), size)
@@ -241,7 +261,8 @@ class UnitStorages:
         """Make the parameters of a gathered unit views into its memory, with the values that they have."""
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
-            view = self._view(unit, piece.start - self._runs[unit][0].start, piece.shape)
+            start = (piece.start - self._runs[unit][0].start) * self._wholes[unit].element_size() // p.element_size()
+            view = self._view(unit, start, p.shape, p.dtype)
             if p.device.type == "meta":
                 whole: Any = torch.Tensor._make_subclass(type(p), view, p.requires_grad)
                 vars(whole).update(vars(p))
@@ -268,29 +289,37 @@ class UnitStorages:
                     "the module whole"
                 )
 
-    def _view(self, unit: int, start: int, shape: tuple[int, ...]) -> Any:
+    def _view(self, unit: int, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
         whole = self._wholes[unit]
         strides = torch.empty(shape, device="meta").stride()
-        return torch.empty(0, dtype=whole.dtype, device=whole.device).set_(
-            whole.untyped_storage(), start, shape, strides
-        )
+        return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), start, shape, strides)
 
 
 class ShardedModule:
     """The units of a module under ZeRO-3: their parameters are divided over `axis`, and hooks gather and free them.
+
+    `tensors` are the trained parameters, and `frozen` others that are divided, as bytes, into shares that no state has:
+    a run that other ranks continue keeps them whole. Runs of the trained ones are numbered first.
 
     Methods are collective over `axis`, whose ranks must run the same units in the same order. `materialize` fills a
     module whose parameters have no values yet, see `as_distributed`. Raises what that raises on any rank, on all.
     """
 
     def __init__(
-        self, module: Any, units: Sequence[Unit], tensors: Mapping[str, Any], axis: Axis, device: Any, materialize: Any
+        self,
+        module: Any,
+        units: Sequence[Unit],
+        tensors: Mapping[str, Any],
+        frozen: Mapping[str, Any],
+        axis: Axis,
+        device: Any,
+        materialize: Any,
     ) -> None:
         self.units = list(units)
         self._module = module
-        self._tensors = tensors
+        self._tensors = {**tensors, **frozen}
         self.axis = axis
-        self._of_name = {name: unit for unit in units for name in unit.names}
+        self._of_name = {name: unit for unit in units for name in (*unit.names, *unit.frozen)}
         self._passes: list[int] = []  # those of autograd under way, a nested one last
         self._summoned = False
         first = next(iter(tensors.values()))
@@ -302,22 +331,35 @@ class ShardedModule:
             units=_runs(tensors, self._of_name),
             sharded_over=axis,
         )
-        layout = self.parameters.layout
-        for unit in self.units:
-            unit.numbers = layout.units_of(unit.names)
-        pieces = [layout.pieces[first:last] for first, last in layout.units]
+        # The largest elements of a unit come first, so that all of them begin at multiples of their size.
+        by_unit = [sorted(unit.frozen, key=lambda name: -frozen[name].element_size()) for unit in units]
+        self._layouts = [
+            self.parameters.layout,
+            TensorLayout(
+                [ParameterSpec(each, (frozen[each].nbytes,)) for names in by_unit for each in names], units=by_unit
+            ),
+        ]
+        given, others = self._layouts
+        self._frozen = ShardedUnits(others.pieces, others.units, axis, array_module(device).zeros(0, np.uint8))
         paths = {name: unit.path for name, unit in self._of_name.items()}
-        self.storages = UnitStorages(pieces, tensors, like, paths)
-        self._sharded.memory = self.storages
+        likes = like, torch.empty(0, dtype=torch.uint8, device=device)
+        self._storages = [
+            UnitStorages([layout.pieces[first:last] for first, last in layout.units], own, each, paths)
+            for layout, own, each in zip(self._layouts, (tensors, frozen), likes, strict=True)
+        ]
+        self._sharded.memory, self._frozen.memory = self._storages
+        self._numbers = range(len(given.units) + len(others.units))
+        for unit in self.units:
+            unit.numbers = self._numbers_of([*unit.names, *unit.frozen])
         if first.device.type == "meta":
             self._materialize(materialize, device)
         else:
-            for number in range(len(layout.units)):
+            for number in self._numbers:
                 self._use([number])
-                self.storages.adopt(number)
+                self._adopt(number)
                 self._keep([number])
-                self._sharded.free([number])
-        own = {id(p) for p in tensors.values()}
+                self._drop([number])
+        own = {id(p) for p in self._tensors.values()}
         self._handles: list[Any] = []
         for child in self._module.modules():
             if any(id(p) in own for p in child.parameters()):
@@ -327,20 +369,24 @@ class ShardedModule:
         # torch.compile would try to trace the messages, and warn of each function that it does not know.
         before_any, after_any = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         for unit in self.units:
-            before, after = partial(before_any, unit), partial(after_any, unit)
+            before, after = _Hook(before_any, unit), _Hook(after_any, unit)
             self._handles += [
                 unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 unit.module.register_forward_hook(after, always_call=True),
             ]
 
     def _use(self, numbers: Sequence[int]) -> None:
-        self._sharded.use(numbers)
+        for sharded, _, own in self._parts(numbers):
+            sharded.prefetch(own)
+        for sharded, _, own in self._parts(numbers):
+            sharded.use(own)
         self._ready()
 
     def _keep(self, numbers: Sequence[int]) -> None:
         """Take what PyTorch has written to gathered units, of rank 0 on all ranks, to the shares."""
         finish_stream(self._like)
-        self._sharded.broadcast_gathered(numbers)
+        for sharded, _, own in self._parts(numbers):
+            sharded.broadcast_gathered(own)
         self._ready()  # the memory that was read may be freed
 
     @property
@@ -353,17 +399,46 @@ class ShardedModule:
         assert self.parameters.sharded is not None
         return self.parameters.sharded
 
+    def _numbers_of(self, names: Sequence[str]) -> list[int]:
+        """The runs of these tensors, ascending."""
+        given, others = self._layouts
+        found = given.units_of([name for name in names if name in given.unit_of])
+        frozen = others.units_of([name for name in names if name in others.unit_of])
+        return found + [len(given.units) + number for number in frozen]
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of this rank's shares of frozen parameters."""
+        return int(self._frozen.shard.nbytes)
+
+    def _parts(self, numbers: Sequence[int]) -> list[tuple[ShardedUnits, UnitStorages, list[int]]]:
+        """The runs as those of trained parameters, and those of frozen ones, each by their number there."""
+        first = len(self._layouts[0].units)
+        return [
+            (self._sharded, self._storages[0], [number for number in numbers if number < first]),
+            (self._frozen, self._storages[1], [number - first for number in numbers if number >= first]),
+        ]
+
+    def _drop(self, numbers: Sequence[int]) -> None:
+        for sharded, _, own in self._parts(numbers):
+            sharded.free(own)
+
+    def _adopt(self, number: int) -> None:
+        for _, storages, own in self._parts([number]):
+            for each in own:
+                storages.adopt(each)
+
     def _materialize(self, materialize: Any, device: Any) -> None:
         """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
         adopted: set[int] = set()
         for unit in self.units:
             own = [name for child in unit.children for name in self._names_in(child)]
-            numbers = self.parameters.layout.units_of([*own, *unit.names])
+            numbers = self._numbers_of([*own, *unit.names, *unit.frozen])
             self._use(numbers)
             problem: Exception | None = None
             try:
                 for number in [each for each in numbers if each not in adopted]:
-                    self.storages.adopt(number)
+                    self._adopt(number)
                 adopted.update(numbers)
                 for child in unit.children:
                     _fill(child, materialize, device)
@@ -371,7 +446,7 @@ class ShardedModule:
                 problem = error
             self.axis.raise_if_any(problem)
             self._keep(numbers)
-            self._sharded.free(numbers)
+            self._drop(numbers)
 
     def _names_in(self, child: Any) -> list[str]:
         names = {id(p): name for name, p in self._tensors.items()}
@@ -401,12 +476,14 @@ class ShardedModule:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if not restores:
-            self.storages.lose()
-        for number in range(len(self.parameters.units)) if restores else ():
+        for storages in () if restores else self._storages:
+            storages.lose()
+        for number in self._numbers if restores else ():
             self._use([number])
-            self.storages.let_go(number)
-            self._sharded.free([number])
+            for _, storages, own in self._parts([number]):
+                for each in own:
+                    storages.let_go(each)
+            self._drop([number])
 
     @contextlib.contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
@@ -414,16 +491,15 @@ class ShardedModule:
         if self._summoned:
             yield
             return
-        numbers = range(len(self.parameters.units))
-        self._use(numbers)
+        self._use(self._numbers)
         self._summoned = True
         try:
             yield
             if writeback:
-                self._keep(numbers)
+                self._keep(self._numbers)
         finally:
             self._summoned = False
-            self._sharded.free(numbers)
+            self._drop(self._numbers)
 
     def take(self, name: str) -> None:
         """Learn that autograd has finished a gradient, before it is marked ready."""
@@ -512,16 +588,18 @@ class ShardedModule:
                     self.parameters.mark_ready(name)
 
     def _gather(self, unit: Unit) -> None:
-        missing = [number for number in unit.numbers if not self._sharded.is_gathered(number)]
+        missing = False
+        for sharded, _, own in self._parts(unit.numbers):
+            missing |= not all(map(sharded.is_gathered, own))
         if missing:
-            self._use(missing)
+            self._use(unit.numbers)
 
     def _ready(self) -> None:
         arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
 
     def _free(self, unit: Unit) -> None:
         if not (unit.calls or unit.opened or self._summoned):
-            self._sharded.free(unit.numbers)
+            self._drop(unit.numbers)
 
 
 def _why_freed(name: str, path: str) -> str:

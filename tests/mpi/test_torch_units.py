@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -92,8 +93,8 @@ def take_steps(mesh, module, optimizer, steps):
 
 
 def held_bytes(module):
-    """Bytes of the trained parameters that this rank has, without those on the device meta."""
-    storages = [p.untyped_storage() for p in module.parameters() if p.requires_grad and not p.is_meta]
+    """Bytes of the parameters that this rank has, without those on the device meta."""
+    storages = [p.untyped_storage() for p in module.parameters() if not p.is_meta]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -113,7 +114,7 @@ def test_steps_are_those_of_a_whole_module(mesh, reentrant, units):
     take_steps(mesh, module, optimizer, steps)
     assert held_bytes(module) == 0
     tied = module.tokens.weight.numel() + (0 if reentrant else module.blocks[0].up.weight.numel())
-    block = sum(p.numel() for p in module.blocks[1].parameters() if p.requires_grad)
+    block = sum(p.numel() for p in module.blocks[1].parameters())
     assert 0 < max(held) <= 8 * (tied + 2 * block)
     optimizer.close()
     for (name, p), q in zip(module.named_parameters(), whole.parameters(), strict=True):
@@ -171,6 +172,58 @@ def test_no_rank_ever_has_the_whole_module(mesh):
         mpishard.torch.as_distributed(module, mesh, RULE, zero=3, materialize=chosen)
 
 
+class Quantized(torch.nn.Module):
+    """Frozen weights of two dtypes, with an adapter that is trained, or without parameters that are."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.base = torch.nn.Parameter(torch.arange(35, dtype=torch.int8).reshape(5, 7), requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.linspace(-0.02, 0.02, 5).double(), requires_grad=False)
+        self.shift = torch.nn.Parameter(torch.full((7,), 0.05, dtype=torch.bfloat16), requires_grad=False)
+        self.adapter = torch.nn.Parameter(torch.full((rank, 7), 0.1).double()) if rank else None
+
+    def forward(self, x):
+        weight = self.base * self.scale[:, None] + self.shift
+        adapted = 0 if self.adapter is None else x @ self.adapter.T @ self.adapter
+        return (x + x @ weight.T @ weight + adapted).tanh()
+
+
+def test_frozen_parameters_are_divided_and_come_back(mesh, folder):
+    def fresh():
+        return torch.nn.Sequential(*(Quantized(rank) for rank in (0, 2, 0, 1)))
+
+    whole, module = fresh(), fresh()
+    for p in module.parameters() if mesh.rank else ():
+        p.detach().zero_()  # those of rank 0 count
+    before = {name: values.clone() for name, values in whole.state_dict().items()}
+    expected = mpishard.torch.as_distributed(whole, mesh, RULE)
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Quantized)
+    frozen = sum(p.nbytes for p in module.parameters() if not p.requires_grad)
+    shares = optimizer._state.units.frozen_bytes
+    assert abs(shares - frozen / mesh.size) <= 4 and sum(mesh.world.allgather_object(shares)) == frozen
+    assert held_bytes(module) == 0
+    held = []
+    for each in module:
+        each.register_forward_pre_hook(lambda *_: held.append(held_bytes(module)))
+    x = torch.full((2, 7), 0.3).double()
+    for each, own in ((whole, expected), (module, optimizer)):
+        for _ in range(3):
+            each(x * (1 + mesh.rank)).sum().backward()
+            own.step()
+    assert 0 < max(held) <= frozen / 4 + 2 * 7 * 8
+    optimizer.save_checkpoint(folder)
+    optimizer.close()
+    assert module.state_dict().keys() == before.keys()
+    for name, values in module.state_dict().items():
+        assert values.dtype == before[name].dtype
+        if "adapter" in name:
+            assert torch.allclose(values, whole.state_dict()[name], rtol=0, atol=1e-12)
+        else:
+            assert torch.equal(values, before[name])
+    expected.load_checkpoint(folder)  # no frozen parameter is in it
+    assert torch.equal(whole[1].adapter, module[1].adapter)
+
+
 def test_units_without_trained_parameters_are_filled_too(mesh):
     with torch.device("meta"):
         module = torch.nn.Sequential(
@@ -184,7 +237,8 @@ def test_units_without_trained_parameters_are_filled_too(mesh):
 
     norm = torch.nn.BatchNorm1d
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=norm, materialize=fill)
-    assert module[2].running_var.tolist() == module[1].running_var.tolist() == module[1].weight.tolist() == [2, 2]
+    with mpishard.torch.summon_full_parameters(module):
+        assert module[2].running_var.tolist() == module[1].running_var.tolist() == module[1].weight.tolist() == [2, 2]
     module(torch.ones(3, 2)).sum().backward()
     optimizer.step()
 
@@ -243,7 +297,8 @@ def test_parameters_are_looked_at_and_changed(mesh):
         module.load_state_dict({})
     with pytest.raises(RuntimeError, match=r"state_dict\(\).*summon_full_parameters"):
         module.blocks[0].up.state_dict()
-    module.blocks[0].frozen.state_dict()
+    with pytest.raises(RuntimeError, match=r"state_dict\(\).*summon_full_parameters"):
+        module.blocks[0].frozen.state_dict()
     for each, loss in (
         (optimizer.close, "be undone at its end"),
         (lambda: optimizer.load_checkpoint("nowhere"), "be undone at its end"),
@@ -299,10 +354,13 @@ def test_freed_parameters_refuse_what_needs_values(mesh, on_meta):
     assert sum(each.numel() for each in module.parameters()) == 12 and p.is_leaf and p.grad is None
     assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, module.parameters()))
     assert torch.equal(torch.zeros_like(p), p.new_zeros(2, 2))
+    with pytest.raises(RuntimeError, match=r"to save it, call save_checkpoint\(\)"):
+        pickle.dumps(p)
     with mpishard.torch.summon_full_parameters(module):
         assert type(p) is Tagged and torch.equal(p, torch.ones(2, 2))
-        with pytest.raises(TypeError, match="under zero=3 belongs to its mesh and cannot be copied"):
-            copy.deepcopy(module)
+        for saves in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled: to save it, call save_checkpoint\(\)"):
+                saves(module)
     fails = module[1].register_forward_hook(lambda *_: p.sum())
     with pytest.raises(RuntimeError, match=message):
         module(x)
