@@ -121,6 +121,32 @@ def test_steps_are_those_of_a_whole_module(mesh, reentrant, units):
         assert torch.allclose(p, q, rtol=0, atol=1e-12), name
 
 
+def test_memory_is_that_of_the_estimate(mesh):
+    """Measured where a layer has been gathered, and where autograd has a gradient that is not in its bucket yet."""
+    layers = [torch.nn.Linear(64, 64) for _ in range(8)]
+    module = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
+    units = lambda child: child in layers  # noqa: E731
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=units)
+    parameters, state, measured = optimizer.parameters, optimizer.optimizer.state, []
+
+    def measure(*gradients):
+        held = held_bytes(module) + parameters.sharded.shard.nbytes
+        measured.append(held + state.nbytes + state.gradient_bytes + sum(each.nbytes for each in gradients))
+
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: measure())
+    for p in module.parameters():
+        p.register_hook(measure)
+    for _ in range(3):
+        module(torch.ones(3, 64)).sum().backward()
+        optimizer.step()
+    layer, root = 4 * 64 * 65, 4 * 2 * 65
+    size = sum(p.numel() for p in module.parameters())
+    kept = mpishard.estimate.model_state_bytes(size, mesh.size, 3, parameter_bytes=4, gradient_bytes=4, state_bytes=8)
+    expected = kept + (root + layer) + 2 * layer + 4 * 64 * 64  # gathered units, buckets, the gradient of a weight
+    assert abs(max(measured) - expected) <= 0.1 * expected
+
+
 def test_layers_are_units_by_their_size(mesh):
     large = [torch.nn.Linear(256, 256) for _ in range(4)]
     module = torch.nn.Sequential(torch.nn.Linear(2, 256), torch.nn.Sequential(*large), torch.nn.Linear(256, 2))
