@@ -1,6 +1,6 @@
 """A dozen small modules of PyTorch, each with a property that a training library may get wrong, and ways to take steps.
 
-All are float64, and take the same samples: images for the convolutional one, words for the others.
+All are float64 or complex128, and take the same samples: images for the convolutional one, words for the others.
 """
 
 from __future__ import annotations
@@ -86,6 +86,17 @@ class Channels(torch.nn.Module):
         return self.norm(self.mix(x.transpose(1, 2))).transpose(1, 2)
 
 
+class Complex(torch.nn.Module):
+    """Filters words, as a Fourier layer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = torch.nn.Parameter(torch.randn(3, WIDTH, dtype=torch.complex128))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=5, dim=1)
+
+
 class Checkpointed(torch.nn.Module):
     """Computes its activations again in the backward pass."""
 
@@ -133,6 +144,7 @@ MODULES = {
     "embedding bag": Bags,
     "group norm": lambda: Words(Channels()),
     "spectral norm": spectral,
+    "complex": lambda: Words(Complex()),
     "checkpointed": lambda: Words(Checkpointed(use_reentrant=False)),
     "checkpointed reentrant": lambda: Words(Checkpointed(use_reentrant=True)),
     "compiled": lambda: torch.compile(Words(encoder_layer()), backend="aot_eager"),

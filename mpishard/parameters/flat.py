@@ -571,7 +571,7 @@ class FlatParameters:
         if sharded is not None:
             memory = sharded.memory
             if memory is not None:
-                sharded.drop()  # an error, as at a death of a rank, leaves some gathered
+                sharded.free_all()  # an error, as at a death of a rank, leaves some gathered
             sharded = ShardedUnits(self.pieces, self.units, sharded.axis, self.like)
             sharded.memory = memory
         self._bind(self._flat, sharded)

@@ -216,9 +216,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
             count = hooks.divide_by or None
         if ranks and (count is None or isinstance(count, (int, float))):  # another count is refused below
             count = (ranks if count is None else count) / ranks
+        self._state.take_values()
         try:
             self.optimizer.step(self.parameters, count=count)
             arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
+            self._state.round_masters()
         finally:
             self._state.hooks.clear()
         if self._state.units is not None:
@@ -283,7 +285,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         factor = min(1.0, float(max_norm) / (norm + _CLIP_EPSILON))
         for gradient in strategy.gradients():
             gradient *= factor
-        return next(iter(hooks.tensors.values())).new_tensor(norm)
+        return torch.tensor(norm, dtype=self._state.dtype, device=next(iter(hooks.tensors.values())).device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of backward passes that no step has used.
@@ -331,7 +333,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Returns
         -------
         dict
-            The same on every rank, for any number of ranks that loads it.
+            The same on every rank, for any number of ranks that loads it.  With ``masters`` by name, of parameters
+            whose dtype is not that of the steps.
 
         Raises
         ------
@@ -340,8 +343,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._state.take_values()
         image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
         state_dict: dict[str, Any] = {"mpishard": image}
+        if masters := self._state.masters:
+            state_dict["masters"] = masters
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -370,7 +376,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         image = state_dict.get("mpishard")
         data = b"" if image is None else image.cpu().numpy().tobytes()
+        self._state.take_values()
+        masters = state_dict.get("masters", {})
+        self.optimizer.mesh.world.raise_if_any(_masters_problem(masters, self._state.masters))
         self.optimizer.deserialize(data)
+        self._state.masters = masters
         self._groups.show(self.optimizer.steps)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -391,6 +401,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             The folder of the checkpoint.
         """
         self._check_left("save_checkpoint()", would="save the values from before it")
+        self._state.take_values()
         return save_checkpoint(folder, self.parameters, self.optimizer, **options)
 
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
@@ -413,6 +424,20 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._state.hooks.clear()
         self._groups.show(self.optimizer.steps)
         return facts
+
+
+def _masters_problem(saved: Mapping[str, Any], masters: Mapping[str, Any]) -> ValueError | None:
+    """The error if masters of a saved state are not those of the module; a state may have none."""
+    there = {name: tuple(each.shape) for name, each in saved.items()}
+    here = {name: tuple(each.shape) for name, each in masters.items()}
+    if not there or there == here:
+        return None
+    name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
+    return ValueError(
+        f"the saved state is of another module: the master of {name!r} has the shape {there.get(name, 'of none')} "
+        f"there, and {here.get(name, 'of none')} here; load_checkpoint() of a save_checkpoint() reads parameters of "
+        "any dtype"
+    )
 
 
 # `as_distributed` for PyTorch modules.
@@ -439,7 +464,9 @@ def as_distributed(
     Parameters
     ----------
     module : torch.nn.Module
-        Its parameters are float32 or float64, all of one dtype, on one device.  Change it before: freeze, move, load.
+        Its parameters are bfloat16, float16, float32, float64, complex64 or complex128, on one device.  What steps are
+        masters: float32, or float64 for all if any is float64 or complex128; a parameter of another dtype is its
+        master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before: freeze, move, load.
         ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
         Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone

@@ -239,7 +239,9 @@ class RuleGroups(ParameterGroups):
         kind = type(rule).__mro__[2] if isinstance(rule, FollowsGroups) else type(rule)
         self.rule.__dict__.pop("_live", None)
         object.__setattr__(self.rule, "__class__", kind)
-        by_tensor = self.rule.by_shape({name: tuple(p.shape) for name, p in tensors.items()})
+        # Pairs of reals are no matrix, whatever the shape of a complex tensor.
+        shapes = {name: (p.numel(), 1, 2) if p.is_complex() else tuple(p.shape) for name, p in tensors.items()}
+        by_tensor = self.rule.by_shape(shapes)
         # One for each group, changed in place when its group is.
         self._rules = list({id(each): each for each in by_tensor}.values())
         self._first = [copy.copy(each) for each in self._rules]

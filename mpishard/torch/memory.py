@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,31 @@ Array = Any
 def as_tensor(array: Array) -> Any:
     """A tensor over the memory of a NumPy or CuPy array; nothing is copied."""
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.utils.dlpack.from_dlpack(array)
+
+
+def as_reals(tensor: Any) -> Any:
+    """A tensor without a gradient as the flat array has it: complex numbers are pairs of reals, in a last dimension."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_numbers(tensor: Any, like: Any) -> Any:
+    """The inverse of `as_reals`, for a view of the flat array: of complex numbers where `like` has them."""
+    return torch.view_as_complex(tensor) if like.is_complex() else tensor
+
+
+def master_dtype(tensors: Mapping[str, Any]) -> Any:
+    """The dtype of the flat array of tensors: float64 if any is float64 or complex128, else float32."""
+    is_double = any(p.dtype in (torch.float64, torch.complex128) for p in tensors.values())
+    return torch.float64 if is_double else torch.float32
+
+
+def take_changed(p: Any, master: Any) -> None:
+    """Take those values of a parameter into its master that are not the master's, rounded."""
+    values = p.detach()
+    changed = values != master.to(p.dtype)
+    if changed.any():
+        master.copy_(torch.where(changed, values.to(master.dtype), master))
+    finish_stream(master)
 
 
 def finish_stream(tensor: Any) -> None:

@@ -21,7 +21,16 @@ from mpishard.comm.axis import Axis
 from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import BufferOwner, Buffers
-from mpishard.torch.memory import array_module, as_array, as_tensor, finish_stream
+from mpishard.torch.memory import (
+    array_module,
+    as_array,
+    as_numbers,
+    as_reals,
+    as_tensor,
+    finish_stream,
+    master_dtype,
+    take_changed,
+)
 from mpishard.torch.units import ShardedModule, Unit, described, units_of
 
 Array = Any
@@ -52,7 +61,8 @@ class SpreadGradient(torch.Tensor):
 class GradientHooks:
     """A hook on each parameter of a module, called after autograd has added to ``p.grad``.
 
-    The hooks move gradients of `tensors`, which are views into `parameters`, to the gradients of these.
+    The hooks move gradients of `tensors`, which are views into `parameters` or rounded from them, to the gradients of
+    these.  Autograd makes ``p.grad`` in the dtype of `parameters`, so that no sum is rounded to that of a tensor.
     """
 
     def __init__(self, parameters: FlatParameters, tensors: Mapping[str, Any]) -> None:
@@ -84,7 +94,13 @@ class GradientHooks:
         self._passes: set[int] = set()
         self._told = False
         self._handles: list[Any] = []
+        self._moved_from = {name: (p.shape, p.dtype, p.device) for name, p in self.tensors.items()}
+        real = as_tensor(parameters.like).dtype
+        self.dtype_of = {name: real.to_complex() if p.is_complex() else real for name, p in self.tensors.items()}
         for name, p in self.tensors.items():
+            if p.dtype != self.dtype_of[name]:
+                p.grad = None
+                p.grad_dtype = self.dtype_of[name]
             self._handles.append(p.register_hook(partial(self._make_room, p)))
             self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, name)))
 
@@ -94,6 +110,9 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
         self.clear()
+        for name, p in self.tensors.items():
+            if p.dtype != self.dtype_of[name]:
+                p.grad_dtype = p.dtype
 
     @property
     def unused(self) -> list[str]:
@@ -140,9 +159,9 @@ class GradientHooks:
             self._earlier = None
         finish_stream(flat)
         for name, p in self.tensors.items():
-            view = as_tensor(reducer.memory.view(name)[0])
+            view = as_numbers(as_tensor(reducer.memory.view(name)[0]), p)
             self._kept[name] = view, view._version
-            moved = (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device)
+            moved = (p.shape, p.dtype, p.device) != self._moved_from[name]
             # A gradient assigned without a backward pass stays, for `take_changes`; so does a parameter that was moved.
             if not moved and (self._seen or p.grad is None):
                 p.grad = view
@@ -189,8 +208,9 @@ class GradientHooks:
         complete = self._seen and reducer.reduced and self.sums_over()
         for name, p in self.tensors.items():
             kept, version = self._kept.get(name, (None, 0))
-            if complete and p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype:
-                memory, gradient = as_tensor(reducer.memory.view(name)[0]), p.grad.detach()
+            fits = complete and p.grad is not None and p.grad.shape == p.shape
+            if fits and p.grad.dtype == self.dtype_of[name]:
+                memory, gradient = as_tensor(reducer.memory.view(name)[0]), as_reals(p.grad.detach())
                 if gradient.data_ptr() != memory.data_ptr():
                     memory.copy_(gradient)
                 finish_stream(memory)
@@ -236,7 +256,7 @@ class GradientHooks:
             for piece in self._parameters.pieces:
                 grad = self.tensors[piece.name].grad
                 if grad is not None:
-                    self._earlier[piece.start : piece.start + piece.size].copy_(grad.detach().reshape(-1))
+                    self._earlier[piece.start : piece.start + piece.size].copy_(as_reals(grad.detach()).reshape(-1))
         self._parameters.reset_gradients()
         self._kept.clear()
         self._told_pass = False
@@ -264,6 +284,9 @@ class GradientHooks:
                 "optimizer.zero_grad() in between"
             ) from None
         memory, gradient = as_tensor(view), p.grad.detach()
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        gradient = as_reals(gradient)
         if gradient.shape != memory.shape or gradient.dtype != memory.dtype:
             p.grad = None  # the parameter was replaced: the step says so, on all ranks
             return
@@ -271,8 +294,6 @@ class GradientHooks:
             gradient = torch.zeros_like(memory)
         scale = self._parameters.loss_scale if self.scales else 1.0
         keeps = self.keeps and reducer.keeps_memory and scale == 1.0
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
         # Where ``p.grad`` stays, autograd adds to it; another tensor there means that the user has dropped the first.
         if not keeps or gradient.data_ptr() != memory.data_ptr():
             if scale != 1.0:
@@ -284,10 +305,11 @@ class GradientHooks:
         finish_stream(memory)
         self._seen.add(name)
         if keeps:
-            p.grad = memory
-            self._kept[name] = memory, memory._version
+            p.grad = as_numbers(memory, p)
+            self._kept[name] = p.grad, memory._version
         elif self.keeps:
-            p.grad = gradient.new_empty(()).expand(gradient.shape).as_subclass(SpreadGradient)
+            nothing = torch.empty((), dtype=self.dtype_of[name], device=p.device)
+            p.grad = nothing.expand(p.shape).as_subclass(SpreadGradient)
             self._kept[name] = p.grad, 0
         else:
             p.grad = None
@@ -309,7 +331,8 @@ class ModuleTensors:
     A tensor that has several names, as one that two layers share, has the first of them.
     """
 
-    trained: dict[str, Any]  # those that require a gradient, in the order in which the module registers them
+    trained: dict[str, Any]  # those that require a gradient, in the order in which the module registers them,
+    # complex ones first
     frozen: dict[str, Any]  # the other parameters
     buffers: dict[str, Any]  # the persistent ones, which are in the `state_dict`
 
@@ -319,7 +342,7 @@ class ModuleTensors:
 
         With `on_meta` parameters may be without values, on the device meta.
 
-        Raises TypeError if it is no module, or its parameters are not all float32 or all float64; ValueError if a layer
+        Raises TypeError if it is no module, or a parameter is of a dtype that cannot be trained; ValueError if a layer
         is a SyncBatchNorm, no parameter requires a gradient, or parameters are on several devices, not contiguous,
         without values, or share memory.
         """
@@ -335,6 +358,8 @@ class ModuleTensors:
                 )
         named = {plain_name(name): p for name, p in module.named_parameters()}
         trained = {name: p for name, p in named.items() if p.requires_grad}
+        # Complex ones first: as pairs of reals, they then begin at a multiple of their size in the flat array.
+        trained = dict(sorted(trained.items(), key=lambda item: not item[1].is_complex()))
         if not trained:
             frozen = f"all of its {len(named)} parameters are frozen (requires_grad=False)" if named else "it has none"
             raise ValueError(f"this {type(module).__name__} has no parameter to train: {frozen}")
@@ -407,23 +432,28 @@ def _check_values(named: dict[str, Any], on_meta: bool) -> None:
 
 
 def _check_dtypes(trained: dict[str, Any]) -> None:
-    """Raise TypeError unless all parameters to train are float32, or all float64."""
+    """Raise TypeError unless masters of float32 or float64 can be kept of all parameters to train."""
     of_dtype: dict[Any, str] = {}
     for name, p in trained.items():
         of_dtype.setdefault(p.dtype, name)
-    unfit = {dtype: name for dtype, name in of_dtype.items() if dtype not in (torch.float32, torch.float64)}
-    found = " and ".join(f"{name!r} is {_short(dtype)}" for dtype, name in (unfit or of_dtype).items())
-    if any(dtype.is_complex for dtype in unfit):
+    found = " and ".join(f"{name!r} is {_short(dtype)}" for dtype, name in of_dtype.items() if dtype not in _DTYPES)
+    if found:
         raise TypeError(
-            f"parameters must be float32 or float64, but {found}; keep real and imaginary parts as torch.view_as_real "
-            "has them, and compute with torch.view_as_complex of that"
+            f"parameters to train must be of {', '.join(map(_short, _DTYPES))}, but {found}; use module.float(), and "
+            "a lower precision within the forward pass"
         )
-    if unfit:
+    real = master_dtype(trained)
+    narrow = [name for dtype, name in of_dtype.items() if dtype not in (real, real.to_complex())]
+    if narrow and not _HAS_GRAD_DTYPE:
         raise TypeError(
-            f"parameters must be float32 or float64, but {found}; use module.float(), and torch.autocast for bfloat16"
+            f"parameter {narrow[0]!r} is {_short(trained[narrow[0]].dtype)}, whose gradients are summed in "
+            f"{_short(real)}: that needs a PyTorch with Tensor.grad_dtype, and this is {torch.__version__}; use "
+            "module.float() or module.double(), and torch.autocast for bfloat16"
         )
-    if len(of_dtype) > 1:
-        raise TypeError(f"parameters must have one dtype, but {found}; use module.float() or module.double()")
+
+
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def _check_memory(trained: dict[str, Any]) -> None:
@@ -473,6 +503,9 @@ class ModuleState:
     The parameters become views into one flat array, and keep their values. This is the `CarriedState` of that array.
     `buffers` is the treatment of buffers after each update, see `mpishard.torch.as_distributed`. With `sharding` the
     parameters are views into storages that come and go, see `ShardedModule`.
+
+    A parameter of another dtype than the flat array has memory of its own, with values that are rounded from the flat
+    array, which has its master.
     """
 
     def __init__(self, module: Any, tensors: ModuleTensors, buffers: str, sharding: Sharding | None = None) -> None:
@@ -484,12 +517,18 @@ class ModuleState:
         self._frozen = tensors.frozen
         self.parameters: FlatParameters
         self.units: ShardedModule | None = None
+        self._rounded: dict[str, tuple[Any, Any]] = {}  # parameters of another dtype than their masters, and these
         if sharding is None:
             # In the order of their indices; channels_last has its own order in memory only.
-            plain = {name: p.detach().contiguous() for name, p in tensors.trained.items()}
+            real = master_dtype(tensors.trained)
+            plain = {name: as_reals(p.detach()).to(real).contiguous() for name, p in tensors.trained.items()}
             self.parameters = FlatParameters.of(plain, module=array_module(tensors.device))
             for name, p in tensors.trained.items():
-                p.data = as_tensor(self.parameters[name])
+                memory = as_numbers(as_tensor(self.parameters[name]), p)
+                if p.dtype == memory.dtype:
+                    p.data = memory
+                else:
+                    self._rounded[name] = p, memory
                 p.grad = None
         else:
             device = tensors.device
@@ -539,9 +578,11 @@ class ModuleState:
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         self.buffers.restore(facts)
+        self.round_masters()
 
     def broadcast(self, axis: Axis) -> None:
         """Copy buffers and frozen parameters from rank 0. Collective."""
+        self.round_masters()
         self.buffers.broadcast(axis)
         if axis.size > 1 and not self._divides_frozen:  # which have those of rank 0 already
             for p in self._frozen.values():
@@ -552,10 +593,47 @@ class ModuleState:
                 p.data.copy_(values)
 
     def synchronize(self, axis: Axis) -> None:
+        self.round_masters()
         self.buffers.synchronize(axis)
 
     def consolidate(self, axis: Axis) -> None:
+        self.round_masters()
         self.buffers.consolidate(axis)
+
+    # -- parameters of another dtype than their masters ---------------------------------------------------------------
+
+    @property
+    def dtype(self) -> Any:
+        """That of the flat array, with the masters of all parameters."""
+        return as_tensor(self.parameters.like).dtype
+
+    @property
+    def masters(self) -> dict[str, Any]:
+        """Copies of the masters of parameters of another dtype, by name, as reals. Collective under ZeRO-3."""
+        names = [name for name, p in self._trained.items() if p.dtype != self.hooks.dtype_of[name]]
+        if not names:
+            return {}
+        flat, piece_of = as_tensor(self.parameters.gather()), self.parameters.layout.piece_of
+        pieces = [piece_of[name] for name in names]
+        return {each.name: flat[each.start : each.start + each.size].clone().view(each.shape) for each in pieces}
+
+    @masters.setter
+    def masters(self, masters: Mapping[str, Any]) -> None:
+        for name, values in masters.items():
+            self.parameters.assign(name, as_array(values.to(next(iter(self._trained.values())).device, self.dtype)))
+        self.round_masters()
+
+    def round_masters(self) -> None:
+        """Give the parameters the values of their masters, rounded; after each change of the flat array."""
+        if self._rounded:
+            arrays.ready(self.parameters.held)
+        for p, master in self._rounded.values():
+            p.detach().copy_(master)
+
+    def take_values(self) -> None:
+        """Take into the masters what was written to their parameters since `round_masters`, as by `load_state_dict`."""
+        for p, master in self._rounded.values():
+            take_changed(p, master)
 
     def release(self) -> None:
         """Remove a user; after the last one the module is one of PyTorch alone, with its present values.
@@ -676,6 +754,7 @@ def state_of(module: Any, tensors: ModuleTensors, buffers: str, sharding: Shardi
         found = _states[module] = ModuleState(module, tensors, buffers, sharding)
     else:
         found.check_intact()
+        found.take_values()
         found.buffers.mode = buffers
         found.hooks.clear()
     found.users += 1

@@ -136,6 +136,7 @@ class LossAndGradient:
             self._state.units.end_step()
         self._state.check_intact()
         arrays.ready(parameters.held)  # PyTorch may continue in another stream of a GPU
+        self._state.round_masters()
         if len(samples):
             self._samples = samples
             return self._pass(parameters, samples)

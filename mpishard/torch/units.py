@@ -25,7 +25,7 @@ from mpishard.comm.axis import Axis
 from mpishard.layout.tensors import ParameterSpec, Piece
 from mpishard.parameters.flat import FlatParameters, TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
-from mpishard.torch.memory import array_module, finish_stream
+from mpishard.torch.memory import array_module, as_numbers, as_reals, finish_stream, master_dtype, take_changed
 
 Array = Any
 
@@ -221,7 +221,8 @@ class UnitStorages:
     """The memory of gathered units: storages of PyTorch, into which their parameters are views, of 0 bytes when freed.
 
     This is the `UnitMemory` of ShardedUnits. `paths` are those of the units by name of a tensor. Pieces count elements
-    of `like`, bytes where tensors have several dtypes.
+    of `like`, bytes where tensors have several dtypes. A tensor of another dtype than a floating-point `like` has a
+    storage of its own, with values that `round` makes of those that were gathered.
     """
 
     def __init__(
@@ -232,6 +233,8 @@ class UnitStorages:
         self._why_freed = {name: _why_freed(name, path) for name, path in paths.items()}
         self._wholes: list[Any] = [torch.empty(0, dtype=like.dtype, device=like.device) for _ in runs]
         self._sizes = [sum(piece.size for piece in run) for run in runs]
+        # By unit its pieces of another dtype, each with the memory of its parameter.
+        self._rounded = [[(piece, self._memory_of(piece)) for piece in run if self._is_rounded(piece)] for run in runs]
 
     def take(self, unit: int) -> Array:
         for piece in self._runs[unit]:
@@ -241,6 +244,8 @@ class UnitStorages:
                 del p.why_freed
         whole, size = self._wholes[unit], self._sizes[unit]
         whole.untyped_storage().resize_(size * whole.element_size())
+        for _, memory in self._rounded[unit]:
+            memory.untyped_storage().resize_(memory.numel() * memory.element_size())
         if whole.is_cuda:
             finish_stream(whole)
             return array_module(whole.device).from_dlpack(self._view(unit, 0, (size,), whole.dtype))
@@ -251,18 +256,31 @@ class UnitStorages:
     def give_back(self, unit: int) -> None:
         finish_stream(self._wholes[unit])
         self._wholes[unit].untyped_storage().resize_(0)
+        for _, memory in self._rounded[unit]:
+            finish_stream(memory)
+            memory.untyped_storage().resize_(0)
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
             own: Any = type(p)
             p.__class__ = _freed_class(own)
             p.why_freed = self._why_freed[piece.name]
 
+    def round(self, unit: int) -> None:
+        """Give the parameters of another dtype the values of a gathered unit."""
+        for piece, memory in self._rounded[unit]:
+            memory.copy_(self._master_of(unit, piece))
+
+    def take_values(self, unit: int) -> None:
+        """Take what was written to such parameters into the gathered unit."""
+        for piece, memory in self._rounded[unit]:
+            take_changed(memory, self._master_of(unit, piece))
+
     def adopt(self, unit: int) -> None:
         """Make the parameters of a gathered unit views into its memory, with the values that they have."""
+        rounded = {piece.name: memory for piece, memory in self._rounded[unit]}
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
-            start = (piece.start - self._runs[unit][0].start) * self._wholes[unit].element_size() // p.element_size()
-            view = self._view(unit, start, p.shape, p.dtype)
+            view = rounded[piece.name] if piece.name in rounded else self._master_of(unit, piece)
             if p.device.type == "meta":
                 whole: Any = torch.Tensor._make_subclass(type(p), view, p.requires_grad)
                 vars(whole).update(vars(p))
@@ -288,6 +306,23 @@ class UnitStorages:
                     "returned, which nobody holds any more; call close() of that before, on all ranks, which leaves "
                     "the module whole"
                 )
+
+    def _is_rounded(self, piece: Piece) -> bool:
+        dtype = self._wholes[0].dtype
+        return dtype.is_floating_point and as_reals(self._tensors[piece.name].detach()).dtype != dtype
+
+    def _memory_of(self, piece: Piece) -> Any:
+        p = self._tensors[piece.name]
+        memory = torch.empty(p.shape, dtype=p.dtype, device=self._wholes[0].device)
+        memory.untyped_storage().resize_(0)
+        return memory
+
+    def _master_of(self, unit: int, piece: Piece) -> Any:
+        p, dtype = self._tensors[piece.name], self._wholes[unit].dtype
+        start = piece.start - self._runs[unit][0].start
+        if not dtype.is_floating_point:  # bytes
+            return self._view(unit, start // p.element_size(), p.shape, p.dtype)
+        return as_numbers(self._view(unit, start, piece.shape, dtype), p)
 
     def _view(self, unit: int, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
         whole = self._wholes[unit]
@@ -323,9 +358,9 @@ class ShardedModule:
         self._passes: list[int] = []  # those of autograd under way, a nested one last
         self._summoned = False
         first = next(iter(tensors.values()))
-        like = self._like = torch.empty(0, dtype=first.dtype, device=device)
+        like = self._like = torch.empty(0, dtype=master_dtype(tensors), device=device)
         self.parameters: FlatParameters = FlatParameters(
-            [ParameterSpec(name, tuple(p.shape)) for name, p in tensors.items()],
+            [ParameterSpec(name, tuple(as_reals(p.detach()).shape)) for name, p in tensors.items()],
             str(like.dtype).removeprefix("torch."),
             module=array_module(device),
             units=_runs(tensors, self._of_name),
@@ -381,9 +416,15 @@ class ShardedModule:
         for sharded, _, own in self._parts(numbers):
             sharded.use(own)
         self._ready()
+        for _, storages, own in self._parts(numbers):
+            for number in own:
+                storages.round(number)
 
     def _keep(self, numbers: Sequence[int]) -> None:
         """Take what PyTorch has written to gathered units, of rank 0 on all ranks, to the shares."""
+        for _, storages, own in self._parts(numbers):
+            for number in own:
+                storages.take_values(number)
         finish_stream(self._like)
         for sharded, _, own in self._parts(numbers):
             sharded.broadcast_gathered(own)

@@ -23,6 +23,8 @@ alone = functools.cache(torch_zoo.train_alone)
 @pytest.mark.parametrize("name", torch_zoo.MODULES)
 def test_steps_are_those_of_one_process_with_the_whole_batch(shared_mesh, capsys, name, zero):
     for way in torch_zoo.WAYS if name != "compiled" else ["plain"]:  # compiling takes seconds
+        if (name, way) == ("complex", "scaler"):  # PyTorch unscales no complex gradients
+            continue
         # A bucket with a parameter that nothing uses waits for the step, under zero=3 for the end of the pass only.
         if zero >= 2 and way in REFUSED and (name, way, zero) != ("unused", "gan", 2):
             with pytest.raises(RuntimeError, match=REFUSED[way]):

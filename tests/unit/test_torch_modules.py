@@ -57,16 +57,11 @@ def sharing() -> Any:
         (lambda: torch.nn.ReLU(), ValueError, "this ReLU has no parameter to train: it has none"),
         (lambda: frozen(module()), ValueError, "all of its 2 parameters are frozen"),
         (
-            lambda: module(c=parameter(2, dtype=torch.complex64)),
+            lambda: module(c=parameter(2, dtype=torch.complex32)),
             TypeError,
-            "must be float32 or float64, but 'c' is complex64; keep real and imaginary parts as torch.view_as_real",
+            "must be of bfloat16, .* complex128, but 'c' is complex32; use module.float",
         ),
-        (lambda: module().half(), TypeError, "'weight' is float16; use module.float.., and torch.autocast"),
-        (
-            lambda: module(d=parameter(2, dtype=torch.float64)),
-            TypeError,
-            "must have one dtype, but 'weight' is float32 and 'd' is float64",
-        ),
+        (lambda: module().to(torch.float8_e5m2), TypeError, "'weight' is float8_e5m2; use module.float.., and a lower"),
         (
             lambda: module(m=parameter(2, device="meta")),
             ValueError,
@@ -92,6 +87,13 @@ def test_a_module_that_cannot_be_trained_is_unchanged(
     made = make()
     with pytest.raises(kind, match=message):
         ModuleTensors.of(made)
+
+
+def test_an_older_pytorch_sums_no_gradients_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_state, "_HAS_GRAD_DTYPE", False)
+    with pytest.raises(TypeError, match="'weight' is bfloat16, whose gradients are summed in float32: that needs a Py"):
+        ModuleTensors.of(module().bfloat16())
+    assert ModuleTensors.of(module(c=parameter(2, dtype=torch.complex64))).trained
 
 
 def test_integers_that_are_frozen_are_no_obstacle() -> None:
