@@ -102,7 +102,7 @@ class Setting:
 
             return numpy
         if self.module == "standin":
-            sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+            sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
             import standin
 
             from mpishard.backend import array as arrays

@@ -104,7 +104,7 @@ def main() -> None:
         import scipy
     except ImportError:
         sys.exit("this benchmark compares with SciPy, which is not installed: pip install scipy")
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
     print(f"SciPy {scipy.__version__}, NumPy {np.__version__}")
     good = [
         compare("method='trf'", mgh_cases("trf", given.shift)),

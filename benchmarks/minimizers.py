@@ -130,7 +130,7 @@ def main() -> None:
         import scipy
     except ImportError:
         sys.exit("this benchmark compares with SciPy, which is not installed: pip install scipy")
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
     from bounded_problems import BOUNDED, LARGE
     from mgh import PROBLEMS
 

@@ -13,7 +13,7 @@ gradients, for which the link needs a second.  The clock starts at the end of th
 made.  Plain DDP and most kinds have the settings that a user gets without asking for any.  PyTorch trains the same
 architecture on the same samples, over gloo.  Kinds take turns; figures are medians, with the range over the repeats.
 Bytes are those of rank 0 by the ledger, which counts as if all-reduces went around a ring, and those that its host
-really sent over the link.  Needs root, as tests/namespaces.py does.
+really sent over the link.  Needs root, as tests/helpers/namespaces.py does.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def main() -> None:
     if set(kinds) & set(TORCH_KINDS) and importlib.util.find_spec("torch") is None:
         sys.exit("this benchmark compares with PyTorch, which is not installed: pip install torch==2.13.0")
     root = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(root), str(root / "tests")]
+    sys.path[:0] = [str(root), str(root / "tests" / "helpers")]
     import namespaces
 
     if reason := namespaces.missing():

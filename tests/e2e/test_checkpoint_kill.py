@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.faults
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[1] / "helpers"
 KILLS = 5  # of each of the five runs
 LONGEST_S = 0.2  # to the kill; a save takes about a tenth of it
 

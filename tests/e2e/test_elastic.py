@@ -1,4 +1,4 @@
-"""A sample of the grid of ``tests/faults.py``: whichever rank fails, the bits are those of a run without faults."""
+"""A sample of the grid of ``helpers/faults.py``: whichever rank fails, the bits are those of a run without faults."""
 
 from __future__ import annotations
 

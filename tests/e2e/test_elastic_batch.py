@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.faults
 
-SCRIPT = Path(__file__).parents[1] / "scaled.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "scaled.py"
 
 
 def test_workers_are_spawned_and_die(mpirun, tmp_path):

@@ -1,4 +1,4 @@
-"""A host is lost, and ``mpishard run --elastic`` goes on on the others; ``python tests/hosts.py`` has all cases."""
+"""A host is lost, and ``mpishard run --elastic`` goes on on the others; ``helpers/hosts.py`` has all cases."""
 
 from __future__ import annotations
 

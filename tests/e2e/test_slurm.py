@@ -1,4 +1,4 @@
-"""The scripts in ``slurm/`` under a Slurm of six nodes on this machine (``tests/slurm.py``), submitted as users do."""
+"""The scripts in ``slurm/`` under a Slurm of six nodes on this machine (``helpers/slurm.py``), as users submit them."""
 
 from __future__ import annotations
 

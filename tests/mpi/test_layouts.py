@@ -1,4 +1,4 @@
-"""Any layout trains the same models: a part of the grid in `tests/grid.py`, the same one on every run."""
+"""Any layout trains the same models: a part of the grid in `tests/helpers/grid.py`, the same one on every run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from grid_cases import MODELS, every_pair
 from mpi4py import MPI
 
 SIZE = MPI.COMM_WORLD.size
-# Many ranks on few cores take long over a step, and each MPI takes others of these layouts there; `tests/grid.py` takes
-# all of them everywhere.
+# Many ranks on few cores take long over a step, and each MPI takes others of these layouts there; `grid.py` takes all
+# of them everywhere.
 pytestmark = pytest.mark.every_variant if SIZE <= 4 else []
 
 

@@ -1,4 +1,4 @@
-"""A run goes on in any layout: a part of the pairs in `tests/moves.py`, the same one on every run."""
+"""A run goes on in any layout: a part of the pairs in `tests/helpers/moves.py`, the same one on every run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST = max(POSSIBLE, key=lambda layout: (layout.ranks, layout.pipeline))
     ids=["from most ranks", "from one rank, tied"],
 )
 def test_a_run_goes_on_in_another_layout(mesh, short, source, targets, how):
-    # Many ranks on few cores take long over a step; `tests/moves.py` takes 20 everywhere.
+    # Many ranks on few cores take long over a step; `tests/helpers/moves.py` takes 20 everywhere.
     after = 6 if short or SIZE > 4 else 20
     source = moves.tied([source])[0] if targets[0].tied else source
     for name, found in moves.moves_from(mesh, source, targets, [how], after):

@@ -1,4 +1,4 @@
-"""The same bits in every layout: a part of the grid in `tests/grid_bits_run.py`, the same one on every run."""
+"""The same bits in every layout: a part of the grid in `tests/soak/grid_bits_run.py`, the same one on every run."""
 
 from __future__ import annotations
 

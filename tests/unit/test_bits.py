@@ -1,4 +1,4 @@
-"""`tests/bits.py` compares what it says it does, and runs on other states of the package."""
+"""`tests/helpers/bits.py` compares what it says it does, and runs on other states of the package."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def absent(page: str, text: str) -> Iterator[str]:
             if not (ROOT / "mpishard" / package).is_dir()
         )
     if page == "tests/README.md":
-        helpers = {path.name for path in (ROOT / "tests").glob("*.py")}
+        helpers = {path.name for folder in ("helpers", "soak") for path in (ROOT / "tests" / folder).glob("*.py")}
         yield from sorted(f"a line with {name}" for name in helpers if f"`{name}`" not in text)
         yield from (path for path in FILE_ALONE.findall(text) if not any((ROOT / "tests").rglob(Path(path).name)))
     if page in WALKS:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_mypy_takes_right_uses_and_finds_wrong_ones():
     pytest.importorskip("mypy", reason="mypy is not installed (extra: test)")
-    command = [sys.executable, "-m", "mypy", "--config-file", "setup.cfg", "tests/typed_uses.py"]
+    command = [sys.executable, "-m", "mypy", "--config-file", "setup.cfg", "tests/helpers/typed_uses.py"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

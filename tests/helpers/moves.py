@@ -1,4 +1,4 @@
-"""mpirun -n 8 python tests/moves.py [--how memory|disk] [--every K]
+"""mpirun -n 8 python tests/helpers/moves.py [--how memory|disk] [--every K]
 
 Train one small GPT for some steps in one layout, move the run to another layout, through memory or through a
 checkpoint, and go on there: losses and parameters must be those of the uninterrupted run on one rank, and those of a

@@ -1,12 +1,12 @@
 """Whoever dies, however and wherever: the grid of faults that an elastic run outlives.
 
-    python tests/faults.py [--victim V] [--phase P] [--kind K] [--layout L] [--sample N] [--jobs N] [--resume FILE]
+    python tests/helpers/faults.py [--victim V] [--phase P] [--kind K] [--layout L] [--sample N] [--jobs N] ...
 
 Each case is a run of its own, by Open MPI's ``mpirun --with-ft ulfm``: three or four workers and a spare train a small
 GPT, one of them fails, and the run must end by itself with the parameters and losses of a run without faults, to the
 last bit.  Without arguments the whole grid is run, which takes over an hour on two cores.  ``--several``: the cases
 with more than one failure.  Prints each case as it ends, and a table.  With ``--resume FILE`` each is noted there, and
-those that are there already are not run again.  ``--long``: one long run, under any MPI; see `long_run.py`.
+those that are there already are not run again.
 
 After a death Open MPI sometimes hangs in MPI_Finalize, when all results are there: the table counts how often, and
 `mpishard run` ends such a job.
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import fault_run
-import long_run
 from fault_run import RECRUITING, SPAWNED, Case, Fault
 from launching import ULFM, alive, execute, is_open_mpi, mpirun, scratch
 
@@ -368,13 +367,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds for one case")
     parser.add_argument("--resume", type=Path, metavar="FILE")
-    parser.add_argument("--long", action="store_true", help="the long run of `long_run.py` instead")
-    parser.add_argument("--moves", type=int, default=20, help="of the long run")
-    parser.add_argument("--shots", type=int, default=20, help="of the long run")
-    parser.add_argument("--strategy", choices=list(LAYOUTS)[:4], default="ZeRO1", help="of the long run")
     options = parser.parse_args()
-    if options.long:
-        return long_run.main(options.strategy, options.moves, options.shots, options.seed)
     launch = launcher()
     if launch is None:
         sys.exit("faults heal in place under Open MPI only, which is not the MPI of this Python")

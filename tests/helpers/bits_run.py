@@ -1,6 +1,6 @@
-"""A process of `tests/bits.py`: trains what is to be compared, and the first rank writes digests of what came of it.
+"""A process of `bits.py`: trains what is to be compared, and the first rank writes digests of what came of it.
 
-    python tests/bits_run.py OPTIONS
+    python tests/helpers/bits_run.py OPTIONS
 
 Public names only, so that it runs on any state of the package.
 """

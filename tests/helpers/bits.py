@@ -1,10 +1,10 @@
 """Digests of what the package computes, so that its state before a change and the one after can be compared.
 
-    python tests/bits.py [--layouts 60] [--save FOLDER] > before       and with the other state after, and diff
-    python tests/bits.py --load FOLDER
+    python tests/helpers/bits.py [--layouts 60] [--save FOLDER] > before       and with the other state after, and diff
+    python tests/helpers/bits.py --load FOLDER
 
 A refactoring must change no bit of losses and final parameters of three examples, a sample of the layouts of
-`tests/grid.py` and an elastic run with resizes, nor of the data sets of a checkpoint.  Each is a line, the same in
+`grid.py` and an elastic run with resizes, nor of the data sets of a checkpoint.  Each is a line, the same in
 every run of one state of the package, which PYTHONPATH chooses, under one MPI and with one kind of processor and set of
 BLAS kernels, which the first lines name.  What --save keeps, a checkpoint and a record folder of every kind, another
 state of the package reads with --load, and all that it prints must be among what was printed when they were saved.

@@ -1,6 +1,6 @@
 """Run a suite of tests within a time limit, as ``timeout -k 5 SECONDS COMMAND...`` does, and failed tests once more.
 
-    python tests/suite.py SECONDS [mpiexec -n N] python -m pytest [OPTIONS] tests/...
+    python tests/helpers/suite.py SECONDS [mpiexec -n N] python -m pytest [OPTIONS] tests/...
 
 Where ``MPISHARD_FLAKY`` names a file, as in ``.ci/run``, tests that fail run once more when the suite is over: by
 themselves, in a fresh launch.  So do those that a suite that was cut (by a hang, a crash, its time limit) has not

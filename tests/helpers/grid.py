@@ -1,4 +1,4 @@
-"""mpirun -n 8 python tests/grid.py [--every K] [--models llama], or --bits for `tests/grid_bits_run.py`
+"""mpirun -n 8 python tests/helpers/grid.py [--every K] [--models llama]
 
 Train one small GPT and one small Llama in every layout of 1, 2, 3, 4, 6 and 8 ranks, under every ZeRO stage and
 schedule, and compare it with the same run on one rank: losses, gradient norms, every gradient of every step and every
@@ -20,7 +20,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import grid_bits_run
 import numpy as np
 from grid_cases import MODELS, Case, cases
 from mpi4py import MPI
@@ -195,8 +194,6 @@ def passes(found: dict[str, float]) -> bool:
 
 
 def main() -> int:
-    if "--bits" in sys.argv:
-        return grid_bits_run.main(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="run each K-th case only (default all)")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 3, 4, 6, 8], help="numbers of ranks")

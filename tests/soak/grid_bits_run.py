@@ -1,9 +1,9 @@
-"""mpirun -n 8 python tests/grid.py --bits [--ranks 1 2 4] [--shapes 4 6 8] [--seeds 3 4 5] [--first-difference] ...
+"""mpirun -n 8 python tests/soak/grid_bits_run.py [--ranks 1 2 4] [--shapes 4 6 8] [--seeds 3 4 5] ...
 
 Train one small GPT with ``reproducible=True`` in every layout of 1, 2, 3, 4, 6 and 8 ranks, under every schedule and
 ZeRO stage, with and without sequence parallelism, recomputation and tied tables, and compare bits: one SHA-256 of
 parameters and optimizer slots, gathered to whole tensors, and one of the losses, must be the same in all of them.
-`tests/mpi/test_same_bits.py` runs a part of it.
+`tests/mpi/test_same_bits.py` runs a part of it.  Run it where sums, products or layouts change.
 
 Cases are sub-meshes of one world, and run side by side in as many groups as fit.  Where ranks share cores, take the
 variables of `setup.cfg` that make waiting ranks yield.  `--break` changes one thing in all cases but the first, which
@@ -22,15 +22,18 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import breaks
 import numpy as np
-from grid_bits import CLIP, RULE, SHAPES, BitsCase, Digests, Tensors, Watch, bits_cases, run, run_alone, train
-from grid_cases import SCHEDULES
 from mpi4py import MPI
 
 import mpishard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+import breaks
+from grid_bits import CLIP, RULE, SHAPES, BitsCase, Digests, Tensors, Watch, bits_cases, run, run_alone, train
+from grid_cases import SCHEDULES
 
 # Without clipping, which carries a difference of one element into all others; the slot is the gradient after a step.
 GRADIENT_RULE = mpishard.SGD(lr=1e-2, momentum=0.5)
@@ -186,17 +189,15 @@ def table(outcomes: list[Outcome], known: Mapping[Any, Digests]) -> str:
         numbers = counts["equal"], counts["differs"], counts["refused"]
         lines.append(f"{shape:8s}{size:26s}{counts.total():7d}" + "".join(map("{:{}d}".format, numbers, (7, 8, 9))))
     lines.append(f"{'model':54s}{'parameters and slots':26s}losses")
-    for model, (state, losses) in sorted(known.items(), key=str):
-        shape, layers, tied, seed, dtype, storage, again = model
-        kind = f"{shape}, {layers} layers, {'tied' if tied else 'untied'}, seed {seed}, {dtype}"
-        kind += f", {storage}" * bool(storage) + ", again" * again
+    for (layers, alone), (state, losses) in sorted(known.items(), key=str):
+        kind = f"{alone.shape}, {layers} layers, {'tied' if alone.tied else 'untied'}, seed {alone.seed}, {alone.dtype}"
+        kind += f", {alone.storage}" * bool(alone.storage) + ", again" * alone.recompute
         lines.append(f"{kind:54s}{state[:24]:26s}{losses[:24]}")
     return "\n".join(lines)
 
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bits", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS), help="numbers of ranks")
     parser.add_argument("--shapes", nargs="+", default=["4", "6", "8"], choices=list(SHAPES), help="of the model")
     parser.add_argument("--cover", action="store_true", help="every tensor size with one of the shapes only")

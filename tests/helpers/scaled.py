@@ -1,4 +1,4 @@
-"""mpirun -n 2 python tests/scaled.py FOLDER
+"""mpirun -n 2 python tests/helpers/scaled.py FOLDER
 
 Least squares with a batch that goes with the number of workers, elastic, and by a plain loop on one rank.  The command
 grows a run by one worker that is spawned; under Open MPI's ``--with-ft ulfm`` one of the first two is then shot.  It

@@ -1,8 +1,8 @@
 """A process of a run in which some fail: trains a small GPT, and fails where its case wants it to.
 
-    python tests/fault_run.py CASE FOLDER
+    python tests/helpers/fault_run.py CASE FOLDER
 
-`tests/faults.py` and `tests/long_run.py` make the cases and start these processes, which leave notes for each other in
+`faults.py` and `soak/long_run.py` make the cases and start these processes, which leave notes for each other in
 the folder.
 """
 

@@ -1,6 +1,6 @@
 """One long run that is re-laid-out and shot many times: its bits are those of one rank that nobody disturbs.
 
-    python tests/faults.py --long [--moves N] [--shots N] [--seed S] [--strategy ZeRO1|ZeRO2|ZeRO3|DDP]
+    python tests/soak/long_run.py [--moves N] [--shots N] [--seed S] [--strategy ZeRO1|ZeRO2|ZeRO3|DDP]
 
 ``mpishard run --elastic`` starts eight processes that train a small GPT for 300 steps, by the MPI of this Python.
 Meanwhile this process asks for other meshes, of one to eight ranks, by ``mpishard resize``, and kills processes, at
@@ -8,11 +8,13 @@ random moments: whichever process of the run, whatever it is doing.  A third of 
 so that they come in the middle of it.  Open MPI heals in place and spawns processes for the dead; the job starts again
 from its newest checkpoint where all who had some state are dead, and after each shot under another MPI.
 
+Run it where `mpishard/elastic/` changes.
 Prints a line for each move and shot, and in the end the SHA-256 of parameters, slots and losses.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -27,11 +29,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from mpishard.elastic.mesh_choice import MeshSizes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import fault_run
 from fault_run import LONG_MESHES, LONG_STEPS, Case
 from launching import alive, environment, scratch
-
-from mpishard.elastic.mesh_choice import MeshSizes
 
 RANKS = 8
 # Steps of the run in which something happens; the last of it may take many.
@@ -287,3 +290,11 @@ def main(strategy: str, moves: int, shots: int, seed: int) -> int:
         return 1
     print(f"PASS: {LONG_STEPS} steps in {seconds:.0f} s")
     return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=["ZeRO1", "ZeRO2", "ZeRO3", "DDP"], default="ZeRO1")
+    for name, default in (("moves", 20), ("shots", 20), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    sys.exit(main(**vars(parser.parse_args())))

@@ -1,6 +1,6 @@
 """A host is lost, and the run goes on: three hosts, one of which fails in the middle of a run.
 
-    python tests/hosts.py [--case processes|stage|host|link] [--repeats N] [--keep FOLDER]
+    python tests/helpers/hosts.py [--case processes|stage|host|link] [--repeats N] [--keep FOLDER]
 
 ``mpishard run --elastic`` on the first host trains a small GPT on all three, by the MPI of this Python.  Then all ranks
 of the last host are killed, or that host with its daemons, or its link is cut.  The run must go on on the others, end
@@ -64,7 +64,7 @@ def script(folder: Path, case: str = "") -> list[str]:
 
 def environment() -> dict[str, str]:
     here = Path(__file__).resolve()
-    paths = [str(here.parents[1]), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(here.parents[2]), str(here.parent), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OPENBLAS_NUM_THREADS": "1"}
 
 
