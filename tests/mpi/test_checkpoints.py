@@ -1,10 +1,12 @@
-"""Saving and loading the state of a run: what a crash, a full disk or a damaged file leaves is a whole checkpoint."""
+"""Saving and loading the state of a run: whole checkpoints whatever fails, on any disk, by a share of the time."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
 import warnings
@@ -15,14 +17,15 @@ import pytest
 from mpi4py import MPI
 from runs import assert_is_at, at, check_load, check_nothing_unfinished, state, values, warns_on_rank_0
 
-from mpishard import Mesh
-from mpishard.checkpoint import Checkpoints, folder
+import mpishard
+from mpishard import Checkpoints, Mesh, OptimizationProblem
+from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint import save as saving
 from mpishard.checkpoint.save import Fault
 from mpishard.layout.run_state import Shard
 from mpishard.layout.tensors import Piece
 
-pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+# Saving and loading the state of a run: what a crash, a full disk or a damaged file leaves is a whole checkpoint.
 
 
 @pytest.fixture
@@ -37,6 +40,7 @@ def single():
         yield single
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_save_and_load(comm, run, single, asynchronous, compression):
@@ -65,6 +69,7 @@ def test_save_and_load(comm, run, single, asynchronous, compression):
             check_load(checkpoints, 4)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, monkeypatch):
     write, waited = saving.write_pieces, []
@@ -89,6 +94,7 @@ def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, mon
             waited.clear()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_one_save_at_a_time(mesh, run, monkeypatch):
     write, under_way, most = saving.write_pieces, [], []
@@ -119,6 +125,7 @@ def fail_on_last(mesh, monkeypatch, error):
         monkeypatch.setattr(saving, "write_pieces", fail)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("call", ["wait", "save", "load", "close"])
 def test_an_error_on_one_rank_is_raised_on_all(mesh, run, monkeypatch, asynchronous, call):
@@ -146,6 +153,7 @@ def test_an_error_on_one_rank_is_raised_on_all(mesh, run, monkeypatch, asynchron
     checkpoints.close()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_error_is_a_warning_if_so_configured(mesh, run, monkeypatch, asynchronous):
     with Checkpoints(run, mesh, on_error="warn", asynchronous=asynchronous) as checkpoints:
@@ -164,6 +172,7 @@ def test_an_error_is_a_warning_if_so_configured(mesh, run, monkeypatch, asynchro
         check_load(checkpoints, 1)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_rank_that_cannot_write_is_found_before_the_first_save(mesh, run, monkeypatch):
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.rehearse()
@@ -181,6 +190,7 @@ def test_a_rank_that_cannot_write_is_found_before_the_first_save(mesh, run, monk
             check_nothing_unfinished(mesh, run)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_callers_errors_are_raised_on_all_ranks(mesh, run):
     with Checkpoints(run, mesh) as checkpoints:
         if mesh.size > 1:
@@ -227,6 +237,7 @@ def test_callers_errors_are_raised_on_all_ranks(mesh, run):
             Checkpoints(run / str(mesh.rank), mesh)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_script_that_changes_its_directory(mesh, run, monkeypatch):
     monkeypatch.chdir(run.parent)
     with Checkpoints("run", mesh, asynchronous=True) as checkpoints:
@@ -236,6 +247,7 @@ def test_a_script_that_changes_its_directory(mesh, run, monkeypatch):
         check_load(checkpoints, 2)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_checkpoint_is_no_folder_for_others(mesh, run):
     with Checkpoints(run, mesh) as checkpoints:
         saved = checkpoints.save(at(1, mesh))
@@ -253,6 +265,7 @@ def kept(mesh, run):
     return found
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_run_removes_its_own_only(mesh, run):
     with Checkpoints(run, mesh, keep=None) as checkpoints:
         for step in (1, 2, 3):
@@ -269,6 +282,7 @@ def test_a_run_removes_its_own_only(mesh, run):
     assert kept(mesh, run) == [3, 2, 3]
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
     write, begun = saving.write_pieces, []
@@ -288,6 +302,7 @@ def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
         check_nothing_unfinished(mesh, run)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
     begin = folder.begin
@@ -307,6 +322,7 @@ def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
         assert waited_s() - before < 0.7
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_an_interrupt_while_a_save_is_waited_for(mesh, run, monkeypatch):
     write, waited = saving.write_pieces, []
@@ -327,6 +343,7 @@ def test_an_interrupt_while_a_save_is_waited_for(mesh, run, monkeypatch):
         check_load(checkpoints, 1)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_each_file_is_hashed_by_one_rank(mesh, run, single, monkeypatch):
     if mesh.rank == 0:
         with Checkpoints(run, single) as checkpoints:
@@ -339,6 +356,7 @@ def test_each_file_is_hashed_by_one_rank(mesh, run, single, monkeypatch):
     assert sorted(sum(mesh.world.allgather_object(hashed), [])) == ["index.h5", "pieces-00000.h5"]
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_every(mesh, run):
     with Checkpoints(run, mesh, every=5) as checkpoints:
         assert [step for step in range(12) if checkpoints.due(step)] == [5, 10]
@@ -346,6 +364,7 @@ def test_every(mesh, run):
         assert not checkpoints.due(5)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_the_same_step_twice(mesh, run):
     with Checkpoints(run, mesh, keep=1) as checkpoints:
         first = checkpoints.save(at(5, mesh))
@@ -361,6 +380,7 @@ def two_checkpoints(run, mesh):
         checkpoints.save(at(2, mesh))
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
     two_checkpoints(run, mesh)
     last = run / "step-00000002" / f"pieces-{mesh.size - 1:05d}.h5"
@@ -382,6 +402,7 @@ def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
         assert np.isnan(found.shards[0].array).all()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_the_thread_waits_asleep(mesh, run, monkeypatch):
     write = saving.write_pieces
@@ -400,6 +421,7 @@ def test_the_thread_waits_asleep(mesh, run, monkeypatch):
         assert time.process_time() - before < 0.2
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_close_frees_the_communicators(mesh, run):
     checkpoints = Checkpoints(run, mesh, asynchronous=True)
     checkpoints.save(at(1, mesh))
@@ -409,6 +431,7 @@ def test_close_frees_the_communicators(mesh, run):
     assert comm == MPI.COMM_NULL
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_block_left_by_an_exception_still_gets_its_checkpoint(mesh, run):
     with pytest.raises(KeyError), Checkpoints(run, mesh, asynchronous=True) as checkpoints:
         checkpoints.save(at(1, mesh))
@@ -417,6 +440,7 @@ def test_a_block_left_by_an_exception_still_gets_its_checkpoint(mesh, run):
     checkpoints.close()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_arrays_in_device_memory(mesh, run, device, asynchronous):
     with Checkpoints(run, mesh, asynchronous=asynchronous) as checkpoints:
@@ -427,6 +451,7 @@ def test_arrays_in_device_memory(mesh, run, device, asynchronous):
         check_load(checkpoints, 2)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_copy_takes_what_lies_end_to_end_at_once_and_keeps_its_memory(comm, monkeypatch):
     from mpishard.checkpoint import save as copying
 
@@ -454,3 +479,223 @@ def test_a_copy_takes_what_lies_end_to_end_at_once_and_keeps_its_memory(comm, mo
         assert not any(np.shares_memory(part.values, array) for part in parts)
     assert [size for size, _ in copies] == [4, 20] * 2
     assert np.shares_memory(copies[0][1], copies[2][1])
+
+
+# Checkpoints on disks that are full, read-only, not shared, or gone: the last whole checkpoint stays.
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_places_where_nothing_can_be_written(mesh, run, on_error):
+    """`run` is a file."""
+    if mesh.rank == 0:
+        run.write_text("in the way")
+    mesh.world.barrier()
+    with Checkpoints(run, mesh, on_error=on_error) as checkpoints:
+        if on_error == "raise":
+            with pytest.raises(OSError, match="rank 0 failed at .*run.*give the path of a folder"):
+                checkpoints.save(at(1, mesh))
+        else:
+            with warns_on_rank_0(mesh, "rank 0 failed at .*run"):
+                assert checkpoints.save(at(1, mesh)) is None
+        with pytest.raises(OSError, match="cannot look for checkpoints"):
+            checkpoints.load(at(0, mesh))
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
+    write = saving.write_pieces
+
+    def write_and_lose(path, *arguments, **options):
+        write(path, *arguments, **options)
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            shutil.rmtree(path.parent)
+
+    with Checkpoints(run, mesh) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "write_pieces", write_and_lose)
+            with pytest.raises(OSError, match="one and the same folder"):
+                checkpoints.save(at(2, mesh))
+        check_load(checkpoints, 1)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.mpi(min_size=2)
+def test_disks_that_are_not_shared(mesh, run, monkeypatch):
+    here = run / str(mesh.rank)
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with Checkpoints("run", mesh) as checkpoints:
+        with pytest.raises(OSError, match="rank 1 failed at .* all ranks must see one and the same folder"):
+            checkpoints.save(at(1, mesh))
+
+
+@pytest.fixture
+def small_disk(comm, tmp_path):
+    """A file system of 64 MB, and a function that makes it read-only or not; skips where none can be made."""
+    path = Path(comm.bcast(str(tmp_path / "disk")))
+
+    def mount(*options):
+        try:
+            return subprocess.run(["mount", *options, str(path)], capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False
+
+    mounted = False
+    if comm.rank == 0:
+        path.mkdir()
+        mounted = mount("-t", "tmpfs", "-o", "size=64m", "none")
+    if not comm.bcast(mounted):
+        pytest.skip("no file system can be mounted here")
+    yield path, lambda readable: comm.bcast(comm.rank or mount("-o", f"remount,{readable}"))
+    comm.Barrier()
+    if comm.rank == 0:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_fills_up(mesh, small_disk, asynchronous):
+    path, _ = small_disk
+    run, large = path / "run", {"elements": 1_500_000}  # 24 MB with the slot: two of them fit, and no third
+    with Checkpoints(run, mesh, keep=None) as checkpoints:
+        live = at(3, mesh, **large)
+        for step in (1, 2):
+            checkpoints.save(at(step, mesh, **large))
+        free = disk.free_bytes(path)
+        match = r"rank \d failed at .*pieces-0000\d\.h5: No space left on device \(\d+\.\d MB are free\)"
+        with pytest.raises(OSError, match=match + ".*; make room there") as caught:
+            checkpoints.save(live, asynchronous=asynchronous)
+            checkpoints.wait()
+        assert caught.value.errno == errno.ENOSPC
+        # Nothing unfinished is left to fill the disk, what was there is whole, and so is what is in memory.
+        check_nothing_unfinished(mesh, run)
+        assert disk.free_bytes(path) == free
+        check_load(checkpoints, 2, **large)
+        assert_is_at(live, 3, mesh.rank, mesh.size, **large)
+    with Checkpoints(run, mesh, keep=1, on_error="warn", asynchronous=asynchronous) as checkpoints:
+        with warns_on_rank_0(mesh, match):
+            checkpoints.save(live)
+            checkpoints.wait()
+        check_load(checkpoints, 2, **large)
+        # Smaller ones still fit, and the old ones then make room.
+        checkpoints.save(at(4, mesh))
+        checkpoints.save(live)
+        check_load(checkpoints, 3, **large)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_disk_that_becomes_read_only(mesh, small_disk, on_error):
+    path, remount = small_disk
+    with Checkpoints(path / "run", mesh, on_error=on_error) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        remount("ro")
+        if on_error == "raise":
+            with pytest.raises(OSError, match="Read-only file system; give a folder that all ranks may write to"):
+                checkpoints.save(at(2, mesh))
+        else:
+            with warns_on_rank_0(mesh, "Read-only file system"):
+                assert checkpoints.save(at(2, mesh)) is None
+        check_load(checkpoints, 1)
+        remount("rw")
+        checkpoints.save(at(3, mesh))
+        check_load(checkpoints, 3)
+
+
+# Checkpoints by a share of the run's time.
+
+ROWS = np.random.default_rng(0).standard_normal((64, 6))
+
+
+class Timed(Checkpoints):
+    """Notes the step of each save and how long it kept this rank; a save may be made longer."""
+
+    def __init__(self, *arguments, longer=0.0, **options):
+        self.saved, self.stalls, self.longer = [], [], longer
+        super().__init__(*arguments, **options)
+
+    def _save(self, state, asynchronous, best):
+        began = time.perf_counter()
+        time.sleep(self.longer)
+        path = super()._save(state, asynchronous, best)
+        self.saved.append(state.facts["step"])
+        self.stalls.append(time.perf_counter() - began)
+        return path
+
+
+def problem(**options):
+    def loss(parameters, samples, gradients):
+        time.sleep(0.0002)
+        residual = ROWS[samples, :5] @ parameters - ROWS[samples, 5]
+        gradients += ROWS[samples, :5].T @ residual
+        return 0.5 * residual @ residual
+
+    return OptimizationProblem(loss, np.zeros(5), samples=64, batch_size=16, micro_batch_size=2, **options)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_saves_take_no_more_than_their_share(mesh, folder, same_on_all, asynchronous):
+    share = 0.25
+    with Timed(folder, mesh, every=share, asynchronous=asynchronous) as checkpoints:
+        result = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=0.05), mesh).optimize(
+            problem(seconds=1.0), checkpoints=checkpoints, progress=False
+        )
+    assert same_on_all(checkpoints.saved)
+    assert checkpoints.saved[0] == 1 and checkpoints.saved[-1] == result.steps
+    assert len(set(checkpoints.saved)) == len(checkpoints.saved)
+    # The one at the end comes whether it is due or not, and the one before may be longer than any before.
+    slowest = np.max(mesh.world.comm.allgather(checkpoints.stalls), axis=0)
+    assert slowest[:-2].sum() <= share * result.seconds
+
+
+@pytest.mark.faults
+def test_the_ranks_agree_by_the_time_that_the_slowest_was_kept(mesh, folder, same_on_all, monkeypatch):
+    """By clocks that only saves and steps move: after a save of 6 s at 0.25 the next one comes when 24 s are over."""
+    now = [1000.0 * mesh.rank]
+    stall = 6.0 if mesh.rank == mesh.size - 1 else 3.0
+    with Timed(folder, mesh, every=0.25) as checkpoints:
+        monkeypatch.setattr(checkpoints._interval, "clock", lambda: now[0])
+        save = checkpoints._save
+
+        def slow(*arguments):
+            now[0] += stall
+            return save(*arguments)
+
+        def callback(state):
+            now[0] += 1.0 + 6.0 - stall if state.step in (2, 20) else 1.0
+
+        monkeypatch.setattr(checkpoints, "_save", slow)
+        mpishard.DDPOptimizer(mpishard.SGD(lr=0.05), mesh).optimize(
+            problem(steps=50), checkpoints=checkpoints, callback=callback, progress=False
+        )
+    assert checkpoints.saved == [1, 19, 37, 50]
+
+
+@pytest.mark.faults
+def test_workers_that_come_and_go(mesh, folder):
+    """Whoever comes saves with the others, and nobody waits for an answer that is not given."""
+    optimizer = mpishard.ElasticOptimizer(mpishard.AdamW(lr=0.05), mesh)
+    workers = {}
+
+    def callback(state):
+        workers[state.step] = optimizer.current_workers
+        optimizer.resize({0: 1, 1: mesh.size, 2: max(1, mesh.size - 1), 3: (mesh.size + 1) // 2}[state.step // 5 % 4])
+
+    with Timed(folder, mesh, every=0.9, asynchronous=True, longer=0.001) as checkpoints:
+        result = optimizer.optimize(problem(steps=60), checkpoints=checkpoints, callback=callback, progress=False)
+    assert result.steps == 60
+    # A rank takes part in all saves that follow steps of its own; rank 0 always works.
+    first = mesh.world.allgather_object(tuple(checkpoints.saved))[0]
+    assert first[0] == 1 and first[-1] == 60 and len(first) > 3
+    assert checkpoints.saved == [step for step in first if step in workers]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("every", [0, 0.0, 1.0, -0.5, 2.5, "5", float("nan")])
+def test_what_is_neither_steps_nor_a_share(mesh, folder, every):
+    with pytest.raises(ValueError, match="must be a whole number of steps of at least 1, a share of the run's time"):
+        Checkpoints(folder, mesh, every=every)

@@ -1,4 +1,4 @@
-"""Collectives against their definition: both kinds of memory, uneven pieces, adjoints, the ledger."""
+"""Collectives against their definition: both kinds of memory, paths, nodes, adjoints, the ledger."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import pytest
 from buffers import numbers, uneven
 from devices import KINDS_OVER_MPI, use_over_mpi
 from mpi4py import MPI
+from steps import SPECS, gradients, start, train
 
+from mpishard import AdamW, DDPOptimizer, FlatParameters, Mesh, ShardingConfiguration
 from mpishard.backend import array as arrays
 from mpishard.comm import collectives
 from mpishard.comm.agreement import differing
 from mpishard.launch.job_notes import ALIKE
+from mpishard.reduction.hierarchical import node_axes, nodes_of_data
+
+# Collectives against their definition: both kinds of memory, uneven pieces, adjoints, the ledger.
 
 SIZES = (0, 1, 7, 57)
 
@@ -405,3 +410,222 @@ def test_a_message_that_is_too_short_is_an_error(mesh):
     if axis.rank == 1:
         with pytest.raises(ValueError, match="sent 24 bytes to a buffer of 40"):
             axis.recv(np.zeros(5), 0)
+
+
+# A collective by MPI's function, as an exchange of pieces, or on the fast path, which ranks need not all take.
+
+
+@pytest.mark.parametrize("odd", ["unaligned", "not in place", "a subclass"])
+def test_one_rank_has_another_kind_of_buffer(shared_mesh, odd):
+    """Ranks in one all_reduce need not prepare it alike."""
+    axis = shared_mesh.data
+    mine, out = numbers(axis.rank, 5), None
+    if axis.rank == axis.size - 1:
+        if odd == "unaligned":
+            mine = np.frombuffer(bytearray(b" " + mine.tobytes()), np.uint8)[1:].view(mine.dtype)
+        elif odd == "not in place":
+            out = np.zeros(5)
+        else:
+            mine = mine.view(np.recarray)
+    assert np.array_equal(axis.all_reduce(mine, out), sum(numbers(rank, 5) for rank in range(axis.size)))
+
+
+ODD = {
+    "unaligned": lambda values: np.frombuffer(bytearray(b" " + values.tobytes()), np.uint8)[1:].view(values.dtype),
+    "a part of another": lambda values: np.append(7.0, values)[1:],
+    "a subclass": lambda values: values.view(np.recarray),
+    "not in place": lambda values: values,
+    "cut by default": lambda values: values,
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
+@pytest.mark.parametrize("each_has, odd_has", [(4, 4), (4, 0), (0, 9)])
+@pytest.mark.parametrize("odd", ODD)
+def test_one_rank_has_another_kind_of_buffer_of_pieces(shared_mesh, monkeypatch, odd, each_has, odd_has, exchanged):
+    """Ranks in one reduce_scatter or all_gather need not prepare it alike, nor all take its fast path."""
+    if odd == "cut by default" and each_has != odd_has:
+        pytest.skip("cut otherwise")
+    axis, ranks, slow = shared_mesh.data, shared_mesh.data.size, []
+    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+    for name in ("reduce_scatter", "all_gather"):
+        usual = getattr(collectives.Collectives, name)
+        monkeypatch.setattr(
+            collectives.Collectives, name, lambda *given, usual=usual, name=name: slow.append(name) or usual(*given)
+        )
+    for one in range(ranks):
+        is_odd = axis.rank == one
+        counts = [odd_has if rank == one else each_has for rank in range(ranks)]
+        size, start = sum(counts), sum(counts[: axis.rank])
+        own = slice(start, start + counts[axis.rank])
+        total, slow[:] = sum(numbers(rank, size) for rank in range(ranks)), []
+        cuts = None if is_odd and odd == "cut by default" else counts
+        made = ODD[odd] if is_odd else np.copy
+
+        mine = made(numbers(axis.rank, size))
+        out = np.zeros(counts[axis.rank]) if is_odd and odd == "not in place" else None
+        assert np.array_equal(axis.reduce_scatter(mine, out, cuts), total[own])
+
+        whole = np.full(size, 99.0)
+        whole[own] = total[own]
+        piece = total[own].copy() if is_odd and odd == "not in place" else None
+        assert np.array_equal(axis.all_gather(made(whole), piece, cuts), total)
+
+        fast = not is_odd or odd in ("a part of another", "cut by default")
+        fast = fast and not shared_mesh.debug  # which looks at every call
+        exchanges = bool(exchanged) and max(counts) * (ranks - 1) <= 2 * size
+        assert slow == ["reduce_scatter"] * (exchanges or not fast) + ["all_gather"] * (not fast)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_pieces_too_uneven_to_exchange(shared_mesh, monkeypatch):
+    """The owner of nearly all would get that from each other rank; an exchange is made of what is even enough."""
+    axis, made = shared_mesh.data, []
+    ranks, start = axis.size, collectives.Collectives._start_exchange
+    monkeypatch.setattr(
+        collectives.Collectives, "_start_exchange", lambda *arguments: made.append(1) or start(*arguments)
+    )
+    size = 20 * ranks
+    even, nearly_all = [20] * ranks, [size - ranks + 1] + [1] * (ranks - 1)
+    for counts, limit, exchanged in (
+        (even, None, True),
+        (even, size, True),
+        (nearly_all, None, ranks == 3),  # twice the buffer at most
+        (nearly_all, size, False),  # more than one call takes
+    ):
+        monkeypatch.setattr(axis._channel, "largest_count", limit)
+        own = slice(sum(counts[: axis.rank]), sum(counts[: axis.rank + 1]))
+        for allowed in (range(0), range(2**62)):
+            monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], allowed)
+            made.clear()
+            piece = axis.reduce_scatter(numbers(axis.rank, size), counts=counts)
+            assert np.array_equal(piece, sum(numbers(rank, size) for rank in range(ranks))[own])
+            assert bool(made) == (exchanged and bool(allowed))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_exchanges_under_way_share_no_memory_and_what_they_leave_is_used_again(shared_mesh, monkeypatch):
+    axis = shared_mesh.data
+    others, spare = axis.size - 1, []
+    monkeypatch.setattr(axis._started, "_spare", spare)
+    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], range(2**62))
+    monkeypatch.setattr(collectives, "_KEPT_BYTES", 3 * 50 * 8 * others)
+    kept = []
+    for count, dtype in [(50, np.float64), (50, np.float64), (20, np.float32), (60, np.float64)]:
+        parts = [numbers(rank, count * axis.size, dtype) for rank in range(axis.size)]
+        requests = [axis.start_reduce_scatter(factor * parts[axis.rank]) for factor in (1, 2, 3)]
+        own = slice(axis.rank * count, (axis.rank + 1) * count)
+        for factor in (3, 1, 2):
+            assert np.array_equal(requests[factor - 1].wait(), factor * sum(parts)[own])
+        kept.append({id(memory) for memory in spare})
+    assert len(kept[0]) == 3
+    assert kept[0] == kept[1] == kept[2]
+    assert [memory.size for memory in spare] == [60 * 8 * others] * 2  # three are more than the limit
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+@pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
+def test_a_piece_may_be_reduced_to_its_place_in_the_buffer(shared_mesh, monkeypatch, exchanged, limit):
+    axis = shared_mesh.data
+    for channel in (axis._channel, axis._channel_of_started):
+        monkeypatch.setattr(channel, "largest_count", limit)
+    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+    counts = [0, 1] * (axis.size // 2) + [8] * (axis.size % 2)
+    size, start = sum(counts), sum(counts[: axis.rank])
+    expected = sum(numbers(rank, size) for rank in range(axis.size))[start : start + counts[axis.rank]]
+    for reduce in (axis.reduce_scatter, lambda *arguments: axis.start_reduce_scatter(*arguments).wait()):
+        buffer = numbers(axis.rank, size)
+        own = buffer[start : start + counts[axis.rank]]
+        assert np.array_equal(reduce(buffer, own, counts), expected)
+        assert np.array_equal(own, expected)
+
+
+# Sums by nodes: the same as over all ranks at once, with less between the nodes.
+
+SIZE = 601
+
+
+def sent(mesh, axis):
+    """Bytes of gradients that this rank has sent on an axis, by the beginning of its name."""
+    return sum(
+        total["bytes"] for name, total in mesh.ledger.summary().items() if name.startswith(axis) and "gradients" in name
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("nodes", [True, 2, 3, 4])
+def test_the_sum_is_the_same_to_the_last_bit(mesh, same_on_all, nodes, overlap):
+    found = []
+    for hierarchical in (False, nodes):
+        config = ShardingConfiguration(
+            mesh,
+            hierarchical=hierarchical,
+            overlap_communication=overlap,
+            minimum_parameter_group_size=10,
+            max_gradient_norm=0.5,
+        )
+        flat = start(sum(spec.size for spec in SPECS))
+        optimizer = DDPOptimizer(AdamW(lr=0.1), config)
+        optimizer.bind(FlatParameters.over(flat, SPECS))
+        found.append(train(optimizer, flat).tobytes())
+        by_nodes = isinstance(hierarchical, int) and hierarchical > 1 and mesh.size % hierarchical == 0
+        assert (sent(mesh, "data across nodes") > 0) == (by_nodes and mesh.size > hierarchical)
+    assert found[0] == found[1]
+    assert same_on_all(found)
+
+
+def test_bytes_between_nodes(mesh):
+    """With n ranks on m nodes, ``2 (m - 1) / n`` of the gradient, where a sum at once sends ``2 (n - 1) / n``."""
+    size = 64 * mesh.size
+    config = ShardingConfiguration(mesh, hierarchical=2)
+    flat = start(size)
+    DDPOptimizer(AdamW(), config).step(flat, gradients(0, mesh.size, size)[mesh.rank])
+    nodes = mesh.size // 2
+    if mesh.size % 2 or nodes < 2:
+        assert sent(mesh, "data across") == 0
+        assert sent(mesh, "data") == 2 * (mesh.size - 1) * 4 * size // mesh.size
+    else:
+        assert sent(mesh, "data across") == 2 * (nodes - 1) * 4 * size // mesh.size
+        assert sent(mesh, "data within") == 4 * size  # half of it each way
+
+
+def test_device_arrays(mesh, device):
+    config = ShardingConfiguration(mesh, hierarchical=2)
+    host, optimizer = start(SIZE), DDPOptimizer(AdamW(lr=0.1), config)
+    train(optimizer, host)
+    there = device.put(start(SIZE))
+    optimizer = DDPOptimizer(AdamW(lr=0.1), config)
+    for step in range(3):
+        gradient = device.put(gradients(step, mesh.size, SIZE)[mesh.rank])
+        assert arrays.is_device(gradient)
+        optimizer.step(there, gradient)
+    assert np.array_equal(arrays.to_host(there), host)
+
+
+def test_nodes(comm, mesh):
+    assert mesh.nodes == [0] * mesh.size  # one machine
+    assert nodes_of_data(mesh, True) == [0] * mesh.size
+    assert node_axes(mesh, True) is None
+    even = mesh.size % 2 == 0 and mesh.size > 2
+    assert nodes_of_data(mesh, 2) == ([rank // 2 for rank in range(mesh.size)] if even else [0] * mesh.size)
+    axes = node_axes(mesh, 2)
+    assert (axes is not None) == even
+    if axes is not None:
+        assert axes.within.members == [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1]
+        assert axes.across.members == list(range(mesh.rank % 2, mesh.size, 2))
+        assert node_axes(mesh, 2) == axes
+    if mesh.size == 8:
+        with Mesh(comm, tensor=2) as halves:
+            axes = node_axes(halves, 2)
+            assert axes is not None
+            first = mesh.rank // 4 * 4 + mesh.rank % 2
+            assert axes.within.members == [first, first + 2]
+
+
+def test_what_it_refuses(mesh):
+    for wrong in (1, -2, 0.5, "2"):
+        with pytest.raises(ValueError, match="hierarchical=.* must be True, False, or a number of ranks above 1"):
+            ShardingConfiguration(mesh, hierarchical=wrong)
+    with pytest.raises(ValueError, match="reproducible=True sums in one order"):
+        ShardingConfiguration(mesh, hierarchical=True, reproducible=True)

@@ -12,18 +12,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import standin
 from mpi4py import MPI
 from steps import STRATEGIES
 
 import mpishard
-from mpishard import LBFGS, AdamW, OptimizationProblem, ShardingConfiguration, nn
+from mpishard import LBFGS, AdamW, ElasticOptimizer, OptimizationProblem, ParameterSpec, ShardingConfiguration, nn
+from mpishard.backend import array as arrays
 from mpishard.checkpoint import Checkpoints
 from mpishard.comm.channel import Channel
+from mpishard.comm.deferred import DEFERRED
 from mpishard.elastic import loop
-from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.elastic.phases import Phase, next_phase
 from mpishard.elastic.transactions import BuddyCheckpoint, Transactions
+from mpishard.layout.run_state import RunState, Shard
+from mpishard.layout.tensors import Piece
 from mpishard.parameters.flat import FlatParameters
+
+# Elastic runs without faults: workers that leave and come back between steps change no bit of the result.
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 DATA = np.random.default_rng(0).standard_normal((45, 300)).astype(np.float32)
@@ -399,3 +405,143 @@ def test_an_error_of_the_function_is_the_users(mesh):
     problem = OptimizationProblem(function, np.zeros(3), samples=45, batch_size=16, steps=2)
     with pytest.raises(ArithmeticError, match="spoilt"):
         elastic(STRATEGIES[0], mesh).optimize(problem, progress=False)
+
+
+# One run on 2, 8, 3, 5, 1 and 4 workers: the bits of one rank, and every sample once an epoch.
+
+SEQUENCE = (2, 8, 3, 5, 1, 4)
+STEPS_EACH, STEPS_AN_EPOCH = 2, 3
+SEQUENCE_STEPS = len(SEQUENCE) * STEPS_EACH
+SAMPLES, BATCH = 45, 16
+SEQUENCE_TOKENS = np.random.default_rng(1).integers(0, 11, (SAMPLES, 9))
+
+
+def make(strategy, mesh):
+    config = ShardingConfiguration(mesh, max_gradient_norm=0.5, minimum_parameter_group_size=500, reproducible=True)
+    return strategy(AdamW(lr=mpishard.cosine(0.02, steps=SEQUENCE_STEPS, warmup=3)), config)
+
+
+def problem(mesh, note=lambda samples: None):
+    def batch(samples):
+        note(samples)
+        return SEQUENCE_TOKENS[samples, :-1], SEQUENCE_TOKENS[samples, 1:]
+
+    return OptimizationProblem.for_model(
+        nn.GPT(11, 8, 16, 1, 2, np.float32, seed=3, mesh=mesh),
+        batch,
+        samples=SAMPLES,
+        batch_size=BATCH,
+        micro_batch_size=1,
+        steps=SEQUENCE_STEPS,
+        tokens_per_sample=8,
+    )
+
+
+def bits_of_sequence(result):
+    found = result.parameters
+    parameters = found.gather() if isinstance(found, FlatParameters) else found
+    assert parameters.dtype == np.float32
+    return parameters.tobytes(), result.loss_history.tobytes()
+
+
+@pytest.fixture(scope="module")
+def alone_of_sequence():
+    """The run of one rank that is not elastic, and its samples by step."""
+    taken = {}
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = make(STRATEGIES[0], mesh)
+        task = problem(mesh, lambda samples: taken.setdefault(optimizer.clock + 1, []).extend(samples.tolist()))
+        return bits_of_sequence(optimizer.optimize(task, progress=False)), taken
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resize_sequence(mesh, strategy, alone_of_sequence):
+    """With fewer than eight ranks, as many workers of each number as there are."""
+    expected, batches = alone_of_sequence
+    sizes = [min(workers, mesh.size) for workers in SEQUENCE]
+    inner, taken, workers = make(strategy, mesh), {}, []
+    elastic = ElasticOptimizer(inner, max_workers=sizes[0])
+    elastic.max_workers = mesh.size
+
+    def callback(state):
+        workers.append(elastic.current_workers)
+        if state.step % STEPS_EACH == 0 and state.step < SEQUENCE_STEPS:
+            elastic.resize(sizes[state.step // STEPS_EACH])
+
+    task = problem(mesh, lambda samples: taken.setdefault(inner.clock + 1, []).extend(samples.tolist()))
+    result = elastic.optimize(task, callback=callback, progress=False)
+
+    assert bits_of_sequence(result) == expected
+    assert result.samples == SAMPLES * SEQUENCE_STEPS // STEPS_AN_EPOCH
+    by_rank = mesh.world.comm.allgather(taken)
+    assert mesh.rank > 0 or workers == [size for size in sizes for _ in range(STEPS_EACH)]
+    for step in range(1, SEQUENCE_STEPS + 1):
+        shares = [each.get(step, []) for each in by_rank]
+        assert sorted(sum(shares, [])) == sorted(batches[step])
+        assert [bool(share) for share in shares] == [
+            rank < sizes[(step - 1) // STEPS_EACH] for rank in range(mesh.size)
+        ]
+    for first in range(1, SEQUENCE_STEPS + 1, STEPS_AN_EPOCH):
+        epoch = Counter(
+            s for step in range(first, first + STEPS_AN_EPOCH) for each in by_rank for s in each.get(step, [])
+        )
+        assert epoch == Counter(range(SAMPLES))
+
+
+# The committed state of an elastic run whose arrays are in device memory.
+
+SIZE = 7  # of each rank
+
+
+def test_a_step_is_undone_and_the_state_of_a_dead_neighbour_is_given_to_others(mesh):
+    axis = mesh.data
+    array = standin.zeros(SIZE)
+    array.fill(axis.rank + 1)  # late: nobody has waited for it when it is copied
+    pieces = (Piece("x", ((SIZE * axis.rank, SIZE * (axis.rank + 1)),), 0),)
+    state = RunState(
+        (ParameterSpec("x", (SIZE * axis.size,)),), (Shard("optimizer/exp_avg", array, pieces, pieces),), {}
+    )
+    ranks = list(range(axis.size))
+    committed = BuddyCheckpoint(axis, ranks, ["node"] * axis.size, state, dict)
+    committed.begin({"step": 1})
+    array.fill(99)
+    committed.send_to_buddy()
+    assert committed.rollback() == {"step": 1}
+    assert (arrays.to_host(array) == axis.rank + 1).all()
+
+    committed.begin({"step": 2})
+    array *= 10.0
+    committed.send_to_buddy()
+    committed.commit()
+    assert (arrays.to_host(committed.source(ranks).shards[0].array) == 10 * (axis.rank + 1)).all()
+    if axis.size > 1:
+        neighbour = (axis.rank - 1) % axis.size
+        assert committed.neighbour == neighbour
+        (shard,) = committed.source([rank for rank in ranks if rank != neighbour]).shards
+        both = np.repeat([10.0 * (axis.rank + 1), 10.0 * (neighbour + 1)], SIZE)
+        assert np.array_equal(arrays.to_host(shard.array), both)
+        assert [piece.start for piece in shard.holding] == [0, SIZE]
+
+
+@pytest.mark.usefixtures("without_debug")
+def test_copies_of_several_arrays_leave_the_device_before_the_host_waits(mesh, monkeypatch):
+    axis, waited = mesh.data, []
+    pieces = (Piece("x", ((SIZE * axis.rank, SIZE * (axis.rank + 1)),), 0),)
+    given = [standin.zeros(SIZE) for _ in range(3)]
+    shards = [Shard(f"optimizer/{number}", array, pieces, pieces) for number, array in enumerate(given)]
+    ranks = list(range(axis.size))
+    state = RunState((ParameterSpec("x", (SIZE * axis.size,)),), tuple(shards), {})
+    committed = BuddyCheckpoint(axis, ranks, ["node"] * axis.size, state, dict)
+    monkeypatch.setattr(standin.Stream, "pass_one", lambda self: None)
+    usual = type(DEFERRED).until
+
+    def until(self, is_over):
+        waited.append(len(self.waiting))
+        monkeypatch.undo()
+        usual(self, is_over)
+
+    monkeypatch.setattr(type(DEFERRED), "until", until)
+    monkeypatch.setattr(type(DEFERRED), "flush", lambda self: waited.append("flush"))
+    committed.send_to_buddy()
+    assert waited == ([3] if axis.size > 1 else [])
+    committed.commit()

@@ -1,34 +1,48 @@
-"""Optimizers: one averaged step on all ranks, whatever is sharded, and what they keep and send for it."""
+"""Optimizers: one averaged step on all ranks, moving averages, loss scales, and what they keep and send."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import hybrid
 import numpy as np
 import pytest
 from mpi4py import MPI
 from steps import SPECS, STRATEGIES, gradients, one_step, start, train, write_gradients
+from training_problems import TOKENS, gpt
 
 import mpishard
 from mpishard import (
     LAMB,
+    LBFGS,
     SGD,
     Adagrad,
     Adam,
     AdamW,
     DDPOptimizer,
+    Evaluation,
     Lion,
+    LocalSGDOptimizer,
+    OptimizationProblem,
     ParameterGroup,
     RMSprop,
     ShardingConfiguration,
     ZeRO1Optimizer,
     ZeRO2Optimizer,
+    load_checkpoint,
+    nn,
+    save_checkpoint,
 )
 from mpishard.backend import array as arrays
 from mpishard.comm import collectives
+from mpishard.compression import Int8Compressor
+from mpishard.data.sampling import Sampler, share
 from mpishard.data_parallel import summation
 from mpishard.layout.tensors import ParameterSpec
+from mpishard.optim.rule import LossScale
 from mpishard.parameters.flat import FlatParameters
+
+# Optimizers: one averaged step on all ranks, whatever is sharded, and what they keep and send for it.
 
 RULES = [
     SGD(lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
@@ -341,3 +355,324 @@ def test_accumulated_arrays_then_a_pass_of_the_model(mesh, strategy):
     optimizer.step(parameters)
     optimizer.synchronize_optimizer_state()
     assert (parameters.gather() == -7).all()
+
+
+# The exponential moving average of the parameters: state of every optimizer, and a while in their place.
+
+DECAY, STEPS = 0.75, 5
+
+
+def path(ranks):
+    """The parameters after each step, and their average: the first is that of the first step."""
+    flat, found, average = start(40), [], np.zeros(40, np.float32)
+    for step in range(STEPS):
+        SGD(lr=0.1).update(flat, gradients(step, ranks, 40).sum(0), [], step + 1, divisor=ranks)
+        keep = np.float32(DECAY if step else 0)
+        average = keep * average + np.float32(1 - keep) * flat
+        found.append((flat.copy(), average.copy()))
+    return found
+
+
+def take(optimizer, parameters, steps):
+    for step in steps:
+        write_gradients(parameters, gradients(step, optimizer.mesh.size, 40)[optimizer.mesh.rank])
+        optimizer.step(parameters)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_keeps_it(mesh, same_on_all, strategy):
+    rule = SGD(lr=0.1, ema_decay=DECAY)
+    optimizer, parameters = strategy(rule, mesh), FlatParameters.over(start(40), SPECS)
+    with pytest.raises(ValueError, match="no average of the parameters before the first step"):
+        with optimizer.averaged_parameters():
+            pass
+    for step, (flat, average) in enumerate(path(mesh.size)):
+        take(optimizer, parameters, [step])
+        with optimizer.averaged_parameters():
+            assert same_on_all(parameters.flat)
+            assert np.array_equal(parameters.flat, average)
+        assert np.array_equal(parameters.flat, flat)
+    with pytest.raises(ArithmeticError), optimizer.averaged_parameters():
+        raise ArithmeticError  # the parameters come back
+    assert np.array_equal(parameters.flat, flat)
+
+
+def test_it_goes_on_from_checkpoints_and_bytes_of_another_strategy(mesh, tmp_path):
+    folder = mesh.world.comm.bcast(tmp_path)
+    rule, expected = SGD(lr=0.1, ema_decay=DECAY), path(mesh.size)[-1]
+    first, parameters = STRATEGIES[1](rule, mesh), FlatParameters.over(start(40), SPECS)
+    take(first, parameters, range(3))
+    save_checkpoint(folder, parameters, first)
+    state, flat = first.serialize(), parameters.flat.copy()
+    for strategy in STRATEGIES:
+        restored, optimizer = FlatParameters.over(start(40), SPECS), strategy(rule, mesh)
+        load_checkpoint(folder, restored, optimizer)
+        read, again = FlatParameters.over(flat.copy(), SPECS), strategy(rule, mesh)
+        again.deserialize(state)
+        for each, values in ((optimizer, restored), (again, read)):
+            take(each, values, range(3, STEPS))
+            assert np.array_equal(values.flat, expected[0])
+            with each.averaged_parameters():
+                assert np.array_equal(values.flat, expected[1])
+    with pytest.raises(ValueError, match="slots: ema"):
+        load_checkpoint(folder, parameters, DDPOptimizer(SGD(lr=0.1), mesh))
+
+
+def quadratic(parameters, samples, gradients):
+    gradients += len(samples) * parameters
+    return 0.5 * len(samples) * float(parameters @ parameters)
+
+
+def value(parameters, samples):
+    return len(samples) * float(parameters.sum())
+
+
+def test_it_is_evaluated_on_request(mesh):
+    problem = OptimizationProblem(quadratic, np.ones(3), 8, 8, steps=4, micro_batch_size=2)
+    config, found = ShardingConfiguration(mesh, reproducible=True), []
+    for averaged in (False, True):
+        optimizer = ZeRO1Optimizer(SGD(lr=0.5, ema_decay=0.5), config)
+        evaluate = Evaluation(value, 5, every=2, averaged=averaged)
+        result = optimizer.optimize(problem, progress=False, evaluate=evaluate)
+        found.append(result.validation_losses.tolist())
+        assert np.array_equal(result.parameters, np.full(3, 0.0625))
+    # The parameters are 1/2, 1/4, 1/8, 1/16; the averages 1/2, 3/8, 1/4, 5/32.
+    assert found == [[0.75, 0.1875], [1.125, 0.46875]]
+
+
+def test_workers_of_local_sgd_have_one(mesh, same_on_all):
+    optimizer = LocalSGDOptimizer(SGD(lr=0.1, ema_decay=DECAY), mesh, sync_every=2)
+    parameters = FlatParameters.over(start(40), SPECS)
+    take(optimizer, parameters, range(3))
+    with optimizer.averaged_parameters():
+        assert same_on_all(parameters.flat)
+    assert same_on_all(parameters.flat)
+
+
+def test_what_keeps_none(mesh):
+    optimizer = DDPOptimizer(AdamW(), mesh)
+    for make in (lambda: optimizer, lambda: ZeRO1Optimizer(LBFGS(), mesh)):
+        with pytest.raises(ValueError, match="keeps no average of the parameters; give the rule ema_decay=0.999"):
+            with make().averaged_parameters():
+                pass
+    with pytest.raises(ValueError, match="ema_decay cannot be given or left out"):
+        optimizer.rule = AdamW(ema_decay=0.9)
+    with pytest.raises(ValueError, match="averaged=True. needs an average of the parameters; give AdamW ema_decay"):
+        optimizer.optimize(
+            OptimizationProblem(quadratic, np.ones(3), 8, 8, steps=4),
+            progress=False,
+            evaluate=Evaluation(value, 5, every=2, averaged=True),
+        )
+    for decay, error in ((1, ValueError), (-0.1, ValueError), ("0.9", TypeError)):
+        with pytest.raises(error, match="SGD: ema_decay="):
+            SGD(ema_decay=decay)
+    with pytest.raises(ValueError, match="outer rule keeps no average"):
+        LocalSGDOptimizer(SGD(), mesh, outer=SGD(ema_decay=0.9))
+
+
+# Loss scaling: gradients arrive multiplied, steps are the same, and an overflow on one rank is one on all.
+
+
+def test_halves_after_an_overflow_and_doubles_after_two_thousand_steps():
+    scale = LossScale("dynamic")
+    assert scale.value == 2.0**16
+    assert scale.overflowed()
+    for _ in range(1999):
+        scale.succeeded()
+    assert scale.value == 2.0**15
+    scale.succeeded()
+    assert scale.value == 2.0**16
+    for _ in range(1999):
+        scale.succeeded()
+    assert scale.overflowed()
+    for _ in range(1999):
+        scale.succeeded()
+    assert scale.value == 2.0**15  # counted anew
+    while scale.value > 1:
+        assert scale.overflowed()
+    assert not scale.overflowed()
+    assert scale.value == 1
+
+
+def test_a_fixed_one_stays():
+    for setting, value in ((8.0, 8.0), (None, 1.0)):
+        scale = LossScale(setting)
+        assert not scale.overflowed()
+        for _ in range(3000):
+            scale.succeeded()
+        scale.restore((2.0, 5))
+        assert (scale.value, scale.state) == (value, None)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("setting", ["dynamic", 1024.0])
+def test_the_same_step_and_norm_as_without(mesh, strategy, setting):
+    results = []
+    for scale in (None, setting):
+        config = ShardingConfiguration(mesh, loss_scale=scale, max_gradient_norm=1.0)
+        optimizer = strategy(AdamW(lr=0.1), config)
+        flat = start(57)
+        for step in range(3):
+            optimizer.step(flat, gradients(step, mesh.size, 57)[mesh.rank] * np.float32(optimizer.loss_scale))
+        results.append((flat, optimizer.gradient_norm))
+    assert np.array_equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_overflow_on_one_rank_skips_on_all(comm, same_on_all, strategy):
+    """On every mesh, also where that rank's gradients meet only some of the others."""
+    with mpishard.Mesh(comm) as base:
+        for mesh in hybrid.meshes(base):
+            config = ShardingConfiguration(mesh, loss_scale="dynamic")
+            optimizer, parameters = strategy(SGD(lr=1.0), config), hybrid.model(mesh)
+            optimizer.bind(parameters)
+            assert parameters.loss_scale == optimizer.loss_scale == 2.0**16
+            for step in range(4):
+                before = parameters.gather()
+                gradient = hybrid.local_gradient(parameters, mesh, step) * parameters.loss_scale
+                holder = max(comm.allgather(mesh.rank if parameters.size else 0))
+                if step in (1, 2) and mesh.rank == holder:
+                    gradient[-1:] = np.inf
+                write_gradients(parameters, gradient)
+                optimizer.step(parameters)
+                assert np.array_equal(parameters.gather(), before) == (step in (1, 2) or parameters.size == 0)
+            assert parameters.loss_scale == optimizer.loss_scale == 2.0**14
+            assert (optimizer.steps, optimizer.skipped_steps) == (2, 2)
+            state = optimizer.serialize()
+            assert same_on_all(state)
+            again = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, loss_scale="dynamic"))
+            again.deserialize(state)
+            assert (again.loss_scale, again.skipped_steps) == (2.0**14, 2)
+            another = hybrid.model(mesh)
+            again.bind(another)
+            assert another.loss_scale == 2.0**14
+            running = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, loss_scale="dynamic"))
+            running.bind(another)
+            assert another.loss_scale == 2.0**16
+            running.deserialize(state)
+            assert another.loss_scale == running.loss_scale == 2.0**14
+
+
+def test_what_is_not_finite_at_one_is_no_matter_of_scale(mesh):
+    optimizer = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, loss_scale="dynamic"))
+    flat = np.zeros(3)
+    for _ in range(16):
+        optimizer.step(flat, np.full(3, np.nan))
+    assert optimizer.loss_scale == 1
+    with pytest.raises(FloatingPointError, match="step 17"):
+        optimizer.step(flat, np.full(3, np.nan))
+    assert not flat.any()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "bound by the first step"])
+def test_a_model_scales_its_gradients_itself(mesh, strategy, bound):
+    results = []
+    tokens = np.arange(12).reshape(2, 6) % 7
+    for scale in (None, "dynamic", 256.0):
+        model = nn.GPT(7, 6, 8, 1, 2, np.float64)
+        optimizer = strategy(SGD(lr=0.1), ShardingConfiguration(mesh, loss_scale=scale))
+        if bound:
+            optimizer.bind(model.parameters)
+        for _ in range(2):
+            model.loss_and_gradient(tokens, tokens)
+            optimizer.step(model.parameters)
+        results.append(model.parameters.gather())
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, np.inf, np.nan, "static", True])
+def test_bad_scales(mesh, scale):
+    with pytest.raises((ValueError, TypeError), match='must be a finite number above 0, or "dynamic", or None'):
+        ShardingConfiguration(mesh, loss_scale=scale)
+
+
+def test_settings_that_contradict(mesh):
+    with pytest.raises(ValueError, match="looks for gradients that overflow"):
+        ShardingConfiguration(mesh, loss_scale="dynamic", nonfinite_gradients="ignore")
+    optimizer = DDPOptimizer(SGD(), ShardingConfiguration(mesh, loss_scale="dynamic"))
+    task = OptimizationProblem(lambda *_: 0.0, np.zeros(3), samples=45, batch_size=15, steps=1)
+    with pytest.raises(ValueError, match="loss_scale is for models"):
+        optimizer.optimize(task, progress=False)
+
+
+# Models and rules made distributed in one line.
+
+
+def test_sharded_model_and_rule_in_one_line_each(mesh, same_on_all):
+    for make in (mpishard.as_distributed, mpishard.as_distributed_for_high_bandwidth):
+        model = make(gpt(), mesh)
+        optimizer = make(SGD(lr=0.1), mesh)
+        assert isinstance(optimizer, DDPOptimizer)
+        assert (model.rank, model.world_size) == (mesh.rank, mesh.size)
+        reference = gpt()
+        for step in range(3):
+            batch = Sampler(45, 2 * mesh.size).batch(step + 1)
+            (samples,) = share(batch, mesh.rank, mesh.size)
+            model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])
+            optimizer.step(model.parameters, count=2 * mesh.size)
+            reference.loss_and_gradient(TOKENS[batch, :-1], TOKENS[batch, 1:])
+            gradient = reference.parameters.gradients.flat
+            reference.parameters.flat[:] -= 0.1 * gradient / (2 * mesh.size)
+            reference.parameters.reset_gradients()
+        assert np.allclose(model.parameters.flat, reference.parameters.flat, rtol=1e-12, atol=1e-12)
+        shards = mesh.world.comm.allgather(model.local_parameter_shard)
+        assert np.array_equal(np.concatenate(shards), model.parameters.flat)
+        assert same_on_all(model.gather_full_parameters())
+
+
+def test_low_bandwidth_is_local_sgd_with_compressed_averages(mesh, same_on_all):
+    model = mpishard.as_distributed_for_low_bandwidth(gpt(), mesh)
+    optimizer = mpishard.as_distributed_for_low_bandwidth(AdamW(lr=0.01), mesh, max_gradient_norm=0.5)
+    assert isinstance(model, mpishard.ShardedModel)
+    assert isinstance(optimizer, mpishard.LocalSGDOptimizer)
+    config = optimizer.config
+    assert (optimizer.sync_every, config.hierarchical, config.max_gradient_norm) == (8, True, 0.5)
+    assert config.compressor == Int8Compressor()
+    task = OptimizationProblem.for_model(
+        model.model,
+        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+        samples=45,
+        batch_size=15,
+        steps=20,
+        tokens_per_sample=TOKENS.shape[1] - 1,
+    )
+    result = optimizer.optimize(task, progress=False)
+    assert same_on_all(model.gather_full_parameters())
+    assert result.loss_history[-1] < result.loss_history[0]
+    assert optimizer.outer_steps == 3  # after 8 steps, 16, and the last
+    high = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
+    assert (high.compressor, high.hierarchical, high.sync_every) == (None, False, 1)
+
+
+@pytest.mark.parametrize("thing", [3, "model", None, np.zeros(3)])
+def test_what_cannot_be_distributed(mesh, thing):
+    with pytest.raises(TypeError, match="FlatParameters as `parameters`"):
+        mpishard.as_distributed(thing, mesh)
+    with pytest.raises(TypeError, match="is distributed already"):
+        mpishard.as_distributed(DDPOptimizer(SGD(lr=0.1), mesh), mesh)
+    with pytest.raises(TypeError, match="expected a Mesh or a ShardingConfiguration"):
+        mpishard.as_distributed(SGD(lr=0.1), thing)
+
+
+def test_synchronize_then_step_reduces_once(mesh):
+    """auto_sync_gradients=False with a model: passes add up, synchronize_gradients reduces, step applies."""
+    config = ShardingConfiguration(mesh, auto_sync_gradients=False)
+    results = []
+    for steps in (1, 2):  # the first step binds the optimizer, the second finds it bound
+        model = mpishard.as_distributed(gpt(), config)
+        optimizer = mpishard.as_distributed(SGD(lr=0.1), config)
+        reference = gpt()
+        for _ in range(steps):
+            for part in (0, 1):
+                samples = np.arange(2) + 2 * part + 4 * mesh.rank
+                model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])
+            model.synchronize_gradients()
+            optimizer.step(model.parameters, count=4 * mesh.size)
+            batch = np.arange(4 * mesh.size)
+            reference.loss_and_gradient(TOKENS[batch, :-1], TOKENS[batch, 1:])
+            reference.parameters.flat[:] -= 0.1 * reference.parameters.gradients.flat / (4 * mesh.size)
+            reference.parameters.reset_gradients()
+        results.append(np.allclose(model.parameters.flat, reference.parameters.flat, rtol=1e-12, atol=1e-12))
+    assert results == [True, True]

@@ -1,21 +1,50 @@
-"""serialize and deserialize: any number of ranks, any strategy, and nothing but what serialize wrote."""
+"""What one layout wrote, another reads; arrays move between layouts."""
 
 from __future__ import annotations
 
 import io
 import itertools
+from collections import Counter
+from dataclasses import replace
 
 import h5py
+import hybrid
 import numpy as np
 import pytest
+import standin
 from grid_cases import every_pair
+from hybrid import gathered, model, train
+from layouts import Layout, filled, lower_bound, random_layout, random_model, tensors_of
 from mpi4py import MPI
 
 import mpishard
-from mpishard import LAMB, SGD, Adagrad, Adam, AdamW, DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, nn
+from mpishard import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    DDPOptimizer,
+    Mesh,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
+    nn,
+)
+from mpishard.backend import array as arrays
+from mpishard.checkpoint.index import read_index, write_index
+from mpishard.checkpoint.load import fill
+from mpishard.checkpoint.pieces import PieceValues, pieces_file, stored, write_pieces
+from mpishard.comm.reshard import reshard, reshard_state
 from mpishard.data_parallel.full_state import decode
-from mpishard.layout.tensors import ParameterSpec
+from mpishard.data_parallel.rank_state import parameters_alone
+from mpishard.layout.boxes import split
+from mpishard.layout.run_state import RunState, Shard
+from mpishard.layout.tensors import WHOLE, ParameterSpec, Piece, cut_holding
 from mpishard.parameters.flat import FlatParameters
+
+# serialize and deserialize: any number of ranks, any strategy, and nothing but what serialize wrote.
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 SPECS = [ParameterSpec("layer.a", (3, 5)), ParameterSpec("layer/b", (0,)), ParameterSpec("c", (1,))]
@@ -197,3 +226,347 @@ def test_skipped_steps_are_part_of_the_state(mesh):
     again = DDPOptimizer(SGD(lr=0.1), config)
     again.deserialize(optimizer.serialize())
     assert (again.steps, again.skipped_steps, again.clock) == (2, 1, 3)
+
+
+# What one layout wrote, another reads: the files alone, without what makes saving safe.
+
+RULE = AdamW(lr=0.1)
+KINDS = ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+
+
+@pytest.fixture
+def base(comm):
+    with Mesh(comm) as mesh:
+        yield mesh
+
+
+def layouts(base):
+    """Meshes of every shape with strategies in turn, and two with two chunks a rank."""
+    for number, mesh in enumerate(hybrid.meshes(base)):
+        yield mesh, STRATEGIES[-1 - number % 4], 1
+    mesh = base.reshaped(data=-1, pipeline=2 - base.size % 2)
+    yield mesh, DDPOptimizer, 2
+    yield mesh, ZeRO2Optimizer, 2
+
+
+def built(mesh, strategy, chunks=1, **options):
+    config = ShardingConfiguration(mesh, minimum_parameter_group_size=24)
+    parameters = model(mesh, chunks, **options)
+    optimizer = strategy(RULE, config)
+    optimizer.bind(parameters)
+    return optimizer, parameters
+
+
+def save(folder, state, axis):
+    """Every rank writes what it counts, and rank 0 the index.  Collective."""
+    parts = []
+    for shard in state.shards:
+        for piece in shard.counted:
+            values = shard.array[piece.start : piece.start + piece.size].reshape(piece.shape)
+            parts.append(PieceValues(shard.kind, piece.name, piece.box, values))
+    write_pieces(folder / pieces_file(axis.rank), parts, id="0" * 32, writer=axis.rank)
+    boxes = axis.allgather_object([part.where for part in parts])
+    if axis.rank == 0:
+        write_index(
+            folder / "index.h5",
+            id="0" * 32,
+            generation=1,
+            tensors={spec.name: spec.shape for spec in state.specs},
+            kinds={shard.kind: shard.array.dtype for shard in state.shards},
+            pieces=[piece for rank, read_there in enumerate(boxes) for piece in stored(read_there, pieces_file(rank))],
+            facts=state.facts,
+        )
+    axis.barrier()
+
+
+def test_every_layout_reads_what_another_wrote(base, folder):
+    cases = list(layouts(base))
+    trained = []
+    for number, case in enumerate(cases):
+        optimizer, parameters = built(*case)
+        train(optimizer, parameters)
+        place = folder / str(number)
+        if base.rank == 0:
+            place.mkdir()
+        base.world.barrier()
+        save(place, optimizer.state.capture(), base.world)
+        trained.append((place, gathered(parameters, optimizer.config), optimizer.serialize()))
+    for number, case in enumerate(cases):
+        for one_node, (place, whole, image) in enumerate((trained[number - 1], trained[number - len(cases) // 2])):
+            optimizer, parameters = built(*case, start=np.full(hybrid.SIZE, np.nan))
+            contents = read_index(place)
+            state = optimizer.state.capture()
+            optimizer.state.check(contents.facts)
+            fill(contents, state, base.world, base.world, one_node=bool(one_node))
+            optimizer.state.restore(contents.facts)
+            assert np.array_equal(gathered(parameters, optimizer.config), whole), case
+            assert optimizer.serialize() == image, case
+            for shard in optimizer.state.capture().shards:
+                assert not np.isnan(shard.array).any(), case
+
+
+def test_parameters_alone(base, folder):
+    """A checkpoint may have more than is wanted."""
+    optimizer, parameters = built(base, ZeRO2Optimizer)
+    train(optimizer, parameters)
+    save(folder, optimizer.state.capture(), base.world)
+    for mesh in hybrid.meshes(base):
+        fresh = model(mesh, start=np.full(hybrid.SIZE, np.nan))
+        fill(read_index(folder), parameters_alone(fresh, mesh.data), base.world, base.world)
+        assert np.array_equal(gathered(fresh, mesh), gathered(parameters, base)), mesh
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_device_arrays(base, folder, device, strategy):
+    optimizer, parameters = built(base, DDPOptimizer)
+    train(optimizer, parameters)
+    save(folder, optimizer.state.capture(), base.world)
+    contents = read_index(folder)
+    for mesh in hybrid.meshes(base):
+        fresh = FlatParameters(
+            hybrid.specs(mesh.pipeline.size), np.float64, place=mesh.place, units=hybrid.units(), module=device.module
+        )
+        other = strategy(RULE, ShardingConfiguration(mesh, minimum_parameter_group_size=24))
+        other.bind(fresh)
+        fill(contents, other.state.capture(), base.world, base.world)
+        other.state.restore(contents.facts)
+        assert np.array_equal(arrays.to_host(gathered(fresh, mesh)), gathered(parameters, base)), mesh
+        assert other.serialize() == optimizer.serialize(), mesh
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_written(base, folder):
+    optimizer, parameters = built(base, ZeRO1Optimizer)
+    train(optimizer, parameters)
+    state = optimizer.state.capture()
+    save(folder, state, base.world)
+    contents = read_index(folder)
+    before = [shard.array.copy() for shard in state.shards]
+    for array in (shard.array for shard in state.shards):
+        array += 1
+    shard = state.shards[0]
+    other_kind = replace(shard, kind="optimizer/momentum")
+    other_dtype = replace(shard, array=shard.array.astype(np.float32))
+    for wrong, message in (
+        (RunState(state.specs[1:], state.shards), "is of another model: it has 22 tensors and this model 21"),
+        (RunState(state.specs, (shard, other_kind)), "has no optimizer/momentum, but parameters, optimizer/exp_avg"),
+        (RunState(state.specs, (other_dtype,)), "parameters in float64, and this run in float32"),
+    ):
+        # One rank that is wrong is enough.
+        asked = wrong if base.rank == base.size - 1 else state
+        with pytest.raises(ValueError, match=message):
+            fill(contents, asked, base.world, base.world)
+        assert all(np.array_equal(shard.array, old + 1) for shard, old in zip(state.shards, before, strict=True))
+    fill(contents, state, base.world, base.world)
+    assert all(np.array_equal(shard.array, old) for shard, old in zip(state.shards, before, strict=True))
+
+
+def test_a_piece_that_one_rank_cannot_read_raises_on_all(base, folder):
+    optimizer, _ = built(base, ZeRO1Optimizer)
+    save(folder, optimizer.state.capture(), base.world)
+    contents = read_index(folder)
+    base.world.barrier()
+    if base.rank == 0:
+        (folder / pieces_file(base.size - 1)).write_bytes(b"")
+    base.world.barrier()
+    with pytest.raises(ValueError, match=r"pieces-.*are not those of this checkpoint"):
+        fill(contents, optimizer.state.capture(), base.world, base.world)
+
+
+def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
+    """Unless all ranks are on one node."""
+    optimizer, parameters = built(base, DDPOptimizer)
+    train(optimizer, parameters)
+    save(folder, optimizer.state.capture(), base.world)
+    sizes = []
+    reader = "mpishard.checkpoint.pieces.PieceReader."
+    monkeypatch.setattr(reader + "read", lambda self, piece, inside, out: sizes.append((piece.kind, out.size)))
+    monkeypatch.setattr(
+        reader + "read_runs", lambda self, runs, out: sizes.extend((run.source.kind, run.size) for run in runs)
+    )
+    for mesh in hybrid.meshes(base):
+        sizes.clear()
+        optimizer, _ = built(mesh, DDPOptimizer)
+        fill(read_index(folder), optimizer.state.capture(), base.world, base.world)
+        total = Counter()
+        for read_there in base.world.allgather_object(sizes):
+            for kind, size in read_there:
+                total[kind] += size
+        assert total == dict.fromkeys(KINDS, hybrid.SIZE), mesh
+
+
+# Arrays move between layouts: every element to its place, none that is there already, and a bucket at a time.
+
+
+def shard_of(layout, holding, rank, array, kind="parameters"):
+    """None on a rank that idles in this layout."""
+    return None if rank >= layout.ranks - layout.idle else Shard(kind, array, holding, ())
+
+
+def sent(mesh):
+    return mesh.ledger.sent("world", "all_to_all", "reshard")
+
+
+@pytest.fixture
+def largest(monkeypatch, mesh):
+    """Bytes of the largest buffers passed to the exchange of elements."""
+    seen = [0]
+    exchange = mesh.world.all_to_all
+
+    def watched(buffer, out, *arguments, label, **options):
+        if label == "reshard":
+            seen[0] = max(seen[0], buffer.nbytes, out.nbytes)
+        return exchange(buffer, out, *arguments, label=label, **options)
+
+    monkeypatch.setattr(mesh.world, "all_to_all", watched)
+    return seen
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 200, 2**26])
+def test_random_layouts(mesh, bucket_bytes, largest):
+    for number in range(12):
+        random = np.random.default_rng([number, mesh.size])
+        model = random_model(random)
+        tensors = tensors_of(model)
+        before, after = (random_layout(random, mesh.size) for _ in range(2))
+        source, target = (layout.holdings(model, random) for layout in (before, after))
+        mine, expected = (filled(side[mesh.rank], tensors, np.float64) for side in (source, target))
+        found = np.full_like(expected, np.nan)
+        start = sent(mesh)
+        reshard(
+            mesh.world,
+            shard_of(before, source[mesh.rank], mesh.rank, mine),
+            shard_of(after, target[mesh.rank], mesh.rank, found),
+            bucket_bytes=bucket_bytes,
+        )
+        assert np.array_equal(found, expected)
+        assert np.array_equal(mine, filled(source[mesh.rank], tensors, np.float64))
+        everywhere = sum(mesh.world.allgather_object(sent(mesh) - start))
+        assert everywhere == 8 * sum(lower_bound(source, target, tensors))
+    assert largest[0] <= max(bucket_bytes, 8 * (mesh.size - 1))
+
+
+def test_ranks_that_only_take_part(comm):
+    """From the first rank to the last one, with every collective compared across the ranks."""
+    piece = (Piece("a", ((0, 4), (0, 3)), 0),)
+    source, target = Shard("x", np.arange(12.0), piece, ()), Shard("x", np.zeros(12), piece, ())
+    with mpishard.Mesh(comm, debug=True) as mesh:
+        first, last = mesh.rank == 0, mesh.rank == mesh.size - 1
+        reshard(mesh.world, source if first else None, target if last else None, bucket_bytes=40)
+    assert np.array_equal(target.array, np.arange(12.0) * last)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_kinds_of_memory_and_dtypes(mesh, device, on_host, dtype):
+    random = np.random.default_rng(mesh.size)
+    model = random_model(random)
+    tensors = tensors_of(model)
+    before = Layout(1, mesh.size, 1, 1, 0, 0)
+    after = Layout(mesh.size, 1, 1, 1, 1, 0)
+    source, target = (layout.holdings(model, random)[mesh.rank] for layout in (before, after))
+    mine, expected = (filled(holding, tensors, dtype) for holding in (source, target))
+    like = np.empty(0) if on_host else device.empty(0)
+    held, found = (arrays.zeros(array.size, dtype, like=like) for array in (mine, expected))
+    arrays.copy_to_device(mine, held)
+    reshard(mesh.world, Shard("x", held, source, ()), Shard("x", found, target, ()), bucket_bytes=20)
+    assert np.array_equal(arrays.to_host(found), expected)
+
+
+def test_what_is_missing_arrives_in_the_array_itself(mesh):
+    """As after a load: each rank has read its part of an array that it holds whole."""
+    specs = [ParameterSpec("a", (5, 3)), ParameterSpec("none", (0,)), ParameterSpec("b", ()), ParameterSpec("c", (9,))]
+    whole = WHOLE.holding(specs)
+    cuts = split(25, mesh.size)
+    start, stop = cuts[mesh.rank], cuts[mesh.rank + 1]
+    part = tuple(replace(piece, start=piece.start + start) for piece in cut_holding(whole, [(start, stop)]))
+    array = np.zeros(25)
+    array[start:stop] = np.arange(25)[start:stop]
+    shard = Shard("x", array, whole, part)
+    before = sent(mesh)
+    reshard(mesh.world, replace(shard, holding=part), shard, bucket_bytes=24)
+    assert np.array_equal(array, np.arange(25))
+    assert sum(mesh.world.allgather_object(sent(mesh) - before)) == 8 * 25 * (mesh.size - 1)
+
+
+def test_one_array_with_two_orders_is_refused(mesh):
+    one, two = Piece("a", ((0, 2),), 0), Piece("b", ((0, 2),), 2)
+    array = np.arange(4.0)
+    moved = (replace(one, start=2), replace(two, start=0))
+    with pytest.raises(ValueError, match="share memory, but elements lie elsewhere"):
+        reshard(mesh.world, Shard("x", array, (one, two), ()), Shard("x", array, moved, ()))
+    with pytest.raises(ValueError, match="share memory"):
+        reshard(mesh.world, Shard("x", array, (one,), ()), Shard("x", array[1:], (one,), ()))
+    assert np.array_equal(array, np.arange(4.0))
+
+
+def test_problems_are_everybodys(mesh):
+    """The last rank errs, or all do; nobody waits and nothing is written."""
+    last = mesh.rank == mesh.size - 1
+    piece = (Piece("a", ((0, 4),), 0),)
+    source, target = Shard("x", np.ones(4), piece, ()), Shard("x", np.zeros(4), piece, ())
+    cases = [
+        (source, replace(target, array=np.zeros(4, np.float32)), TypeError, "is float64 but .* is float32"),
+        (source, replace(target, kind="y"), ValueError, "is 'x' but .* is 'y'"),
+        (source, replace(target, array=np.zeros(3)), ValueError, "pieces up to element 4 in an array of shape .3,."),
+        (source, replace(target, holding=(Piece("b", ((0, 4),), 0),)), ValueError, "no rank .* of tensor 'b'"),
+        (source, replace(target, holding=(Piece("a", ((1, 5),), 0),)), ValueError, r"holds \(\(4, 5\),\) of"),
+        (source, replace(target, array=standin.zeros(4)), TypeError, "use one kind"),
+    ]
+    for mine, other, error, message in cases:
+        with pytest.raises(error, match=message):
+            reshard(mesh.world, mine, other if last else target)
+        assert not target.array.any()
+    with pytest.raises(ValueError, match="no rank has a source"):
+        reshard(mesh.world, None, target)
+    with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
+        reshard(mesh.world, source, target, bucket_bytes=0 if last else 8)
+
+
+def states(mesh, rule, optimizers, shapes):
+    """Run states of the tests' model, of optimizers over the same ranks, bound but for the first not trained."""
+    found = []
+    for optimizer_class, (data, tensor, pipeline) in zip(optimizers, shapes, strict=True):
+        sub = mesh.reshaped(data=data, tensor=tensor, pipeline=pipeline)
+        parameters = hybrid.model(sub, start=hybrid.START if not found else np.zeros(hybrid.SIZE))
+        optimizer = optimizer_class(rule, sub)
+        optimizer.bind(parameters)
+        if not found:
+            hybrid.train(optimizer, parameters)
+        found.append((optimizer, parameters))
+    return found
+
+
+def test_the_state_of_a_run(mesh):
+    shapes = hybrid.factorisations(mesh.size)
+    rule = mpishard.AdamW(lr=0.1)
+    (one, before), (other, after) = states(
+        mesh, rule, [mpishard.ZeRO2Optimizer, mpishard.ZeRO1Optimizer], [shapes[0], shapes[-1]]
+    )
+    source = one.state.capture().with_facts({"history": np.arange(3.0), "words.json": ["a", 1], "seed": 5})
+    facts = reshard_state(mesh.world, source, other.state.capture(), bucket_bytes=64)
+    assert facts["steps"] == 3
+    assert (facts["seed"], facts["words.json"]) == (5, ["a", 1])
+    assert np.array_equal(facts["history"], np.arange(3.0))
+    other.state.restore(facts)
+    assert other.serialize() == one.serialize()
+    assert np.array_equal(
+        hybrid.gathered(after, mpishard.ShardingConfiguration(other.mesh)),
+        hybrid.gathered(before, mpishard.ShardingConfiguration(one.mesh)),
+    )
+
+
+def test_states_of_other_models_and_kinds(mesh):
+    last = mesh.rank == mesh.size - 1
+    specs = (ParameterSpec("a", (2, 3)),)
+    shard = Shard("parameters", np.zeros(6), WHOLE.holding(specs), ())
+    slot = replace(shard, kind="optimizer/exp_avg", array=np.zeros(6))
+    state = RunState(specs, (shard,), {"steps": 1})
+    with pytest.raises(ValueError, match=r"a is \(2, 3\) there and \(3, 2\) here"):
+        reshard_state(mesh.world, state, replace(state, specs=(ParameterSpec("a", (3, 2)),)) if last else state)
+    with pytest.raises(ValueError, match="the target has optimizer/exp_avg, but the source only parameters"):
+        reshard_state(mesh.world, state, replace(state, shards=(shard, slot)))
+    with pytest.raises(ValueError, match="no rank has a state"):
+        reshard_state(mesh.world, None, state)
+    more = replace(state, shards=(replace(shard, array=np.ones(6)), replace(slot, array=np.ones(6))))
+    assert reshard_state(mesh.world, more, state) == {"steps": 1}
+    assert shard.array.all()

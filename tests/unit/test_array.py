@@ -1,4 +1,4 @@
-"""`mpishard.backend.array` on NumPy arrays, on the stand-in for device arrays, and on CuPy where there is a GPU."""
+"""Device arrays, their streams and launches, and pinned memory: on the stand-in, and on CuPy where there is a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import standin
-from devices import CUPY, make_device
+from cuda_functions import SOURCE
+from devices import CUPY, Device, chosen, make_device
 
 from mpishard.backend import array as arrays
+from mpishard.backend import streams
 from mpishard.backend.array import elementwise
+from mpishard.backend.cuda_source import CudaSource, launch
+from mpishard.backend.streams import PinnedPool
+
+# `mpishard.backend.array` on NumPy arrays, on the stand-in for device arrays, and on CuPy where there is a GPU.
 
 
 @elementwise
@@ -334,3 +341,206 @@ def test_processes_that_start_together_all_get_their_kernel(tmp_path: Path) -> N
         for _ in range(3)
     ]
     assert [process.communicate(timeout=100)[0].strip() for process in started] == ["0.75"] * 3
+
+
+# Streams, events, copies and CUDA functions of a device: on the stand-in, and on CuPy where there is a GPU.
+
+
+@pytest.fixture
+def source(device: Device, tmp_path: Path) -> CudaSource:
+    if not arrays.backend_of(device.empty(1)).compiles_cuda:
+        pytest.skip("no C++ compiler, which the stand-in needs")
+    path = tmp_path / "some.cu"
+    path.write_text(SOURCE)
+    return CudaSource(path)
+
+
+def test_barriers_and_shuffles(source: CudaSource, device: Device) -> None:
+    x = np.random.default_rng(0).standard_normal(1000)
+    there, sums, top = device.put(x), device.zeros(4), device.zeros(64)
+    launch(source.function("block_sums", REAL=np.float64, STORED=np.float64), 4, 256, there, sums, x.size)
+    expected = [x[start : start + 256].sum() for start in range(0, 1000, 256)]
+    np.testing.assert_allclose(arrays.to_host(sums), expected, rtol=1e-13)
+    launch(source.function("largest_of_warp", REAL=np.float64, STORED=np.float64), 1, 64, there[:64], top)
+    assert np.array_equal(arrays.to_host(top), np.repeat([x[:32].max(), x[32:64].max()], 32))
+
+
+@pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
+def test_halves_are_those_of_numpy(source: CudaSource, device: Device, half: Any) -> None:
+    """Every number of 16 bits, and numbers between them: ties, and what is too large or too small."""
+    exact = np.arange(2**16, dtype=np.uint16).view(half).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        between = exact + (np.roll(exact, -1) - exact) / np.float32(2)
+        x = np.concatenate([exact, np.nextafter(exact, np.float32(np.inf)), between])
+        expected = x.astype(half)
+    stored = np.uint16 if half is ml_dtypes.bfloat16 else np.float16
+    y, back = device.zeros(x.size, stored), device.zeros(x.size, np.float32)
+    function = source.function("convert", REAL=np.float32, STORED=stored)
+    launch(function, x.size // 256 + 1, 256, device.put(x), y, back, x.size)
+    numbers = ~np.isnan(x)
+    assert np.array_equal(arrays.to_host(y).view(np.uint16)[numbers], expected.view(np.uint16)[numbers])
+    assert np.array_equal(arrays.to_host(back)[numbers], expected.astype(np.float32)[numbers])
+    assert np.isnan(arrays.to_host(back)[~numbers]).all()
+
+
+def test_scalars_arrive_in_their_types(source: CudaSource, device: Device) -> None:
+    x = device.zeros(6)
+    function = source.function("scalars", REAL=np.float32, STORED=np.float32)
+    launch(function, 1, 1, x, -7, 2**40 + 1, 0.1, 0.1, True, 2**32 - 1)
+    assert np.array_equal(arrays.to_host(x), [-7, 2**40 + 1, np.float32(0.1), 0.1, 1, 2**32 - 1])
+
+
+def test_launches_are_in_the_order_of_their_stream(source: CudaSource, device: Device) -> None:
+    function = source.function("block_sums", REAL=np.float32, STORED=np.float32)
+    x, sums = device.put(np.ones(100, np.float32)), device.zeros(1, np.float32)
+    device.be_late()
+    launch(function, 1, 128, x, sums, x.size)
+    x.fill(2)
+    assert np.array_equal(arrays.to_host(sums), [100])
+    launch(function, 0, 128, x, sums, x.size)
+    assert np.array_equal(arrays.to_host(sums), [100])
+
+
+def test_copies_on_another_stream_wait_for_an_event(device: Device) -> None:
+    like = device.zeros(1000, np.float32)
+    backend = arrays.backend_of(like)
+    other, pinned = backend.new_stream(like), arrays.pinned_empty(1000, np.float32, like=like)
+    arrays.ready(like)
+    device.be_late()
+    like.fill(1)
+    computed = backend.record(like, backend.current_stream(like))
+    assert not computed.done
+    other.wait_event(computed)
+    backend.start_to_host(like, pinned, other)
+    copied = backend.record(like, other)
+    copied.synchronize()
+    assert computed.done and copied.done and (pinned == 1).all()
+    pinned[:] = 2
+    backend.start_to_device(pinned, like, other)
+    back = backend.record(like, other)
+    backend.current_stream(like).wait_event(back)
+    assert (arrays.to_host(like + like) == 4).all()
+
+
+def test_the_current_stream_is_the_one_that_was_entered(device: Device) -> None:
+    like = device.zeros(4)
+    backend = arrays.backend_of(like)
+    other = backend.new_stream(like)
+    arrays.ready(like)
+    with other:
+        assert backend.current_stream(like) == other
+        like.fill(3)
+        done = backend.record(like, other)
+    assert backend.current_stream(like) != other
+    done.synchronize()
+    assert (arrays.to_host(like) == 3).all()
+
+
+def test_addresses(device: Device) -> None:
+    array = device.zeros(8, np.float32)
+    backend = arrays.backend_of(array)
+    assert backend.address(array[2:]) == backend.address(array) + 8
+    assert arrays.overlap(array[:3], array[2:]) and not arrays.overlap(array[:2], array[2:])
+    host = np.zeros(8, np.float32)
+    assert not arrays.overlap(array, host) and not arrays.overlap(host, array)
+    assert not arrays.overlap(array, array[3:3]) and not arrays.overlap(host, host[3:3])
+
+
+@pytest.mark.usefixtures("chosen_device")
+def test_files_of_tests_of_cuda_functions_make_arrays_of_every_kind() -> None:
+    array = chosen.on_device(np.arange(4.0))
+    assert isinstance(array, chosen.DeviceArray) and arrays.is_device(array)
+    array += chosen.zeros(4)
+    assert np.array_equal(arrays.to_host(array), np.arange(4))
+    assert chosen.empty((2, 3), np.float32).shape == (2, 3)
+
+
+# Pinned memory is used again, never while a copy reads it, and no more is kept than the limit.
+
+
+@pytest.fixture
+def like():
+    array = standin.zeros(1000, np.uint8)
+    arrays.ready(array)
+    return array
+
+
+def test_a_slab_is_used_again_for_what_fits_it(like):
+    pool = PinnedPool()
+    for small, large in ((0, 4096), (4097, 8192), (2**22, 2**21 + 1), (2**22 + 1, 5 * 2**20), (9 * 2**20, 10 * 2**20)):
+        slab = pool.take(small, like)
+        assert slab.bytes.size >= max(small, 1)
+        pool.give(slab)
+        assert pool.kept_bytes >= slab.bytes.size
+        assert pool.take(large, like) is slab and slab.free is None
+    assert pool.kept_bytes == 0
+    assert pool.take(100, like) is not pool.take(100, like)
+
+
+def test_large_slabs_have_few_sizes_and_little_of_them_is_not_used():
+    wanted = range(2**22 + 1, 2**26, 2**17)
+    sizes = [streams._rounded(size) for size in wanted]
+    assert len(set(sizes)) == 4 * 4
+    assert all(size <= found < 1.25 * size for size, found in zip(wanted, sizes, strict=True))
+
+
+def test_memory_that_a_copy_reads_is_not_given_out_as_free(like, monkeypatch):
+    pool, backend = PinnedPool(), arrays.backend_of(like)
+    stream = backend.new_stream(like)
+    slab = pool.take(1000, like)
+    slab.bytes[:] = 7
+    for _ in range(3):
+        stream.launch(lambda: None)
+    backend.start_to_device(slab.bytes[:1000], like, stream)
+    copied = backend.record(like, stream)
+    pool.give(slab, copied)
+    other = pool.take(1000, like)
+    assert other is not slab and other.free is None
+    monkeypatch.setattr(streams, "KEPT_BYTES", 4096)  # no more than that: then the caller waits
+    assert pool.take(1000, like) is slab and slab.free is copied
+    pool.give(slab, copied)
+    copied.synchronize()
+    assert (arrays.to_host(like) == 7).all()
+    assert pool.take(1000, like) is slab and slab.free is None
+
+
+def test_no_more_is_kept_than_the_limit(like, monkeypatch):
+    monkeypatch.setattr(streams, "KEPT_BYTES", 3 * 8192)
+    pool, backend = PinnedPool(), arrays.backend_of(like)
+    slabs = [pool.take(size, like) for size in (8000, 8000, 8000, 8000, 16000)]
+    for slab in slabs[:3]:
+        pool.give(slab)
+    assert pool.kept_bytes == 3 * 8192
+    pool.give(slabs[4])  # the largest goes first
+    assert pool.kept_bytes == 3 * 8192 and not pool._kept[16384]
+    stream = backend.new_stream(like)
+    backend.start_to_device(slabs[3].bytes[:1000], like, stream)
+    pool.give(slabs[3], backend.record(like, stream))
+    assert pool.kept_bytes == 3 * 8192
+    assert any(each is slabs[3] for each in pool._kept[8192])  # the copy reads it: another has gone
+
+
+def test_streams_are_those_of_the_device(like):
+    assert streams.copy_streams(like) is streams.copy_streams(standin.zeros(3))
+    assert streams.copy_streams(like) is not streams.copy_streams(standin.zeros(3, kind=standin.AwareArray))
+
+
+def test_copies_are_queued_together_and_waited_for_once(monkeypatch):
+    sources = [standin.zeros(5), standin.zeros(0), standin.zeros(3)]
+    targets = [np.empty(each.size) for each in sources]
+    for number, source in enumerate(sources):
+        source.fill(number + 1)
+    waits = []
+    usual = standin.Event.synchronize
+    out = streams.copy_streams(sources[0]).out
+    before = out.queued
+
+    def synchronize(event):
+        waits.append(out.queued - before)
+        usual(event)
+
+    monkeypatch.setattr(standin.Event, "synchronize", synchronize)
+    host = np.arange(4.0), np.empty(4)
+    streams.copy_together([*zip(sources, targets, strict=True), host])
+    assert waits[0] == 3  # a wait for the computation and two copies are queued before the host waits for anything
+    assert (targets[0] == 1).all() and (targets[2] == 3).all() and np.array_equal(*host)

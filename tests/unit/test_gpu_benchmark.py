@@ -304,7 +304,7 @@ def test_counts_of_tests_are_read_and_failures_named(tools: Any, tmp_path: Path)
 
 def test_all_files_with_tests_on_a_gpu_are_found(tools: Any) -> None:
     unit, on_ranks = tools.gpu_tests.files("unit", False), tools.gpu_tests.files("mpi", False)
-    assert {"tests/unit/test_rules.py", "tests/unit/test_exact_dot.py"} <= set(unit)
+    assert {"tests/unit/test_rules.py", "tests/unit/test_exact.py"} <= set(unit)
     assert {"tests/mpi/test_collectives.py", "tests/mpi/test_checkpoints.py"} <= set(on_ranks)
     assert "tests/unit/test_token_data.py" not in unit
 

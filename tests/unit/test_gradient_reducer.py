@@ -1,4 +1,4 @@
-"""The reducer of gradients: order of reduction, accumulation over passes, memory."""
+"""Gradients: their buckets, their reducer, its phases, and micro-batches that are kept apart."""
 
 from __future__ import annotations
 
@@ -6,14 +6,95 @@ import gc
 import weakref
 from contextlib import nullcontext
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gradient_recorder import LIKE, Recorder
+from gradient_recorder import LIKE, Recorder, specs
+from hypothesis import given
 
-from mpishard.layout.tensors import ParameterSpec
-from mpishard.parameters.buckets import TensorRun
+from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
+from mpishard.parameters.buckets import Bucket, TensorRun, make_buckets
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.reducer import GradientPhase
+from mpishard.parameters.reducer import TRANSITIONS, GradientPhase, GradientReducer
+
+# Gradient buckets: how tensors are grouped, and the flat buffers that they are cut from.
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 30))
+def test_buckets_hold_the_minimum_and_cover_everything(sizes, minimum):
+    buckets = make_buckets(specs(*sizes), minimum)
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    assert (buckets[0].first, buckets[0].start) == (0, 0)
+    assert (buckets[-1].last, buckets[-1].stop) == (len(sizes), sum(sizes))
+    for one, two in zip(buckets[:-1], buckets[1:], strict=True):
+        assert (one.last, one.stop) == (two.first, two.start)
+    if len(buckets) > 1:
+        assert min(bucket.size for bucket in buckets) >= minimum
+
+
+def test_buckets_are_cut_by_the_sizes_that_are_given():
+    """Ranks whose pieces differ in size by one cut alike."""
+    ours = make_buckets(specs(4, 3, 4), 4, sizes=[4, 4, 4])
+    theirs = make_buckets(specs(4, 4, 4), 4)
+    assert [(bucket.first, bucket.last) for bucket in ours] == [(bucket.first, bucket.last) for bucket in theirs]
+    assert [bucket.size for bucket in ours] == [4, 3, 4]
+
+
+def test_no_bucket_spans_two_runs():
+    runs = [TensorRun(0, 1, 0, tied=True), TensorRun(1, 3, 0), TensorRun(3, 4, 1), TensorRun(4, 5, 1, "another")]
+    buckets = make_buckets(specs(2, 2, 2, 2, 2), 100, runs)
+    assert [(bucket.first, bucket.last, bucket.tied) for bucket in buckets] == [
+        (0, 1, True),
+        (1, 3, False),
+        (3, 4, False),
+        (4, 5, False),
+    ]
+
+
+def test_runs_of_parameters():
+    """Neighbours of one stage are a run, or of one unit; ties are alone."""
+    specs = [
+        ParameterSpec("table", (2,), copies=(3,)),
+        ParameterSpec("a", (2,)),
+        ParameterSpec("b", (2,)),
+        ParameterSpec("c", (2,), 1),
+        ParameterSpec("d", (2,), 2),
+    ]
+    parameters = FlatParameters(
+        specs, place=ModelParallelRank(pipeline_rank=0, pipeline_size=2), units=[["table", "a"], ["b"], ["d"], ["c"]]
+    )
+    assert list(parameters) == ["table", "a", "b", "d"]
+    assert [(run.first, run.last, run.virtual_stage, run.tied) for run in parameters.layout.gradient_runs()] == [
+        (0, 1, 0, True),
+        (1, 3, 0, False),
+        (3, 4, 2, False),
+    ]
+    assert [(run.first, run.last) for run in parameters.layout.gradient_runs(by_unit=True)] == parameters.units
+    assert parameters.units == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_views_are_the_flat_buffers():
+    parameters = FlatParameters([ParameterSpec("w", (2, 3)), ParameterSpec("b", (0,)), ParameterSpec("c", ())])
+    parameters["w"][...] = 1
+    parameters["c"][...] = 2
+    assert parameters.flat.tolist() == [1] * 6 + [2]
+    assert (list(parameters), len(parameters), parameters.size) == (["w", "b", "c"], 3, 7)
+    view, add = parameters.gradient("w")
+    assert (view.shape, add) == ((2, 3), False)
+    view[...] = 5
+    assert parameters.gradients.flat.tolist() == [5] * 6 + [0]
+
+
+def test_bad_parameters():
+    with pytest.raises(ValueError, match="two parameters of stage 0 are named 'w'"):
+        FlatParameters([ParameterSpec("w", (2,)), ParameterSpec("w", (3,))])
+    with pytest.raises(ValueError, match="the specs name 2 elements, but the flat array has 3"):
+        FlatParameters.over(np.zeros(3), [ParameterSpec("w", (2,))])
+    with pytest.raises(ValueError, match="minimum_parameter_group_size is 0"):
+        make_buckets(specs(3), 0)
+
+
+# The reducer of gradients: order of reduction, accumulation over passes, memory.
 
 
 def test_hand_over_is_last_first_whatever_the_order_of_announcements():
@@ -213,3 +294,173 @@ def test_sums_under_way_can_be_abandoned():
     recorder.gradients.abandon()
     recorder.gradients.reset()
     assert recorder.complete_calls == []
+
+
+# The phases of a step, and what the reducer of gradients takes in each.
+
+# By phase and call: the phase that follows, or the error.
+PHASES = {
+    (GradientPhase.ACCUMULATING, "gradient"): GradientPhase.ACCUMULATING,
+    (GradientPhase.ACCUMULATING, "no_sync"): GradientPhase.ACCUMULATING,
+    (GradientPhase.ACCUMULATING, "mark_ready"): GradientPhase.REDUCING,
+    (GradientPhase.ACCUMULATING, "end_pass"): GradientPhase.REDUCING,
+    (GradientPhase.ACCUMULATING, "finalize"): GradientPhase.REDUCED,
+    (GradientPhase.ACCUMULATING, "reset"): GradientPhase.ACCUMULATING,
+    (GradientPhase.REDUCING, "gradient"): GradientPhase.REDUCING,  # of a bucket that is not reduced yet
+    (GradientPhase.REDUCING, "no_sync"): "no_sync.. comes too late",
+    (GradientPhase.REDUCING, "mark_ready"): GradientPhase.REDUCING,
+    (GradientPhase.REDUCING, "end_pass"): GradientPhase.REDUCING,
+    (GradientPhase.REDUCING, "finalize"): GradientPhase.REDUCED,
+    (GradientPhase.REDUCING, "reset"): GradientPhase.ACCUMULATING,
+    (GradientPhase.REDUCED, "gradient"): "'t0' is reduced already, so another backward pass cannot add to it",
+    (GradientPhase.REDUCED, "no_sync"): "no_sync.. comes too late",
+    (GradientPhase.REDUCED, "mark_ready"): GradientPhase.REDUCED,
+    (GradientPhase.REDUCED, "end_pass"): GradientPhase.REDUCED,
+    (GradientPhase.REDUCED, "finalize"): GradientPhase.REDUCED,
+    (GradientPhase.REDUCED, "reset"): GradientPhase.ACCUMULATING,
+}
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+@pytest.mark.parametrize(("phase", "call"), PHASES)
+def test_phases_of_a_step(phase, call, on_demand):
+    """Each call in each phase; two buckets, of which the last is reduced in the phase REDUCING."""
+    recorder = Recorder([2, 2], 2, on_demand=on_demand)
+    gradients = recorder.gradients
+    gradients.gradient("t1")
+    if phase is not GradientPhase.ACCUMULATING:
+        gradients.mark_ready("t1")
+    if phase is GradientPhase.REDUCED:
+        gradients.finalize()
+    assert gradients.phase is phase
+
+    def act():
+        if call == "no_sync":
+            with gradients.no_sync():
+                pass
+        elif call == "gradient":
+            gradients.gradient("t0")
+        elif call == "mark_ready":
+            gradients.mark_ready("t1")
+        else:
+            getattr(gradients, call)()
+
+    expected = PHASES[phase, call]
+    if isinstance(expected, str):
+        with pytest.raises(RuntimeError, match=expected):
+            act()
+        assert gradients.phase is phase
+    else:
+        act()
+        assert gradients.phase is expected
+        assert gradients.reduced == (expected is GradientPhase.REDUCED)
+        assert recorder.resets == (call == "reset")
+        steps = [GradientPhase.ACCUMULATING, GradientPhase.REDUCING, GradientPhase.REDUCED]
+        passed = steps[steps.index(phase) : steps.index(expected) + 1] if call != "reset" else [phase, expected]
+        assert all(one is two or (one, two) in TRANSITIONS for one, two in zip(passed[:-1], passed[1:], strict=True))
+
+
+# Gradients of micro-batches that are kept apart, so that their sum does not depend on the layout.
+
+
+def test_gradients_that_are_set_aside_stay_apart_until_they_are_merged():
+    recorder = Recorder([2, 3], 2, reproducible=True)
+    gradients = recorder.gradients
+    gradients.keep_apart([0, 0, 1, 0])
+    for value in (1.0, 10.0, 100.0):
+        with gradients.no_sync():
+            recorder.backward(["t1", "t0"] if value > 1 else ["t1"], value)  # what a pass leaves out is zero in its own
+    recorder.backward(["t1"], 1000.0)
+    assert recorder.earlier == [[1, 1, 1], [110, 110, 110]]
+    recorder.backward(["t0"], 1000.0)
+    assert recorder.earlier == [[0, 0], [110, 110]]
+    assert recorder.got == [(1, [1000] * 3), (0, [1000] * 2)]
+    assert gradients.memory.nbytes == gradients.memory.peak_bytes == 3 * 5 * LIKE.itemsize
+    gradients.finalize()
+    gradients.reset()
+    gradients.keep_apart([0, 1])
+    with gradients.no_sync():
+        recorder.backward(["t1", "t0"], 1.0)
+    recorder.backward(["t1", "t0"], 2.0)
+    assert recorder.got[2:] == ["uses", (1, [3] * 3), (0, [3] * 2)]
+    assert recorder.earlier == []
+    assert gradients.memory.peak_bytes == 3 * 5 * LIKE.itemsize  # memory is used again
+
+
+def test_a_gradient_is_reduced_within_the_replica_before_it_is_merged():
+    recorder = Recorder([2, 3], 2, factor=2, reproducible=True)
+    recorder.gradients.keep_apart([0, 1])
+    with recorder.gradients.no_sync():
+        recorder.backward(["t1", "t0"], 1.0)
+    recorder.backward(["t1", "t0"], 10.0)
+    assert recorder.got == [(1, [22] * 3), (0, [22] * 2)]
+
+
+def backward_of_stage(recorder, stage, names, value, last):
+    recorder.gradients.begin_virtual_stage(stage, last)
+    recorder.backward(names, value)
+    recorder.gradients.end_virtual_stage(stage)
+
+
+def test_virtual_stages_keep_micro_batches_of_one_pass_apart():
+    recorder = Recorder([2, 3], 1, [TensorRun(0, 1, 0), TensorRun(1, 2, 1)], reproducible=True)
+    recorder.gradients.keep_apart([0, 1, 0], in_pass=True)
+    for stage, value in ((1, 1.0), (1, 10.0), (0, 1.0), (1, 100.0), (0, 10.0), (0, 100.0)):
+        backward_of_stage(recorder, stage, [f"t{stage}"], value, value == 100)
+        if recorder.got:
+            assert recorder.earlier == [[11] * (2 + recorder.order[-1])]
+    assert recorder.got == [(1, [100] * 3), (0, [100] * 2)]
+    recorder.gradients.finalize()
+    recorder.gradients.reset()
+    assert recorder.gradients.memory.nbytes == 2 * 5 * LIKE.itemsize
+
+
+def test_input_gradients_write_aside_while_an_earlier_micro_batch_is_open():
+    """As in ZB-H1: I0 I1 W0 W1, where the bias t0 is written in I and the weight t1 in W."""
+    recorder = Recorder([2, 3], 1, [TensorRun(0, 2)], reproducible=True)
+    gradients = recorder.gradients
+    for _ in range(2):
+        gradients.keep_apart([0, 0], in_pass=True)
+        for value in (1.0, 10.0):
+            gradients.begin_input_gradient(0)
+            view, add = gradients.gradient("t0")
+            assert not add
+            view[...] = value
+            gradients.end_input_gradient()
+        for value in (1.0, 10.0):
+            gradients.begin_virtual_stage(0, value == 10)
+            recorder.backward(["t1"], value)
+            gradients.mark_ready("t0")
+            gradients.end_virtual_stage(0)
+        assert recorder.got == [(1, [10] * 3), (0, [10] * 2)]
+        assert recorder.earlier == [[1, 1]]
+        gradients.finalize()
+        gradients.reset()
+        recorder.got.clear()
+
+
+def test_the_second_use_of_a_tensor_has_a_bucket_of_its_own():
+    pieces = specs(2, 3)
+    buckets = (*make_buckets(pieces, 5), Bucket(1, 0, 1, 0, 2, 0, second_use=True))
+    recorder = Recorder([2, 3], 5)
+    for reproducible in (False, True):  # what another reducer does not know is the tensor itself
+        used = buckets if reproducible else buckets[:1]
+        gradients = recorder.gradients = GradientReducer(pieces, used, LIKE, recorder, reproducible=reproducible)
+        gradients.gradient("t0", second=True)[0][...] = 1.0
+        view, add = gradients.gradient("t0")
+        assert add is not reproducible
+        view[...] = 5.0
+        gradients.gradient("t1")[0][...] = 7.0
+        recorder.got.clear()
+        gradients.finalize()
+        assert recorder.got == [(0, [5, 5, 7, 7, 7]), *([(1, [1, 1]), "uses"] if reproducible else [])]
+        gradients.reset()
+
+
+def test_another_number_of_micro_batches_than_announced_is_an_error():
+    for made in (1, 3):
+        recorder = Recorder([2], 1, reproducible=True)
+        recorder.gradients.keep_apart([0, 1], in_pass=True)
+        with pytest.raises(RuntimeError, match="2 micro-batches to keep apart"):
+            for number in range(made):
+                backward_of_stage(recorder, 0, ["t0"], 1.0, number == made - 1)

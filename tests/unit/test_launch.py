@@ -1,4 +1,4 @@
-"""Launchers, hosts, processes that are left, and signals."""
+"""Launchers, hosts, signals, batch scripts, and what follows the end of a job."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,14 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm.abort import _try_again
+from mpishard.launch.exit_codes import START_AGAIN
+from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
 from mpishard.launch.launchers import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 from mpishard.launch.processes import Leftovers
+from mpishard.launch.restart_policy import JobHistory, JobOutcome, Policy, Start, Stop, decide
 from mpishard.launch.signals import deferred
+
+# Launchers, hosts, processes that are left, and signals.
 
 # A launcher that does not fit the MPI starts several worlds of one rank, which a mesh refuses to train in.
 
@@ -251,3 +257,307 @@ def test_the_exit_code_of_a_script_whose_run_was_stopped(lines: str, code: int, 
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False)
     assert finished.returncode == code, finished.stderr
     assert (tmp_path / "out").read_text() == "x"
+
+
+# What follows the end of a job: the end of the run, or a start of which ranks on which hosts.
+
+FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
+ELASTIC = Policy(elastic=True)
+SHRINKING = replace(ELASTIC, replace=False)
+HOSTS = parse_hosts("a:2,b:2,c:1")
+
+
+def ended_with(code, *, half_started=False, lost=False, stopped=0, healed=0, **notes):
+    """How a job ended that had started, with these notes of its processes."""
+    heal = Heal(healed, 0, 0.0) if healed else None
+    return JobOutcome(code, Notes(**{"started": True, "heal": heal, **notes}), half_started, lost, stopped)
+
+
+def replace_failure(outcome, **changes):
+    return replace(outcome, notes=replace(outcome.notes, failure=replace(outcome.notes.failure, **changes)))
+
+
+KILLED = ended_with(137, step=10)
+
+
+def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
+    history = history or JobHistory(4, 4)
+    return decide(policy, history, outcome, hosts, hosts if answering is None else answering)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (ended_with(0, ended=Ended(0)), 0),
+        (ended_with(137, ended=Ended(0)), 0),  # after a heal
+        (ended_with(-9, ended=Ended(0)), 0),  # a launcher that did not end
+        (ended_with(0, ended=Ended(3)), 3),
+        (ended_with(3, ended=Ended(None)), 3),
+        (ended_with(-11, ended=Ended(None)), 139),
+        (ended_with(137, ended=Ended(None), healed=3), 0),
+        (ended_with(3, ended=Ended(None), healed=3), 3),
+        (ended_with(75, given_up=Ended(75)), 75),
+        (ended_with(75, ended=Ended(0), given_up=Ended(75)), 75),
+        (ended_with(75, ended=Ended(75), given_up=Ended(74)), 75),
+        (ended_with(1, ended=Ended(0), given_up=Ended(1), failure=FAILURE, healed=3), 0),
+        (ended_with(75, given_up=Ended(75), aborted=True), 75),
+        (ended_with(0, ended=Ended(0), stopped=15), 0),
+        (ended_with(0, stopped=15), 143),
+        # stopped in order, by a signal that stands for Ctrl-C in the ranks
+        (ended_with(0, ended=Ended(130), stopped=15), 143),
+        (ended_with(0, ended=Ended(130), stopped=2), 130),
+        (ended_with(75, ended=Ended(75), stopped=15), 75),
+    ],
+)
+@pytest.mark.parametrize("elastic", [True, False])
+def test_what_ends_a_run(outcome, code, elastic):
+    follows = after(outcome, Policy(elastic=elastic))
+    assert isinstance(follows, Stop) and follows.code == code
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (KILLED, 137),
+        (ended_with(0), 1),
+        (ended_with(-9), 137),
+        (ended_with(137, failure=FAILURE), 1),
+        (ended_with(0, ended=Ended(0), aborted=True), 1),
+        (ended_with(0, ended=Ended(0), aborted=True, healed=3), 1),
+        (ended_with(137, ended=Ended(None), aborted=True, healed=3), 137),
+        (ended_with(137, started=False, half_started=True), 1),
+    ],
+)
+def test_without_elastic_a_failure_is_the_end(outcome, code):
+    follows = after(outcome, Policy())
+    assert isinstance(follows, Stop) and follows.code == code and follows.why
+
+
+@pytest.mark.parametrize(
+    ("outcome", "changes", "ranks"),
+    [
+        (KILLED, {}, 4),
+        (ended_with(0, step=10), {}, 4),
+        (KILLED, {"replace": False}, 3),
+        (ended_with(137, step=10, healed=2), {"replace": False}, 2),
+        (ended_with(137, step=10, healed=2), {}, 4),
+        (KILLED, {"replace": False, "multiple_of": 2}, 2),
+        (KILLED, {"replace": False, "min_workers": 3}, 3),
+        (ended_with(-9, step=10), {}, 4),  # the launcher was killed
+        (ended_with(1, step=10, failure=FAILURE), {}, 4),
+        (ended_with(1, step=10, ended=Ended(0), failure=FAILURE), {}, 4),
+    ],
+)
+def test_ranks_that_are_left(outcome, changes, ranks):
+    follows = after(outcome, replace(ELASTIC, **changes))
+    assert isinstance(follows, Start) and follows.ranks == ranks
+
+
+def test_too_few_ranks():
+    follows = after(KILLED, replace(SHRINKING, min_workers=4))
+    assert isinstance(follows, Stop) and "3 ranks remain and 4 are needed" in follows.why
+    assert isinstance(after(KILLED, replace(SHRINKING, multiple_of=4)), Stop)
+    assert isinstance(after(KILLED, SHRINKING, JobHistory(1, 1)), Stop)
+
+
+def test_starts_that_lose_ranks_in_succession():
+    """Of as many once more, since a dead process is no dead core, and then of fewer, until one gets further."""
+    history, seen = JobHistory(4, 4), []
+    for step in (5, 5, 5, 9, 9):
+        follows = after(ended_with(137, step=step), history=history)
+        assert isinstance(follows, Start)
+        history = follows.history
+        seen.append(follows.ranks)
+    assert seen == [4, 3, 2, 4, 3]
+    never = after(ended_with(137, step=0), replace(ELASTIC, min_workers=4), JobHistory(4, 4, restarts=1))
+    assert isinstance(never, Start) and never.ranks == 4
+    assert after(ended_with(137, step=0)).ranks == 4  # the first start of all
+
+
+def test_hosts_that_are_left():
+    history = JobHistory(5, 5)
+    lost = after(KILLED, history=history, hosts=HOSTS, answering=HOSTS[1:])
+    assert isinstance(lost, Start) and (lost.ranks, lost.hosts, lost.history.ranks) == (3, HOSTS[1:], 5)
+    back = after(ended_with(137, step=11), history=lost.history, hosts=HOSTS)  # it answers again
+    assert isinstance(back, Start) and (back.ranks, back.hosts) == (5, HOSTS)
+    fewer = after(ended_with(137, step=11), SHRINKING, lost.history, HOSTS)
+    assert isinstance(fewer, Start) and (fewer.ranks, fewer.hosts) == (4, HOSTS)
+    unclear = after(ended_with(137, step=10, lost=True), history=history, hosts=HOSTS)
+    assert isinstance(unclear, Start) and unclear.ranks == 5
+    none = after(KILLED, history=history, hosts=HOSTS, answering=())
+    assert isinstance(none, Stop) and none.code == 137
+
+
+def test_only_progress_resets_the_count_of_restarts():
+    history, starts = JobHistory(10, 10), []
+    for step in (5, 5, 5, 9, 9, 9, 8, 9):
+        follows = after(ended_with(137, step=step), history=history)
+        starts.append(isinstance(follows, Start))
+        if starts[-1]:
+            history = follows.history
+    assert starts == [True, True, True, True, True, True, False, False]
+    assert isinstance(follows, Stop) and "3 restarts have brought it no further than step 9" in follows.why
+    assert history.step == 9
+
+
+def test_the_same_failure_twice():
+    first = after(ended_with(1, step=12, failure=FAILURE))
+    assert isinstance(first, Start)
+    again = replace(FAILURE, message="1.6 is bad")
+    assert isinstance(after(ended_with(1, step=12, failure=again), history=first.history), Stop)
+    for other in (replace(FAILURE, step=13), replace(FAILURE, kind="OSError"), replace(FAILURE, where="train.py:8")):
+        assert isinstance(after(ended_with(1, step=12, failure=other), history=first.history), Start)
+    between = after(KILLED, history=first.history)
+    assert isinstance(between, Start)
+    assert isinstance(after(ended_with(1, step=12, failure=FAILURE), history=between.history), Start)
+
+
+def test_what_all_ranks_were_refused_alike_is_not_tried_again():
+    refused = ended_with(1, failure=replace(FAILURE, step=0, alike=True))
+    follows = after(refused, hosts=HOSTS)
+    assert isinstance(follows, Stop) and follows.code == 1
+    assert follows.why == (
+        "failed by ValueError at train.py:7 on all ranks, before any step: another start would end the same way"
+    )
+    # What one rank has met, what has come with a step, and what follows a loss of ranks or hosts may come otherwise.
+    for other in ({"alike": False}, {"step": 1}):
+        assert isinstance(after(replace_failure(refused, **other)), Start)
+    assert isinstance(after(refused, history=JobHistory(4, 4, restarts=1)), Start)
+    assert isinstance(after(refused, history=JobHistory(4, 4, step=3)), Start)
+    assert isinstance(after(refused, hosts=HOSTS, answering=HOSTS[1:]), Start)
+    assert isinstance(after(replace(refused, notes=replace(refused.notes, step=3))), Start)
+
+
+def test_a_job_that_never_started():
+    for policy in (ELASTIC, Policy()):
+        follows = after(ended_with(127, started=False), policy)
+        assert isinstance(follows, Stop) and follows.code == 127
+        assert follows.why == "did not start, or its script never imported mpishard (the launcher reports 127)"
+    later = after(ended_with(127, started=False), history=JobHistory(4, 4, step=3))
+    assert isinstance(later, Start)
+    hosts_gone = after(ended_with(1, started=False), hosts=HOSTS, answering=HOSTS[:1])
+    assert isinstance(hosts_gone, Start) and hosts_gone.ranks == 2
+
+
+@pytest.mark.parametrize("lost", [{"code": 137, "half_started": True}, {"code": 9}, {"code": 139}, {"code": -9}])
+def test_ranks_that_die_before_they_import_mpishard(lost):
+    """As others, but a second time in succession it is taken for the script's own failure."""
+    lost = ended_with(started=False, **lost)
+    first = after(lost)
+    assert isinstance(first, Start) and first.ranks == 4
+    second = after(lost, history=first.history)
+    assert isinstance(second, Stop) and second.code and "the same twice" in second.why
+    between = after(KILLED, history=first.history)
+    assert isinstance(between, Start)
+    assert isinstance(after(lost, history=between.history), Start)
+    assert isinstance(after(lost, replace(ELASTIC, max_restarts=0)), Stop)
+
+
+def test_a_failure_after_the_training_is_no_lost_rank():
+    follows = after(ended_with(137, step=12, aborted=True, failure=replace(FAILURE, trained=True)))
+    assert follows == Stop(1, "failed by ValueError at train.py:7 after its training")
+
+
+@pytest.mark.parametrize("changes", [{"min_workers": 0}, {"multiple_of": 0}, {"max_restarts": -1}])
+def test_senseless_policies(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Policy(**changes)
+
+
+# How a batch script of ``slurm/`` leaves, under stand-ins for Slurm's commands, the launcher and the training.
+
+TRAIN = Path(__file__).parents[2] / "slurm" / "train.sbatch"
+
+PROGRAMS = {
+    # Says which MPI it has, and trains until Slurm asks it to leave.
+    "python": f"""case $1 in -c) echo "MPICH Version: 5" ;; *) exit {START_AGAIN} ;; esac""",
+    "mpirun": "echo 2",  # the size of the world
+    "srun": "true",
+    "squeue": """scontrol --oneliner show job 1 | sed 's/.*JobState=//; s/ .*//'""",
+    # Does not answer its first $DEAF calls; $ANSWER: a request that is taken is answered.
+    "scontrol": """
+calls=$(($(cat calls 2>/dev/null || echo 0) + 1))
+echo "$calls" >calls
+if [ "$calls" -le "$DEAF" ]; then
+    echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
+    exit 1
+elif [ "$1" = requeue ]; then
+    echo "$2" >>requeued
+    [ "$ANSWER" = yes ] || { echo "Unexpected message received for job $2" >&2; exit 1; }
+else
+    echo "JobId=1 JobName=train JobState=$STATE Restarts=$(cat requeued 2>/dev/null | wc -l) PreemptTime=None"
+fi
+""",
+}
+
+
+# Sourced by Bash before the script.  Nobody waits: the script's clock goes on by itself.
+CLOCK = "sleep() { SECONDS=$((SECONDS + ${1%.*} + 1)); }"
+
+
+@pytest.fixture
+def leave(tmp_path):
+    """Run the script to its end; what it wrote, its exit code, and the jobs that were queued again."""
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "clock").write_text(CLOCK)
+
+    def run(deaf=0, answer="yes", state="RUNNING", **environment):
+        given = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2", **environment}
+        stand_ins = {"PATH": f"{tmp_path}:{os.defpath}", "BASH_ENV": str(tmp_path / "clock")}
+        stand_ins |= {"DEAF": str(deaf), "ANSWER": answer, "STATE": state}
+        done = subprocess.run(
+            ["bash", str(TRAIN), "train.py"],
+            cwd=tmp_path,
+            env={**given, **stand_ins},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        requeued = tmp_path / "requeued"
+        return done.stdout, done.returncode, requeued.read_text().split() if requeued.exists() else []
+
+    return run
+
+
+@pytest.mark.parametrize(("deaf", "answer"), [(0, "yes"), (0, "no"), (1, "yes"), (2, "no"), (4, "yes")])
+def test_a_job_is_queued_again_once_however_late_slurm_answers(leave, deaf, answer):
+    log, code, requeued = leave(deaf, answer)
+    assert requeued == ["1"] and code == START_AGAIN, log
+    assert log.count("job 1 leaves with code 75 and is queued again") == 1, log
+
+
+def test_one_of_an_array_is_queued_again_by_its_full_name(leave):
+    log, _, requeued = leave(SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="1")
+    assert requeued == ["17_1"], log
+
+
+def test_a_job_that_was_cancelled_is_not_queued_again(leave):
+    log, code, requeued = leave(2, state="CANCELLED")
+    assert code == START_AGAIN and not requeued
+    assert "job 1 leaves with code 75; it is CANCELLED, so this script does not queue it again" in log
+
+
+def test_a_slurm_that_never_answers_is_not_waited_for_without_limit(leave):
+    log, code, requeued = leave(10**6, PATIENCE="0")
+    assert code == 2 and not requeued
+    assert "Slurm did not queue job 1 again within 0 s; submit it again, and it goes on" in log
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "options"),
+    [
+        ("optimize(resume=True)", {}, ""),
+        ('add_argument("--resume")', {}, "--resume"),
+        ('add_argument("--resume")', {"RESUME": ""}, ""),
+        ("optimize(resume=True)", {"RESUME": "--again yes"}, "--again yes"),
+    ],
+)
+def test_a_script_gets_the_option_to_resume_that_it_has(leave, tmp_path, script, environment, options):
+    (tmp_path / "train.py").write_text(script)
+    log, _, requeued = leave(**environment)
+    assert requeued == ["1"] and f"train.py {options}\n" in log, log

@@ -1,4 +1,4 @@
-"""Llama and its relatives: against `transformers` with random weights, between options, and on bad input."""
+"""Llama and its relatives, and published weights, on one rank: against `transformers`, round trips, and bad input."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import types
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from layer_kernels import use_formulas
 from mpi4py import MPI
+from pretrained_runs import FAMILIES, assert_equals, computed, stored, their_texts, write_theirs
 
 import mpishard
-from mpishard import nn
+from mpishard import Mesh, nn
 from mpishard.nn.architecture import architecture_of, changes, described
 from mpishard.nn.layers import Draws
 from mpishard.parameters.flat import FlatParameters
+
+# Llama and its relatives: against `transformers` with random weights, between options, and on bad input.
 
 SIZES = dict(vocabulary_size=19, context_length=24, width=24, layers=2, heads=4)
 LONG = nn.RopeScaling("longrope", 2.0, 12, short_factors=(1.0, 1.1, 1.2), long_factors=(1.0, 2.0, 3.0))
@@ -346,3 +350,261 @@ class TestDropout:
             model(dropout=0.3).loss_and_gradient(*batch(), [1, 2])
         with pytest.raises(ValueError, match="dropout=1.0 must be a number of at least 0 and below 1"):
             model(dropout=1.0)
+
+
+# Published weights on one rank: what `transformers` computes, round trips, and bad folders.
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.fixture
+def transformers():
+    pytest.importorskip("torch", reason="compares with PyTorch, which is not installed")
+    return pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A GPT-2 of our own, as `transformers` would store it."""
+    nn.export_pretrained(nn.GPT(11, 5, width=8, layers=2, heads=2, tied=True), tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def test_no_initial_values_are_drawn_and_weights_are_read_only_if_wanted(folder, monkeypatch):
+    def drawn(*arguments):
+        raise AssertionError("initial values are drawn")
+
+    monkeypatch.setattr("mpishard.nn.layers.normal", drawn)
+    with Mesh(MPI.COMM_SELF) as mesh:
+        for model in (nn.import_pretrained(folder), nn.import_pretrained(folder, mesh)):
+            assert model.parameters.held.any()
+        with mesh.without_initial_values():
+            with mesh.without_initial_values():
+                pass
+            assert not nn.import_pretrained(folder, mesh).parameters.held.any()
+        assert mesh.initial_values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continued_texts_are_those_of_transformers(transformers, tmp_path, family):
+    """Those of longrope grow beyond the length at which all keys change: without keys kept, there."""
+    context = {"n_positions" if family == "gpt2" else "max_position_embeddings": 32}
+    write_theirs(tmp_path, family, "float64", **context)
+    expected = their_texts(tmp_path, PROMPTS, 12)
+    model = nn.import_pretrained(tmp_path)
+    for cache in (True, False):
+        assert [text.tolist() for text in model.generate(PROMPTS, 12, 0, cache=cache)] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "options", "save"),
+    [
+        ("gpt2", "float32", {}, {}),
+        ("gpt2", "float64", dict(tie_word_embeddings=False), dict(max_shard_size="20KB")),
+        ("gpt2", "float32", dict(vocab_size=64), dict(max_shard_size="20KB")),
+        ("llama2", "float32", {}, {}),
+        ("llama3", "float32", dict(tie_word_embeddings=True), dict(max_shard_size="20KB")),
+        ("longrope", "float32", {}, {}),
+        ("qwen2", "float32", {}, {}),
+        ("qwen3", "float32", {}, {}),
+    ],
+)
+def test_logits_gradients_and_bytes_are_those_of_transformers(transformers, tmp_path, family, dtype, options, save):
+    expected = write_theirs(tmp_path / "theirs", family, dtype, save, **options)
+    model = nn.import_pretrained(tmp_path / "theirs")
+    assert model.parameters.dtype == dtype
+    assert_equals(model, expected)
+    nn.export_pretrained(model, tmp_path / "ours", file_bytes=20_000 if save else 10**9)
+    assert stored(tmp_path / "ours") == stored(tmp_path / "theirs")
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists() == bool(save)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    np.testing.assert_array_equal(computed(again.eval(), options.get("vocab_size", 19))[0], expected[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_written_back_with_the_same_bytes(folder, tmp_path, dtype):
+    nn.export_pretrained(nn.import_pretrained(folder), tmp_path / "half", dtype=dtype)
+    model = nn.import_pretrained(tmp_path / "half")
+    assert model.parameters.dtype == np.float32
+    nn.export_pretrained(model, tmp_path / "again", dtype=dtype)
+    assert stored(tmp_path / "again") == stored(tmp_path / "half")
+
+
+def test_names_without_prefix_masks_and_a_copy_of_a_tied_head_are_known(folder):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    bare |= {"h.0.attn.bias": np.ones((1, 1, 5, 5), np.float32), "h.1.attn.masked_bias": np.full((), -1e4, np.float32)}
+    bare["lm_head.weight"] = bare["wte.weight"]
+    expected = nn.import_pretrained(folder).parameters.flat
+    safetensors.numpy.save_file(bare, folder / "model.safetensors")
+    np.testing.assert_array_equal(nn.import_pretrained(folder).parameters.flat, expected)
+
+
+def test_another_copy_of_a_tied_head_is_refused(folder):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    message = r"has lm_head.weight with other values than transformer.wte.weight, but config.json ties them: give it"
+    with pytest.raises(ValueError, match=message):
+        nn.import_pretrained(folder)
+    config(tie_word_embeddings=False)(folder)
+    model = nn.import_pretrained(folder)
+    np.testing.assert_array_equal(model.parameters["head.weight"].T, tensors["lm_head.weight"])
+
+
+def test_options_may_follow(folder, tmp_path):
+    """Dropout too, but no other architecture; an export has the special tokens of the config that was imported."""
+    config(bos_token_id=3, eos_token_id=[1, 2])(folder)
+    model = nn.import_pretrained(folder, dropout=0.1, recompute=True, precision=nn.Precision(dtype="float64"))
+    assert model.dropout == 0.1 and model.parameters.dtype == np.float64
+    nn.export_pretrained(model, tmp_path / "tuned", dtype="float32")
+    assert stored(tmp_path / "tuned") == stored(folder)
+    fields = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert (fields["bos_token_id"], fields["eos_token_id"]) == (3, [1, 2])
+    for options, message in [
+        (dict(context_length=3), "takes no context_length=: .* config.json, which has n_positions=5; batches may have"),
+        (dict(architecture=model.architecture), "takes no architecture=: the architecture is that of config.json"),
+        (dict(layer=3), r"import_pretrained\(\) got an unexpected keyword argument 'layer'"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            nn.import_pretrained(folder, **options)
+
+
+def config(**fields):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def weights(**changed):
+    """Other tensors by the end of their names; None takes one away."""
+
+    def change(folder):
+        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+        for name, value in changed.items():
+            full = next((each for each in tensors if each.endswith(name)), name)
+            tensors.pop(full, None)
+            if value is not None:
+                tensors[full] = value
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+    return change
+
+
+def index(**weight_map):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=weight_map)))
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+BAD = [
+    (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "has no config.json"),
+    (lambda folder: (folder / "config.json").write_text("{"), ValueError, "config.json is not JSON"),
+    (lambda folder: (folder / "config.json").write_text("[1]"), ValueError, "config.json has no JSON object"),
+    (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        ValueError,
+        "config.json is not JSON: its lists",
+    ),
+    (config(x=json.loads("[" * 500 + "]" * 500)), ValueError, "config.json is not JSON: its lists"),
+    (weights(**{"h.1.\x1b[2Jadapter": np.zeros(3)}), ValueError, r"the weights have h\.1\.\\x1b\[2Jadapter, for which"),
+    (index(**{"\x1b[2J": "model.safetensors"}), ValueError, r"names \\x1b\[2J, which the files do not have"),
+    (config(model_type="mamba"), ValueError, "model_type='mamba'; the known ones are gpt2, llama, qwen2, qwen3"),
+    (config(n_embd=None), ValueError, "config.json has no n_embd"),
+    (config(n_head=3), ValueError, "width 8 is not a multiple of 3 heads"),
+    (config(n_layer="2"), TypeError, "layers is '2'; it must be an integer"),
+    (config(n_layer=3), ValueError, "the weights lack transformer.h.2.ln_1.weight, .* and 9 more"),
+    (config(n_layer=1), ValueError, "the weights have transformer.h.1..* has no place"),
+    (config(vocab_size=12), ValueError, r"wte.weight has the shape \(11, 8\), but config.json asks for \(12, 8\)"),
+    (config(activation_function="relu"), ValueError, "activation_function='relu'; models here have 'gelu_new' or"),
+    (config(n_inner=12), ValueError, r"n_inner=12; models here have 4 \* n_embd = 32"),
+    (config(scale_attn_by_inverse_layer_idx=True), ValueError, "scale_attn_by_inverse_layer_idx=True"),
+    (config(quantization_config={"bits": 4}), ValueError, "quantization_config"),
+    (config(tie_word_embeddings=False), ValueError, "the weights lack lm_head.weight"),
+    (weights(**{"h.1.ln_2.bias": None}), ValueError, "the weights lack transformer.h.1.ln_2.bias"),
+    (weights(**{"h.1.adapter": np.zeros(3)}), ValueError, "the weights have h.1.adapter, for which"),
+    (weights(**{"wpe.weight": np.zeros((5, 8), np.int8)}), ValueError, "wpe.weight is I8; weights must be F64"),
+    (weights(**{"wpe.weight": np.zeros((4, 8))}), ValueError, r"wpe.weight has the shape \(4, 8\)"),
+    (cut, ValueError, "model.safetensors is no safetensors file, or damaged"),
+    (lambda folder: (folder / "model.safetensors").unlink(), ValueError, "has neither model.safetensors nor"),
+    (index(wte="../model.safetensors"), ValueError, "has no weight_map"),
+    (index(wte="absent.safetensors"), FileNotFoundError, "absent.safetensors"),
+    (index(wte="model.safetensors"), ValueError, "names wte, which the files do not have"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), BAD)
+def test_a_bad_folder_is_refused_in_one_line(folder, change, kind, message):
+    change(folder)
+    with pytest.raises(kind, match=message) as caught:
+        nn.import_pretrained(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(attention_bias=True), "attention_bias=True; models here have False only"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'; models here have 'silu' only"),
+        (dict(intermediate_size=None), "config.json has no intermediate_size"),
+        (dict(num_key_value_heads=1), "k_proj.weight has the shape"),
+        (dict(rope_scaling={"type": "yarn", "factor": 2.0}), "there is no rope scaling 'yarn'"),
+        (dict(rope_parameters={"partial_rotary_factor": 0.5}), "asks for rotary positions"),
+        (
+            dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}),
+            "llama3 without original_max_position_embeddings, low",
+        ),
+        (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "rope scaling linear without factor; give"),
+        (dict(rope_scaling={"factor": 2.0}), "there is no rope scaling 'None'"),
+        (dict(rope_parameters={"rope_type": "default", "rope_theta": 0}), "theta of rotary positions.* 0"),
+        (dict(model_type="qwen2"), "the weights lack model.layers.0.self_attn.q_proj.bias"),
+        (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window=True"),
+    ],
+)
+def test_a_bad_config_of_a_llama_is_refused(tmp_path, fields, message):
+    nn.export_pretrained(nn.Llama(11, 5, width=8, layers=1, heads=2, hidden=16), tmp_path / "llama")
+    config(**fields)(tmp_path / "llama")
+    with pytest.raises(ValueError, match=message):
+        nn.import_pretrained(tmp_path / "llama")
+
+
+def test_a_model_that_transformers_does_not_have_is_not_exported(tmp_path):
+    sizes = dict(vocabulary_size=11, context_length=5, width=8, layers=1, heads=2)
+    for options, message in [
+        (dict(rotary=nn.Rotary(pairing="interleaved")), "pairing='interleaved'"),
+        (dict(bias=True, head_norms=True), "no model of transformers is known"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            nn.export_pretrained(nn.Llama(**sizes, **options), tmp_path / "x")
+    with pytest.raises(ValueError, match="needs the name of a folder"):
+        nn.export_pretrained(nn.GPT(**(sizes | dict(heads=2))), "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_already_is_not_overwritten(folder):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = nn.import_pretrained(folder)
+    with pytest.raises(FileExistsError, match="is there already"):
+        nn.export_pretrained(model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_bad_arguments_are_named(folder, tmp_path):
+    model = nn.import_pretrained(folder)
+    with pytest.raises(TypeError, match="dtype='int8' must be one of float64"):
+        nn.export_pretrained(model, tmp_path / "x", dtype="int8")
+    with pytest.raises(ValueError, match="file_bytes"):
+        nn.export_pretrained(model, tmp_path / "x", file_bytes=0)
+    with pytest.raises(TypeError, match="needs a model of mpishard.nn, got 3"):
+        nn.export_pretrained(3, tmp_path / "x")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        nn.import_pretrained(tmp_path / "absent")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'heads_'"):
+        nn.import_pretrained(folder, heads_=2)
+    assert not (tmp_path / "x").exists()

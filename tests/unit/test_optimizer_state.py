@@ -1,12 +1,16 @@
-"""An optimizer's state on one rank: what `capture` says is what `restore` takes, and what comes on top of it."""
+"""An optimizer's state and its files, its updates, and hyper-parameters by tensor and by step."""
 
 from __future__ import annotations
 
 import gc
+import io
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -14,17 +18,27 @@ from mpi4py import MPI
 from mpishard import (
     SGD,
     Adam,
+    AdamW,
     DDPOptimizer,
     FlatParameters,
     LocalSGDOptimizer,
     Mesh,
+    ParameterGroup,
     ParameterSpec,
     ShardingConfiguration,
+    nn,
 )
+from mpishard.backend.array import Kernel
+from mpishard.data_parallel import full_state
+from mpishard.data_parallel.full_state import FullState, decode, encode
 from mpishard.data_parallel.local_sgd import AveragingSchedule, LocalSteps
 from mpishard.data_parallel.ownership import OwnedRanges
 from mpishard.data_parallel.rank_state import Counters
+from mpishard.optim import Rule, formulas
+from mpishard.optim.lr_schedules import Schedule, constant, cosine, inverse_square_root, linear, warmup
 from mpishard.optim.rule import LossScale
+
+# An optimizer's state on one rank: what `capture` says is what `restore` takes, and what comes on top of it.
 
 
 @pytest.fixture
@@ -220,3 +234,403 @@ def test_an_average_ends_its_delay_after_its_start(mesh: Mesh) -> None:
     assert steps.average_all() and averages.log[3:] == ["start 0 after 5", "end 0 after 5"]
     steps.restart()
     assert not steps.average_all()
+
+
+# Files of optimizer state: whatever is done to their bytes, they are refused with ValueError or read as they were.
+
+SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterSpec(".", ()))
+
+
+def state(**changes):
+    slots = {"exp_avg": np.linspace(-1, 1, 16), "exp_avg_sq": np.linspace(0, 1, 16)}
+    facts = {"rule": "AdamW", "configuration": {"lr": 0.1}, "steps": 7, "skipped_steps": 1, "loss_scale": (2.0, 3)}
+    facts |= {"outer_rule": "SGD", "outer_steps": 2, "others": {"outer/momentum_buffer": np.linspace(2, 3, 16)}}
+    return FullState(**{**facts, "specs": SPECS, "dtype": np.dtype(np.float64), "slots": slots, **changes})
+
+
+def same(one, other):
+    plain = ("rule", "configuration", "steps", "skipped_steps", "dtype", "loss_scale", "specs", "outer_rule")
+    return all(getattr(one, name) == getattr(other, name) for name in (*plain, "outer_steps")) and all(
+        mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
+        for mine, theirs in ((one.slots, other.slots), (one.others, other.others))
+    )
+
+
+def mutated(data, other, random):
+    """The bytes with a mutation: flips, runs of noise or zeros, cuts, repeats, swaps, or parts of another image."""
+    data = bytearray(data)
+    start, stop = sorted(int(place) for place in random.integers(0, len(data) + 1, 2))
+    length = min(int(random.integers(1, 64)), len(data) - start)
+    match int(random.integers(8)):
+        case 0:
+            for place in random.integers(0, len(data), random.integers(1, 9)):
+                data[place] ^= 1 << int(random.integers(8))
+        case 1:
+            data[start : start + length] = random.bytes(length)
+        case 2:
+            data[start:stop] = bytes(stop - start)
+        case 3:
+            del data[start:]
+        case 4:
+            del data[start:stop]
+        case 5:
+            data[start:start] = data[start:stop]
+        case 6:
+            middle = (start + stop) // 2
+            data[start:stop] = data[middle:stop] + data[start:middle]
+        case 7:
+            data[start:stop] = other[start:stop]
+    return bytes(data)
+
+
+def test_mutated_images_are_refused_or_read_as_they_were():
+    whole = state()
+    data = encode(whole)
+    changed = {which: {name: -slot for name, slot in getattr(whole, which).items()} for which in ("slots", "others")}
+    other = encode(state(steps=8, **changed))
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(10_000):
+        try:
+            assert same(decode(mutated(data, other, random)), whole)
+        except ValueError:
+            refused += 1
+    assert refused > 9_000
+
+
+def forged(change):
+    """An image whose content was changed by somebody who knows how to sign it."""
+    data = encode(state())
+    file = io.BytesIO(data)
+    with h5py.File(file, "r+") as h5:
+        change(h5)
+    return full_state._IMAGE.seal(file.getvalue())
+
+
+def replace(name, **options):
+    def change(h5):
+        del h5[name]
+        if options:
+            h5.create_dataset(name, **options)
+
+    return change
+
+
+def set_attribute(name, value):
+    def change(h5):
+        h5.attrs[name] = value
+
+    return change
+
+
+def linked(path, target):
+    def change(h5):
+        del h5[path]
+        h5[path] = target
+
+    return change
+
+
+def virtual(h5):
+    layout = h5py.VirtualLayout((3, 5), np.float64)
+    layout[...] = h5py.VirtualSource("/elsewhere.h5", "x", (3, 5))
+    del h5["slots/exp_avg/a%2Fb"]
+    h5.create_virtual_dataset("slots/exp_avg/a%2Fb", layout)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace("names"),
+        replace("names", data=[1, 2, 3]),
+        replace("names", data=["a/b"], dtype=h5py.string_dtype()),
+        replace("shapes", data=["[3, 5]", "[0, 2]", "null"], dtype=h5py.string_dtype()),
+        replace("shapes", data=["[3, 5]", "[0, 2]", "[-1]"], dtype=h5py.string_dtype()),
+        replace("shapes", data=["[1000000, 10000000000]", "[0, 2]", "[]"], dtype=h5py.string_dtype()),
+        replace("slots", data=1.0),
+        replace("others", data=1.0),
+        replace("others/outer%2Fmomentum_buffer/a%2Fb", data=np.zeros((5, 3))),
+        replace("slots/exp_avg", data=1.0),
+        replace("slots/exp_avg/%2E"),
+        replace("slots/exp_avg/a%2Fb", data=np.zeros((5, 3))),
+        replace("slots/exp_avg/a%2Fb", data=np.zeros((3, 5), np.float32)),
+        replace("slots/exp_avg/a%2Fb", shape=(3, 5), dtype=np.float64, external=[("/dev/zero", 0, 120)]),
+        linked("slots/exp_avg/a%2Fb", h5py.SoftLink("/slots/exp_avg_sq/a%2Fb")),
+        linked("slots/exp_avg/a%2Fb", h5py.ExternalLink("/elsewhere.h5", "x")),
+        virtual,
+        replace("names", shape=(3,), dtype="S8", external=[("/dev/zero", 0, 24)]),
+        replace("names", data=h5py.Empty(h5py.string_dtype())),
+        replace("names", data=["a/b" * 1000, "none", "."], dtype=h5py.string_dtype(), chunks=(1,)),
+        replace("shapes", shape=(2**46,), dtype=h5py.string_dtype(), chunks=(1024,)),
+        replace("shapes", shape=(2**46,), dtype=h5py.string_dtype()),
+        replace("shapes", data=["[" * 100_000, "[0, 2]", "[]"], dtype=h5py.string_dtype()),
+        replace("shapes", data=[str([1] * 100_000), "[0, 2]", "[]"], dtype=h5py.string_dtype()),
+        replace("shapes", data=["[3, 5.5]", "[0, 2]", "[]"], dtype=h5py.string_dtype()),
+        linked("names", h5py.ExternalLink("/elsewhere.h5", "x")),
+        linked("slots", h5py.SoftLink("/others")),
+        linked("slots/exp_avg", h5py.ExternalLink("/elsewhere.h5", "x")),
+        replace("slots/exp_avg/a%2Fb", data=np.zeros((3, 5)), chunks=(1, 5)),
+        set_attribute("steps", -5),
+        set_attribute("steps", np.inf),
+        set_attribute("steps", 2**60),
+        set_attribute("skipped_steps", 0.5),
+        set_attribute("loss_scale", np.nan),
+        set_attribute("loss_scale", -1.0),
+        set_attribute("good_steps", -1),
+        set_attribute("outer_steps", -1),
+        set_attribute("dtype", "object"),
+        set_attribute("dtype", "no dtype"),
+        set_attribute("steps", "seven"),
+        set_attribute("steps", np.arange(3)),
+        set_attribute("outer_steps", "two"),
+        set_attribute("loss_scale", "large"),
+        set_attribute("configuration", "{"),
+        lambda h5: h5.attrs.__delitem__("rule"),
+        lambda h5: h5.attrs.__delitem__("good_steps"),
+    ],
+)
+def test_forged_images_are_refused(change):
+    with pytest.raises(ValueError, match="no optimizer state that this mpishard understands") as caught:
+        decode(forged(change))
+    assert len(str(caught.value)) < 1000
+
+
+def test_texts_that_are_one_long_text_again_and_again_are_refused():
+    """A megabyte of references to a megabyte of text would take 60 GB."""
+    data = bytearray(forged(replace("names", data=["x" * 2**16, *[""] * 99], dtype=h5py.string_dtype())))
+    with h5py.File(io.BytesIO(data)) as h5:
+        start = h5["names"].id.get_offset()
+    data[start : start + 1600] = data[start : start + 16] * 100
+    with pytest.raises(ValueError, match="names is longer than the image"):
+        decode(full_state._IMAGE.seal(bytes(data)))
+
+
+def test_an_image_that_was_only_signed_anew_is_read():
+    assert same(decode(forged(lambda h5: None)), state())
+
+
+# Updates ask a rule one question: whether it is based on norms of whole tensors.
+
+
+@dataclass(frozen=True)
+class Lars(Rule):
+    """Each tensor moves by `lr` times its own norm (You et al. 2017, without momentum)."""
+
+    norm_based: ClassVar[bool] = True
+    slots = ()
+    kernel = formulas.lamb_direction
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        return ()
+
+    def direction(
+        self,
+        parameters: Any,
+        gradients: Any,
+        slots: Sequence[Any],
+        step: int,
+        *,
+        divisor: float,
+        clip: float,
+        out: Any,
+    ) -> None:
+        out[...] = gradients / divisor * clip
+
+    def trust_ratio(self, parameter_norm: float, direction_norm: float) -> float:
+        return parameter_norm / direction_norm
+
+    def apply(self, parameters: Any, direction: Any, step: int, ratio: float) -> None:
+        parameters -= self.learning_rate(step) * ratio * direction
+
+
+def test_a_norm_based_rule_of_ones_own_sees_whole_tensors() -> None:
+    with Mesh(MPI.COMM_SELF) as mesh:
+        parameters = FlatParameters([ParameterSpec("a", (2,)), ParameterSpec("b", (2,))], np.float64)
+        parameters["a"][...], parameters["b"][...] = (3, 4), (0, 2)
+        DDPOptimizer(Lars(lr=0.5), mesh).step(parameters, np.array([0.0, 7, 5, 0]))
+        np.testing.assert_array_equal(parameters["a"], [3, 1.5])  # 0.5 * 5 along the unit vector
+        np.testing.assert_array_equal(parameters["b"], [-1, 2])
+
+
+# Hyper-parameters by tensor and by step: parameter groups and learning-rate schedules.
+
+# Parameter groups: which tensors they have, and what is wrong with some.
+
+NAMES = ["token.weight", "block.norm.weight", "block.norm.bias", "head.weight"]
+
+
+def test_each_tensor_has_the_values_of_its_groups() -> None:
+    groups = [
+        ParameterGroup(["*norm*", "*.bias"], weight_decay=0),
+        ParameterGroup("head.*", lr_factor=0.5),
+        ParameterGroup("block.*", lr_factor=2),
+        ParameterGroup("*.bias", weight_decay=0),  # once more the same value
+    ]
+    rules: list[Any] = AdamW(lr=lambda step: 0.1 * step, weight_decay=0.3, groups=groups).by_tensor(NAMES)
+    assert [rule.weight_decay for rule in rules] == [0.3, 0, 0, 0.3]
+    assert [rule.learning_rate(2) for rule in rules] == [0.2, 0.4, 0.4, 0.1]
+    assert rules[1] is rules[2]
+    alone = SGD(lr=0.1)
+    assert all(rule is alone for rule in alone.by_tensor(NAMES))
+
+
+def test_tensors_with_a_factor_of_0_stay() -> None:
+    (rule,) = SGD(lr=0.1, momentum=0.9, groups=[ParameterGroup("*", lr_factor=0)]).by_tensor(["x"])
+    x = np.ones(3)
+    rule.update(x, np.ones(3), [np.zeros(3)], 1)
+    assert np.array_equal(x, np.ones(3))
+
+
+def test_norms_and_biases_of_a_gpt() -> None:
+    names = [spec.name for spec in nn.GPT(11, 4, 8, 2, 2).parameters.specs]
+    rules: list[Any] = AdamW(groups=[ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0)]).by_tensor(names)
+    plain = {name for name, rule in zip(names, rules, strict=True) if rule.weight_decay == 0}
+    assert plain == {name for name in names if name.endswith("bias") or "norm" in name}
+
+
+@dataclass(frozen=True)
+class Bare(Rule):
+    """Has no weight decay."""
+
+    slots: ClassVar[tuple[str, ...]] = ()  # type: ignore[misc]
+    kernel: ClassVar[Kernel] = formulas.sgd  # type: ignore[misc]
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        return (self.learning_rate(step), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ParameterGroup("a"), ValueError, "has no own value; give weight_decay or lr_factor"),
+        (lambda: ParameterGroup([], lr_factor=1), ValueError, "name no tensor"),
+        (lambda: ParameterGroup(["a", ""], lr_factor=1), ValueError, "name no tensor"),
+        (lambda: ParameterGroup(3, lr_factor=1), TypeError, "must be texts"),  # type: ignore[arg-type]
+        (
+            lambda: ParameterGroup("a", lr_factor=-1),
+            ValueError,
+            r"ParameterGroup\('a'\): lr_factor=-1 must be a finite",
+        ),
+        (lambda: ParameterGroup("a", weight_decay="0"), TypeError, "weight_decay='0'"),  # type: ignore[arg-type]
+        (lambda: SGD(groups=["a"]), TypeError, "SGD: groups=.* must be a list of ParameterGroup"),  # type: ignore[list-item]
+        (lambda: SGD(groups=ParameterGroup("a", lr_factor=1)), TypeError, "must be a list"),  # type: ignore[arg-type]
+        (
+            lambda: Bare(0.1, groups=[ParameterGroup("a", weight_decay=1)]),
+            ValueError,
+            "weight_decay, which Bare has not",
+        ),
+    ],
+)
+def test_bad_groups(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [ParameterGroup("*.biases", weight_decay=0)],
+            "'[*].biases' matches none of the tensors token.weight, block.norm",
+        ),
+        (
+            [ParameterGroup("*norm*", weight_decay=0), ParameterGroup("block.*", weight_decay=0.2)],
+            "'block.norm.weight' is in two parameter groups that differ: weight_decay is 0.0 in .* and 0.2 in ",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit_the_tensors(groups: list[ParameterGroup], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Adam(groups=groups).by_tensor(NAMES)
+
+
+def test_groups_are_checked_where_a_rule_meets_parameters() -> None:
+    wrong = SGD(lr=0.1, groups=[ParameterGroup("weights", lr_factor=2)])
+    with Mesh(MPI.COMM_SELF) as mesh:
+        parameters = FlatParameters.over(np.zeros(3))
+        with pytest.raises(ValueError, match="'weights' matches none of the tensors parameters"):
+            DDPOptimizer(wrong, mesh).step(parameters, np.ones(3))
+        optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+        optimizer.step(parameters, np.ones(3))
+        with pytest.raises(ValueError, match="'weights' matches none"):
+            optimizer.rule = wrong
+        optimizer.rule = SGD(lr=0.1, groups=[ParameterGroup("param*", lr_factor=2)])
+        optimizer.step(parameters, np.ones(3))
+        np.testing.assert_allclose(parameters.flat, [-0.3] * 3)
+        with pytest.raises(ValueError, match="outer rule SGD has parameter groups"):
+            LocalSGDOptimizer(SGD(), mesh, outer=wrong)
+
+
+# Learning-rate schedules: values at the steps that matter, and what they refuse.
+
+ALL = [
+    constant(0.1),
+    constant(0.1, warmup=5),
+    warmup(0.1, 5),
+    linear(0.1, 20),
+    linear(0.1, 20, warmup=5, floor=0.01),
+    cosine(0.1, 20),
+    cosine(0.1, 20, warmup=5, floor=0.01),
+    inverse_square_root(0.1, warmup=5),
+    inverse_square_root(0.1, warmup=5, floor=0.06),
+]
+each = pytest.mark.parametrize("schedule", ALL, ids=repr)
+
+
+@each
+def test_rises_to_its_peak_and_never_below_its_floor_again(schedule: Schedule) -> None:
+    rates = [schedule(step) for step in range(1, 41)]
+    top = max(1, schedule.warmup)
+    assert rates[top - 1] == schedule.peak == max(rates)
+    for step in range(1, schedule.warmup):
+        assert rates[step - 1] == pytest.approx(schedule.peak * step / schedule.warmup, rel=1e-15)
+    falling = rates[top - 1 :]
+    assert all(later <= earlier for earlier, later in zip(falling[:-1], falling[1:], strict=True))
+    assert min(falling) >= schedule.floor
+    if schedule.steps is not None:
+        assert set(rates[schedule.steps - 1 :]) == {schedule.floor}
+
+
+def test_linear_and_cosine_half_way() -> None:
+    assert linear(0.3, 21, floor=0.1)(11) == pytest.approx(0.2, rel=1e-15)
+    assert cosine(0.3, 21, floor=0.1)(11) == pytest.approx(0.2, rel=1e-15)
+    assert cosine(0.3, 25, warmup=5, floor=0.1)(10) == pytest.approx(0.1 + 0.2 * (1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_inverse_square_root_halves_at_four_times_the_warmup() -> None:
+    schedule = inverse_square_root(0.4, warmup=100)
+    assert schedule(400) == pytest.approx(0.2, rel=1e-15)
+    assert schedule(10**12) == pytest.approx(0.4e-5, rel=1e-12)
+
+
+@each
+def test_is_a_value_with_a_repr_that_makes_it(schedule: Schedule) -> None:
+    again = eval(repr(schedule))
+    assert again == schedule and hash(again) == hash(schedule)
+    assert [again(step) for step in range(1, 40)] == [schedule(step) for step in range(1, 40)]
+
+
+def test_repr_is_short() -> None:
+    assert repr(cosine(1e-3, 1000, warmup=100)) == "cosine(peak=0.001, steps=1000, warmup=100)"
+    assert repr(warmup(1, 10)) == "warmup(peak=1.0, steps=10)"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: constant(-0.1), "constant: peak=-0.1 must be a finite number of at least 0"),
+        (lambda: constant(math.inf), "peak=inf must be a finite number"),
+        (lambda: cosine("0.1", 10), "peak='0.1' must be a finite number of at least 0"),  # type: ignore[arg-type]
+        (lambda: cosine(0.1, 10, floor=0.2), "cosine: floor=0.2 is above peak=0.1"),
+        (lambda: cosine(0.1, 10, floor=-0.2), "floor=-0.2 must be a finite number of at least 0"),
+        (lambda: cosine(0.1, 10, warmup=10), "steps=10 must be above warmup=10"),
+        (lambda: linear(0.1, 0), "steps=0 must be above warmup=0"),
+        (lambda: linear(0.1, 10.5), "steps=10.5 must be a whole number"),  # type: ignore[arg-type]
+        (lambda: linear(0.1, 10, warmup=-1), "warmup=-1 must be a whole number of at least 0"),
+        (lambda: warmup(0.1, 0), "warmup: steps=0 must be a whole number of at least 1"),
+        (lambda: inverse_square_root(0.1, warmup=0), "warmup=0 must be a whole number of at least 1"),
+    ],
+)
+def test_nonsense_is_refused(make: Callable[[], Schedule], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()

@@ -1,19 +1,28 @@
-"""What the bits of a run depend on besides its settings: told, compared with a checkpoint's, and recorded."""
+"""What a process has: BLAS threads, pauses of garbage collection, and what the bits of a run depend on."""
 
 from __future__ import annotations
 
+import gc
 import json
+import math
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import threadpoolctl
+from threadpoolctl import threadpool_limits
 
 import mpishard
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
+from mpishard.backend import process
 from mpishard.backend.compiled import KERNELS
+from mpishard.backend.garbage import no_garbage_collection, objects_stay
 from mpishard.backend.gemm import choice
 from mpishard.backend.gemm.choice import VARIABLE, Choice
-from mpishard.backend.process import arithmetic
+from mpishard.backend.process import arithmetic, cpu_quota
 from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel import settings
 from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, NumericsFingerprint
@@ -21,6 +30,163 @@ from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.optimizer import MeshLimits
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.parameters.flat import FlatParameters
+
+# The number of BLAS threads: what limits it.
+
+
+def system(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+CGROUP, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, math.inf),
+        ({CGROUP: "0::/\n"}, math.inf),
+        ({CGROUP: "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
+        ({CGROUP: "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
+        ({CGROUP: "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "100000 50000\n"}, 2.0),
+        ({CGROUP: "0::/of/the/host\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
+        ({CGROUP: "0::/\n", "sys/fs/cgroup/cpu.max": "what is this\n"}, math.inf),
+        (
+            {
+                CGROUP: "4:memory:/a\n3:cpu,cpuacct:/a\n",
+                f"{V1}/a/cpu.cfs_quota_us": "300000\n",
+                f"{V1}/a/cpu.cfs_period_us": "100000\n",
+                f"{V1}/cpu.cfs_quota_us": "-1\n",
+            },
+            3.0,
+        ),
+    ],
+)
+def test_quota_of_cpu_time(files: dict[str, str], quota: float, tmp_path: Path) -> None:
+    assert cpu_quota(system(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "given"),
+    [
+        ((64, 64), (64, 64), [1, 4]),
+        ((9, 64, 64), (9, 64, 64), [1, 4]),  # each of them is small
+        ((64,), (64, 64), [1, 4]),
+        ((512, 256), (256, 256), []),
+    ],
+)
+def test_small_products_have_one_thread(
+    a: tuple[int, ...], b: tuple[int, ...], given: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(process, "_openblas", lambda: (lambda: 4, set_to.append))
+    assert np.array_equal(process.matmul(np.ones(a), np.ones(b)), np.matmul(np.ones(a), np.ones(b)))
+    assert set_to == given
+
+
+def test_the_number_of_threads_is_what_it_was_after_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "chosen_by_user", lambda: None)
+    process._openblas.cache_clear()
+    found = process._openblas()
+    if found is None:
+        pytest.skip("NumPy has another BLAS here")
+    get_threads, _ = found
+    with threadpool_limits(2):
+        with pytest.raises(ValueError):
+            process.matmul(np.ones((2, 3)), np.ones((2, 3)))
+        assert get_threads() == 2
+    process._openblas.cache_clear()
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
+def test_a_choice_of_the_user_stands(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "2")
+    process._openblas.cache_clear()
+    assert process._openblas() is None
+    process._openblas.cache_clear()
+
+
+def test_xla_gets_as_many_threads_where_the_user_chose_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "7")
+    process._limit_xla(2)
+    assert os.environ["NPROC"] == "7"
+    monkeypatch.delenv("NPROC")
+    process._limit_xla(2)
+    assert os.environ["NPROC"] == "2"
+    monkeypatch.setattr(process, "chosen_by_user", lambda: None)
+    with threadpool_limits(2):
+        process.fix_blas_threads()
+    assert os.environ["NPROC"] == "1"
+
+
+# Pauses of garbage collection, and objects that the next collections pass over.
+
+
+class Ring:
+    """An object that only garbage collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def collection_as_before() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()  # no collection but those of the test
+    yield
+    gc.unfreeze()
+    if enabled:
+        gc.enable()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_as_before_after_a_pause(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    with pytest.raises(KeyError), no_garbage_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled() == enabled
+
+
+def test_pauses_of_several_threads_end_with_the_last() -> None:
+    gc.enable()
+    one, other = no_garbage_collection(), no_garbage_collection()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert not gc.isenabled()
+    other.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_young_collections_pass_over_what_stays_and_a_full_one_does_not() -> None:
+    ring = Ring()
+    found = weakref.ref(ring)
+    objects_stay()
+    del ring
+    gc.collect(1)
+    assert found() is not None
+    gc.collect()
+    assert found() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_user_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    ring = Ring()
+    found = weakref.ref(ring)
+    objects_stay()
+    assert gc.get_freeze_count() == before > 0
+    del ring
+    gc.collect(1)
+    assert found() is None
+
+
+# What the bits of a run depend on besides its settings: told, compared with a checkpoint's, and recorded.
 
 
 @pytest.fixture(scope="module")

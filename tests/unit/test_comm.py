@@ -1,0 +1,659 @@
+"""Failures of ranks, what of NCCL needs no ranks, and the axis and the space of one process."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import nccl_double
+import numpy as np
+import pytest
+import standin
+from mpi4py import MPI
+
+import mpishard
+from mpishard.backend.exact import MOST_TERMS
+from mpishard.comm import abort, nccl
+from mpishard.comm import axis as axis_module
+from mpishard.comm.agreement import DeferredError
+from mpishard.comm.axis import Axis, allgather_values
+from mpishard.comm.deferred import DEFERRED
+from mpishard.comm.ledger import Ledger
+from mpishard.comm.nccl import NcclFacts, NcclLink, NcclQueue, _Queued, connect, new_id, starts, why_not
+from mpishard.comm.watchdog import TimeLimit
+from mpishard.elastic.loop import ElasticLoop
+from mpishard.minimizers.space import LocalSpace, Space
+
+# Failures of ranks: exits, the death monitor, errors that all ranks raise, and the watchdog.
+
+# A rank that exits where others go on without it dies by a signal; elsewhere it exits as ever.
+
+OS_EXIT, C_EXIT = "os._exit(3)", "ctypes.CDLL(None).exit(3)"
+IN_FORK = "if os.fork() == 0: {}\nprint(os.waitstatus_to_exitcode(os.wait()[1]))"
+
+
+def run(*lines):
+    script = "\n".join(["import ctypes, os, sys", "from mpishard.comm.abort import die_at_exit", *lines])
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [(OS_EXIT, -signal.SIGKILL), (C_EXIT, -(signal.SIGRTMIN + 6)), ("sys.exit(3)", -(signal.SIGRTMIN + 6))],
+)
+def test_an_exit_is_a_death_by_a_signal_while_that_is_wanted(how, code):
+    assert run("die_at_exit(True)", how).returncode == code
+    assert run("die_at_exit(True)", "die_at_exit(False)", how).returncode == 3
+    assert run("die_at_exit(True)", "die_at_exit(False)", "die_at_exit(True)", how).returncode == code
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
+@pytest.mark.parametrize("how", [OS_EXIT, C_EXIT])
+def test_it_is_none_in_a_fork(how):
+    assert run("die_at_exit(True)", IN_FORK.format(how), "die_at_exit(False)").stdout == "3\n"
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
+def test_nothing_is_changed_where_it_was_never_wanted():
+    assert run("before = os._exit", "die_at_exit(False)", "assert os._exit is before", C_EXIT).returncode == 3
+
+
+# The death monitor beside the ranks of a node: which processes it accepts.
+
+CONNECT = """
+import os, socket, sys
+os.setgid(65534), os.setuid(65534)
+there = socket.socket(socket.AF_UNIX)
+there.settimeout(20)
+there.connect(bytes.fromhex(sys.argv[1]))
+try:
+    there.send(b"1 666")
+    print(there.recv(1))
+except OSError:  # closed with what was sent unread
+    print(b"")
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_no_rank():
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as rank:
+        listener.bind("")
+        listener.listen(2)
+        address = listener.getsockname()
+        command = [sys.executable, "-I", "-S", "-c", abort._SCRIPT, "host", "1", "1", "20"]
+        with subprocess.Popen(command, stdin=listener.fileno(), stderr=subprocess.PIPE, text=True) as process:
+            other = [sys.executable, "-I", "-S", "-c", CONNECT, address.hex()]
+            assert subprocess.run(other, capture_output=True, text=True).stdout == "b''\n"
+            rank.settimeout(20)
+            rank.connect(address)
+            rank.send(b"0 77")
+            assert rank.recv(1) == b"."
+            rank.close()
+            assert "rank 0 of 1 (process 77 on host) has died" in process.communicate(timeout=20)[1]
+
+
+@pytest.mark.faults
+def test_a_rank_that_leaves_by_itself_has_not_succeeded():
+    script = """
+import os
+from mpi4py import MPI
+from mpishard.comm.abort import DeathMonitor
+first, second = DeathMonitor.over(MPI.COMM_SELF), DeathMonitor.over(MPI.COMM_SELF)
+first.dismiss()
+child = os.fork()
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+if {dismissed}:
+    second.dismiss()
+os._exit(0)
+"""
+    codes = [
+        subprocess.run([sys.executable, "-c", script.format(dismissed=dismissed)], timeout=60).returncode
+        for dismissed in (False, True)
+    ]
+    # The launcher of Open MPI calls it a failure itself.
+    assert codes == [0 if MPI.get_vendor()[0] == "Open MPI" else 1, 0]
+
+
+# Errors of the user's code that wait until all ranks can raise them; and what a run that has failed leaves.
+
+
+class TwoRanks:
+    """The axis of rank 0 of two, of which the other has called ``sys.exit(3)``."""
+
+    rank, size = 0, 2
+    raise_together = Axis.raise_together
+
+    def all_reduce(self, buffer, op, label):
+        return np.maximum(buffer, 1)
+
+    def allgather_object(self, value):
+        return [value, ("SystemExit", "SystemExit: 3", 3, "")]
+
+
+@pytest.mark.parametrize("error", [KeyError("no data"), SystemExit(3)], ids=["error", "exit"])
+def test_an_error_waits_for_the_others(error):
+    deferred = DeferredError(TwoRanks(), transactional=False)
+    with deferred.capture():
+        raise error
+    assert deferred.error is error
+    with pytest.raises(type(error)) as raised:
+        deferred.raise_on_all()
+    assert raised.value is error and deferred.error is None
+
+
+def test_all_ranks_end_with_the_code_of_one(capfd):
+    with pytest.raises(SystemExit) as raised:
+        DeferredError(TwoRanks(), transactional=False).raise_on_all()
+    assert raised.value.code == 3
+    assert "rank 1 called sys.exit in the run; all ranks end with its code 3" in capfd.readouterr().err
+
+
+def test_other_ranks_say_where_one_has_failed():
+    def gathered(_):
+        try:
+            raise KeyError("no data")
+        except KeyError as error:
+            return [None, ("KeyError", "KeyError: 'no data'", None, axis_module._place(error, 1))]
+
+    other = TwoRanks()
+    other.name, other.allgather_object = "world", gathered
+    with pytest.raises(RuntimeError, match="^rank 1 of axis 'world': KeyError: 'no data'") as raised:
+        DeferredError(other, transactional=False).raise_on_all()
+    (note,) = raised.value.__notes__
+    assert (
+        note.startswith("On rank 1:\n") and f'File "{__file__}"' in note and note.endswith('raise KeyError("no data")')
+    )
+    # Over a second axis the same place.
+    assert axis_module._place(raised.value, 0) == note
+
+
+def test_without_an_error_nobody_meets():
+    """In an elastic run `meet` sends the spares an order to fail, and a loss may be NaN without an error."""
+    both_fine = TwoRanks()
+    both_fine.all_reduce = lambda buffer, op, label: buffer
+    deferred = DeferredError(both_fine, transactional=True)
+    deferred.meet = lambda: pytest.fail("no rank has failed")
+    deferred.raise_on_all()
+
+
+def test_what_cannot_wait_is_raised_at_once(monkeypatch):
+    for error, alone in (
+        (KeyError("no data"), False),
+        (MPI.Exception(MPI.ERR_OTHER), True),
+        (KeyboardInterrupt(), True),
+    ):
+        deferred = DeferredError(TwoRanks(), transactional=False)
+        with pytest.raises(type(error)), deferred.capture(alone):
+            raise error
+        assert deferred.error is None
+    deferred = DeferredError(Axis.single(), transactional=False)
+    with pytest.raises(KeyError), deferred.capture():
+        raise KeyError("no data")
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    deferred = DeferredError(TwoRanks(), transactional=True)
+    with pytest.raises(KeyError), deferred.capture():
+        raise KeyError("a death")
+
+
+def test_an_elastic_run_that_has_failed_is_not_kept():
+    def function(parameters, samples, gradients):
+        raise ArithmeticError("spoilt")
+
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        problem = mpishard.OptimizationProblem(function, np.zeros(3), samples=4, batch_size=4, steps=2)
+        optimizer = mpishard.ElasticOptimizer(mpishard.SGD(lr=0.1), mesh)
+        before = sum(isinstance(each, ElasticLoop) for each in gc.get_objects())
+        with pytest.raises(ArithmeticError):
+            optimizer.optimize(problem, progress=False)
+        gc.collect()
+        assert sum(isinstance(each, ElasticLoop) for each in gc.get_objects()) == before
+
+
+# The time limit of a collective, from the steps of the run so far.
+
+
+def test_a_choice_of_the_users_stands() -> None:
+    limit = TimeLimit(7.5)
+    for step, now in ((0, 0.0), (1, 10.0), (2, 500.0)):
+        limit.note(step, now)
+    assert limit.seconds == 7.5 and not limit.in_set_up and "7.5 s" in str(limit)
+
+
+def test_the_set_up_ends_with_the_first_step_that_is_over() -> None:
+    limit = TimeLimit(None)
+    for step, now in ((0, 0.0), (0, 900.0), (1, 1000.0), (1, 1030.0)):  # it compiles in the first step, too
+        limit.note(step, now)
+        assert limit.in_set_up and limit.seconds == 1800
+    limit.note(2, 1003.0)
+    assert not limit.in_set_up and limit.seconds == 120
+
+
+def test_steps_that_were_over_before_the_first_look_end_the_set_up() -> None:
+    ledger, limit = Ledger(), TimeLimit(None)
+    ledger.step = 1001
+    limit.note(ledger.step, 0.0, ledger.any_over)
+    assert limit.in_set_up
+    ledger, limit = Ledger(), TimeLimit(None)
+    for ledger.step in (1001, 1002, 1003):
+        pass
+    limit.note(ledger.step, 0.0, ledger.any_over)
+    assert not limit.in_set_up and limit.seconds == 120
+
+
+def test_long_steps_and_what_comes_between_them_lengthen_it() -> None:
+    limit = TimeLimit(None)
+    for step, now in ((101, 0.0), (102, 30.0), (103, 32.0)):
+        limit.note(step, now)
+    assert limit.seconds == 300
+    limit.note(103, 400.0)  # under way, or in a collective that hangs
+    assert limit.seconds == 300
+    limit.note(110, 500.0)
+    assert limit.seconds == 4680 and "10 times the longest step" in str(limit)
+
+
+def test_another_run_of_an_optimizer_may_begin_anew() -> None:
+    limit = TimeLimit(None)
+    for step, now in ((1, 0.0), (9, 5.0), (1, 25.0)):
+        limit.note(step, now)
+    assert limit.seconds == 200
+
+
+READING = """
+import gc, sys, threading, time
+import numpy as np
+from mpishard.comm import ledger as module
+
+ledger = module.Ledger()
+ledger.active = (0.0, "data", 1, "all_reduce", np.dtype(float), 1, "", None, 0, (0, 1), False)
+inside = {}
+exec(compile("def deep(n): return n and deep(n - 1)", module._PACKAGE + "deep.py", "exec"), inside)
+read = 0
+
+def look():
+    global read
+    while read < 300:
+        assert ledger.waiting_with_site.line
+        read += 1
+
+# While the reader collects garbage, the main thread runs on.
+reader = threading.Thread(target=look, daemon=True)
+sys.setswitchinterval(1e-4)
+gc.set_threshold(1)
+gc.callbacks.append(lambda *_: threading.current_thread() is reader and time.sleep(0.0001))
+reader.start()
+while reader.is_alive():
+    inside["deep"](50)
+print(read)
+"""
+
+
+def test_the_stack_of_a_main_thread_that_runs_on_is_read() -> None:
+    ended = subprocess.run([sys.executable, "-c", READING], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "300\n"), ended
+
+
+# What of NCCL needs no ranks: who can use it, its numbers, calls that are queued, deaths, and CuPy's signatures.
+
+GOOD = [NcclFacts("", 2, "0000:17:00.0", 23203), NcclFacts("", 2, "0000:18:00.0", 23203)]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"problem": "it is not there"}, "rank 1: it is not there"),
+        ({"neighbours": 1}, "several nodes"),
+        ({"device": "0000:17:00.0"}, "ranks 0 and 1 share GPU 0000:17:00.0"),
+        ({"version": 22005}, "rank 0 has version 23203 of NCCL and rank 1 has 22005"),
+    ],
+)
+def test_who_can_use_it(change: dict[str, Any], reason: str) -> None:
+    found = why_not([GOOD[0], GOOD[1]._replace(**change)])
+    assert reason in found if reason else not found
+
+
+def test_the_number_of_a_communicator_in_both_forms_of_cupy() -> None:
+    """CuPy 14 takes bytes, CuPy 13 a tuple of signed numbers."""
+    number = bytes(range(64, 192))
+    signed = tuple(np.frombuffer(number, np.int8).tolist())
+    assert new_id(SimpleNamespace(get_unique_id=lambda: number)) == number
+    assert new_id(SimpleNamespace(get_unique_id=lambda: signed)) == number
+
+    def of_tuples(size: int, identity: object, rank: int) -> tuple[Any, ...]:
+        if not isinstance(identity, tuple):
+            raise TypeError("expected tuple")
+        return size, identity, rank
+
+    assert connect(SimpleNamespace(NcclCommunicator=of_tuples), 3, number, 1) == (3, signed, 1)
+    assert connect(SimpleNamespace(NcclCommunicator=lambda *given: given), 3, number, 1) == (3, number, 1)
+
+
+def test_where_runs_begin() -> None:
+    assert starts([2, 0, 3]) == [0, 2, 2] and starts([4]) == [0]
+
+
+def test_the_watchdog_sees_a_call_that_no_host_waits_for() -> None:
+    ledger, over = Ledger(), {1: False, 2: False}
+    first, second = (
+        ledger.begin("data", number, "all_reduce", np.dtype(np.float32), 5, "", [0, 1]) for number in (1, 2)
+    )
+    ledger.note_queued(first, lambda: over[1])
+    ledger.note_queued(second, lambda: over[2])
+    assert ledger.waiting is not None and ledger.waiting.sequence == 1
+    over[1] = True
+    assert ledger.waiting is not None and ledger.waiting.sequence == 2
+    over[2] = True
+    assert ledger.waiting is None
+    ledger.note_queued(first, lambda: False)
+    assert len(ledger._queued) == 1
+    ledger.active = second
+    assert ledger.waiting.sequence == 2
+
+
+def test_a_thread_that_only_asks_has_the_device_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread without a device CUDA would take the first one, and make a context there."""
+    like, used = standin.zeros(3), []
+    monkeypatch.setattr(standin.StandIn, "use_device", lambda self, number: used.append(number))
+    monkeypatch.setattr(standin.StandIn, "device_number", lambda self, array: 2)
+    queue = NcclQueue(None, None, 0, like)
+    event = queue.queue(like, lambda: None)
+    event.synchronize()
+    assert queue.is_over(event) and not used
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(queue.is_over, event).result() and used == [2]
+
+
+def test_a_device_that_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object, event: object) -> bool:
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    like = standin.zeros(3)
+    queue = NcclQueue(None, None, 0, like)
+    event = queue.queue(like, lambda: None)
+    monkeypatch.setattr(standin.StandIn, "is_over", fail)
+    assert queue.is_over(event)
+
+
+def test_calls_that_wait_for_a_copy_begin_before_communicators_are_freed() -> None:
+    class Waiting:
+        ledger, fields = Ledger(), (0.0, "data", 1, "send", np.dtype(np.float32), 5, "", None, 0, [0, 1], False)
+        looks = 0
+
+        def begin(self) -> bool:
+            self.looks += 1
+            return self.looks > 2
+
+        def advance(self) -> bool:
+            return True
+
+    link, waiting = NcclLink(cast(Any, None), set()), []
+    link._queues = [cast(Any, SimpleNamespace(free=lambda: waiting.append(len(DEFERRED.waiting))))]
+    DEFERRED.add(Waiting())
+    assert DEFERRED.waiting
+    link.free()
+    assert waiting == [0]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_host_waits_where_others_survive_a_death(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    monkeypatch.setattr(nccl, "heals_in_place", lambda: True)
+    asked, done = [], []
+
+    class Queue:
+        aborted = False
+
+        def is_over(self, event: object) -> bool:
+            return len(asked) == 3 and not dies
+
+        def let_wait(self, like: object, event: object, queued_on: object) -> None:
+            done.append((event, queued_on))
+
+    def ask() -> None:
+        asked.append(True)
+        if dies and len(asked) == 3:
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    def abort() -> None:
+        queue.aborted = True
+
+    queue = Queue()
+    comm, link = SimpleNamespace(Iprobe=ask), SimpleNamespace(abort=abort)
+    queued = _Queued(cast(Any, queue), cast(Any, comm), cast(Any, link), "event", np.zeros(1), "stream")
+    if dies:
+        for _ in range(2):  # and whoever waits again
+            with pytest.raises(MPI.Exception):
+                queued.Wait()
+    else:
+        queued.Wait()
+    assert len(asked) == 3 and queue.aborted is dies and done == ([] if dies else [("event", "stream")])
+
+
+def test_the_double_has_the_signatures_of_cupy() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        real = pytest.importorskip("cupy.cuda.nccl")
+    if not real.available:
+        pytest.skip("there is no NCCL library")
+    for name in ("get_version", "get_unique_id", "groupStart", "groupEnd"):
+        assert callable(getattr(real, name))
+    for name in ("UINT8", "INT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64"):
+        assert getattr(real, f"NCCL_{name}") == getattr(nccl_double, f"NCCL_{name}")
+    for name in ("SUM", "PROD", "MAX", "MIN"):
+        assert getattr(real, f"NCCL_{name}") == getattr(nccl_double, f"NCCL_{name}")
+    for name, own in vars(nccl_double.NcclCommunicator).items():
+        if name.startswith("_"):
+            continue
+        text = getattr(real.NcclCommunicator, name).__doc__.partition("\n")[0]
+        found = re.fullmatch(rf"NcclCommunicator\.{name}\((.*)\)", text)
+        assert found is not None, text
+        theirs = [each.split()[-1] for each in found[1].split(",")]
+        assert theirs == list(inspect.signature(own).parameters), name
+
+
+# The axis of one rank alone.
+
+# A model of its own, in a process where a call of MPI would abort.
+WITHOUT_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
+import numpy as np
+import mpishard
+from mpi4py import MPI
+
+model = mpishard.nn.GPT(9, 8, width=8, layers=2, heads=2, stage_costs="measured", dtype="float64")
+tokens = np.arange(16).reshape(2, 8) % 9
+loss = model.loss_and_gradient(tokens, tokens)
+assert np.isfinite(loss) and abs(model.loss(tokens, tokens) - loss) < 1e-9
+axis = mpishard.Axis.single()
+assert (axis.rank, axis.size, axis.members) == (0, 1, [0])
+axis.revoke()
+axis.free()
+assert not MPI.Is_initialized()
+"""
+
+
+def test_a_model_without_a_mesh_makes_no_mpi_call() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MPI], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+NOT_STARTED = """
+import mpi4py
+mpi4py.rc.initialize = False  # as Devito has it
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+def function(x):
+    return float(x @ x), 2 * x
+
+def wrong(x):
+    raise ArithmeticError
+
+assert mpishard.check_gradient(function, np.ones(3), disp=False)
+assert mpishard.check_adjoint(lambda x: 2 * x, lambda y: 2 * y, np.ones(3), np.ones(3), disp=False)
+assert mpishard.minimize(function, np.ones(3)).success
+try:
+    mpishard.check_gradient(wrong, np.ones(3))
+except ArithmeticError:
+    pass
+assert not MPI.Is_initialized()
+with mpishard.Mesh() as mesh:
+    assert mpishard.minimize(function, np.ones(3), mesh=mesh).success
+"""
+
+
+def test_mpi_is_started_by_a_mesh_where_nobody_has() -> None:
+    done = subprocess.run([sys.executable, "-c", NOT_STARTED], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def test_it_has_every_collective() -> None:
+    axis = mpishard.Axis.single("alone")
+    values, other = np.arange(3.0), np.zeros(3)
+    assert axis.all_reduce(values) is values and axis.start_all_reduce(values, other).wait() is other
+    assert np.array_equal(other, values)
+    assert np.array_equal(axis.reduce_scatter(values), values) and np.array_equal(axis.all_gather(values), values)
+    assert np.array_equal(axis.all_to_all(values, np.zeros(3)), values) and axis.broadcast(values) is values
+    sent = axis.start_send(values, 0)
+    assert np.array_equal(axis.recv(np.zeros(3), 0), values)
+    sent.wait()
+    axis.barrier()
+    assert axis.allgather_object("x") == ["x"]
+    assert axis.ledger.totals["alone", "all_reduce", ""].calls == 2
+    with pytest.raises(ValueError, match="wrong"):
+        axis.raise_if_any(ValueError("wrong"))
+    part = axis.subgroup("part", [0])
+    assert part is not None and part.all_reduce(values) is values
+    axis.free()
+    assert part.comm == MPI.COMM_NULL
+
+
+def test_its_communicator_stays() -> None:
+    axis = mpishard.Axis.single()
+    axis.revoke()
+    axis.free()
+    assert MPI.COMM_SELF.size == 1 and mpishard.Axis.single().all_reduce(np.ones(2))[0] == 1
+
+
+def test_two_of_them_have_a_ledger_each() -> None:
+    assert mpishard.Axis.single().ledger is not mpishard.Axis.single().ledger
+
+
+@pytest.mark.parametrize(("heals", "kind"), [(True, MPI.Exception), (False, pickle.UnpicklingError)])
+def test_values_that_cannot_be_read_are_those_of_the_dead(monkeypatch, heals, kind):
+    """Open MPI 5 may return from an allgather in which a rank dies, with values that nobody has sent."""
+
+    class Dying:
+        def allgather(self, value):
+            return [value, pickle.loads(b"\xe4")]
+
+    monkeypatch.setattr("mpishard.comm.axis.heals_in_place", lambda: heals)
+    with pytest.raises(kind) as raised:
+        allgather_values(Dying(), 1)
+    assert not heals or raised.value.Get_error_class() == MPI.ERR_PROC_FAILED
+
+
+# The space of one process, and what all spaces share.
+
+
+class SpaceTwoRanks(LocalSpace):
+    """The first of two ranks; the other has the same elements."""
+
+    def __init__(self, size, total, like, spans):
+        Space.__init__(self, size, total, like, spans)
+
+    def add(self, numbers):
+        numbers *= 2
+
+    def maximize(self, numbers):
+        self.tops = numbers.copy()
+
+
+def test_sums_of_one_process():
+    one, other = np.array([3.0, -4.0, 0.5]), np.array([1.0, 2.0, -2.0])
+    space = LocalSpace(3, one)
+    assert (space.size, space.total, space.like.size, space.spans) == (3, 3, 0, ((0, 3),))
+    tops = space.largest(one, other)
+    assert tops == [4.0, 2.0]
+    assert space.dots([(one, other), (one, one)], [8.0, 16.0]) == [-6.0, 25.25]
+    assert space.count(3, 0, -1) == [3, 0, -1]
+    assert space.whole(one) is one and space.own(one) is one
+    assert space.largest() == space.dots([], []) == space.count() == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_infinite_for_a_maximum(value):
+    vector = np.array([1.0, value, 2.0], np.float32)
+    assert LocalSpace(3, vector).largest(vector, np.abs(vector[[0, 2, 2]])) == [math.inf, 2.0]
+
+
+def test_only_what_counts_here_is_summed():
+    vector = np.array([1.0, 10.0, 2.0, math.nan])
+    space = SpaceTwoRanks(4, 4, vector[:0], [(0, 1), (1, 1), (2, 3)])
+    assert space.spans == ((0, 1), (2, 3))
+    assert space.largest(vector) == [2.0] and np.array_equal(space.tops, [2.0])
+    assert space.dots([(vector, vector)], [4.0]) == [10.0]
+    assert space.count(2) == [4]
+    assert SpaceTwoRanks(4, 2, vector, []).largest(vector) == [0.0]
+    assert SpaceTwoRanks(4, 2, vector, []).dots([(vector, vector)], [0.0]) == [0.0]
+
+
+def test_device_memory_and_vectors_that_are_too_long(device):
+    vector = device.empty(5, np.float32)
+    vector.fill(-2.0)
+    space = LocalSpace(5, vector)
+    assert space.largest(vector) == [2.0] and space.dots([(vector, vector)], [4.0]) == [20.0]
+    with pytest.raises(ValueError, match=f"at most {MOST_TERMS} elements, but these have {MOST_TERMS + 1}"):
+        SpaceTwoRanks(5, MOST_TERMS + 1, vector, [(0, 5)])
+
+
+class Counting(LocalSpace):
+    """Counts the all-reduces, and the words in them."""
+
+    sent = ()
+
+    def add(self, numbers):
+        self.sent += (numbers.size,)
+
+    def maximize(self, numbers):
+        self.sent += (numbers.size,)
+
+
+@pytest.mark.parametrize("decades", [14, 160])
+def test_sums_whose_largest_elements_do_not_meet_are_made_again(decades):
+    one = np.geomspace(10.0**-decades, 10.0**decades, 1000)
+    other, plain = 3 / one, np.linspace(-1, 2, 1000)
+    space = Counting(1000, one)
+    tops = space.largest(one, other, plain)
+    pairs = [(plain, plain), (one, other), (one, -other)]
+    found = space.dots(pairs, [tops[2] ** 2, tops[0] * tops[1], tops[0] * tops[1]])
+    assert found == pytest.approx([math.fsum(plain * plain), 3000, -3000], rel=1e-14)
+    assert space.sent == (3, 6, 2, 4)
+
+
+def test_sums_that_cancel_are_made_once():
+    one = np.array([1.0, -1.0, 2.0, 0.0])
+    space = Counting(4, one)
+    assert space.dots([(one, np.ones(4) - (np.arange(4) > 1))], [2.0]) == [0.0]
+    assert space.sent == (2, 1)
+    assert math.isnan(space.dots([(np.full(4, math.inf), one)], [math.inf])[0])

@@ -1,0 +1,539 @@
+"""Gradient checks, terms on grids, and the adjoint of time steps."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import SmoothedTotalVariation, Tikhonov
+from mpishard.backend.random import uniform_in_box
+from mpishard.inverse.regularization import RegularizationTerm
+from mpishard.inverse.time_steps import backward_in_time
+
+# The Taylor test passes right gradients and no wrong ones, and says what is wrong; so does the dot-product test.
+
+Array = np.ndarray
+A = np.random.default_rng(1).standard_normal((40, 30))
+
+
+def waves(x: Array) -> tuple[float, Array]:
+    r = np.sin(A.astype(x.dtype) @ x)
+    return 0.5 * r @ r, A.T.astype(x.dtype) @ (np.cos(A.astype(x.dtype) @ x) * r)
+
+
+def waves_hessian(x: Array, p: Array) -> Array:
+    return A.T @ (np.cos(2 * (A @ x)) * (A @ p))
+
+
+def rosenbrock(x: Array) -> tuple[float, Array]:
+    g = np.zeros_like(x)
+    g[:-1] = -400 * x[:-1] * (x[1:] - x[:-1] ** 2) - 2 * (1 - x[:-1])
+    g[1:] += 200 * (x[1:] - x[:-1] ** 2)
+    return (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum(), g
+
+
+RIGHT: dict[str, Callable[[Array], Any]] = {
+    "waves": waves,
+    "rosenbrock": rosenbrock,
+    "quartic": lambda x: ((x**4).sum(), 4 * x**3),
+    "linear": lambda x: (x.sum(), np.ones_like(x)),
+    "constant": lambda x: (3.0, 0 * x),
+    "cosh": lambda x: (np.cosh(3 * x).sum(), 3 * np.sinh(3 * x)),
+    "offset": lambda x: (1e2 + np.exp(x).sum(), np.exp(x)),
+    "hinge": lambda x: ((np.maximum(x, 0) ** 2).sum(), 2 * np.maximum(x, 0)),
+    "absolute": lambda x: (np.abs(x).sum(), np.sign(x)),
+    "noisy": lambda x: (round(float(np.exp(x).sum()), 7), np.exp(x)),
+}
+
+
+def one_wrong(gradient: Array) -> Array:
+    gradient = gradient.copy()
+    gradient[7] += 0.3 * np.abs(gradient).mean()
+    return gradient
+
+
+WRONG: dict[str, Callable[[Array, Array], Array]] = {
+    "twice": lambda x, g: 2 * g,
+    "sign": lambda x, g: -g,
+    "a term is missing": lambda x, g: g - 0.1 * x,
+    "an element": lambda x, g: one_wrong(g),
+    "in another order": lambda x, g: np.roll(g, 1),
+    "zero": lambda x, g: 0 * g,
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_gradients_pass(name: str, dtype: type) -> None:
+    for seed in range(8):
+        x = np.random.default_rng(seed).standard_normal(30).astype(dtype)
+        check = mpishard.check_gradient(RIGHT[name], x, seed=seed, disp=False)
+        assert check, f"seed {seed}\n{check}"
+
+
+@pytest.mark.parametrize("error", WRONG)
+def test_wrong_gradients_fail(error: str) -> None:
+    for name in ("waves", "rosenbrock", "quartic", "cosh"):
+        for seed in range(4):
+            x = np.random.default_rng(seed).standard_normal(30)
+
+            def wrong(y: Array, name: str = name) -> tuple[float, Array]:
+                value, gradient = RIGHT[name](y)
+                return value, WRONG[error](y, gradient)
+
+            check = mpishard.check_gradient(wrong, x, seed=seed, disp=False)
+            assert not check, f"{name}, seed {seed}\n{check}"
+            assert "the gradient is wrong" in check.verdict
+            if error in ("twice", "sign", "zero", "in another order"):  # as precise as float32 can be
+                assert not mpishard.check_gradient(wrong, x.astype(np.float32), seed=seed, disp=False), (
+                    f"{name}, {seed}"
+                )
+
+
+def test_values_that_hide_the_remainder_are_no_pass() -> None:
+    def shifted(x: Array) -> tuple[float, Array]:
+        return 1e6 + (x**4).sum(), 4 * x**3
+
+    x = np.linspace(0.5, 1.5, 30)
+    check = mpishard.check_gradient(shifted, x.astype(np.float32), disp=False)
+    assert not check and "cannot tell" in check.verdict
+    assert mpishard.check_gradient(shifted, x, disp=False)
+
+
+def test_the_verdict_says_how_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.linspace(0.5, 1.5, 30)
+    check = mpishard.check_gradient(lambda y: ((y**4).sum(), -4 * y**3), x)
+    assert "-1 times as much" in check.verdict and check.order == pytest.approx(1, abs=0.05)
+    assert check.quotient == pytest.approx(-check.derivative, rel=1e-6) and check.error > 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_functions_that_are_not_smooth_say_so() -> None:
+    zeros = np.zeros(30)
+    kink = mpishard.check_gradient(lambda x: (np.abs(x).sum(), np.sign(x)), zeros, disp=False)
+    assert not kink and "kink" in kink.verdict
+    jump = mpishard.check_gradient(lambda x: (float(x[0] > 0) + x @ x, 2 * x), zeros, disp=False)
+    assert not jump and "jump" in jump.verdict
+
+
+def test_functions_that_round_to_float32_are_known() -> None:
+    def half(x: Array, factor: float) -> tuple[float, Array]:
+        return float((x.astype(np.float32) ** 4).sum(dtype=np.float32)), factor * x**3
+
+    x = np.random.default_rng(0).standard_normal(50)
+    assert mpishard.check_gradient(lambda y: half(y, 4), x, disp=False)
+    assert not mpishard.check_gradient(lambda y: half(y, 5), x, disp=False)
+
+
+def test_hessian_products() -> None:
+    x = np.random.default_rng(0).standard_normal(30)
+    check = mpishard.check_gradient(waves, x, hessp=waves_hessian, disp=False)
+    assert check and [round(test.order) for test in check.tests] == [2, 3, 2]
+    gauss_newton = mpishard.check_gradient(
+        waves, x, hessp=lambda x, p: A.T @ (np.cos(A @ x) ** 2 * (A @ p)), disp=False
+    )
+    assert not gauss_newton and "the Hessian product does not" in gauss_newton.verdict
+    assert "symmetric" not in gauss_newton.verdict
+    twisted = np.zeros((30, 30))
+    twisted[3, 4], twisted[4, 3] = 1, -1  # p'Hp does not see it
+    check = mpishard.check_gradient(waves, x, hessp=lambda x, p: waves_hessian(x, p) + twisted @ p, disp=False)
+    assert not check and re.search(r"not symmetric: w'\(H d\) = \S+, d'\(H w\) = ", check.verdict)
+
+
+def test_gradients_apart_and_points_outside_of_the_domain() -> None:
+    with np.errstate(invalid="ignore"):
+        check = mpishard.check_gradient(
+            lambda x: float(np.log(x).sum()), [0.01, 5.0], jac=lambda x: 1 / x, direction=[1.0, 1.0], disp=False
+        )
+        down = mpishard.check_gradient(
+            lambda x: float(np.log(x).sum()), [0.01, 5.0], jac=lambda x: 1 / x, direction=[-1.0, 1.0], disp=False
+        )
+    assert check and down and np.isnan(down.tests[0].remainders[0])
+
+
+def problem(factor: float = 1.0, **options: Any) -> mpishard.OptimizationProblem[Any]:
+    targets = np.random.default_rng(5).standard_normal((24, 30))
+
+    def function(x: Any, samples: Array, gradients: Any) -> float:
+        residual = np.tanh(x) - targets[samples]
+        gradients += factor * ((1 - np.tanh(x) ** 2) * residual).sum(axis=0)
+        return 0.5 * float((residual**2).sum())
+
+    return mpishard.OptimizationProblem(function, np.linspace(-1, 1, 30), samples=24, batch_size=12, steps=1, **options)
+
+
+def test_problems_are_checked() -> None:
+    start = problem().start.copy()
+    check = mpishard.check_gradient(problem(micro_batch_size=5), disp=False)
+    assert check and np.array_equal(problem().start, start)
+    assert not mpishard.check_gradient(problem(1.01), disp=False)
+    few = mpishard.check_gradient(problem(), samples=[3, 4], disp=False)
+    assert few and few.value != check.value
+
+
+def test_problems_with_names_are_checked() -> None:
+    parameters = mpishard.FlatParameters(
+        [mpishard.ParameterSpec("k", (3, 4)), mpishard.ParameterSpec("b", (4,))], np.float64
+    )
+    parameters.flat[...] = np.linspace(0.1, 1, 16)
+    before = parameters.flat.copy()
+
+    def function(p: Any, samples: Array, gradients: Any) -> float:
+        gradients["k"] += 3 * p["k"] ** 2 * p["b"] * len(samples)
+        gradients["b"] += (p["k"] ** 3).sum(axis=0) * len(samples)
+        return float((p["k"] ** 3 @ p["b"]).sum() * len(samples))
+
+    named = mpishard.OptimizationProblem(function, parameters, samples=6, batch_size=4, steps=1)
+    assert mpishard.check_gradient(named, disp=False)
+    assert np.array_equal(parameters.flat, before) and not parameters.gradients.has_content
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "gradient.png"
+    mpishard.check_gradient(waves, np.ones(30), hessp=waves_hessian, plot=path, disp=False)
+    mpishard.check_gradient(lambda x: (x.sum(), np.ones(3)), np.ones(3), plot=path, disp=False)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def raises(*arguments: Any, **options: Any) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        mpishard.check_gradient(*arguments, disp=False, **options)
+    return str(caught.value)
+
+
+def test_bad_input() -> None:
+    x = np.ones(30)
+    assert "(value, gradient)" in raises(lambda x: 3.0, x)
+    assert "has 29 elements" in raises(lambda x: (0.0, x[1:]), x)
+    assert "30 elements of the gradient are not finite" in raises(lambda x: (0.0, np.nan * x), x)
+    assert "direction is 0" in raises(waves, x, direction=0 * x)
+    assert "30 finite elements" in raises(waves, x, direction=x[1:])
+    assert "needs x" in raises(waves)
+    assert "leave x" in raises(problem(), x)
+    assert "reduction" in raises(waves, x, reduction="mean")
+    assert "descending" in raises(waves, x, steps=[0.1, 0.2, 0.3])
+    assert "mesh=3" in raises(waves, x, mesh=3)
+
+
+def test_random_numbers_do_not_depend_on_the_boxes() -> None:
+    whole = uniform_in_box(3, "k", (5, 4, 6), [(0, 5), (0, 4), (0, 6)])
+    assert np.array_equal(uniform_in_box(3, "k", (5, 4, 6), [(1, 3), (2, 4), (0, 5)]), whole[1:3, 2:4, :5])
+    assert uniform_in_box(3, "k", (), []).shape == () and abs(whole).max() <= 1 and abs(whole.mean()) < 0.15
+    assert not np.array_equal(whole, uniform_in_box(4, "k", (5, 4, 6), [(0, 5), (0, 4), (0, 6)]))
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(np.float64, 1e-12), (np.float32, 1e-4)])
+def test_adjoints(dtype: type, close: float, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = np.zeros(30, dtype), np.zeros((8, 5), dtype)
+
+    def forward(x: Array) -> Array:
+        return (A.astype(dtype) @ x).reshape(8, 5)
+
+    right = mpishard.check_adjoint(forward, lambda y: A.T.astype(dtype) @ y.reshape(-1), x, y)
+    assert right and right.error < close and "PASS" in capsys.readouterr().out
+    for wrong in (lambda y: -A.T @ y.reshape(-1), lambda y: A.T @ y.T.reshape(-1)):
+        assert not mpishard.check_adjoint(forward, wrong, x, y, disp=False)
+    with pytest.raises(ValueError, match="adjoint gives shape"):
+        mpishard.check_adjoint(forward, lambda y: y, x, y, disp=False)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e200, 1e-200, 1e-300])
+def test_values_near_the_ends_of_float64(scale):
+    def function(x, factor=1.0):
+        return scale * float((x**4).sum()), factor * scale * 4 * x**3
+
+    assert mpishard.check_gradient(function, np.ones(3), disp=False)
+    assert not mpishard.check_gradient(lambda x: function(x, 1.001), np.ones(3), disp=False)
+
+
+# Values, gradients and Hessian products of terms on grids, with masks, weights and references; they count once.
+
+SHAPES = [(7,), (5, 6), (4, 3, 5), (1, 4), (2, 2)]
+
+
+def terms(shape: tuple[int, ...], **options: Any) -> list[RegularizationTerm]:
+    spacing = [0.5, 2.0, 0.25][: len(shape)]
+    return [
+        *(Tikhonov(order=order, weight=1.7, spacing=spacing, shape=shape, **options) for order in (0, 1, 2)),
+        SmoothedTotalVariation(epsilon=0.3, weight=0.6, spacing=spacing, shape=shape, **options),
+    ]
+
+
+def extras(shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(2)
+    everything = {
+        "mask": rng.random(shape) > 0.2,
+        "reference": rng.standard_normal(shape),
+        "weight": rng.random(shape) + 0.5,
+    }
+    return [{}, {"mask": everything["mask"]}, {"reference": everything["reference"]}]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_and_hessian_products(shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(1).standard_normal(int(np.prod(shape)))
+    for options in extras(shape):
+        for term in terms(shape, **options):
+            check = mpishard.check_gradient(term.value_and_gradient, x, hessp=term.product, disp=False)
+            assert check, f"{term}\n{check}"
+
+
+def test_weights_by_cell() -> None:
+    weight = np.random.default_rng(2).random((5, 6))
+    x = np.random.default_rng(1).standard_normal((5, 6))
+    for order in (0, 1, 2):
+        term = Tikhonov(order=order, weight=weight, shape=(5, 6))
+        assert mpishard.check_gradient(term.value_and_gradient, x, hessp=term.product, disp=False)
+        twice = Tikhonov(order=order, weight=2 * weight, shape=(5, 6))
+        assert twice.value_and_gradient(x)[0] == pytest.approx(2 * term.value_and_gradient(x)[0], rel=1e-14)
+
+
+def test_values() -> None:
+    x = np.array([[0.0, 1.0, 4.0], [2.0, 2.0, 2.0]])
+    assert Tikhonov(order=0, weight=2.0).value_and_gradient(x)[0] == 29
+    assert Tikhonov(order=0, weight=2.0, reference=x - 3).value_and_gradient(x)[0] == 54
+    # Along the first dimension 2, 1, -2; along the second 1, 3, 0, 0.
+    assert Tikhonov(weight=2.0).value_and_gradient(x)[0] == 19
+    # Spacings 2 and 0.5: (4 + 1 + 4) / 4 + (1 + 9) / 0.25, times a volume of 1.
+    assert Tikhonov(weight=2.0, spacing=(2, 0.5)).value_and_gradient(x)[0] == 42.25
+    assert Tikhonov(order=2, weight=2.0).value_and_gradient(x)[0] == 4
+    lengths = np.sqrt(np.array([4 + 1, 1 + 9, 4, 0, 0, 0]) + 0.01) - 0.1
+    value = SmoothedTotalVariation(epsilon=0.1, weight=3.0).value_and_gradient(x)[0]
+    assert value == pytest.approx(3 * lengths.sum(), rel=1e-14)
+    mask = np.array([[True, True, True], [True, False, True]])
+    assert Tikhonov(weight=2.0, mask=mask).value_and_gradient(x)[0] == 4 + 4 + 1 + 9
+
+
+def test_float32_and_flat_arrays_keep_their_kind() -> None:
+    x = np.random.default_rng(1).standard_normal((5, 6)).astype(np.float32)
+    for term in terms((5, 6)):
+        value, gradient = term.value_and_gradient(x.reshape(-1))
+        assert gradient.dtype == np.float32 and gradient.shape == (30,) and isinstance(value, float)
+        assert term.product(x, x).shape == (5, 6)
+        wide = term.value_and_gradient(x.astype(np.float64))
+        assert value == wide[0] and np.array_equal(gradient, wide[1].astype(np.float32).reshape(-1))
+
+
+def test_slabs_have_the_bits_of_the_whole_field() -> None:
+    whole = np.random.default_rng(1).standard_normal((11, 4))
+    direction = np.random.default_rng(3).standard_normal((11, 4))
+    cuts = [0, 2, 5, 7, 11]
+    options: dict[str, Any] = {"mask": np.random.default_rng(2).random((11, 4)) > 0.2, "reference": 0.1 * whole}
+    for order, full in enumerate(terms((11, 4), **options)):
+        value, gradient = full.value_and_gradient(whole)
+        product = full.product(whole, direction)
+        total = 0.0
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            slab = slice(start, stop)
+
+            def neighbours(own: Array, start: int = start, stop: int = stop, rows: int = full.halo) -> Any:
+                """Of the field that is asked for: the one whose rows are these."""
+                candidates = [whole - 0.1 * whole, options["mask"] * 1.0, direction]
+                field = next(field for field in candidates if np.array_equal(field[start:stop], own))
+                return (field[start - rows : start] if start else None), (
+                    field[stop : stop + rows] if stop < 11 else None
+                )
+
+            own = {name: array[slab] for name, array in options.items()}
+            part = terms((stop - start, 4), **own, exchange=neighbours)[order]
+            added, slope = part.value_and_gradient(whole[slab])
+            total += added
+            assert np.array_equal(slope, gradient[slab])
+            assert np.array_equal(part.product(whole[slab], direction[slab]), product[slab])
+        assert total == pytest.approx(value, rel=1e-14)
+
+
+def misfit(x: Array) -> tuple[float, Array]:
+    return 0.5 * x @ x, x
+
+
+def test_a_function_with_terms() -> None:
+    x = np.random.default_rng(1).standard_normal(30)
+    both = mpishard.regularized(misfit, terms((5, 6)))
+    assert mpishard.check_gradient(both, x, disp=False)
+    expected = misfit(x)[0] + sum(term.value_and_gradient(x)[0] for term in terms((5, 6)))
+    assert both(x)[0] == pytest.approx(expected, rel=1e-15)
+    smooth = mpishard.minimize(mpishard.regularized(lambda y: misfit(y - x), Tikhonov(weight=1e6)), 0 * x)
+    assert smooth.success and np.ptp(smooth.x) < 1e-3
+
+
+def test_a_term_counts_once_however_many_samples_there_are() -> None:
+    data = np.random.default_rng(0).standard_normal((12, 30))
+
+    def function(x: Array, samples: Array, gradients: Array) -> float:
+        gradients += (x - data[samples]).sum(axis=0)
+        return 0.5 * float(((x - data[samples]) ** 2).sum())
+
+    term = SmoothedTotalVariation(epsilon=0.3, weight=0.6, shape=(5, 6))
+    x = np.random.default_rng(1).standard_normal(30)
+    wanted = function(x, np.arange(12), np.zeros(30)) / 12 + term.value_and_gradient(x)[0]
+    for micro in (None, 5, 1):
+        problem = mpishard.OptimizationProblem(
+            mpishard.regularized(function, term), x, samples=12, batch_size=12, micro_batch_size=micro, steps=1
+        )
+        check = mpishard.check_gradient(problem, disp=False)
+        assert check and check.value == pytest.approx(wanted, rel=1e-14)
+
+
+def test_terms_of_named_tensors() -> None:
+    specs = [mpishard.ParameterSpec("b", (3,)), mpishard.ParameterSpec("k", (4, 5))]
+    parameters = mpishard.FlatParameters(specs, np.float64)
+    parameters.flat[...] = np.random.default_rng(1).standard_normal(23)
+    term = Tikhonov(name="k", weight=3.0)
+
+    def function(p: Any, samples: Array, gradients: Any) -> float:
+        gradients["b"] += len(samples) * p["b"]
+        return 0.5 * float(p["b"] @ p["b"]) * len(samples)
+
+    with_term = mpishard.regularized(function, [term])
+    problem = mpishard.OptimizationProblem(with_term, parameters, samples=6, batch_size=6, steps=1)
+    assert mpishard.check_gradient(problem, disp=False)
+    plain = mpishard.regularized(lambda p: (0.0, np.zeros(23)), term)
+    assert mpishard.check_gradient(plain, parameters, disp=False)
+    with pytest.raises(ValueError, match="name of one of them"):
+        mpishard.regularized(lambda p: (0.0, np.zeros(23)), Tikhonov())(parameters)
+
+
+def test_small_differences_keep_their_digits_in_total_variation() -> None:
+    x, epsilon = np.array([0.0, 1e-9, 0.0]), 1.0
+    value, _ = SmoothedTotalVariation(epsilon=epsilon).value_and_gradient(x)
+    assert value == pytest.approx(1e-18, rel=1e-12)
+    assert SmoothedTotalVariation(epsilon=1e-3).value_and_gradient(x * 1e9)[0] == pytest.approx(1.998001, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_nan(bad: float) -> None:
+    x = np.ones((5, 6))
+    x[2, 3] = bad
+    for term in terms((5, 6)):
+        with np.errstate(invalid="ignore"):
+            assert np.isnan(term.value_and_gradient(x)[0])
+
+
+def test_bad_input_of_regularization() -> None:
+    x = np.zeros((4, 5))
+    for call, message in (
+        (lambda: Tikhonov(order=3), "order=3"),
+        (lambda: Tikhonov(weight=-1), "weight=-1"),
+        (lambda: Tikhonov(weight=np.array([1.0, -2.0])), "weight is from -2 to 1"),
+        (lambda: Tikhonov(weight=np.array([1.0, np.nan])), "weight is from nan to nan"),
+        (lambda: Tikhonov(weight=[1.0, np.inf]), "weight is from 1 to inf"),
+        (lambda: Tikhonov(spacing=(1, 0)), "spacing=0"),
+        (lambda: SmoothedTotalVariation(epsilon=0), "epsilon=0"),
+        (lambda: Tikhonov(spacing=(1, 1, 1)).value_and_gradient(x), "3 numbers"),
+        (lambda: mpishard.regularized(misfit, 3), "terms"),
+        (lambda: mpishard.regularized(misfit, Tikhonov(), reduction="sum"), "with a mesh"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+
+
+def test_a_term_of_an_array_in_a_tree():
+    def fun(x):
+        return 0.0, {"a": [np.zeros(3), np.zeros(2)]}
+
+    x = {"a": [np.array([0.0, 1.0, 3.0]), np.ones(2)]}
+    value, gradient = mpishard.regularized(fun, Tikhonov(weight=2.0, name="a.0"))(x)
+    assert value == 5.0 and gradient["a"][0].tolist() == [-2, -2, 4] and not gradient["a"][1].any()
+    with pytest.raises(ValueError, match="x0 has no array 'b'; there are a.0, a.1"):
+        mpishard.regularized(fun, Tikhonov(weight=2.0, name="b"))(x)
+
+
+# The adjoint of time steps from few stored states: the bits of storing all of them, and as few steps as can be.
+
+
+@functools.cache
+def fewest(steps: int, states: int) -> int:
+    """Forward steps that must be taken if the adjoint of a step needs the state before it, the first one stored."""
+    if steps <= 1:
+        return 0
+    if states == 1:
+        return steps * (steps - 1) // 2
+    return min(first + fewest(first, states) + fewest(steps - first, states - 1) for first in range(1, steps))
+
+
+class Waves:
+    """A nonlinear recurrence with parameters, its adjoint, and a count of what is computed and stored."""
+
+    def __init__(self) -> None:
+        self.parameters = np.linspace(0.1, 0.9, 5)
+        self.gradient = np.zeros(5)
+        self.steps = 0
+        self.order: list[int] = []
+
+    def forward(self, state: Array, step: int) -> Array:
+        self.steps += 1
+        state += 0.1 * np.sin(self.parameters * state + step)
+        return state
+
+    def backward(self, state: Array, adjoint: Array, step: int) -> Array:
+        self.order.append(step)
+        slope = 0.1 * np.cos(self.parameters * state + step) * adjoint
+        self.gradient += slope * state
+        return adjoint + self.parameters * slope
+
+
+def all_stored(start: Array, steps: int) -> tuple[Array, Array]:
+    waves, states = Waves(), [start.copy()]
+    for step in range(steps):
+        states.append(waves.forward(states[-1].copy(), step))
+    adjoint = 2 * states[-1]
+    for step in reversed(range(steps)):
+        adjoint = waves.backward(states[step], adjoint, step)
+    return adjoint, waves.gradient
+
+
+@pytest.mark.parametrize(("steps", "states"), [(1, 1), (2, 1), (9, 1), (10, 3), (31, 4), (40, 39), (40, 100), (100, 5)])
+def test_bits_and_number_of_steps(steps: int, states: int) -> None:
+    pytest.importorskip("checkpoint_schedules")
+    start, waves = np.linspace(-1, 1, 5), Waves()
+    adjoint = backward_in_time(waves.forward, waves.backward, start, steps, lambda u: 2 * u, states=states)
+    expected, gradient = all_stored(start, steps)
+    assert np.array_equal(adjoint, expected) and np.array_equal(waves.gradient, gradient)
+    assert np.array_equal(start, np.linspace(-1, 1, 5))
+    assert waves.order == list(reversed(range(steps)))
+    assert waves.steps == fewest(steps, states) + 1  # and the last step, for the final state
+
+
+def test_no_more_states_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("checkpoint_schedules")
+    alive: set[int] = set()
+    most = 0
+
+    class State:
+        def __init__(self) -> None:
+            alive.add(id(self))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+        def __deepcopy__(self, memo: object) -> State:
+            return State()
+
+    def forward(state: State, step: int) -> State:
+        nonlocal most
+        most = max(most, len(alive))
+        return state
+
+    start = State()
+    backward_in_time(forward, lambda u, a, k: a, start, 50, lambda u: 0, states=4)
+    assert most <= 4 + 3  # the start, the state that moves, and the one of the last step
+
+
+def test_no_steps_and_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backward_in_time(lambda u, k: u, lambda u, a, k: a, 3.0, 0, lambda u: 2 * u, states=1) == 6.0
+    with pytest.raises(ValueError, match="states=0"):
+        backward_in_time(lambda u, k: u, lambda u, a, k: a, 3.0, 5, lambda u: 2 * u, states=0)
+    with pytest.raises(TypeError, match="must be functions"):
+        backward_in_time(lambda u, k: u, 3, 3.0, 5, lambda u: 2 * u, states=1)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "checkpoint_schedules", None)
+    with pytest.raises(ModuleNotFoundError, match=r"mpishard\[revolve\]"):
+        backward_in_time(lambda u, k: u, lambda u, a, k: a, 3.0, 5, lambda u: 2 * u, states=1)
