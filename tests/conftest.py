@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import left_out
 import numpy as np
 import pytest
 import suite
@@ -187,8 +188,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--short", action="store_true", help=text)
     text = "of all tests, or of those marked `faults`, the third that MPISHARD_TEST_THIRD names; all if it names none"
     parser.addoption("--third", choices=["all", "faults"], help=text)
+    text = "of tests/unit what plain `tox` leaves out or shortens, see left_out.py"
+    parser.addoption("--left-out", action="store_true", help=text)
     text = "check CUDA functions on the host for races and accesses outside of arrays, see cuda_checks.cpp; wants g++"
     parser.addoption("--cuda-checks", action="store_true", help=text)
+
+
+def in_turn(config: pytest.Config) -> bool | None:
+    """Whether this is the day on which tests beside PyTorch and JAX run in this place; None where they always do.
+
+    Their imports take each rank as long as the collection of all other tests.  So where a third of the tests runs each
+    day, all of these run on one day of three, and on the others no rank imports the packages.
+    """
+    if THIRD == "all" or config.getoption("--third") != "all" or not with_mpi(config):
+        return None
+    from mpi4py import MPI
+
+    vendor, ranks = MPI.get_vendor()[0], MPI.COMM_WORLD.size
+    return None if ranks == WHOLE else (ranks.bit_length() + (vendor == "MPICH")) % 3 == int(THIRD)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    if config.getoption("--left-out") and HERE / "unit" in collection_path.parents:
+        return not left_out.tests_of(collection_path) or None
+    if HERE / "mpi" in collection_path.parents and in_turn(config) is False:
+        return left_out.is_skipped_whole(collection_path) or None
+    return None
 
 
 def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False) -> set[str]:
@@ -227,6 +254,12 @@ def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False
     return kept
 
 
+def is_left_out(item: pytest.Item, short: bool = True) -> bool:
+    """Whether plain `tox` leaves out or shortens a test; see `left_out`."""
+    names = left_out.tests_of(item.path, short)
+    return not names.isdisjoint({getattr(item, "originalname", item.name), *(each.name for each in item.listchain())})
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept = {item.nodeid for item in items}
@@ -236,7 +269,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = chosen(items, (MPI.get_vendor()[0], MPI.COMM_WORLD.size), config.getoption("--short"))
     if THIRD != "all" and (of := config.getoption("--third")):
         whole = {item.nodeid for item in items if of == "faults" and item.get_closest_marker("faults") is None}
+        if (turn := in_turn(config)) is not None:
+            beside_others = {item.nodeid for item in items if is_left_out(item, short=False)}
+            whole, kept = whole | beside_others, kept if turn else kept - beside_others
         kept = {name for name in kept if name in whole or zlib.crc32(name.encode()) % 3 == int(THIRD)}
+    if config.getoption("--left-out"):
+        kept = {item.nodeid for item in items if item.nodeid in kept and is_left_out(item)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
     for item in items:
