@@ -161,11 +161,13 @@ class ShardingConfiguration:
     mesh : Mesh
         The mesh of the run.  Gradients are reduced over copies of a parameter on other axes, then over ``mesh.data``.
     auto_sync_gradients : bool
-        True: every `step` reduces gradients and updates.  False: `step` only adds this rank's gradient to the earlier
-        ones, with no communication, until `synchronize_optimizer_state` (or a model's `synchronize_gradients`).
+        True: every `step` reduces gradients and updates.  False: gradient accumulation; `step` only adds this rank's
+        gradient to the earlier ones, with no communication, until `synchronize_optimizer_state` (or a model's
+        `synchronize_gradients`).
     minimum_parameter_group_size : int
-        Minimum number of elements in a communication bucket; consecutive tensors form a bucket once they have as many.
-        Large buckets need fewer messages, small buckets can be sent earlier.
+        Minimum number of elements in a gradient bucket (the ``bucket_cap_mb`` of PyTorch's DDP, in elements);
+        consecutive tensors form a bucket once they have as many.  Large buckets need fewer messages, small buckets can
+        be sent earlier.
     overlap_communication : bool
         Reduce a bucket while the backward pass still computes the next ones.  Both settings give the same bits.
     max_gradient_norm : float, optional

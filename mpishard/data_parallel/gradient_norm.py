@@ -249,9 +249,9 @@ class Inspection:
 
 def _warn_of_zero() -> None:
     warnings.warn(
-        "the gradient is exactly zero on all ranks.  The likely cause: no backward pass of the module was made since "
-        "the last step; or gradients = ... makes another array, which nobody sees: a function adds to the one that it "
-        "is given, gradients += ..., and a model writes to what parameters.gradient(name) gives it",
+        "the gradient is exactly zero on all ranks.  Likely causes: no backward pass since the last step; or "
+        "`gradients = ...`, which binds the name to another array: write gradients += ... (a model writes into "
+        "parameters.gradient(name))",
         RuntimeWarning,
         stacklevel=users_level(),
     )

@@ -275,7 +275,7 @@ class ShardedOptimizer:
         return known if same and known is not None else FlatParameters.over(parameters)
 
     def synchronize_optimizer_state(self) -> None:
-        """Bring all ranks to one state.
+        """End a gradient accumulation by a step, and copy replicated parameters and state again.
 
         With ``auto_sync_gradients=False`` this takes one step along the mean of the accumulated gradients, over all
         calls of `step` on all data ranks; ranks may differ in their number of calls.  Otherwise ranks agree already.

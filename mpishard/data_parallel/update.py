@@ -247,7 +247,7 @@ def update_by_method(
         culprits = f": {inspection.culprits(state.counters.clock)}" if minimizer.stop_reason == "not finite" else ""
         if optimizer.world.rank == 0:
             name = type(optimizer.rule).__name__
-            log.inform(f"{name} cannot go on: {FAILURES[minimizer.stop_reason]}{culprits}")
+            log.inform(f"{name} stopped: {FAILURES[minimizer.stop_reason]}{culprits}")
     inspection.forget()
     strategy.reducer.reset()
     if optimizer.config.mesh.debug:

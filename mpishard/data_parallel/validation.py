@@ -198,8 +198,8 @@ def warn_if_initial_parameters_differ(mesh: Mesh, parameters: FlatParameters) ->
     most, least = mesh.data.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()
     if most != -least and mesh.rank == 0:
         warnings.warn(
-            "ranks start from different parameters, and those of rank 0 are taken on all.  If that is meant, broadcast "
-            "them before (mesh.world.broadcast(start)); else give all ranks one seed",
+            "initial parameters differ between ranks; using rank 0's.  If intended, broadcast them first "
+            "(mesh.world.broadcast(start)); otherwise use one seed on all ranks",
             RuntimeWarning,
             stacklevel=users_level(),
         )
@@ -212,8 +212,8 @@ def check_rule(rule: Rule | Method, saved: str, saved_slots: Collection[str]) ->
         theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, own))
         raise ValueError(
             f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
-            f"(slots: {ours}); make the rule as it was when it was saved, or leave its state and take the parameters "
-            "alone"
+            f"(slots: {ours}); make the rule as it was when it was saved, or load only the parameters: "
+            "load_checkpoint(folder, parameters, mesh=mesh)"
         )
 
 

@@ -160,9 +160,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """
         if self._is_made:
             raise RuntimeError(
-                "a group cannot be added to what as_distributed returned, which has all parameters of the module: call "
-                "close(), make a torch optimizer with all groups, or a rule with groups=[ParameterGroup(...)], and "
-                "call as_distributed again"
+                "a group cannot be added to the optimizer of as_distributed, which has all parameters of the module: "
+                "call close(), make a torch optimizer with all groups, or a rule with groups=[ParameterGroup(...)], "
+                "and call as_distributed again"
             )
         super().add_param_group(param_group)
 
@@ -453,11 +453,11 @@ def as_distributed(
     shard_units: Any = "auto",
     materialize: Callable[[Any], Any] | None = None,
 ) -> ModuleOptimizer:
-    """Make a PyTorch module train on all ranks of a mesh; what is returned takes the place of its optimizer.
+    """Set up a PyTorch module for DDP or ZeRO-1, 2 or 3 over the ranks of a mesh; use the result as its optimizer.
 
     The module has no wrapper and is used as before.  Its parameters become views into one flat array, with the values
     of rank 0 on all ranks, and hooks send each gradient as soon as autograd has finished it.  PyTorch gets as many
-    threads as the mesh has for a rank.  `ModuleOptimizer.close`, or nobody's holding the result any more, ends that.
+    threads as the mesh has for a rank.  `ModuleOptimizer.close`, or garbage collection of the result, removes hooks.
 
     Collective over the mesh.
 
@@ -478,18 +478,20 @@ def as_distributed(
         options, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too, 3 also the parameters.  Under 0
-        and 1 ``p.grad`` is the mean over ranks after a backward pass, as under DDP, and what a loop makes of it is what
-        steps.  Under 3 a unit of the module is whole only during its forward and its backward pass; all ranks call the
-        module itself, equally often, and use the same layers in the same order.  Frozen parameters are divided, too.
+        and 1 ``p.grad`` is the mean over ranks after a backward pass, as under DDP, and the step takes it as the loop
+        has changed it; for that 1 communicates 1.5 times the bytes of DDP.  Under 3 a unit of the module is whole only
+        during its forward and its backward pass; all ranks call the module itself, equally often, and use the same
+        layers in the same order.  Frozen parameters are divided, too.
     buffers : {"broadcast", "average", "local"}
         What becomes of persistent buffers, such as the running averages of batch norms, after each step: all ranks take
         those of rank 0, as with DistributedDataParallel; or the mean over ranks, where they are floating-point; or they
         stay as they are, and only a checkpoint has those of rank 0.
     shard_units : type, tuple of type, callable or "auto"
-        The submodules that are units under ``zero=3``: a class such as ``TransformerEncoderLayer``, classes, or a
-        function of a submodule that returns True.  The module itself is a unit with what is left, and with a parameter
-        that two units share.  "auto" takes the layers of its ``ModuleList`` and ``Sequential`` that have 32768 elements
-        or more, and looks within those that have more than a quarter of all.
+        The submodules that are gathered as one unit under ``zero=3`` (FSDP's auto-wrap policy): a class such as
+        ``TransformerEncoderLayer``, classes, or a function of a submodule that returns True.  The module itself is a
+        unit with what is left, and with a parameter that two units share.  "auto" takes the layers of its
+        ``ModuleList`` and ``Sequential`` that have 32768 elements or more, and looks within those that have more than a
+        quarter of all.
     materialize : callable, optional
         Under ``zero=3`` for a module on the device meta, so that no rank has all parameters at any time:
         ``materialize(layer)`` is called with each submodule that has parameters or buffers of its own when these have

@@ -172,7 +172,7 @@ class LiveGroups(ParameterGroups):
         if any(optimizer.state.values()):
             raise ValueError(
                 f"{self.what} has got a state of its own since the module was made distributed, which no step uses; "
-                "call load_state_dict of what as_distributed returned, with what its state_dict returned"
+                "call load_state_dict of the optimizer of as_distributed, with what its state_dict returned"
             )
         values = self._values()
         for number, rate in enumerate(each["lr"] for each in values):
@@ -393,7 +393,7 @@ def _check_parameters(groups: list[dict[str, Any]], names: Mapping[int, str]) ->
 def _refuse(optimizer: Any, *_: Any) -> None:
     """A hook before each step that an optimizer would take by itself."""
     raise RuntimeError(
-        f"mpishard takes the steps of this {type(optimizer).__name__}: call step() of what as_distributed returned, "
+        f"mpishard takes the steps of this {type(optimizer).__name__}: call step() of the optimizer of as_distributed, "
         "and give that to a GradScaler"
     )
 

@@ -46,14 +46,14 @@ Array = Any
 PASS, CLIP, STEP, DROP = range(1, 5)
 
 
-class SpreadGradient(torch.Tensor):
+class UnavailableGradient(torch.Tensor):
     """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "p.grad has no values here: gradients leave during the backward pass under zero=2 and 3, with reproducible "
-            "sums or a loss scale.  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
+            "p.grad is not available: under zero=2 and 3, with reproducible sums or a loss scale gradients are reduced "
+            "during backward().  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
             "max_gradient_norm or max_gradient_value"
         )
 
@@ -66,7 +66,7 @@ class GradientHooks:
     """
 
     def __init__(self, parameters: FlatParameters, tensors: Mapping[str, Any]) -> None:
-        # ``p.grad`` stays, as a view into the gradients, until `clear`, or is a SpreadGradient where these have left.
+        # ``p.grad`` stays, as a view into the gradients, until `clear`, or is UnavailableGradient where they have left.
         # The user's loop can then read it, and set it to None or zero between backward passes, as without mpishard.
         self.keeps: bool = False
         # The gradients lack the loss scale, since the loss was not multiplied by it.
@@ -215,7 +215,7 @@ class GradientHooks:
                     memory.copy_(gradient)
                 finish_stream(memory)
                 continue
-            left = kept is None or type(kept) is SpreadGradient
+            left = kept is None or type(kept) is UnavailableGradient
             if not complete and p.grad is kept and (left or kept._version == version):
                 continue
             how = "dropped" if p.grad is None else "changed" if p.grad is kept and not complete else "assigned"
@@ -235,7 +235,7 @@ class GradientHooks:
 
     def _make_room(self, p: Any, _: Any) -> None:
         """Before autograd adds to ``p.grad``: do not add to a gradient that is summed already, or has left."""
-        if type(p.grad) is SpreadGradient:
+        if type(p.grad) is UnavailableGradient:
             p.grad = None
         if self.keeps and self._parameters.gradients.reduced and self.sums_over():
             self._begin_another_pass()
@@ -309,7 +309,7 @@ class GradientHooks:
             self._kept[name] = p.grad, memory._version
         elif self.keeps:
             nothing = torch.empty((), dtype=self.dtype_of[name], device=p.device)
-            p.grad = nothing.expand(p.shape).as_subclass(SpreadGradient)
+            p.grad = nothing.expand(p.shape).as_subclass(UnavailableGradient)
             self._kept[name] = p.grad, 0
         else:
             p.grad = None
@@ -415,7 +415,7 @@ def _check_values(named: dict[str, Any], on_meta: bool) -> None:
             )
         if p.device.type != "meta" and p.numel() and not p.untyped_storage().nbytes():
             raise ValueError(
-                f"parameter {name!r} has no values: under zero=3 its shares went with what as_distributed returned; "
+                f"parameter {name!r} has no values: under zero=3 its shares went with the optimizer of as_distributed; "
                 "call close() of that, on all ranks, which leaves the module whole"
             )
         if type(p.data) is not torch.Tensor or p.layout is not torch.strided:
@@ -665,7 +665,7 @@ class ModuleState:
         """
         if self._let_go:
             raise ValueError(
-                "the module was let go: what as_distributed returned was closed, or nobody holds it any more; keep it, "
+                "the module was let go: the optimizer of as_distributed was closed or collected as garbage; keep it, "
                 "or call as_distributed again"
             )
         with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions

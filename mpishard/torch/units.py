@@ -166,7 +166,7 @@ _METADATA = frozenset(
 )
 _VALUES = frozenset("data T mT H mH real imag".split())
 _SAVES = (
-    "to save it, call save_checkpoint() of what as_distributed returned, or give torch.save() what its state_dict() "
+    "to save it, call save_checkpoint() of the optimizer of as_distributed, or give torch.save() what its state_dict() "
     "returns within summon_full_parameters; to copy it, call close() on all ranks before"
 )
 
@@ -302,9 +302,9 @@ class UnitStorages:
         for name, p in self._tensors.items():
             if _is_freed(p):
                 p.why_freed = (
-                    f"parameter {name!r} has no values: under zero=3 its shares went with what as_distributed "
-                    "returned, which nobody holds any more; call close() of that before, on all ranks, which leaves "
-                    "the module whole"
+                    f"parameter {name!r} has no values: under zero=3 its shares went with the optimizer of "
+                    "as_distributed, which was collected as garbage; call its close() before, on all ranks, which "
+                    "leaves the module whole"
                 )
 
     def _is_rounded(self, piece: Piece) -> bool:
@@ -553,7 +553,7 @@ class ShardedModule:
             raise RuntimeError(
                 "under zero=3 a rank has its share of the parameters only: call state_dict() or load_state_dict() of "
                 "the module within `with mpishard.torch.summon_full_parameters(module):`, on all ranks, or use "
-                "save_checkpoint() and load_checkpoint() of what as_distributed returned"
+                "save_checkpoint() and load_checkpoint() of the optimizer of as_distributed"
             )
 
     def _before(self, unit: Unit, module: Any, args: Any, kwargs: Any) -> None:

@@ -440,8 +440,8 @@ def test_what_a_method_cannot_have_is_refused(mesh, case):
 
 
 FAILURES = {
-    "not finite": (math.nan, "cannot go on: the value, the gradient or .* is NaN or infinite.*'parameters' on rank 1"),
-    "line search": (-1.0, "cannot go on: the line search found no lower value.*mpishard.check_gradient"),
+    "not finite": (math.nan, "stopped: the value, the gradient or .* is NaN or infinite.*'parameters' on rank 1"),
+    "line search": (-1.0, "stopped: the line search found no lower value.*mpishard.check_gradient"),
 }
 
 

@@ -430,7 +430,7 @@ def test_uses_without_a_call_of_their_unit_say_so(mesh):
         module.norm1(torch.ones(1, 3, 4))
     del optimizer
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"has no values: under zero=3 .* nobody holds any more; call close\(\)"):
+    with pytest.raises(RuntimeError, match=r"has no values: under zero=3 .* collected as garbage; call its close\(\)"):
         module(torch.ones(1, 3, 4))
 
 
