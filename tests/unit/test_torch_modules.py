@@ -338,7 +338,7 @@ def test_an_optimizer_takes_no_step_by_itself() -> None:
         backward(made)
         with pytest.raises(RuntimeError, match="but the last one within optimizer.no_sync.., or call optimizer.step"):
             backward(made)
-        with pytest.raises(RuntimeError, match="mpishard takes the steps of this AdamW: call step.. of what"):
+        with pytest.raises(RuntimeError, match="mpishard takes the steps of this AdamW: call step.. of the optimizer"):
             theirs.step()
         assert not settings.changed
         theirs.param_groups[1]["lr"] = 0.5
