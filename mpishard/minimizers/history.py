@@ -474,7 +474,7 @@ class ReducedHistory(History):
         if "ss" not in metadata and "order" in metadata:
             raise ValueError(
                 "the saved history of L-BFGS-B is of a release without the generalised Cauchy point, whose next points "
-                "are others; go on with that release, or take the parameters alone as a start"
+                "are others; continue with that release, or take the parameters alone as a start"
             )
         try:
             of_grams = [{(int(i), int(j)): float(top) for i, j, top in bounds} for bounds in metadata["bounds"]]

@@ -537,5 +537,5 @@ def test_no_pass_after_one_that_was_left(pipe):
     if pipe.size == 1:
         assert np.isclose(line.train(batches), 12 * weights(1).sum(), rtol=1e-12)
     else:
-        with pytest.raises(RuntimeError, match="earlier pass over this pipeline was left"):
+        with pytest.raises(RuntimeError, match="exception ended an earlier pipeline pass"):
             line.train(batches)

@@ -333,7 +333,7 @@ def test_ranks_that_start_apart_are_told_so(mesh, same_on_all, use):
             optimizer.step(start, np.ones(6))
         else:
             start = optimizer.optimize(replace(problem(), start=start), progress=False).parameters
-    said = [str(each.message) for each in caught if "start from different parameters" in str(each.message)]
+    said = [str(each.message) for each in caught if "initial parameters differ" in str(each.message)]
     assert len(said) == (mesh.rank == 0)
     assert same_on_all(start)
 
