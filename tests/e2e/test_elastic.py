@@ -275,7 +275,7 @@ with mpishard.Mesh() as mesh:
 """
     report = tmp_path / "report"
     words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
-    output, _ = faults.execute(words, 100, lambda: report.exists() and len(report.read_text().splitlines()) == 3)
+    output, _ = faults.execute(words, 200, lambda: report.exists() and len(report.read_text().splitlines()) == 3)
     assert report.exists(), output
     expected = [f"{name}Optimizer {[True] * ranks}" for name, ranks in (("ZeRO3", 3), ("ZeRO2", 2), ("ZeRO3", 1))]
     assert report.read_text().splitlines() == expected, output
