@@ -302,6 +302,7 @@ def test_slow_networks(mesh, same_on_all, kind):
 
 def test_the_state_goes_to_a_file_of_pytorch(mesh, folder):
     module, x, y = make("convolutional")
+    module[0].bias = None  # a batch norm takes it out: its gradient is rounding alone, which AdamW makes large
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
     values = []
     for step in range(4):
@@ -315,6 +316,7 @@ def test_the_state_goes_to_a_file_of_pytorch(mesh, folder):
         values.append(optimizer.parameters.flat.copy())
     saved = torch.load(folder / "state.pt", weights_only=True)
     again = make("convolutional", 1)[0]
+    again[0].bias = None
     again.load_state_dict(saved["model"])
     optimizer = mpishard.torch.as_distributed(again, mesh, RULE, zero=2)
     optimizer.load_state_dict(saved["optimizer"])
