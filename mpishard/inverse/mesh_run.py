@@ -26,8 +26,9 @@ from mpishard.inverse.functions import Unknowns, on_any
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
-from mpishard.layout.run_state import brief
+from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
 from mpishard.layout.tensors import ParameterSpec, Piece
+from mpishard.minimizers.least_squares import Options, State
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
@@ -35,6 +36,8 @@ from mpishard.record import RunRecord
 Array = Any
 _HOW_TO_SUM = "say reduction='sum'"
 _START = "start.json"  # the fact about the start
+_SQUARES = "least_squares.json"  # the fact about a method for few unknowns, and its numbers
+_NUMBERS = ("cost", "optimality", "radius", "multiplier", "iterations", "nfev", "njev", "status")
 # Values of one function at one point differ by less, relatively, where ranks sum in different orders.
 _TOLERANCE = 1e-6
 
@@ -337,6 +340,22 @@ def digest(*vectors: Array) -> int:
 # The files of a minimisation: checkpoints, from which it resumes, and its record.
 
 
+def _problem_of_files(checkpoints: Any, resume: Any, record: Any, world: Axis) -> Exception | None:
+    """The error of arguments that are no files of a minimisation on these ranks."""
+    try:
+        if flag("resume", resume) and checkpoints is None:
+            raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
+        if not (checkpoints is None or hasattr(checkpoints, "due")):
+            raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
+        if checkpoints is not None and checkpoints.mesh.world is not world:
+            raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
+        if not (record is None or isinstance(record, RunRecord)):
+            raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
 class RunFiles:
     """Saves a minimisation after evaluations, and records them. Collective over the mesh, its creation too.
 
@@ -350,7 +369,7 @@ class RunFiles:
         self._checkpoints = checkpoints
         self._record = record
         self._resumes = resume
-        ranks.world.raise_if_any(self._problem())
+        ranks.world.raise_if_any(_problem_of_files(checkpoints, resume, record, ranks.world))
         given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
         self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
         self._start = self._norm_of_start()
@@ -378,21 +397,6 @@ class RunFiles:
                 },
                 stage=True,
             )
-
-    def _problem(self) -> Exception | None:
-        checkpoints, record, world = self._checkpoints, self._record, self._ranks.world
-        try:
-            if flag("resume", self._resumes) and checkpoints is None:
-                raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
-            if not (checkpoints is None or hasattr(checkpoints, "due")):
-                raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
-            if checkpoints is not None and checkpoints.mesh.world is not world:
-                raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
-            if not (record is None or isinstance(record, RunRecord)):
-                raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
-        except (TypeError, ValueError) as error:
-            return error
-        return None
 
     def _resume(self) -> None:
         state = self._optimizer.state
@@ -469,3 +473,70 @@ class RunFiles:
         self._ranks.publish(self._ranks.minimizer.point)
         self._optimizer.state.consolidate()
         self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}}))
+
+
+class StateFiles:
+    """Checkpoints of a method for few unknowns, which all ranks have: its iterate, and the numbers of its trust region.
+
+    A step is an iteration. `name` is that of the method. Collective over the mesh, its creation too. Raises as
+    `RunFiles`.
+    """
+
+    def __init__(self, mesh: Mesh, checkpoints: Any, resume: bool, name: str, size: int) -> None:
+        mesh.world.raise_if_any(_problem_of_files(checkpoints, resume, None, mesh.world))
+        agree_on_settings(mesh.world, {"resume": str(resume)})
+        self._checkpoints = checkpoints
+        self._resumes = resume
+        self._name = name
+        self._flat = np.zeros(2 * size)
+        specs = ParameterSpec("x", (size,)), ParameterSpec("inverse scale", (size,))
+        self._named = FlatParameters.over(self._flat, specs)
+        self._counted = self._named.pieces if mesh.rank == 0 else ()
+        checkpoints.rehearse()
+        if mesh.rank == 0 and not resume and take_restart():
+            log.warn("this job was started again, and least_squares begins from x0 again; resume=True continues")
+
+    def load(self, options: Options) -> State | None:
+        """The state of the newest checkpoint; None if there is none, or the run is not to resume."""
+        found = self._checkpoints.load(self._state({}), check=self._check) if self._resumes else None
+        if found is None:
+            return None
+        x, units = np.split(self._flat.copy(), 2)
+        numbers = dict(found.facts[_SQUARES])
+        if numbers.pop("tolerances") != _tolerances(options):
+            numbers["status"] = None  # with others the run has not ended
+        del numbers["method"]
+        return State(x, gradient=np.zeros(len(x)), units=units, **numbers)
+
+    def _check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless these are the facts of a checkpoint of this method."""
+        saved = facts.get(_SQUARES, {}).get("method", "another function")
+        if saved != self._name:
+            raise ValueError(
+                f"the checkpoint in {self._checkpoints.folder} is of {saved}, and this is {self._name}; give each its "
+                "own folder, or resume=False"
+            )
+
+    def iterated(self, state: State, options: Options) -> None:
+        """Save after an iteration, if that is due."""
+        if self._checkpoints.due(state.iterations):
+            self._save(state, options)
+
+    def end(self, state: State, options: Options) -> None:
+        """Save the last state."""
+        self._save(state, options)
+        self._checkpoints.wait()
+
+    def _save(self, state: State, options: Options) -> None:
+        self._flat[...] = np.concatenate([state.x, state.units])
+        numbers = {name: getattr(state, name) for name in _NUMBERS}
+        numbers |= {"method": self._name, "tolerances": _tolerances(options)}
+        self._checkpoints.save(self._state({"step": state.iterations, "optimizer": "least_squares", _SQUARES: numbers}))
+
+    def _state(self, facts: Mapping[str, Any]) -> RunState:
+        shard = Shard(PARAMETERS, self._flat, self._named.pieces, self._counted)
+        return RunState(self._named.specs, (shard,), facts)
+
+
+def _tolerances(options: Options) -> list[float]:
+    return [options.ftol, options.xtol, options.gtol]

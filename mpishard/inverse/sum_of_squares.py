@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.axis import Axis
     from mpishard.comm.mesh import Mesh
+    from mpishard.inverse.mesh_run import StateFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -153,7 +154,7 @@ def least_squares(
         **kwargs)`` and ``jac(x, samples, ...)`` that return the residuals and the rows of these samples; without,
         each rank computes all rows.
     checkpoints, resume, record : optional
-        For ``"cg"``, as for `minimize`.
+        As for `minimize`; a step of ``"exact"`` is an iteration, and `record` is for ``"cg"``.
 
     Returns
     -------
@@ -238,7 +239,13 @@ def least_squares(
         chosen = "exact" if rows.are_dense_at(settings.start) else "cg"
     if chosen == "cg":
         return settings.shown(by_products.run(functions, losses, watcher))
-    return settings.shown(_run(settings, rows, watcher))
+    files: StateFiles | None = None
+    if mesh is not None and (checkpoints is not None or resume):
+        from mpishard.inverse.mesh_run import StateFiles
+
+        name = f"least_squares by {method}, {'with' if settings.options.scale is None else 'without'} x_scale='jac'"
+        files = StateFiles(mesh, checkpoints, resume, name, len(settings.start))
+    return settings.shown(_run(settings, rows, watcher, files))
 
 
 def _solver(given: Any, method: str, jac: Any, is_named: bool, for_cg: Mapping[str, Any]) -> str | None:
@@ -247,7 +254,8 @@ def _solver(given: Any, method: str, jac: Any, is_named: bool, for_cg: Mapping[s
         raise ValueError(
             f"tr_solver={shown(given)} must be None, 'exact' or 'cg', conjugate gradients with products of the Jacobian"
         )
-    reasons = [name for name, value in for_cg.items() if value is not None and value is not False]
+    common = ("checkpoints", "resume")
+    reasons = [name for name, value in for_cg.items() if not (value is None or value is False or name in common)]
     reasons += ["x0 with names"] if is_named else []
     if not (reasons or given == "cg"):
         return "exact" if method == "lm" or not callable(jac) else given
@@ -324,11 +332,12 @@ class _Settings:
         options = Options(ftol, xtol, gtol, max_nfev, scale)
         return cls(start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_named, tree)
 
-    def iterate(self, rows: Rows) -> Iterator[State]:
-        """The method at work."""
+    def iterate(self, rows: Rows, saved: State | None) -> Iterator[State]:
+        """The method at work, from the start or from a saved state."""
+        start = self.start if saved is None else saved
         if self.method == "lm":
-            return levenberg_marquardt(rows, self.start, self.options)
-        return reflective(rows, self.start, self.lower, self.upper, self.options)
+            return levenberg_marquardt(rows, start, self.options)
+        return reflective(rows, start, self.lower, self.upper, self.options)
 
     def shown(self, result: OptimizeResult) -> OptimizeResult:
         """A result with trees where it has vectors like the start, if that is a tree."""
@@ -516,14 +525,15 @@ def _message(status: int, options: Options, optimality: float) -> str:
     )
 
 
-def _run(settings: _Settings, rows: Rows, callback: Callback) -> OptimizeResult:
+def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles | None) -> OptimizeResult:
     """Iterate until the method or the callback ends it.  Collective."""
     is_first, watched = rows.world.rank == 0, on_any(rows.world, callback.is_given)
     shows = settings.verbose == 2 and is_first
     if shows:
         log.inform(_HEAD)
     status = None
-    for state in settings.iterate(rows):
+    saved = None if files is None else files.load(settings.options)
+    for state in settings.iterate(rows, saved):
         if shows:
             log.inform(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}")
         status = state.status
@@ -532,7 +542,11 @@ def _run(settings: _Settings, rows: Rows, callback: Callback) -> OptimizeResult:
             if callback.stops_any(made, rows.world):
                 status = _CALLBACK
                 break
+        if files is not None and status is None and state.iterations:
+            files.iterated(state, settings.options)
     assert status is not None
+    if files is not None:
+        files.end(state, settings.options)
     message = _message(status, settings.options, state.optimality)
     if settings.verbose and is_first:
         log.inform(message)

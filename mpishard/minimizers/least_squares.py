@@ -20,6 +20,8 @@ from mpishard.minimizers import small
 # The reason for which a method has ended: SciPy's status numbers.
 LIMIT, GRADIENT, COST, STEP, COST_AND_STEP = 0, 1, 2, 3, 4
 _NEWTON_TRIALS = 10  # of the multiplier of a region
+# Costs of one function at one point differ by less, relatively, where a rank sums rows of its own in another order.
+SAME_FUNCTION = 1e-6
 _SINGULAR = 2.0**-64  # of the largest diagonal element, added to a singular matrix
 
 
@@ -63,12 +65,15 @@ class Options:
 
 @dataclass
 class State:
-    """The last iterate of a method, with its cost and gradient."""
+    """The last iterate of a method, with its cost and gradient, and the numbers from which it continues."""
 
     x: np.ndarray
     cost: float
     gradient: np.ndarray
+    units: np.ndarray  # the inverse scale of the unknowns
     optimality: float = math.nan  # the largest element of the gradient, with bounds scaled by the distance to them
+    radius: float = math.nan  # of the trust region, in scaled unknowns, and its multiplier
+    multiplier: float = 0.0
     iterations: int = 0  # accepted steps; then costs and Jacobians
     nfev: int = 0
     njev: int = 0
@@ -151,24 +156,31 @@ class QuadraticModel:
 
 
 def reflective(
-    residuals: Residuals, start: np.ndarray, lower: np.ndarray, upper: np.ndarray, options: Options
+    residuals: Residuals,
+    start: np.ndarray | State,
+    lower: np.ndarray,
+    upper: np.ndarray,
+    options: Options,
 ) -> Iterator[State]:
     """Yield the state after the first evaluation and each iteration, in a trust region inside of bounds. Collective.
+
+    It continues from a state that it has yielded before.
 
     Variables are scaled by the distance to the bound to which descent leads; a step to the outside is reflected, and
     the best of it, of the step cut short and of the gradient is taken. Source: M. A. Branch, T. F. Coleman, Y. Li: A
     subspace, interior, and conjugate gradient method for large-scale bound-constrained minimization problems, SIAM
     Journal on Scientific Computing 21, 1-23 (1999).
     """
-    x = strictly_inside(start, lower, upper, 1e-10)
-    state = State(x, residuals.cost(x), np.zeros(len(x)), nfev=1)
-    require_finite(state.cost)
-    products, units = _linearized(residuals, state, options, None)
-    distance, slope = _distances(x, state.gradient, lower, upper)
-    scaled = np.where(slope != 0, distance * units, distance)
-    radius = norm(x * units / np.sqrt(scaled)) or 1.0
-    multiplier = 0.0
+    if not isinstance(start, State):
+        start = strictly_inside(start, lower, upper, 1e-10)
+    state, products = _begun(residuals, start, options)
+    x = state.x
+    if math.isnan(state.radius):
+        distance, slope = _distances(x, state.gradient, lower, upper)
+        scaled = np.where(slope != 0, distance * state.units, distance)
+        state.radius = norm(x * state.units / np.sqrt(scaled)) or 1.0
     while True:
+        units = state.units
         distance, slope = _distances(x, state.gradient, lower, upper)
         state.optimality = largest(state.gradient * distance)
         if state.optimality < options.gtol:
@@ -184,49 +196,67 @@ def reflective(
         inside = max(0.995, 1 - state.optimality)
         decrease = -1.0
         while decrease <= 0 and state.nfev < options.max_nfev and state.status is None:
-            free, multiplier = model.step(radius, multiplier, 0.01, 0.0)
+            radius = state.radius
+            free, state.multiplier = model.step(radius, state.multiplier, 0.01, 0.0)
             length = norm(free)
-            if multiplier and length > 0.9 * radius:  # a shorter one is the minimum of a singular model
+            if state.multiplier and length > 0.9 * radius:  # a shorter one is the minimum of a singular model
                 free *= radius / length
             step, expected = _within_bounds(model, x, free, scale, radius, lower, upper, inside)
             trial = strictly_inside(x + scale * step, lower, upper, 0.0)
             cost, length = residuals.cost(trial), norm(step)
             state.nfev += 1
             if not math.isfinite(cost):
-                radius = 0.25 * length
-                if not radius > 0:
+                state.radius = 0.25 * length
+                if not state.radius > 0:
                     state.status = STEP
                 continue
             decrease = state.cost - cost
             ratio = _ratio(decrease, expected)
-            before = radius
             if ratio < 0.25:
-                radius = 0.25 * length
+                state.radius = 0.25 * length
             elif ratio > 0.75 and length > 0.95 * radius:
-                radius *= 2
-            multiplier *= before / radius if radius else 1.0
+                state.radius = 2 * radius
+            state.multiplier *= radius / state.radius if state.radius else 1.0
             moved, far = norm(scale * step), norm(x)
             state.status = _converged(decrease, state.cost, moved, far, ratio, options)
         if decrease > 0:
             x = trial
             state.x, state.cost = x, cost
             state.iterations += 1
-            products, units = _linearized(residuals, state, options, units)
+            products = _linearize(residuals, state, options)
 
 
-def _linearized(
-    residuals: Residuals, state: State, options: Options, units: np.ndarray | None
-) -> tuple[ExactGram, np.ndarray]:
-    """The products of the columns at the point of the state, which gets the gradient; and the inverse scale."""
+def _begun(residuals: Residuals, start: np.ndarray | State, options: Options) -> tuple[State, ExactGram]:
+    """The state at a start, or a saved one, at whose point cost and Jacobian are computed once more; its products."""
+    if isinstance(start, State):
+        cost, state = residuals.cost(start.x), start
+        if not abs(cost - state.cost) <= SAME_FUNCTION * max(abs(cost), abs(state.cost)):
+            raise ValueError(
+                f"the checkpoint is of other residuals: at its point the cost was {state.cost:.12g}, by these it is "
+                f"{cost:.12g}; give each problem a folder of its own, or resume=False"
+            )
+        state.cost = cost
+        state.njev -= 1
+        if state.status == LIMIT:
+            state.status = None
+        return state, _linearize(residuals, state, options)
+    state = State(start, residuals.cost(start), np.zeros(len(start)), np.zeros(len(start)), nfev=1)
+    require_finite(state.cost)
+    products = _linearize(residuals, state, options)
+    state.units[state.units == 0] = 1.0
+    return state, products
+
+
+def _linearize(residuals: Residuals, state: State, options: Options) -> ExactGram:
+    """Compute the gradient at the point of the state, and the inverse scale; returns the products of the columns."""
     products = residuals.gram(state.x)
     state.njev += 1
     state.gradient = products.high[:-1, -1] + products.low[:-1, -1]
     if options.scale is not None:
-        return products, 1 / options.scale
-    columns = np.sqrt(products.high.diagonal()[:-1])
-    if units is None:
-        return products, np.where(columns == 0, 1.0, columns)
-    return products, np.maximum(units, columns)
+        state.units = 1 / options.scale
+    else:
+        state.units = np.maximum(state.units, np.sqrt(products.high.diagonal()[:-1]))
+    return products
 
 
 def _distances(
@@ -330,20 +360,19 @@ def require_finite(cost: float) -> None:
 # Levenberg-Marquardt.
 
 
-def levenberg_marquardt(residuals: Residuals, start: np.ndarray, options: Options) -> Iterator[State]:
+def levenberg_marquardt(residuals: Residuals, start: np.ndarray | State, options: Options) -> Iterator[State]:
     """Yield the state after the first evaluation and each iteration, by the algorithm of Levenberg and Marquardt.
 
     Collective. Source: J. J. More: The Levenberg-Marquardt algorithm: implementation and theory, Numerical Analysis,
     Lecture Notes in Mathematics 630, 105-116 (1978); its implementation and constants: J. J. More, B. S. Garbow, K. E.
     Hillstrom: User guide for MINPACK-1, Argonne National Laboratory, ANL-80-74 (1980).
     """
-    x = start.copy()
-    state = State(x, residuals.cost(x), np.zeros(len(x)), nfev=1)
-    require_finite(state.cost)
-    products, units = _linearized(residuals, state, options, None)
-    radius = 100 * (norm(x * units) or 1.0)
-    multiplier, is_first = 0.0, True
+    state, products = _begun(residuals, start, options)
+    x = state.x
+    if math.isnan(state.radius):
+        state.radius = 100 * (norm(x * state.units) or 1.0)
     while True:
+        units = state.units
         state.optimality = largest(state.gradient)
         columns = np.sqrt(products.high.diagonal()[:-1])
         length = math.sqrt(products.high[-1, -1])
@@ -358,10 +387,9 @@ def levenberg_marquardt(residuals: Residuals, start: np.ndarray, options: Option
         model = QuadraticModel(products, 1 / units, np.zeros(len(x)))
         accepted = False
         while not accepted and state.nfev < options.max_nfev and state.status is None:
-            step, multiplier = model.step(radius, multiplier, 0.1, 0.1)
+            step, multiplier = model.step(state.radius, state.multiplier, 0.1, 0.1)
             far = norm(step)
-            if is_first:
-                radius, is_first = min(radius, far), False
+            radius = min(state.radius, far) if state.nfev == 1 else state.radius
             trial = x + step / units
             cost = residuals.cost(trial)
             state.nfev += 1
@@ -378,6 +406,7 @@ def levenberg_marquardt(residuals: Residuals, start: np.ndarray, options: Option
                 radius, multiplier = shrink * min(radius, far / 0.1), multiplier / shrink
             elif multiplier == 0 or ratio >= 0.75:
                 radius, multiplier = 2 * far, 0.5 * multiplier
+            state.radius, state.multiplier = radius, multiplier
             accepted = ratio >= 1e-4
             size = norm((trial if accepted else x) * units)
             by_cost = abs(decrease) <= options.ftol and expected <= options.ftol and 0.5 * ratio <= 1
@@ -388,4 +417,4 @@ def levenberg_marquardt(residuals: Residuals, start: np.ndarray, options: Option
             x = trial
             state.x, state.cost = x, cost
             state.iterations += 1
-            products, units = _linearized(residuals, state, options, units)
+            products = _linearize(residuals, state, options)

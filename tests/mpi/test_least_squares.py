@@ -221,6 +221,45 @@ def test_it_is_saved_and_goes_on(mesh, folder, same_on_all):
         assert 1 < steps[0] and steps[-1] == result.nfev + result.nhev
 
 
+@pytest.mark.parametrize("case", ["lm", "cauchy in bounds", "bundle"])
+def test_an_exact_method_is_saved_and_continues(comm, mesh, folder, case):
+    """Stopped within an iteration, it continues from the last checkpoint with the same bits, on any ranks."""
+    problem, given = CASES[case]
+    given = {**given, "max_nfev": 9}
+    whole = least_squares(problem.residuals, problem.start, problem.jacobian_rows, **given)
+    own, calls, stop = own_rows(mesh, len(problem.residuals(problem.start))), [], 4
+
+    def fun(x):
+        calls.append(x)
+        if len(calls) == stop and mesh.rank == mesh.size - 1:
+            raise RuntimeError("a node is gone")
+        return problem.residuals(x)[own]
+
+    def run(mesh, fun=fun, **files):
+        files = {"checkpoints": checkpoints, "resume": True, **given, **files}
+        rows = own if mesh.size == comm.size else slice(None)
+        return least_squares(fun, problem.start, lambda x: problem.jacobian_rows(x)[rows], mesh=mesh, **files)
+
+    with mpishard.Checkpoints(folder, mesh, every=1) as checkpoints:
+        with pytest.raises(RuntimeError, match="a node is gone"):
+            run(mesh)
+        stop, calls = 0, []
+        run(mesh, max_nfev=4)
+        assert len(calls) < 4
+        with pytest.raises(ValueError, match="is of other residuals"):
+            run(mesh, lambda x: 2 * problem.residuals(x)[own])
+        if case == "lm":
+            with pytest.raises(ValueError, match="is of least_squares by lm, .*this is least_squares by trf"):
+                run(mesh, method="trf", x_scale=1.0)
+    with mpishard.Mesh(comm.Split(comm.rank)) as alone:
+        for rank in range(comm.size):
+            if rank == comm.rank:
+                with mpishard.Checkpoints(folder, alone) as checkpoints:
+                    found = [run(alone, problem.residuals) for _ in range(2)]
+                assert all(np.array_equal(each[name], whole[name]) for each in found for name in SAME)
+            comm.Barrier()
+
+
 def test_unknowns_that_are_split(comm, same_on_all):
     """A field in slabs: the residuals are those of a step that smooths, and each rank has those of its rows."""
     rows, width = 3 * comm.size, 4
