@@ -300,12 +300,12 @@ class CausalSelfAttention(Layer):
         slices, kinds, *rest = shape
         half = self._half_of_heads() if work.cache is None else None
         name = f"{self.role}.heads"
-        kept_lsbhtd = work.save(name, *shape) if half is None else work.save_bits(name, *shape, dtype=half)
+        kept_lsbhtd = work.save(name, *shape) if half is None else work.save(name, *shape, dtype=half)
         # Norms and rotary positions change them before they are rounded.
         apart_from_kept = half is not None and self._changes_heads
         heads_lsbhtd = work.borrow(_BY_HEADS, *shape) if apart_from_kept else kept_lsbhtd
         mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs)
-        logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, kinds - 2, *rest[:3])
+        logsum_lsbht = work.save(f"{self.role}.logsum", slices, kinds - 2, *rest[:3], exact=True)
         work.kept[self.role] = None, x_nc, kept_lsbhtd, mixed_nc, logsum_lsbht
         by_slice, cut = self.tensor.slices.column_slices, self.tensor.slices.cut
         qkv_lnd, biases = by_slice(qkv_nd, self.qkv.outputs), cut(self._bias(work), self.qkv.outputs, 0)
@@ -344,9 +344,9 @@ class CausalSelfAttention(Layer):
         half = self._half_of_heads()
         assert half is not None
         slices, kinds, *rest = self._shape_of_heads(qkv_nd, length)
-        rows_nd = work.save_bits(f"{self.role}.heads", *qkv_nd.shape, dtype=half)
-        mixed_nc = work.save_bits(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs, dtype=half)
-        logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, 1, *rest[:3])
+        rows_nd = work.save(f"{self.role}.heads", *qkv_nd.shape, dtype=half)
+        mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs, dtype=half)
+        logsum_lsbht = work.save(f"{self.role}.logsum", slices, 1, *rest[:3], exact=True)
         work.kept[self.role] = fused, x_nc, rows_nd, mixed_nc, logsum_lsbht
         by_slice, columns = self.tensor.slices.column_slices, self.qkv.outputs
         biases, mixed_lnc = self.tensor.slices.cut(self._bias(work), columns, 0), by_slice(mixed_nc, self.output.inputs)

@@ -334,7 +334,7 @@ class MLP(Layer):
         work.kept[f"{self.role}.epilogues"] = epilogues
         if epilogues is not None:
             y_nd, before_nd = (
-                work.save_bits(f"{layer.role}.y", len(x_nc), inner, dtype=epilogues.half)
+                work.save(f"{layer.role}.y", len(x_nc), inner, dtype=epilogues.half)
                 for layer in (self.activation, self.expand)
             )
             work.kept[self.activation.role] = before_nd

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.backend.array import ready
-from mpishard.backend.convert import BITS
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank
@@ -79,19 +78,9 @@ class _Recording(Workspace):
         self.recorded: dict[str, tuple[Array, bool]] = {}
         return self.follow(work)
 
-    def save(self, name: str, *shape: int) -> Array:
-        array = super().save(name, *shape)
-        self.recorded[name] = array, False
-        return array
-
-    def save_statistics(self, name: str, *shape: int) -> Array:
-        array = super().save_statistics(name, *shape)
-        self.recorded[name] = array, True
-        return array
-
-    def save_bits(self, name: str, *shape: int, dtype: np.dtype = BITS) -> Array:
-        array = super().save_bits(name, *shape, dtype=dtype)
-        self.recorded[name] = array, True
+    def save(self, name: str, *shape: int, dtype: np.dtype | None = None, exact: bool = False) -> Array:
+        array = super().save(name, *shape, dtype=dtype)
+        self.recorded[name] = array, exact or dtype is not None
         return array
 
 

@@ -171,7 +171,7 @@ class Layer:
         # Rows that ranks exchange before the product are exchanged as they are.
         if half is None or self.tensor.splits_rows:
             return work.save(f"{self.role}.y", *shape)
-        return work.save_bits(f"{self.role}.y", *shape, dtype=half)
+        return work.save(f"{self.role}.y", *shape, dtype=half)
 
     def _finished(self, name: str, work: Workspace) -> None:
         """Mark the gradient of `name` ready, now or with the deferred work of `work`."""

@@ -64,8 +64,8 @@ class LayerNorm(Layer):
         """
         rows = len(x_nc)
         y_nc = self._save_result(work, rows, self.width)
-        mean_n = work.save_statistics(f"{self.role}.mean", rows)
-        scale_n = work.save_statistics(f"{self.role}.scale", rows)
+        mean_n = work.save(f"{self.role}.mean", rows, exact=True)
+        scale_n = work.save(f"{self.role}.scale", rows, exact=True)
         work.kept[self.role] = x_nc, mean_n, scale_n
         weight, bias = self.parameters[self.weight_name], self.parameters[self.bias_name]
         self.ops.layer_norm(x_nc, weight, bias, y_nc, mean_n, scale_n, self.epsilon)
@@ -160,7 +160,7 @@ class RMSNorm(Layer):
             In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
         """
         y_nc = self._save_result(work, len(x_nc), self.width)
-        scale_n = work.save_statistics(f"{self.role}.scale", len(x_nc))
+        scale_n = work.save(f"{self.role}.scale", len(x_nc), exact=True)
         work.kept[self.role] = x_nc, scale_n
         self.ops.rms_norm(x_nc, self.parameters[self.weight_name], y_nc, scale_n, self.epsilon)
         return y_nc
@@ -238,7 +238,7 @@ class HeadNorms(Layer):
         """
         slices, kinds, *rest = heads_lsbhtd.shape
         raw_lsbhtd = work.save(f"{self.role}.raw", slices, kinds - 1, *rest)
-        scale_lsbht = work.save_statistics(f"{self.role}.raw scale", slices, kinds - 1, *rest[:3])
+        scale_lsbht = work.save(f"{self.role}.raw scale", slices, kinds - 1, *rest[:3], exact=True)
         work.kept[f"{self.role}.norms"] = raw_lsbhtd, scale_lsbht
         raw_lsbhtd[...] = heads_lsbhtd[:, :-1]
         weights = [self.parameters[name] for name in self.weight_names]

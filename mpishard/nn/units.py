@@ -409,7 +409,7 @@ class OutputHead(Layer):
             # The gradient is stored as products take it, in the same pass.
             columns = self.head.padded_outputs
             logits_np = self.head.forward(x_nc, work, memory=lambda rows, _: work.save(f"{self.role}.y", rows, columns))
-            gradient_np = work.save_bits(f"{self.role}.dy", *logits_np.shape, dtype=half)
+            gradient_np = work.save(f"{self.role}.dy", *logits_np.shape, dtype=half)
             given = batch.targets_n, gradient_np, self.head.local_outputs, self.parameters.loss_scale
             work.kept[self.role] = gradient_np
             return device_kernels.cross_entropy_rounded(logits_np, *given)

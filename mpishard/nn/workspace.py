@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import module_of
-from mpishard.backend.convert import BITS
 
 Array = Any
 
@@ -166,8 +165,8 @@ class Workspace:
         self.cache: KeyValueCache | None = None
         self._parts: dict[str, Workspace] = {}
 
-    def save(self, name: str, *shape: int) -> Array:
-        """An array that is kept for the backward pass, in the dtype of the activations.
+    def save(self, name: str, *shape: int, dtype: np.dtype | None = None, exact: bool = False) -> Array:
+        """An array that is kept for the backward pass.
 
         Parameters
         ----------
@@ -175,49 +174,17 @@ class Workspace:
             The same name and shape give the same array again.
         *shape : int
             Its extents.
+        dtype : dtype, optional
+            None: that of the activations. Others are half precision: float16, or uint16 for the bits of bfloat16.
+        exact : bool
+            It is few numbers on which many others depend, and must not be stored rounded.
 
         Returns
         -------
         array
             C-contiguous; new memory is not initialised.
         """
-        return self.saved(name, shape, self.dtype)
-
-    def save_statistics(self, name: str, *shape: int) -> Array:
-        """Like `save`, for few numbers on which many others depend, and which must not be stored rounded.
-
-        Parameters
-        ----------
-        name : str
-            The same name and shape give the same array again.
-        *shape : int
-            Its extents.
-
-        Returns
-        -------
-        array
-            C-contiguous; new memory is not initialised.
-        """
-        return self.saved(name, shape, self.dtype)
-
-    def save_bits(self, name: str, *shape: int, dtype: np.dtype = BITS) -> Array:
-        """Like `save`, for numbers in half precision.
-
-        Parameters
-        ----------
-        name : str
-            The same name and shape give the same array again.
-        *shape : int
-            Its extents.
-        dtype : dtype
-            uint16 for the bits of bfloat16, or float16.
-
-        Returns
-        -------
-        array
-            C-contiguous; new memory is not initialised.
-        """
-        return self.saved(name, shape, dtype)
+        return self.saved(name, shape, self.dtype if dtype is None else dtype)
 
     def borrow(self, name: str, *shape: int) -> Array:
         """A scratch array in the dtype of the activations.
