@@ -88,7 +88,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._is_made = False
         super().__init__([*groups.groups], groups.defaults)
         self._is_made = True
-        state.hooks.keeps = state.hooks.scales = True
+        state.hooks.keeps = True
         state.hooks.sums_over = partial(_sums_over, optimizer)
         state.hooks.clear()
         state.parameters.reset_gradients()
@@ -286,6 +286,25 @@ class ModuleOptimizer(torch.optim.Optimizer):
         for gradient in strategy.gradients():
             gradient *= factor
         return torch.tensor(norm, dtype=self._state.dtype, device=next(iter(hooks.tensors.values())).device)
+
+    def scale(self, loss: Any) -> Any:
+        """The loss times the loss scale of the configuration, for ``backward()``; as ``torch.amp.GradScaler.scale``.
+
+        Without it gradients are multiplied when they come, too late for those that float16 has rounded to 0.  The step
+        divides by the factor again.  Call it for every backward pass of a step, or for none.
+
+        Parameters
+        ----------
+        loss : Tensor
+            Of any shape and floating-point dtype.
+
+        Returns
+        -------
+        Tensor
+            Of its shape and dtype; the loss itself, times 1, without ``ShardingConfiguration(loss_scale=)``.
+        """
+        self._state.hooks.scales = False
+        return loss * self.parameters.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of backward passes that no step has used.

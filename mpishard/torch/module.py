@@ -69,7 +69,7 @@ class GradientHooks:
         # ``p.grad`` stays, as a view into the gradients, until `clear`, or is UnavailableGradient where they have left.
         # The user's loop can then read it, and set it to None or zero between backward passes, as without mpishard.
         self.keeps: bool = False
-        # The gradients lack the loss scale, since the loss was not multiplied by it.
+        # The gradients lack the loss scale, since the loss of the user's loop was not multiplied by it.
         self.scales: bool = False
         # The number of ranks whose mean ``p.grad`` is after a backward pass, where every rank gets all sums; else 0:
         # gradients are on their way then, and a change of ``p.grad`` is refused.
@@ -126,6 +126,7 @@ class GradientHooks:
         self._earlier = None
         self._told_pass = False
         self._passes.clear()  # some are left after an exception in a pass
+        self.scales = self.keeps
         for p in self.tensors.values():
             p.grad = None
         if self.units is not None:
@@ -293,7 +294,7 @@ class GradientHooks:
         if self.discards:
             gradient = torch.zeros_like(memory)
         scale = self._parameters.loss_scale if self.scales else 1.0
-        keeps = self.keeps and reducer.keeps_memory and scale == 1.0
+        keeps = self.keeps and reducer.keeps_memory and self._parameters.loss_scale == 1.0
         # Where ``p.grad`` stays, autograd adds to it; another tensor there means that the user has dropped the first.
         if not keeps or gradient.data_ptr() != memory.data_ptr():
             if scale != 1.0:
