@@ -9,7 +9,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, optimizer_of
-from mpishard.data_parallel.ownership import TensorCopies
+from mpishard.data_parallel.ownership import TensorReplicas
 from mpishard.data_parallel.rank_state import gather_full
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_place
@@ -68,7 +68,7 @@ class ShardedModel:
             problem = error
         mesh.world.raise_if_any(problem)
         self._axis = mesh.data
-        self._copies = TensorCopies(mesh, self.parameters)
+        self._copies = TensorReplicas(mesh, self.parameters)
         self._copies.broadcast()
 
     @property

@@ -5,7 +5,7 @@ chooses the ranges that a rank owns. Here is what follows.
 
 A table that embedding and output head share has two uses. On one mesh one rank has both, on another two pipeline ranks
 have one each. So that the sum has one order on all meshes in reproducible runs, each use is summed over micro-batches
-and the data axis separately, and then the sums of the uses are added (`TiedUses`).
+and the data axis separately, and then the sums of the uses are added (`TiedWeights`).
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _by_tensor(parts: Sequence[OwnedPart]) -> Ranges:
     return Ranges([ArrayRange(part.owned, part.start, part.stop, part.tensor) for part in parts])
 
 
-class TensorCopies:
+class TensorReplicas:
     """Keeps the copies of tensors on several ranks equal: sums their gradients, and broadcasts their values.
 
     All methods and the constructor are collective over the mesh, unless a docstring says otherwise. `parameters` are
@@ -369,7 +369,7 @@ class _SecondUse:
     part: slice
 
 
-class TiedUses:
+class TiedWeights:
     """The buckets of second uses on this rank, and what is added to what.
 
     `buckets` are those that cover the parameters; `counts` has for each the elements that each data rank owns.
@@ -411,7 +411,7 @@ class TiedUses:
         """Indices of the buckets that are not complete when they are summed over the data axis."""
         return {bucket.index for bucket, _ in self._tied} | {use.first.index for use in self._second}
 
-    def add(self, owned: Callable[[Bucket], Array], copies: TensorCopies) -> None:
+    def add(self, owned: Callable[[Bucket], Array], copies: TensorReplicas) -> None:
         """Add the uses of each tied tensor, in this rank's part of the gradient.
 
         ``owned(bucket)`` is this rank's part of the sum of a bucket over the data axis; `copies` adds over pipeline

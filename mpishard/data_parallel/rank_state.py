@@ -15,7 +15,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.gradient_norm import Inspection
+from mpishard.data_parallel.gradient_norm import NonfiniteCheck
 from mpishard.data_parallel.matrices import Matrices
 from mpishard.data_parallel.ownership import RuleRanges
 from mpishard.data_parallel.settings import Configured
@@ -35,7 +35,7 @@ from mpishard.layout.tensors import LocalLayout, ParameterSpec, cut_holding
 from mpishard.minimizers import Method
 from mpishard.optim import Muon, Rule
 from mpishard.optim.formulas import clip_by_value, moving_average, muon_apply
-from mpishard.optim.rule import LossScale
+from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
@@ -130,7 +130,7 @@ class RankState:
         config, rule = optimizer.config, optimizer.rule
         self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
         self._broadcast_carried()
-        self.inspection = Inspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
+        self.inspection = NonfiniteCheck(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
         self._matrices: Matrices | None = None

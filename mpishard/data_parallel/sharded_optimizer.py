@@ -35,7 +35,7 @@ from mpishard.minimizers import Method
 from mpishard.minimizers.method import Minimizer
 from mpishard.optim import Rule
 from mpishard.optim.formulas import clip_by_value
-from mpishard.optim.rule import LossScale
+from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters, check_flat
 
 if TYPE_CHECKING:

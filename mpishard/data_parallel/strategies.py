@@ -5,9 +5,9 @@ for its `GradientReducer`; it all-gathers the new parameters. The optimizer divi
 The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.
 
 Order of summation: the micro-batches, in the gradient buffer; the copies of a tensor within one data coordinate
-(`TensorCopies`); the data axis. With `reproducible`, the copies on the tensor axis come first; `OrderedSums` then sums
-over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`; the uses of a tied tensor come
-last (`TiedUses`).
+(`TensorReplicas`); the data axis. With `reproducible`, the copies on the tensor axis come first; `OrderedSums` then
+sums over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`; the uses of a tied tensor
+come last (`TiedWeights`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
-from mpishard.data_parallel.ownership import OwnedRanges, TensorCopies, TiedUses
+from mpishard.data_parallel.ownership import OwnedRanges, TensorReplicas, TiedWeights
 from mpishard.data_parallel.summation import (
     Accumulated,
     AllReduce,
@@ -74,7 +74,7 @@ class Strategy(ABC):
         self.sync_group: Axis | ModelParallelGroup = mesh.world
         # Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
-        TensorCopies(mesh, parameters).broadcast()
+        TensorReplicas(mesh, parameters).broadcast()
         self.attach(parameters)
         compressed = config.compressor is not None
         runs, sizes = bucket_layout(
@@ -85,9 +85,9 @@ class Strategy(ABC):
         )
         # By bucket and rank, the number of elements that the rank owns.
         self.counts: list[list[int]] = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
-        self.uses: TiedUses | None = None  # adds the uses of tied tensors; None unless `reproducible`
+        self.uses: TiedWeights | None = None  # adds the uses of tied tensors; None unless `reproducible`
         if config.reproducible:
-            self.uses = TiedUses(parameters, self.buckets, self.counts, self.axis.rank)
+            self.uses = TiedWeights(parameters, self.buckets, self.counts, self.axis.rank)
             self.counts += self.uses.counts
         # The elements that this rank updates.
         self.ownership: OwnedRanges = self._make_ownership(parameters, self._shares())
@@ -145,7 +145,7 @@ class Strategy(ABC):
     def attach(self, parameters: FlatParameters) -> None:
         """Use these parameters from now on; their layout is that of the previous ones."""
         self.parameters = parameters
-        self.copies: TensorCopies = TensorCopies(self.mesh, parameters)
+        self.copies: TensorReplicas = TensorReplicas(self.mesh, parameters)
 
     @property
     def blocks(self) -> bool:
@@ -186,7 +186,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def resync(self, slot: Array) -> None:
-        """Make all copies of a state array equal, as `TensorCopies.broadcast` does for the parameters."""
+        """Make all copies of a state array equal, as `TensorReplicas.broadcast` does for the parameters."""
 
     @property
     def sums_are_everywhere(self) -> bool:

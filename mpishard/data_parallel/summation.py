@@ -14,7 +14,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import probe
-from mpishard.data_parallel.ownership import TensorCopies, TiedUses
+from mpishard.data_parallel.ownership import TensorReplicas, TiedWeights
 from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.reducer import Transfer
 from mpishard.reduction.compressed import CompressedSums
@@ -31,7 +31,7 @@ class Parts(Protocol):
     @property
     def axis(self) -> Axis: ...
     @property
-    def copies(self) -> TensorCopies: ...
+    def copies(self) -> TensorReplicas: ...
     @property
     def compresses(self) -> bool:
         """True if the gradients of this step are compressed, where there is a compressor."""
@@ -160,7 +160,7 @@ class FixedOrder(Summation):
     """
 
     def __init__(
-        self, parts: Parts, sums: OrderedSums, uses: TiedUses, buckets: Sequence[Bucket], gathers: bool
+        self, parts: Parts, sums: OrderedSums, uses: TiedWeights, buckets: Sequence[Bucket], gathers: bool
     ) -> None:
         super().__init__(parts, sums)
         self._sums = sums

@@ -4,7 +4,7 @@ Input: an optimizer, a problem, a number of workers, and requests to change it.
 Output: the parameters of an undisturbed run, with its bits, on the workers that are left.
 
 Read ``phases`` first, the states of a process; then ``optimizer``, ``loop`` and ``transactions``: a step;
-``membership``, ``resizing``, ``requests`` and ``spawning``: a change of the workers; ``mesh_choice`` and
+``membership``, ``resizing``, ``healing``, ``requests`` and ``spawning``: a change of the workers; ``mesh_choice`` and
 ``auto_layouts``: their mesh; ``control``: who asks.
 
 Within a job: `ElasticOptimizer`, its loop (transactions, healing, resizing), the processes of the run and those that

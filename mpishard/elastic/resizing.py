@@ -5,7 +5,6 @@ With the options of an elastic run, its communicators and its decisions after ea
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +19,9 @@ from mpishard.comm.reshard import reshard_state
 from mpishard.elastic.membership import Membership, Order, StoppedPeerMonitor
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.requests import Recruiter, ResizeRequests, WorkerTarget
-from mpishard.elastic.transactions import Agreements, ResizeMetadata, RunStatus, Survivor, Transactions
+from mpishard.elastic.transactions import Agreements, ResizeMetadata, Transactions
 from mpishard.io import log
-from mpishard.launch.job_notes import JobNotes, RunLost
+from mpishard.launch.job_notes import RunLost
 from mpishard.layout.run_state import RunState
 from mpishard.training.checkpoints import RunCheckpoints
 from mpishard.training.objective import Objective, StopRequest
@@ -403,66 +402,3 @@ class Resizing:
         self._run.options.target.adopt_request(metadata.request)
         if training.optimizer.mesh.rank == 0:
             training.report.show(len(training.losses))
-
-
-class Healing:
-    """Removes lost processes from the run; it has no state, `run` owns all of it."""
-
-    def __init__(self, run: ElasticRun) -> None:
-        self._run = run
-
-    def heal(self) -> Order:
-        """Remove the lost processes and return to the last committed step; returns the order for the next workers.
-
-        Collective over the survivors, which come here from anywhere; if another one dies meanwhile, MPI.Exception is
-        raised, and `heal` is called again.  Raises RunLost if the survivors lack a part of the state, or are too few.
-        """
-        run = self._run
-        membership, transactions, target = run.membership, run.transactions, run.options.target
-        before = membership.roles.identities
-        self._note_healed(transactions.status.committed_step)
-        run.workers.revoke()
-        run.training.optimizer.state.abandon()
-        membership.revoke()
-        run.agreements.refuse_all()
-        membership.shrink()
-        survivors = self._exchange()
-        known = [each for each in survivors if each.has_state]
-        if not known:
-            raise RunLost("all workers are lost; start the run again from its newest checkpoint")
-        newest = RunStatus.newest(each.status for each in known)
-        target.adopt_request(max(each.request for each in known))
-        if transactions.has_state:
-            transactions.adopt(newest)
-        step = newest.committed_step
-        self._note_healed(step)
-        lost = [str(who) for who in before if who not in membership.roles.identities]
-        if membership.rank == 0:
-            log.warn(f"lost {_names(lost)}; {membership.roles.workers} workers continue from step {step}")
-        if membership.roles.able < target.min_workers:
-            raise RunLost(f"{membership.roles.able} whole workers remain, and min_workers={target.min_workers}")
-        run.recruiter.note_lost(step, max(each.last_disruption for each in survivors))
-        run.decisions.forget_recruits()
-        stops = transactions.status.stop_reason
-        return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
-
-    def _exchange(self) -> list[Survivor]:
-        """The facts of each survivor.  Collective over them."""
-        transactions, request = self._run.transactions, self._run.options.target.agreed
-        disruption = self._run.recruiter.last_disruption
-        own = Survivor(transactions.status, transactions.has_state, request, disruption)
-        return self._run.membership.axis.allgather_object(own)
-
-    def _note_healed(self, step: int) -> None:
-        """Inform the supervisor that the run has survived a death and continues after this step."""
-        folder = JobNotes.from_environment()
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                folder.note_healed(self._run.membership.roles.size, step)
-
-
-def _names(lost: list[str]) -> str:
-    """The lost processes in a message; "a joining process" if only such a one was lost."""
-    if not lost:
-        return "a joining process"
-    return f"process {lost[0]}" if len(lost) == 1 else f"processes {', '.join(lost)}"

@@ -4,7 +4,7 @@ Input: a gradient, a parameter, its state and the number of the step.
 Output: the new parameter and state, element by element in one compiled pass, or matrix by matrix.
 
 Read ``rule`` first, then ``rules`` with their ``formulas``, and ``muon``, whose steps need whole matrices;
-``lr_schedules`` last.
+``lr_schedules`` and ``loss_scale`` last.
 """
 
 from mpishard.optim.muon import Muon

@@ -284,12 +284,12 @@ class BlockPool:
         """Bytes of the blocks that are kept and not in use."""
         return sum(int(block.nbytes) for free in self._free.values() for block in free)
 
-    def take(self, size: int) -> Array:
+    def allocate(self, size: int) -> Array:
         """A block of at least `size` elements, with any content."""
         free = self._free[self._sizes[size]]
         return free.pop() if free else arrays.empty(self._sizes[size], self._like.dtype, like=self._like)
 
-    def give_back(self, block: Array) -> None:
+    def release(self, block: Array) -> None:
         """Take back a block that `take` gave out."""
         if self._keeps:
             self._free[block.size].append(block)
@@ -386,7 +386,7 @@ class BucketMemory:
             flat = self.flat if self._flat is None else self._flat
             return flat[bucket.start : bucket.stop]
         if bucket.index not in self._blocks:
-            self._blocks[bucket.index] = self._pool.take(bucket.size)
+            self._blocks[bucket.index] = self._pool.allocate(bucket.size)
             self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return self._blocks[bucket.index][: bucket.size]
 
@@ -413,7 +413,7 @@ class BucketMemory:
         """Free the memory of a bucket that is on demand; its tensors have no gradient any more."""
         if self.on_demand:
             if self._lent.pop(bucket.index, None) is None:
-                self._pool.give_back(self._blocks.pop(bucket.index))
+                self._pool.release(self._blocks.pop(bucket.index))
             self.written.difference_update(self._names[bucket.index])
 
     def forget(self) -> None:

@@ -22,11 +22,11 @@ Array = Any
 class UnitMemory(Protocol):
     """Gives out the memory of a unit while it is gathered, such as that of the tensors of a PyTorch module."""
 
-    def take(self, unit: int) -> Array:
+    def allocate(self, unit: int) -> Array:
         """Memory for all elements of a unit, with any content."""
         ...
 
-    def give_back(self, unit: int) -> None:
+    def release(self, unit: int) -> None:
         """Free the memory of a unit."""
         ...
 
@@ -105,7 +105,7 @@ class ShardedUnits:
             if unit in self._blocks:
                 continue
             start, stop = self._extents[unit]
-            block = self._pool.take(stop - start) if self.memory is None else self.memory.take(unit)
+            block = self._pool.allocate(stop - start) if self.memory is None else self.memory.allocate(unit)
             self._blocks[unit] = block
             self._pending[unit] = self.axis.start_all_gather(
                 block[: stop - start], self.share(unit), counts(self._cuts[unit]), label="parameters"
@@ -196,6 +196,6 @@ class ShardedUnits:
             self.views.pop(piece.name, None)
         block = self._blocks.pop(unit)
         if self.memory is None:
-            self._pool.give_back(block)
+            self._pool.release(block)
         else:
-            self.memory.give_back(unit)
+            self.memory.release(unit)

@@ -26,7 +26,7 @@ ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
 
 
 @dataclass
-class Flight:
+class MicrobatchInFlight:
     """One micro-batch inside one chunk, from its forward to the end of its backward: its memory and its messages.
 
     `sends` are messages from the memory `work` that are under way.
@@ -48,13 +48,13 @@ class Flight:
         self.sends.clear()
 
 
-class Handover(Protocol):
+class StageTransport(Protocol):
     """Hands results of stages to the stages that need them; all stages here are virtual stages."""
 
     def begin(self) -> None:
         """Begin a call of the pipeline."""
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Forget what an exception left; RuntimeError if a message of that call could reach the next one."""
 
     def finish(self) -> None:
@@ -63,18 +63,20 @@ class Handover(Protocol):
     def share(self, losses: np.ndarray) -> np.ndarray:
         """The losses of the last stage, on all ranks."""
 
-    def send_output(self, output: Array, stage: int, microbatch: int, flight: Flight) -> None:
+    def send_output(self, output: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
         """Hand the output of a stage to the next one; it must stay as it is until the flight is over."""
 
-    def send_gradient(self, dx: Array, stage: int, microbatch: int, flight: Flight) -> None:
+    def send_gradient(self, dx: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
         """Hand the gradient of a stage's input to the stage before; it may change after this call."""
 
-    def receive(self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: Flight) -> Array:
+    def receive(
+        self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: MicrobatchInFlight
+    ) -> Array:
         """The `ACTIVATIONS` or `GRADIENTS` that the stage `source` has sent."""
 
 
-class WithinRank:
-    """The `Handover` of a rank that runs all stages."""
+class LocalTransport:
+    """The `StageTransport` of a rank that runs all stages."""
 
     def __init__(self) -> None:
         self._handed: dict[tuple[int, int], Array] = {}
@@ -82,7 +84,7 @@ class WithinRank:
     def begin(self) -> None:
         self._handed.clear()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         self._handed.clear()
 
     def finish(self) -> None:
@@ -91,18 +93,20 @@ class WithinRank:
     def share(self, losses: np.ndarray) -> np.ndarray:
         return losses
 
-    def send_output(self, output: Array, stage: int, microbatch: int, flight: Flight) -> None:
+    def send_output(self, output: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
         self._handed[stage, microbatch] = output
 
-    def send_gradient(self, dx: Array, stage: int, microbatch: int, flight: Flight) -> None:
+    def send_gradient(self, dx: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
         self._handed[stage, microbatch] = dx.copy()
 
-    def receive(self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: Flight) -> Array:
+    def receive(
+        self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: MicrobatchInFlight
+    ) -> Array:
         return self._handed.pop((source, microbatch))
 
 
-class BetweenRanks:
-    """The `Handover` between ranks: sends never block.
+class PointToPointTransport:
+    """The `StageTransport` between ranks: sends never block.
 
     Rank r of the pipeline axis, which has several ranks, runs the virtual stages ``r, r + axis.size, ...``.  Messages
     are sent in `wire_dtype` if it is given.
@@ -121,7 +125,7 @@ class BetweenRanks:
         self._bound = self._axis.times_bound
         self._gradient_sends.clear()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         if self._axis.times_bound == self._bound:
             raise RuntimeError(
                 "an exception ended an earlier pipeline pass, and the next would receive its messages that are still "
@@ -137,14 +141,14 @@ class BetweenRanks:
     def share(self, losses: np.ndarray) -> np.ndarray:
         return self._axis.broadcast(losses, root=self._axis.size - 1, label="loss")
 
-    def send_output(self, output: Array, stage: int, microbatch: int, flight: Flight) -> None:
+    def send_output(self, output: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
         staged = output
         if self._wire_dtype is not None:
             staged = flight.work.saved(f"sent {ACTIVATIONS}", output.shape, self._wire_dtype)
             staged[...] = output
         flight.sends.append(self._start_send(ACTIVATIONS, staged, stage, stage + 1, microbatch))
 
-    def send_gradient(self, dx: Array, stage: int, microbatch: int, flight: Flight) -> None:
+    def send_gradient(self, dx: Array, stage: int, microbatch: int, flight: MicrobatchInFlight) -> None:
         # `dx` is valid only until the next backward, and the message may take longer.  So it is copied to a buffer of
         # the stage, after the stage's last message is sent.
         if stage in self._gradient_sends:
@@ -157,7 +161,9 @@ class BetweenRanks:
         staged[...] = dx
         self._gradient_sends[stage] = self._start_send(GRADIENTS, staged, stage, stage - 1, microbatch)
 
-    def receive(self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: Flight) -> Array:
+    def receive(
+        self, what: str, source: int, microbatch: int, shape: tuple[int, ...], flight: MicrobatchInFlight
+    ) -> Array:
         work = flight.work
         received = work.save(f"received {what}", *shape)
         staged = received if self._wire_dtype is None else work.saved(f"wire {what}", shape, self._wire_dtype)
@@ -252,11 +258,11 @@ class Pipeline:
         self.executed: list[Executed] = []
         self.peak_in_flight: int = 0
         self._schedules: dict[tuple[str, int], Schedule] = {}
-        self._idle: list[list[Flight]] = [[] for _ in self.chunks]
-        self._flights: dict[tuple[int, int], Flight] = {}
-        self._handover: Handover = WithinRank()
+        self._idle: list[list[MicrobatchInFlight]] = [[] for _ in self.chunks]
+        self._flights: dict[tuple[int, int], MicrobatchInFlight] = {}
+        self._transport: StageTransport = LocalTransport()
         if axis.size > 1:
-            self._handover = BetweenRanks(axis, self.virtual_stages, self.wire_dtype)
+            self._transport = PointToPointTransport(axis, self.virtual_stages, self.wire_dtype)
         self._losses: dict[int, SupportsFloat] = {}  # by micro-batch, on the last stage
         self._unfinished = False
 
@@ -339,16 +345,16 @@ class Pipeline:
 
     def _begin(self) -> None:
         if self._unfinished:  # an exception has ended an earlier call
-            self._give_up()
-        self._handover.begin()
+            self._abandon()
+        self._transport.begin()
         self._unfinished = True
         self.executed = []
         self.peak_in_flight = 0
         self._losses = {}
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """Take back all memory after an exception, if no message of the old call can reach a new one."""
-        self._handover.give_up()
+        self._transport.abandon()
         for (chunk, _), flight in self._flights.items():
             self._idle[chunk].append(flight)
         self._flights.clear()
@@ -357,7 +363,7 @@ class Pipeline:
                 flight.abandon()
 
     def _finish(self) -> None:
-        self._handover.finish()
+        self._transport.finish()
         for idle in self._idle:
             for flight in idle:
                 flight.wait()
@@ -366,7 +372,7 @@ class Pipeline:
     def _losses_of(self, microbatches: int) -> list[float]:
         """The loss of each micro-batch, on all stages."""
         losses = np.array([float(self._losses.get(number, 0.0)) for number in range(microbatches)], np.float64)
-        found: list[float] = self._handover.share(losses).tolist()
+        found: list[float] = self._transport.share(losses).tolist()
         return found
 
     def _loss_sum(self) -> float:
@@ -374,23 +380,23 @@ class Pipeline:
         total = 0.0
         for loss in self._losses.values():  # one by one: the `sum` of Python 3.12 rounds in another way
             total += float(loss)
-        return float(self._handover.share(np.array([total]))[0])
+        return float(self._transport.share(np.array([total]))[0])
 
     def _forward(self, action: Action, batch: Batch, infer: bool = False) -> Array:
         chunk = self.chunks[action.chunk]
-        flight = self._idle_flight(action.chunk) or Flight(chunk.workspace())
+        flight = self._idle_flight(action.chunk) or MicrobatchInFlight(chunk.workspace())
         self._flights[action.chunk, action.microbatch] = flight
         self.peak_in_flight = max(self.peak_in_flight, len(self._flights))
         x = None
         if chunk.virtual_stage > 0:
             shape = chunk.input_shape(batch)
-            x = self._handover.receive(ACTIVATIONS, chunk.virtual_stage - 1, action.microbatch, shape, flight)
+            x = self._transport.receive(ACTIVATIONS, chunk.virtual_stage - 1, action.microbatch, shape, flight)
         output = (chunk.infer if infer else chunk.forward)(x, flight.work, batch)
         if chunk.virtual_stage == self.virtual_stages - 1:
             if not infer:
                 self._losses[action.microbatch] = output
         else:
-            self._handover.send_output(output, chunk.virtual_stage, action.microbatch, flight)
+            self._transport.send_output(output, chunk.virtual_stage, action.microbatch, flight)
         return output
 
     def _backward(self, action: Action, batch: Batch, compute: Any) -> None:
@@ -399,12 +405,12 @@ class Pipeline:
         dy = None
         if chunk.virtual_stage < self.virtual_stages - 1:
             shape = chunk.output_shape(batch)
-            dy = self._handover.receive(GRADIENTS, chunk.virtual_stage + 1, action.microbatch, shape, flight)
+            dy = self._transport.receive(GRADIENTS, chunk.virtual_stage + 1, action.microbatch, shape, flight)
         dx = compute(dy, flight.work, batch)
         if chunk.virtual_stage > 0:
-            self._handover.send_gradient(dx, chunk.virtual_stage, action.microbatch, flight)
+            self._transport.send_gradient(dx, chunk.virtual_stage, action.microbatch, flight)
 
-    def _idle_flight(self, chunk: int) -> Flight | None:
+    def _idle_flight(self, chunk: int) -> MicrobatchInFlight | None:
         """The memory of a finished micro-batch, or None if new memory is needed."""
         idle = self._idle[chunk]
         if not idle:

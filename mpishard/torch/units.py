@@ -236,7 +236,7 @@ class UnitStorages:
         # By unit its pieces of another dtype, each with the memory of its parameter.
         self._rounded = [[(piece, self._memory_of(piece)) for piece in run if self._is_rounded(piece)] for run in runs]
 
-    def take(self, unit: int) -> Array:
+    def allocate(self, unit: int) -> Array:
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
             if _is_freed(p):
@@ -253,7 +253,7 @@ class UnitStorages:
         memory = (ctypes.c_char * max(1, size * whole.element_size())).from_address(whole.untyped_storage().data_ptr())
         return np.frombuffer(memory, str(whole.dtype).removeprefix("torch."), size)
 
-    def give_back(self, unit: int) -> None:
+    def release(self, unit: int) -> None:
         finish_stream(self._wholes[unit])
         self._wholes[unit].untyped_storage().resize_(0)
         for _, memory in self._rounded[unit]:
@@ -275,7 +275,7 @@ class UnitStorages:
         for piece, memory in self._rounded[unit]:
             take_changed(memory, self._master_of(unit, piece))
 
-    def adopt(self, unit: int) -> None:
+    def attach_parameters(self, unit: int) -> None:
         """Make the parameters of a gathered unit views into its memory, with the values that they have."""
         rounded = {piece.name: memory for piece, memory in self._rounded[unit]}
         for piece in self._runs[unit]:
@@ -290,14 +290,14 @@ class UnitStorages:
                 p.data = view
             p.grad = None
 
-    def let_go(self, unit: int) -> None:
+    def detach_parameters(self, unit: int) -> None:
         """Give the parameters of a gathered unit memory of their own."""
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
             p.data = p.detach().clone()
         self._runs[unit] = []
 
-    def lose(self) -> None:
+    def invalidate(self) -> None:
         """Learn that the shares are lost, so that freed parameters say so."""
         for name, p in self._tensors.items():
             if _is_freed(p):
@@ -391,7 +391,7 @@ class ShardedModule:
         else:
             for number in self._numbers:
                 self._use([number])
-                self._adopt(number)
+                self._attach(number)
                 self._keep([number])
                 self._drop([number])
         own = {id(p) for p in self._tensors.values()}
@@ -464,10 +464,10 @@ class ShardedModule:
         for sharded, _, own in self._parts(numbers):
             sharded.free(own)
 
-    def _adopt(self, number: int) -> None:
+    def _attach(self, number: int) -> None:
         for _, storages, own in self._parts([number]):
             for each in own:
-                storages.adopt(each)
+                storages.attach_parameters(each)
 
     def _materialize(self, materialize: Any, device: Any) -> None:
         """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
@@ -479,7 +479,7 @@ class ShardedModule:
             problem: Exception | None = None
             try:
                 for number in [each for each in numbers if each not in adopted]:
-                    self._adopt(number)
+                    self._attach(number)
                 adopted.update(numbers)
                 for child in unit.children:
                     _fill(child, materialize, device)
@@ -518,12 +518,12 @@ class ShardedModule:
             handle.remove()
         self._handles.clear()
         for storages in () if restores else self._storages:
-            storages.lose()
+            storages.invalidate()
         for number in self._numbers if restores else ():
             self._use([number])
             for _, storages, own in self._parts([number]):
                 for each in own:
-                    storages.let_go(each)
+                    storages.detach_parameters(each)
             self._drop([number])
 
     @contextlib.contextmanager

@@ -307,7 +307,7 @@ def strike(
     """
     from mpishard.checkpoint import save as saving
     from mpishard.data_parallel import sharded_optimizer
-    from mpishard.elastic import membership, resizing, spawning, transactions
+    from mpishard.elastic import healing, membership, resizing, spawning, transactions
 
     together = ("resize", "heal")  # in which spares take part
     faults = list(enumerate(case.faults))
@@ -398,13 +398,13 @@ def strike(
 
     spawning.JoiningProcess._tell = telling  # type: ignore[method-assign]
     before(resizing, "reshard_state", "heal", lambda **_: bool(deaths))
-    heal = resizing.Healing.heal
+    heal = healing.Healing.heal
 
     def note_healing(self: Any) -> Any:
         deaths.append(self)
         return heal(self)
 
-    resizing.Healing.heal = note_healing  # type: ignore[method-assign]
+    healing.Healing.heal = note_healing  # type: ignore[method-assign]
     return hit
 
 

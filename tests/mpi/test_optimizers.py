@@ -39,7 +39,7 @@ from mpishard.compression import Int8Compressor
 from mpishard.data.sampling import Sampler, share
 from mpishard.data_parallel import summation
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.optim.rule import LossScale
+from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
 
 # Optimizers: one averaged step on all ranks, whatever is sharded, and what they keep and send for it.

@@ -35,8 +35,8 @@ from mpishard.data_parallel.local_sgd import AveragingSchedule, LocalSteps
 from mpishard.data_parallel.ownership import OwnedRanges
 from mpishard.data_parallel.rank_state import Counters
 from mpishard.optim import Rule, formulas
+from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.lr_schedules import Schedule, constant, cosine, inverse_square_root, linear, warmup
-from mpishard.optim.rule import LossScale
 
 # An optimizer's state on one rank: what `capture` says is what `restore` takes, and what comes on top of it.
 
