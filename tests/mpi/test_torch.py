@@ -7,8 +7,6 @@ import functools
 
 import numpy as np
 import pytest
-import torch_zoo
-from torch_models import KINDS, RULE, SAMPLES, images, loss_of, make, samples_of, smooth
 
 import mpishard
 from mpishard import (
@@ -26,7 +24,8 @@ from mpishard.compression import Int8Compressor
 from mpishard.data_parallel import summation
 
 torch = pytest.importorskip("torch")
-
+import torch_zoo  # noqa: E402
+from torch_models import KINDS, RULE, SAMPLES, images, loss_of, make, samples_of, smooth  # noqa: E402
 
 # PyTorch modules on ranks, beside DistributedDataParallel of the same module.
 

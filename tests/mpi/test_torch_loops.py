@@ -6,14 +6,13 @@ import copy
 
 import numpy as np
 import pytest
-from torch.optim import lr_scheduler
-from torch_models import RULE, images, loss_of, make, samples_of, smooth
 
 import mpishard
 from mpishard import LocalSGDOptimizer, ParameterGroup, ShardingConfiguration
 
 torch = pytest.importorskip("torch")
-
+from torch.optim import lr_scheduler  # noqa: E402
+from torch_models import RULE, images, loss_of, make, samples_of, smooth  # noqa: E402
 
 # What is made for optimizers of PyTorch takes that of mpishard: schedulers, hooks, closures; beside PyTorch alone.
 

@@ -10,15 +10,14 @@ import pickle
 
 import numpy as np
 import pytest
-from torch.utils.checkpoint import checkpoint
-from torch_models import RULE, convolutional, images, loss_of, make, samples_of, smooth
 
 import mpishard
 from mpishard import Mesh, ShardingConfiguration
 from mpishard.compression import Int8Compressor
 
 torch = pytest.importorskip("torch")
-
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_models import RULE, convolutional, images, loss_of, make, samples_of, smooth  # noqa: E402
 
 # PyTorch modules whose parameters are divided over the ranks, unit by unit, beside the same module kept whole.
 
