@@ -13,7 +13,9 @@ milliseconds, in which its host finds memory.
 TAO's BLMVM and BQNLS, and SciPy's L-BFGS-B on the first rank with the point scattered and the gradient gathered for
 each evaluation, run in an environment of their own, since PETSc wants the MPI that it was built with.  COMMAND begins
 them, with {ranks} for their number; by default that of Debian's python3-petsc4py, python3-mpi4py and python3-scipy:
-"/usr/bin/mpirun --oversubscribe -n {ranks} /usr/bin/python3".
+"/usr/bin/mpirun --oversubscribe -n {ranks} /usr/bin/python3".  Where variables of another MPI are set, begin it with
+"env -i PATH=/usr/bin:/bin HOME=/tmp"; without the package petsc-dev it needs PETSC_DIR, the folder of petsc4py's
+"lib" below /usr/lib/petscdir; as root OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.
 """
 
 from __future__ import annotations
