@@ -8,7 +8,8 @@ finished.  What fails twice fails the suite.  What fails once and then passes ad
 
     FLAKY: test, ranks, MPI, first message
 
-More than five tests that fail in one suite are not tried again.  Elsewhere the suite runs as it is.
+More than five tests that fail in one suite are not tried again, nor is a suite of which files cannot be collected.
+Elsewhere the suite runs as it is.
 """
 
 from __future__ import annotations
@@ -117,6 +118,9 @@ def main(seconds: str, command: Sequence[str]) -> int:
         first = Path(folder) / "first"
         code = run(seconds, command, first)
         outcomes = Outcomes(first)
+        if code == pytest.ExitCode.INTERRUPTED and not outcomes.bad:
+            print("files cannot be collected: the suite is not tried again", flush=True)
+            return code
         if code == 0 or code < 0 or not first.exists() or len(outcomes.bad) > MOST:
             return code
         bad = outcomes.bad or {"the end of the suite": f"exit code {code}"}

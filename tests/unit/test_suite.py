@@ -41,6 +41,7 @@ HANGS = "def test_hangs(): time.sleep(60)\n"
 FIRST_HANGS = "def test_first_hangs(): time.sleep(0 if seen('again') else 60)\n"
 FIRST_DIES = "def test_first_dies(): seen('again') or os._exit(0)\n"
 LATER = "def test_later(): seen('later') and os._exit(1)\n"  # not run twice
+NOT_COLLECTED = "import no_such_module\n"
 ENDS_BADLY = "import atexit\natexit.register(lambda: seen('again') or os._exit(3))\n"
 
 
@@ -73,7 +74,9 @@ def test_without_a_gate_it_is_the_suite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "again"), [("", False), (RED + FIRST_RED, True), (SIX, False)], ids=["", "red", "six"]
+    ("text", "again"),
+    [("", False), (RED + FIRST_RED, True), (SIX, False), (NOT_COLLECTED, False)],
+    ids=["", "red", "six", "not collected"],
 )
 def test_green_and_red(text: str, again: bool, tmp_path: Path) -> None:
     found = ended(tmp_path, text)
