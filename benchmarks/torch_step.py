@@ -39,14 +39,16 @@ KINDS = {
     "no-overlap": "mpishard.torch, zero=0, without overlap",
     "zero1": "mpishard.torch, zero=1",
     "zero2": "mpishard.torch, zero=2",
+    "zero3": "mpishard.torch, zero=3",
     "torch-ddp": "PyTorch DDP (gloo)",
     "torch-fsdp2": "PyTorch FSDP2 (gloo)",
 }
-PAIRS = [("ddp", "torch-ddp"), ("no-overlap", "torch-ddp"), ("zero1", "torch-ddp"), ("zero2", "torch-fsdp2")]
+DDP, FSDP2 = "torch-ddp", "torch-fsdp2"
+PAIRS = [("ddp", DDP), ("no-overlap", DDP), ("zero1", DDP), ("zero2", FSDP2), ("zero3", FSDP2)]
 
 
 def make(model: str) -> tuple[Any, list[Any]]:
-    """The module, and the parts of it that FSDP2 divides one by one."""
+    """The module, and the parts of it that FSDP2 and ``zero=3`` divide one by one."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -112,7 +114,7 @@ def run(kind: str, model: str, steps: int) -> dict[str, Any] | None:
     if kind.startswith("torch"):
         rank, barrier, optimizer, module = with_torch(kind, module, parts)
     else:
-        rank, barrier, optimizer = with_mpishard(kind, module)
+        rank, barrier, optimizer = with_mpishard(kind, module, parts)
     inputs, targets = batches(model, rank, WARM_UP + steps)
     losses = []
 
@@ -136,14 +138,15 @@ def run(kind: str, model: str, steps: int) -> dict[str, Any] | None:
     return {"seconds": seconds, "losses": losses, "threads": torch.get_num_threads()} if rank == 0 else None
 
 
-def with_mpishard(kind: str, module: Any) -> tuple[int, Callable[[], Any], Any]:
+def with_mpishard(kind: str, module: Any, parts: list[Any]) -> tuple[int, Callable[[], Any], Any]:
     import mpishard
 
     mesh = mpishard.Mesh()
     overlap = kind != "no-overlap"
     config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, overlap_communication=overlap)
-    zero = {"zero1": 1, "zero2": 2}.get(kind, 0)
-    optimizer = mpishard.torch.as_distributed(module, config, mpishard.AdamW(lr=LEARNING_RATE), zero=zero)
+    zero = {"zero1": 1, "zero2": 2, "zero3": 3}.get(kind, 0)
+    units = {"shard_units": type(parts[0])} if zero == 3 else {}
+    optimizer = mpishard.torch.as_distributed(module, config, mpishard.AdamW(lr=LEARNING_RATE), zero=zero, **units)
     return mesh.rank, mesh.world.barrier, optimizer
 
 

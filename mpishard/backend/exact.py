@@ -328,8 +328,12 @@ def is_doubtful(words: np.ndarray, top: float, terms: int) -> bool:
 
 def largest_product(one: Array, other: Array) -> float:
     """The largest absolute value of the products of the elements of two flat arrays; infinite if one is not finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        top = largest(_products(one, other))
+    if is_device(one):
+        with np.errstate(over="ignore", invalid="ignore"):
+            top = largest(_products(one, other))
+    else:
+        _, mask, bits, real = _BITS[8]
+        top = float(real.unpack(bits.pack(_largest_product((one, other), (mask,))))[0])
     return top if math.isfinite(top) else math.inf
 
 
@@ -360,10 +364,11 @@ def combine(
 
 
 def expect_dots(dtype: np.dtype) -> None:
-    """Announce calls of `row_dot_words` and `combine` with writeable NumPy arrays of this dtype."""
+    """Announce calls of `row_dot_words`, `combine` and `largest_product` with writeable NumPy arrays of this dtype."""
     rows, vector, none = np.empty((0, 0), dtype), np.empty(0, dtype), np.empty((0, 2), np.int64)
     _row_dots.expect((rows, vector, none[:, 0].copy(), none, none.view(np.float64), none, none))
     _combine.expect((rows, vector, none[:, 0].copy(), np.empty(0), np.empty(0), vector), (1.0,))
+    _largest_product.expect((vector, vector), (_BITS[8][1],))
 
 
 def magic_numbers(tops: Sequence[float]) -> np.ndarray:
@@ -481,6 +486,14 @@ def _row_dots_loop(
                 words[j, 0], words[j, 1] = high1 + (low1 >> CARRY), low1 & _LAST_BITS
 
 
+def _largest_product_loop(one: np.ndarray, other: np.ndarray, mask: Any) -> Any:
+    top = mask & ~mask
+    for i in range(one.size):
+        value = np.float64(np.float64(one[i]) * np.float64(other[i])).view(np.uint64) & mask
+        top = value if value > top else top
+    return top
+
+
 def _combine_loop(
     rows: np.ndarray,
     vector: np.ndarray,
@@ -514,3 +527,4 @@ def _combine_loop(
 
 _row_dots = HostFunction(_row_dots_loop)
 _combine = HostFunction(_combine_loop)
+_largest_product = HostFunction(_largest_product_loop)

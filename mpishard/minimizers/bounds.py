@@ -121,6 +121,19 @@ def move_base(base, h, x, g, lower, upper, /):
 
 
 @elementwise
+def move_base_and_pair(base, h, s, y, x, g, lower, upper, /):
+    """`move_base`, and before it the step from the base and the change of the gradient."""
+    s = x - base
+    y = g - h
+    base = x
+    h = g
+    projected = x - lower if x - g < lower else (x - upper if x - g > upper else g)
+    kept = (0.0 if x <= lower else g) if g > 0.0 else ((0.0 if x >= upper else g) if g < 0.0 else g)
+    kept = kept if lower < upper else 0.0
+    return base, h, s, y, largest(projected), largest(kept), largest(s), largest(y)
+
+
+@elementwise
 def advance_inside(x, base, d, lower, upper, /, step):
     """``x = P(base + step d)``."""
     x = base + step * d

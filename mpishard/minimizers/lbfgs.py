@@ -153,10 +153,7 @@ class QuasiNewton(Descent):
             return
         s, y = self.history.open()
         self.note_written(*(len(SLOTS) + row for row in self.history.opened_rows))
-        if self._root is None:
-            self._pair_tops = formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
-        else:
-            formulas.scaled_pair(s, y, self.point, gradient, self.base, self.base_gradient, self._root)
+        self._write_pair(s, y, gradient)
         if powell and curvature < _LEAST_CURVATURE * modelled:
             # The direction is minus the inverse Hessian times the gradient: so the model's Hessian times s is -step
             # times the gradient.
@@ -166,6 +163,13 @@ class QuasiNewton(Descent):
                 formulas.damp(y, s, self.base_gradient, part, step)
             else:
                 formulas.damp_scaled(y, s, self.base_gradient, self._root, part, step)
+
+    def _write_pair(self, s: Array, y: Array, gradient: Array) -> None:
+        """Write the step from the base to the point, and the change of the gradient, in scaled variables."""
+        if self._root is None:
+            self._pair_tops = formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
+        else:
+            formulas.scaled_pair(s, y, self.point, gradient, self.base, self.base_gradient, self._root)
 
     def _to_measure(self) -> tuple[Array, ...]:
         if self._root is None:

@@ -15,6 +15,7 @@ from mpishard.minimizers.bounds import (
     breakpoints,
     keep_free,
     move_base,
+    move_base_and_pair,
     project_step,
     split_at_cauchy_point,
     steps_from_cauchy_point,
@@ -105,6 +106,7 @@ class BoundedQuasiNewton(QuasiNewton):
         super().__init__(method, space, vectors, point, limits)
         self._bounded = self._boxed = True
         self._doubted = -1  # the last iteration with too short a step to end
+        self._pair_waits = False  # for `_move_base` to write it
 
     def begin(self) -> int:
         self._doubted = -1
@@ -123,13 +125,26 @@ class BoundedQuasiNewton(QuasiNewton):
     def _make_history(self, space: Space, rows: Array) -> ReducedHistory:
         return ReducedHistory(space, rows)
 
+    @property
+    def _moves_at_once(self) -> bool:
+        """Return True if one pass over the vectors writes the pair, moves the base, and measures all."""
+        method, limits = self.method, self.limits
+        return not method.xtol and limits.weights is None and self._root is None and method.damping == "skip"
+
+    def _write_pair(self, s: Array, y: Array, gradient: Array) -> None:
+        """Leave the pair to `_move_base`, if this does all at once."""
+        self._pair_waits = self._moves_at_once
+        if not self._pair_waits:
+            super()._write_pair(s, y, gradient)
+
     def _move_base(self, gradient: Array) -> tuple[float, float, float]:
-        learned = len(self.history.opened) == len(self._pair_tops)
-        if self.method.xtol or self.limits.weights is not None or self._root is not None or not learned:
+        if not self._moves_at_once:
             return super()._move_base(gradient)
-        lower, upper = self.bounds.lower, self.bounds.upper
-        tops = move_base(self.base, self.base_gradient, self.point, gradient, lower, upper)
-        projected_top, weighted_top, *of_pair = self.space.maxima(*tops, *self._pair_tops)
+        pair, self._pair_waits = self.history.opened if self._pair_waits else (), False
+        move = move_base_and_pair if pair else move_base
+        vectors = self.base, self.base_gradient, *pair, self.point, gradient
+        tops = move(*vectors, self.bounds.lower, self.bounds.upper)
+        projected_top, weighted_top, *of_pair = self.space.maxima(*tops)
         self._measured([*of_pair, weighted_top])
         return 0.0, self._gradient_top, projected_top
 

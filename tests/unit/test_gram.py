@@ -293,7 +293,8 @@ def test_kernels_are_called_as_announced(monkeypatch, dtype):
     gram.update(np.zeros(30, bool))
     space = LocalSpace(30, rows[0])
     space.dots([(rows[0], rows[1])], space.largest(rows[0]))
+    space.largest_products([(rows[0], rows[1])])
     combine(rows, [0, 1], [1.0, 2.0], rows[2], 1.0, rows[3])
     words_with(rows, [0], [Factor(rows[2], [1.0])], space.spans)
     sorted_words(rows, [0], np.arange(3), np.array([0, 3]), [np.ones(3)], [[1.0]])
-    assert called == announced and len(called) == 6
+    assert called == announced and len(called) == 7
