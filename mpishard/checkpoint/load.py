@@ -20,6 +20,7 @@ from mpishard.checkpoint.pieces import Contents, PieceRange, PieceReader, Reader
 from mpishard.checkpoint.save import gather_lists, share
 from mpishard.checkpoint.verify import Depth, examine
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard
@@ -79,12 +80,8 @@ def fill(
     over the network from the disk twice; copies come from those ranks.  ValueError on all ranks
     if it does not fit, before anything is written, or if a piece cannot be read, with the arrays partly filled.
     """
-    problem: Exception | None = None
-    try:
+    with raised_on_all(axis):
         check_fits(contents, state)
-    except ValueError as error:
-        problem = error
-    axis.raise_if_any(problem)
     problems = []
     try:
         with PieceReader(contents, readers) as reader:
@@ -207,7 +204,10 @@ def _load_newest(
         contents, problems = found.contents, list(found.problems)
         if contents is not None and not problems:
             try:
-                axis.raise_if_any(_misfit(contents, state, check))
+                with raised_on_all(axis):
+                    check_fits(contents, state)
+                    if check is not None:
+                        check(contents.facts)
             except Exception as error:  # on all ranks
                 if not spoilt:
                     raise
@@ -227,17 +227,6 @@ def _load_newest(
         )
     if passed_over:
         raise ValueError(f"no checkpoint in {run} is whole: {'; '.join(passed_over)}")
-    return None
-
-
-def _misfit(contents: Contents, state: RunState, check: Check | None) -> Exception | None:
-    """The reason why a whole checkpoint does not fit this state; None if it fits."""
-    try:
-        check_fits(contents, state)
-        if check is not None:
-            check(contents.facts)
-    except Exception as error:  # any error: all ranks raise it
-        return error
     return None
 
 

@@ -34,6 +34,7 @@ from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.pieces import INDEX, PieceValues, pieces_file, stored, write_pieces
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import Request
+from mpishard.comm.errors import CaughtError
 from mpishard.comm.ledger import Ledger, users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import Box
@@ -96,17 +97,14 @@ class Snapshot:
         """
         facts: dict[str, Any] = {}
         parts: list[PieceValues] = []
-        problem = None
-        try:
+        with CaughtError() as caught:
             facts = copy.deepcopy(dict(state.facts))
             copied = copied or any(arrays.is_device(shard.array) for shard in state.shards)
             with no_garbage_collection():
                 parts = self.take(state.shards) if copied else live_parts(state.shards)
-        except Exception as error:
-            problem = error
         tensors = {spec.name: spec.shape for spec in state.specs}
         kinds = {shard.kind: np.dtype(shard.array.dtype) for shard in state.shards}
-        return Saved(tensors, kinds, facts, parts), problem
+        return Saved(tensors, kinds, facts, parts), caught.error
 
     def take(self, shards: Sequence[Shard]) -> list[PieceValues]:
         """Copy the primary pieces; complete on return.  The last copies are overwritten.

@@ -25,6 +25,7 @@ from mpishard.cli.output import (
     seconds,
     size,
 )
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.estimate import MachineProfile, measure
 from mpishard.estimate.benchmark import Timing, measure_collectives
@@ -65,21 +66,18 @@ def bench(
 
 def _check_writable(mesh: Mesh, path: Path | None, picture: bool) -> None:
     """Raise on all ranks, before the measurement, if its result cannot be written; only rank 0 prints the error."""
-    problem: Exception | None = None
-    if mesh.rank == 0 and path is not None:
-        try:
-            if picture:
-                check_format(path)
-            there = path.exists()
-            path.open("a").close()
-            if not there:
-                path.unlink()
-        except ValueError as error:
-            problem = error
-        except OSError as error:
-            problem = ValueError(f"cannot write {path}: {error.strerror}")
     try:
-        mesh.world.raise_if_any(problem)
+        with raised_on_all(mesh.world):
+            if mesh.rank == 0 and path is not None:
+                if picture:
+                    check_format(path)
+                there = path.exists()
+                try:
+                    path.open("a").close()
+                except OSError as error:
+                    raise ValueError(f"cannot write {path}: {error.strerror}") from None
+                if not there:
+                    path.unlink()
     except ValueError:
         mesh.free()
         if mesh.rank == 0:

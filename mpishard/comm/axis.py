@@ -12,44 +12,12 @@ from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.channel import NOTHING, Family
 from mpishard.comm.communicator import Communicator
+from mpishard.comm.errors import ErrorForOthers
 from mpishard.comm.ledger import Ledger
 from mpishard.io import log
-from mpishard.launch.job_notes import ECHO, raised_by_all
-from mpishard.launch.script import in_users_code
+from mpishard.launch.job_notes import raised_by_all
 
 Array = Any
-
-# The errors that `raise_if_any` can raise on a rank whose own check passed.
-_FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
-_KNOWN_ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (ValueError, TypeError, FloatingPointError, RuntimeError, *_FILE_ERRORS)
-}
-
-
-def _known_kind(problem: BaseException) -> str:
-    """The name of the error's class, or of its nearest base class that other ranks can raise too."""
-    kinds = [kind.__name__ for kind in type(problem).__mro__]
-    return next((name for name in kinds if name in _KNOWN_ERRORS), kinds[0])
-
-
-def _text(problem: BaseException) -> str:
-    """The text of the error for other ranks, with its class where theirs is another: the text alone may say little."""
-    return str(problem) if type(problem).__name__ in _KNOWN_ERRORS else f"{type(problem).__name__}: {problem}"
-
-
-def _place(problem: BaseException, rank: int) -> str:
-    """The place in the user's code where the error was raised, which the tracebacks of other ranks cannot show."""
-    if hasattr(problem, ECHO):
-        return "\n".join(getattr(problem, "__notes__", ()))
-    frames = in_users_code(problem)
-    return f"On rank {rank}:\n{frames.rstrip()}" if frames else ""
-
-
-def _exit_code(problem: BaseException) -> int | None:
-    """The exit code that ``sys.exit`` asked for; None for an error."""
-    if not isinstance(problem, SystemExit):
-        return None
-    return 0 if problem.code is None else problem.code & 0xFF if isinstance(problem.code, int) else 1
 
 
 def allgather_values(comm: MPI.Comm, value: Any) -> list[Any]:
@@ -347,25 +315,16 @@ class Axis(Communicator):
         Exception
             As `raise_if_any`.
         """
-        own: tuple[str, str, int | None, str] | None = None
-        if problem is not None:
-            own = _known_kind(problem), _text(problem), _exit_code(problem), _place(problem, self.rank)
+        own = None if problem is None else ErrorForOthers.of(problem, self.rank)
         problems = self.allgather_object(own)
         rank, first = next((rank, known) for rank, known in enumerate(problems) if known is not None)
-        kind, text, code, place = first
-        if code is not None and self.rank == 0 and self.size > 1:
-            log.warn(f"rank {rank} called sys.exit in the run; all ranks end with its code {code}")
+        if first.exit_code is not None and self.rank == 0 and self.size > 1:
+            log.warn(f"rank {rank} called sys.exit in the run; all ranks end with its code {first.exit_code}")
         if problem is not None:
             if all(known is not None and known[:2] == first[:2] for known in problems):
                 raised_by_all(problem, self.size)
             raise problem
-        if code is not None:
-            raise SystemExit(code)
-        error = _KNOWN_ERRORS.get(kind, RuntimeError)(f"rank {rank} of axis {self.name!r}: {text}")
-        setattr(error, ECHO, True)
-        if place:
-            error.add_note(place)
-        raise error
+        raise first.made(f"rank {rank} of axis {self.name!r}")
 
 
 # The ranks that together hold one copy of a model, as one axis.

@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, intersect, subtract
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 from mpishard.layout.tensors import LocalLayout, Piece
@@ -156,8 +157,7 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
     descriptions = axis.allgather_object((_describe(source), _describe(target), int(bucket_bytes)))
     plan: list[Transfer] = []
     lost: list[tuple[Piece, Box]] = []
-    problem: Exception | None = None
-    try:
+    with raised_on_all(axis):
         _check_alike(descriptions)
         _check_arrays(source, target)
         if target is not None:
@@ -165,9 +165,6 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
             plan = holders.transfers_to(axis.rank, target.holding, None if target.required else lost)
         if source is not None and target is not None:
             _check_sharing(source, target, [move for move in plan if move.source_rank == axis.rank])
-    except (ValueError, TypeError) as error:
-        problem = error
-    axis.raise_if_any(problem)
     for piece, box in lost:
         assert target is not None
         view_of(target.array, piece, box)[...] = 0
@@ -213,12 +210,8 @@ def reshard_state(
         of array that the target has; also the errors of `reshard`, for each kind in turn.
     """
     descriptions = axis.allgather_object((_model(source), _model(target)))
-    problem = None
-    try:
+    with raised_on_all(axis):
         _check_models(descriptions)
-    except ValueError as error:
-        problem = error
-    axis.raise_if_any(problem)
     for kind in next((model[1] for _, model in descriptions if model is not None), ()):
         reshard(axis, _shard(source, kind), _shard(target, kind), bucket_bytes=bucket_bytes)
     first = next(rank for rank, (model, _) in enumerate(descriptions) if model is not None)

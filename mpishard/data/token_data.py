@@ -17,6 +17,7 @@ from mpishard.arguments import flag, integer, number, shown
 from mpishard.backend.random import permuted
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.token_files import Tokens, TokenSource
 from mpishard.layout.boxes import split
@@ -153,8 +154,7 @@ def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_si
 
     Each rank reads its share.  Collective over `ranks`, if there are any.
     """
-    problem: Exception | None = None
-    try:
+    with raised_on_all(ranks):
         for tokens in sources:
             limits = np.iinfo(tokens.dtype)
             if limits.min < 0 or limits.max >= vocabulary_size:  # else no token can be outside
@@ -163,12 +163,6 @@ def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_si
                 for start in range(cuts[rank], cuts[rank + 1], _CHUNK):
                     values = tokens.read(start, min(start + _CHUNK, cuts[rank + 1]))
                     check_tokens(tokens, values, start, vocabulary_size)
-    except Exception as error:  # libraries of arrays have their own kinds
-        problem = error
-    if ranks is not None:
-        ranks.raise_if_any(problem)
-    elif problem is not None:
-        raise problem
 
 
 def check_samples(samples: Any, count: int) -> np.ndarray:
@@ -259,8 +253,7 @@ class TokenData:
     ) -> None:
         if not (mesh is None or isinstance(mesh, Mesh)):
             raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
-        problem: Exception | None = None
-        try:
+        with raised_on_all(None if mesh is None else mesh.world):
             self.tokens_per_sample = integer("context_length", context_length, least=1)
             self._vocabulary_size = vocabulary_size
             if vocabulary_size is not None:
@@ -271,14 +264,9 @@ class TokenData:
             windows = [self._samples(tokens) for tokens in self._sources]
             once = SampleMap(tuple(windows), tuple(windows))
             self._map = SampleMap.weighted(windows, sources) if isinstance(sources, Mixture) else once
-        except Exception as error:  # of a tokenizer, too
-            problem = error
         if mesh is not None:
-            mesh.world.raise_if_any(problem)
             facts = {"context_length": self.tokens_per_sample, "vocabulary_size": self._vocabulary_size, "check": check}
             agree_on_data(mesh.world, self._sources, facts | {"padding": padding, "samples of sources": self._map})
-        elif problem is not None:
-            raise problem
         if check and self._vocabulary_size is not None:
             agree_on_tokens(None if mesh is None else mesh.world, self._sources, self._vocabulary_size)
 

@@ -15,6 +15,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.data_parallel.ownership import spans_of
 from mpishard.data_parallel.rank_state import Counters, RankState, cut_full, gather_full
 from mpishard.data_parallel.settings import Configured, settings_of_rule
@@ -231,13 +232,9 @@ class MethodState:
         size = strategy.ownership.size
         self._gradient = arrays.empty(size, like.dtype, like=like)
         *_, point = on_rank.slot_rows
-        problem: Exception | None = None
-        try:
+        with raised_on_all(self._optimizer.world):
             limits = limits_of(self._method, strategy, self._precondition())
             self._minimizer = self._method.make(self._space, on_rank.slot_rows[:-1], point, limits)
-        except (TypeError, ValueError) as error:
-            problem = error
-        self._optimizer.world.raise_if_any(problem)
         self._read_point()
         self._moved = self.minimizer.begin()
         if self._moved:
@@ -319,12 +316,8 @@ class MethodState:
             return None
 
         def own_part(vector: Array) -> Array:
-            problem: Exception | None = None
-            try:
+            with raised_on_all(self._optimizer.world):  # of the user's function: all ranks must learn of it
                 found = preconditioned(function, self._space.whole(vector))
-            except Exception as error:  # of the user's function: all ranks must learn of it
-                problem = error
-            self._optimizer.world.raise_if_any(problem)
             return self._space.own(found)
 
         return own_part

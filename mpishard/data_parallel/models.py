@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack, overload
 
 from mpishard.backend import array as arrays
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, optimizer_of
@@ -61,12 +62,8 @@ class ShardedModel:
             raise ValueError(
                 f"a ShardedModel is data-parallel only, but the mesh is {mesh.sizes}; use HybridShardedModel"
             )
-        problem = None
-        try:
+        with raised_on_all(mesh.world):
             check_place(self.parameters, mesh)
-        except ValueError as error:
-            problem = error
-        mesh.world.raise_if_any(problem)
         self._axis = mesh.data
         self._copies = TensorReplicas(mesh, self.parameters)
         self._copies.broadcast()

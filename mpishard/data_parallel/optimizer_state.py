@@ -7,6 +7,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpishard.comm.axis import Axis, ModelParallelGroup
+from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers, slot_names
 from mpishard.data_parallel.settings import Configured, NumericsFingerprint, Settings, changed_settings
@@ -227,16 +228,13 @@ class OptimizerState:
         Strategy
             What spreads gradients and state of these parameters over the ranks.
         """
-        problem = None
-        try:
+        with CaughtError() as caught:
             self.check_model(parameters)
-        except ValueError as error:
-            problem = error
         if self._on_rank is None:
-            self.settings.agree(self.settings.of_state(parameters), problem)
+            self.settings.agree(self.settings.of_state(parameters), caught.error)
             self.numerics.take(parameters, self._optimizer.config, self._optimizer.world)
-        elif problem is not None:
-            raise problem
+        elif caught.error is not None:
+            raise caught.error
         if self._optimizer.config.reproducible:
             self.numerics.keep_products()
         on_rank = self._on_rank
@@ -354,13 +352,12 @@ class OptimizerState:
             self._carried.consolidate(self._optimizer.config.mesh.data)
         compressed = self.strategy.compressed if self.is_bound else None
         if compressed is not None:
-            problem = None
-            if compressed.sending:
-                problem = ValueError(
-                    "compressed gradients of a backward pass are on their way, and what they leave out belongs to no "
-                    "step yet; take the step, or call parameters.reset_gradients(), before the state is saved"
-                )
-            self._optimizer.world.raise_if_any(problem)
+            with raised_on_all(self._optimizer.world):
+                if compressed.sending:
+                    raise ValueError(
+                        "compressed gradients of a backward pass are on their way, and what they leave out belongs to "
+                        "no step yet; take the step, or call parameters.reset_gradients(), before the state is saved"
+                    )
             compressed.fold()
 
     def capture(self) -> RunState:
@@ -522,15 +519,13 @@ class OptimizerState:
         """
         from mpishard.data_parallel.full_state import decode
 
-        full, problem = None, None
-        try:
+        full = None
+        with CaughtError() as caught:
             full = decode(data)
             self.check(full.facts)
             if self.parameters is not None:
                 full.check_parameters(self.parameters.specs, self.parameters.dtype)
-        except (ValueError, TypeError) as error:
-            problem = error
-        self.settings.agree(None if full is None else full.identity(data), problem, what="settings and state")
+        self.settings.agree(None if full is None else full.identity(data), caught.error, what="settings and state")
         assert full is not None
         self.restore_settings(full.facts)
         self.counters.steps, self.counters.skipped_steps = full.steps, full.skipped_steps

@@ -11,6 +11,7 @@ from mpishard.arguments import flag
 from mpishard.backend.compiled import prepare
 from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.method_state import MethodState
@@ -445,12 +446,9 @@ class ShardedOptimizer:
                 "begin_stage continues from the last iterate, and this optimizer has no parameters yet: call it "
                 "between two calls of optimize, or after load_checkpoint; the first stage needs none"
             )
-        problem: Exception | None = None
-        try:
+        with CaughtError() as caught:
             keep_history = flag("keep_history", keep_history)
-        except TypeError as error:
-            problem = error
-        self.settings.agree({"keep_history": str(keep_history)}, problem)
+        self.settings.agree({"keep_history": str(keep_history)}, caught.error)
         method.begin_stage(keep_history)
 
     def bind(self, parameters: FlatParameters) -> Strategy:

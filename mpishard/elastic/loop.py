@@ -17,6 +17,7 @@ from mpi4py import MPI
 from mpishard.backend.process import own_cores
 from mpishard.comm.abort import die, fail_alone
 from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.data_parallel.results import OptimizationResult
@@ -255,12 +256,9 @@ def _first_offer(
     """
     if wanted is not None or is_joining():
         return mesh.size, wanted
-    best, problem = None, None
-    if mesh.rank == 0:
-        try:
+    best = None
+    with raised_on_all(mesh.world):
+        if mesh.rank == 0:
             best = choice.best(mesh.size, batch_size)
-        except (TypeError, ValueError) as error:
-            problem = error
-    mesh.world.raise_if_any(problem)
     stays = mesh.world.allgather_object(best == MeshSizes(**mesh.shape))[0]
     return (mesh.size if stays else 0), None

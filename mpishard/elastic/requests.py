@@ -14,6 +14,7 @@ from types import TracebackType
 from mpishard.arguments import integer
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.errors import raised_on_all
 from mpishard.elastic.control import FIXED, Control, ControlFolder, Discovery, Wanted
 from mpishard.elastic.membership import Membership, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
@@ -46,13 +47,10 @@ class ResizeRequests:
         self._discovery = None if discover is None else Discovery(discover)
         self._control: Control | None = None
         if folder is not None:
-            control, problem = ControlFolder(folder), None
-            if axis.rank == 0 and not is_joining():
-                try:
+            control = ControlFolder(folder)
+            with raised_on_all(axis):
+                if axis.rank == 0 and not is_joining():
                     control.make()
-                except (ValueError, OSError) as error:
-                    problem = error
-            axis.raise_if_any(problem)
             refuse = (lambda sizes: FIXED) if choice is None else choice.refuse
             self._control = Control(control, min_workers, max_workers, refuse)
 

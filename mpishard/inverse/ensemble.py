@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard.arguments import flag, integer, shown
 from mpishard.comm.agreement import agree_on_settings, text_of
+from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult
@@ -85,9 +86,8 @@ def map_runs(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={shown(mesh)} must be a Mesh, such as mpishard.Mesh()")
-    problem: Exception | None = None
     cases, record = list(cases), None
-    try:
+    with CaughtError() as caught:
         if not callable(function):
             raise TypeError(f"function={shown(function)} must be callable, as function(case, mesh)")
         ranks_each = integer("ranks_each", ranks_each, least=1)
@@ -99,19 +99,14 @@ def map_runs(
         if flag("resume", resume) and folder is None:
             raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
         record = None if folder is None else _Record(Path(folder), cases)
-    except (TypeError, ValueError) as error:
-        problem = error
     settings = {f"case {number}": text_of(case) for number, case in enumerate(cases)}
     settings |= {"ranks_each": str(ranks_each), "folder": str(folder), "resume": str(resume)}
-    agree_on_settings(mesh.world, settings, problem, what="cases and options")
+    agree_on_settings(mesh.world, settings, caught.error, what="cases and options")
     known: dict[int, Any] = {}
     if record is not None:
-        try:
+        with raised_on_all(mesh.world):
             if mesh.rank == 0:
                 known = record.open(resume)
-        except (OSError, ValueError) as error:
-            problem = error
-        mesh.world.raise_if_any(problem)
     done = mesh.world.allgather_object(sorted(known))[0]
     runs = _Runs(function, cases, [number for number in range(len(cases)) if number not in done], record)
     outcomes: dict[int, _Outcome] = {number: pickle.dumps(value) for number, value in known.items()}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact_gram import SparseRows
+from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
 from mpishard.layout.tensors import ParameterSpec
@@ -199,28 +199,15 @@ class Callback:
 # The ranks that call them.
 
 
-class OneRank:
-    """The world of a process without a mesh: what an `Axis` of one rank does, without MPI."""
+def world_of(mesh: Any) -> Axis | OneRank:
+    """The ranks that call together, all of the mesh or this one alone. Raises TypeError if `mesh` is not a Mesh."""
+    if mesh is None:
+        return OneRank()
+    from mpishard.comm.mesh import Mesh  # with MPI: only for those who have a mesh
 
-    rank = 0
-
-    def raise_if_any(self, problem: BaseException | None) -> None:
-        if problem is not None:
-            raise problem
-
-    def all_reduce(self, buffer: Array, *, op: str = "sum", label: str = "") -> Array:
-        return buffer
-
-
-@contextmanager
-def raised_on_all(world: Axis | OneRank) -> Iterator[None]:
-    """A context around calls of the user's functions: what one rank raises in it, all raise. Collective."""
-    problem: BaseException | None = None
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        problem = error
-    world.raise_if_any(problem)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
+    return mesh.world
 
 
 def on_any(world: Axis | OneRank, flag: bool) -> bool:

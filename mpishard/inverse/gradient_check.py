@@ -18,9 +18,10 @@ from mpishard.arguments import entries, flag, integer, number, returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.random import uniform_in_box
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Unknowns, raised_on_all
+from mpishard.inverse.functions import Unknowns
 from mpishard.layout.boxes import whole_box
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
@@ -128,16 +129,15 @@ class Line:
             for vector, name in ((self.d, "direction"), (self.w, "other direction")):
                 numbers = uniform_in_box(seed, f"{name} {spec.name}", spec.shape, piece.box)
                 vector[own] = numbers.reshape(-1) * (scale if np.isfinite(scale) and scale else 1.0)
-        problem: Exception | None = None
-        if direction is not None:
-            given = direction.flat if isinstance(direction, FlatParameters) else direction
-            try:
-                self.d = np.array(arrays.to_host(given), np.float64).reshape(-1)
-            except (TypeError, ValueError):
-                problem = TypeError(f"direction={shown(direction)} must be an array of numbers, like x")
-        if problem is None and (self.d.size != point.size or not np.isfinite(self.d).all()):
-            problem = ValueError(f"direction must have {point.size} finite elements, like x; it has {self.d.size}")
-        part.world.raise_if_any(problem)
+        with raised_on_all(part.world):
+            if direction is not None:
+                given = direction.flat if isinstance(direction, FlatParameters) else direction
+                try:
+                    self.d = np.array(arrays.to_host(given), np.float64).reshape(-1)
+                except (TypeError, ValueError):
+                    raise TypeError(f"direction={shown(direction)} must be an array of numbers, like x") from None
+            if self.d.size != point.size or not np.isfinite(self.d).all():
+                raise ValueError(f"direction must have {point.size} finite elements, like x; it has {self.d.size}")
         if not self._sum(float(np.abs(self.d).sum()))[0]:
             raise ValueError("direction is 0: nothing changes along it; leave it out for a random one")
 

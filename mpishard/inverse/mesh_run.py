@@ -16,6 +16,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.exact import largest
 from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
@@ -60,14 +61,10 @@ class MeshRanks:
         self._interrupts = Interrupts(speaks=mesh.rank == 0)
         self._sums = reduction == "sum"
         self.optimizer = ZeRO1Optimizer(method, mesh)
-        problem: Exception | None = None
-        try:
+        with raised_on_all(mesh.world):
             parameters = parameters_of(unknowns)
             if reduction not in (None, "sum"):
                 raise ValueError(f"reduction={shown(reduction)} must be None or 'sum'")
-        except (TypeError, ValueError) as error:
-            problem = error
-        mesh.world.raise_if_any(problem)
         self.parameters = parameters
         start = f"{parameters.description} ({parameters.fingerprint:x})"
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
@@ -187,17 +184,6 @@ def _sum(values: list[float]) -> float:
 
 
 # Before ranks begin.
-
-
-def agreed(mesh: Any, problem: Exception | None) -> None:
-    """Raise on all ranks of the mesh if any has a problem. Collective over the mesh.
-
-    Raises TypeError, on this rank, if `mesh` is not a Mesh.
-    """
-    if isinstance(mesh, Mesh):
-        mesh.world.raise_if_any(problem)
-    else:
-        raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
 
 
 def parameters_of(unknowns: Unknowns) -> FlatParameters:
@@ -340,9 +326,9 @@ def digest(*vectors: Array) -> int:
 # The files of a minimisation: checkpoints, from which it resumes, and its record.
 
 
-def _problem_of_files(checkpoints: Any, resume: Any, record: Any, world: Axis) -> Exception | None:
-    """The error of arguments that are no files of a minimisation on these ranks."""
-    try:
+def _check_files(checkpoints: Any, resume: Any, record: Any, world: Axis) -> None:
+    """Raise on all ranks if an argument of any is no file of a minimisation on these ranks. Collective."""
+    with raised_on_all(world):
         if flag("resume", resume) and checkpoints is None:
             raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
         if not (checkpoints is None or hasattr(checkpoints, "due")):
@@ -351,9 +337,6 @@ def _problem_of_files(checkpoints: Any, resume: Any, record: Any, world: Axis) -
             raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
         if not (record is None or isinstance(record, RunRecord)):
             raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
-    except (TypeError, ValueError) as error:
-        return error
-    return None
 
 
 class RunFiles:
@@ -369,7 +352,7 @@ class RunFiles:
         self._checkpoints = checkpoints
         self._record = record
         self._resumes = resume
-        ranks.world.raise_if_any(_problem_of_files(checkpoints, resume, record, ranks.world))
+        _check_files(checkpoints, resume, record, ranks.world)
         given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
         self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
         self._start = self._norm_of_start()
@@ -483,7 +466,7 @@ class StateFiles:
     """
 
     def __init__(self, mesh: Mesh, checkpoints: Any, resume: bool, name: str, size: int) -> None:
-        mesh.world.raise_if_any(_problem_of_files(checkpoints, resume, None, mesh.world))
+        _check_files(checkpoints, resume, None, mesh.world)
         agree_on_settings(mesh.world, {"resume": str(resume)})
         self._checkpoints = checkpoints
         self._resumes = resume

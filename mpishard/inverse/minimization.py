@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, reject_unknown, shown
-from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any
+from mpishard.comm.errors import raised_on_all
+from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, world_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 from mpishard.minimizers.method import Method
@@ -152,10 +153,7 @@ def minimize(
     >>> minimize(sphere, np.ones(3), bounds=[(0.5, None), (None, None), (-1, 1)]).x
     array([0.5, 0. , 0. ])
     """
-    problem: Exception | None = None
-    loop, watcher, functions, unknowns = LoopOptions(), Callback(None), None, None
-    workers: ElasticArguments | None = None
-    try:
+    with raised_on_all(world_of(mesh)):
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         reject_unknown("minimize", extra)
@@ -175,15 +173,6 @@ def minimize(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
         chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
-    except (TypeError, ValueError) as error:
-        problem = error
-    if mesh is not None:
-        from mpishard.inverse.mesh_run import agreed
-
-        agreed(mesh, problem)
-    if problem is not None:
-        raise problem
-    assert functions is not None and unknowns is not None
     ended = solve(
         functions,
         chosen,

@@ -11,7 +11,8 @@ import numpy as np
 
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
-from mpishard.inverse.functions import Callback, Functions, Unknowns
+from mpishard.comm.errors import raised_on_all
+from mpishard.inverse.functions import Callback, Functions, Unknowns, world_of
 from mpishard.inverse.minimization import solve
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.minimizers.method import Method
@@ -136,9 +137,7 @@ def augmented_lagrangian(
     >>> [round(float(each), 4) for each in (*result.x, *result.multipliers)]
     [-1.0, -1.0, -0.5]
     """
-    problem: Exception | None = None
-    run: _Multipliers | None = None
-    try:
+    with raised_on_all(world_of(mesh)):
         known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         reject_unknown("augmented_lagrangian", elements)
         if mesh is None and (reduction is not None or record is not None):
@@ -160,15 +159,6 @@ def augmented_lagrangian(
         gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)
         maxiter = integer("maxiter", maxiter, least=1)
         watcher = Callback(callback)
-    except (TypeError, ValueError) as error:
-        problem = error
-    if mesh is not None:
-        from mpishard.inverse.mesh_run import agreed
-
-        agreed(mesh, problem)
-    elif problem is not None:
-        raise problem
-    assert run is not None
     run.begin(multipliers)
 
     def minimized(tolerance: float) -> MinimizationOutcome:

@@ -19,6 +19,7 @@ from mpishard.arguments import integer, number, shown
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import HAS_TERMS, Unknowns, has_names
 
@@ -93,13 +94,12 @@ def exchange_rows(axis: Axis, slab: Array, rows: int) -> tuple[Array | None, Arr
     """
     if axis.size == 1 or not rows:
         return None, None
-    problem = None
-    if len(slab) < rows:
-        problem = ValueError(
-            f"rank {axis.rank} of {axis.size} on the tensor axis has {len(slab)} rows of the field, and its neighbours "
-            f"need {rows} of them; take fewer tensor ranks"
-        )
-    axis.raise_if_any(problem)
+    with raised_on_all(axis):
+        if len(slab) < rows:
+            raise ValueError(
+                f"rank {axis.rank} of {axis.size} on the tensor axis has {len(slab)} rows of the field, and its "
+                f"neighbours need {rows} of them; take fewer tensor ranks"
+            )
     module = arrays.module_of(slab)
     sent = []
     found: list[Array | None] = []
@@ -173,12 +173,9 @@ class RegularizationTerm(ABC):
             raise TypeError(f"mesh={shown(self.mesh)} must be a Mesh, and be given without exchange")
         if np.ndim(self.weight):
             smallest, largest = _range(self.weight)
-            problem = (
-                None
-                if 0 <= smallest <= largest < np.inf
-                else (ValueError(f"weight is from {smallest:g} to {largest:g}, and must be finite and not negative"))
-            )
-            self._axis.raise_if_any(problem)
+            with raised_on_all(self._axis):
+                if not 0 <= smallest <= largest < np.inf:
+                    raise ValueError(f"weight is from {smallest:g} to {largest:g}, and must be finite and not negative")
 
     @property
     def _axis(self) -> Axis:

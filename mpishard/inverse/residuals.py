@@ -17,7 +17,8 @@ from mpishard.arguments import shown
 from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
-from mpishard.inverse.functions import OneRank, on_any, raised_on_all
+from mpishard.comm.errors import OneRank, raised_on_all
+from mpishard.inverse.functions import on_any
 from mpishard.inverse.trees import Tree, is_tree
 
 if TYPE_CHECKING:

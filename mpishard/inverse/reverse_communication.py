@@ -21,7 +21,8 @@ import numpy as np
 
 from mpishard.arguments import printable, reject_unknown, shown
 from mpishard.backend import array as arrays
-from mpishard.inverse.functions import OneRank, Unknowns, number_of
+from mpishard.comm.errors import CaughtError, OneRank, raised_on_all
+from mpishard.inverse.functions import Unknowns, number_of, world_of
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.method import (
@@ -108,25 +109,19 @@ class ReverseCommunication:
         reduction: str | None = None,
         **elements: Any,
     ) -> None:
-        problem: Exception | None = None
-        try:
+        with raised_on_all(world_of(mesh)):
             known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
             reject_unknown("ReverseCommunication", elements)
             unknowns = Unknowns.of(x0)
             chosen, _ = make_method(method, options, None, unknowns.total, **unknowns.options(bounds, **known))
-        except (TypeError, ValueError) as error:
-            problem = error
         self._ranks: OneProcess | MeshRanks
         if mesh is None:
-            if problem is not None:
-                raise problem
             if reduction is not None:
                 raise ValueError(f"reduction={shown(reduction)} is for functions on a mesh; give mesh=mpishard.Mesh()")
             self._ranks = OneProcess(chosen, unknowns)
         else:
-            from mpishard.inverse.mesh_run import MeshRanks, agreed  # with MPI: only for those who have a mesh
+            from mpishard.inverse.mesh_run import MeshRanks  # with MPI: only for those who have a mesh
 
-            agreed(mesh, problem)
             self._ranks = MeshRanks(chosen, unknowns, mesh, reduction)
         self._method, self._unknowns = chosen, unknowns
         self._end = ""  # why the caller's loop has ended before the method
@@ -173,13 +168,10 @@ class ReverseCommunication:
             If they were not asked for, or were given before; with a mesh on all ranks.
         """
         self._check_wanted(Wanted.GRADIENT, "value and gradient")
-        problem: Exception | None = None
         plain = 0.0
-        try:
+        with CaughtError() as caught:
             plain = number_of(value)
-        except TypeError as error:
-            problem = error
-        self.tell_outcome(plain, gradient, problem)
+        self.tell_outcome(plain, gradient, caught.error)
 
     def tell_product(self, product: Any) -> None:
         """Give the Hessian at the point, times the direction that was asked for.

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
-from mpishard.inverse.functions import Callback, Functions, OneRank, Unknowns, on_any
+from mpishard.comm.errors import OneRank, raised_on_all
+from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, world_of
 from mpishard.inverse.minimization import ElasticArguments, elastic_options, solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
@@ -31,7 +32,6 @@ from mpishard.minimizers.newton import GaussNewton
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
-    from mpishard.comm.axis import Axis
     from mpishard.comm.mesh import Mesh
     from mpishard.inverse.mesh_run import StateFiles
     from mpishard.record import RunRecord
@@ -202,12 +202,10 @@ def least_squares(
     >>> [round(float(each), 3) for each in result.x]
     [1.224, 1.5]
     """
-    problem: Exception | None = None
-    settings: _Settings | None = None
-    by_products: _ConjugateGradients | None = None
     for_cg = {"preconditioner": preconditioner, "samples": samples, "elastic": elastic, "checkpoints": checkpoints}
     for_cg |= {"resume": resume, "record": record}
-    try:
+    world = world_of(mesh)
+    with raised_on_all(world):
         settings = _Settings.checked(
             Unknowns(x0), bounds, method, (ftol, xtol, gtol), x_scale, loss, f_scale, diff_step, max_nfev, verbose
         )
@@ -218,22 +216,12 @@ def least_squares(
         losses = Loss(loss, settings.f_scale)
         chosen = _solver(tr_solver, method, jac, settings.is_named, for_cg | {"tr_options": tr_options})
         by_products = _ConjugateGradients.checked(settings, x0, tr_options, mesh, **for_cg)
-    except (TypeError, ValueError) as error:
-        problem = error
-    world: Axis | OneRank = OneRank()
-    if mesh is not None:
-        from mpishard.inverse.mesh_run import agreed, broadcast_start
+    if mesh is not None and not (elastic or settings.is_named):  # those start together by themselves
+        from mpishard.inverse.mesh_run import broadcast_start
 
-        agreed(mesh, problem)
-        assert settings is not None
-        if not (elastic or settings.is_named):  # these start together by themselves
-            given: dict[str, Any] = {"jac": jac, "loss": loss, "method": method, "f_scale": f_scale}
-            given |= {"bounds": (settings.lower, settings.upper), "tr_solver": tr_solver}
-            broadcast_start(mesh, settings.start, given | vars(settings.options))
-        world = mesh.world
-    elif problem is not None:
-        raise problem
-    assert settings is not None and by_products is not None
+        given: dict[str, Any] = {"jac": jac, "loss": loss, "method": method, "f_scale": f_scale}
+        given |= {"bounds": (settings.lower, settings.upper), "tr_solver": tr_solver}
+        broadcast_start(mesh, settings.start, given | vars(settings.options))
     rows = Rows(functions, losses, world)
     if chosen is None:
         chosen = "exact" if rows.are_dense_at(settings.start) else "cg"

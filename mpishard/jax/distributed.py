@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.models import configuration_of, optimizer_for
@@ -153,18 +154,15 @@ def as_distributed(tree: Any, mesh: Mesh | ShardingConfiguration, rule: Any, *, 
         On every rank, if the tree or an argument of any rank is unfit, or they differ between ranks.
     """
     config = configuration_of(mesh)
-    problem: Exception | None = None
     optimizer, leaves, own = None, None, {}
-    try:
+    with CaughtError() as caught:  # of a transformation of the user's, too
         leaves = TreeLeaves.of(tree)
         array_module(leaves.platform)  # raises for a device that has no arrays
         if callable(getattr(rule, "update", None)) and callable(getattr(rule, "init", None)):
             rule = rule_of(rule, tree=tree)
         optimizer = optimizer_for("a pytree of JAX", rule, config, zero)
         own = {"zero": str(zero), **leaves.described}
-    except Exception as error:  # of a transformation of the user's, too
-        problem = error
-    agree_on_settings(config.mesh.world, own, problem, what="tree and arguments of as_distributed")
+    agree_on_settings(config.mesh.world, own, caught.error, what="tree and arguments of as_distributed")
     assert optimizer is not None and leaves is not None
     state = TreeState(leaves)
     optimizer.bind(state.parameters)

@@ -14,6 +14,7 @@ from mpishard.backend.array import is_array, to_host
 from mpishard.backend.random import generator
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.axis import Axis, ModelParallelGroup
+from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.attention import CausalSelfAttention
@@ -168,13 +169,11 @@ def agreed_request(ranks: Axis | ModelParallelGroup | None, *arguments: Any, **n
     """
     if ranks is None:
         return GenerationRequest.of(*arguments, **named)
-    request, problem = None, None
-    try:
+    request = None
+    with CaughtError() as caught:
         request = GenerationRequest.of(*arguments, **named)
-    except (TypeError, ValueError) as error:
-        problem = error
     facts = {} if request is None else request.facts()
-    agree_on_settings(ranks, facts, problem, what="arguments of generate()")
+    agree_on_settings(ranks, facts, caught.error, what="arguments of generate()")
     assert request is not None
     return request
 

@@ -19,6 +19,7 @@ from mpishard.arguments import config_or_kwargs, integer, printable, reject_unkn
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, fingerprint, text_of
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard
 from mpishard.io import files
@@ -345,15 +346,13 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
         arguments or files that differ between ranks.
     """
     world = Axis.single("world") if mesh is None else mesh.world
-    plan, problem = None, None
-    try:
+    plan = None
+    with CaughtError() as caught:  # whatever one rank alone has met, the others must not continue
         plan = ImportPlan.of(folder, 1 if mesh is None else mesh.pipeline.size, options)
-    except Exception as error:  # whatever one rank alone has met, the others must not continue
-        problem = error
     agree_on_settings(
         world,
         {} if plan is None else plan.facts,
-        problem,
+        caught.error,
         what="arguments of import_pretrained(), and files in its folder",
     )
     assert plan is not None
@@ -395,17 +394,15 @@ def export_pretrained(
         raise TypeError(f"export_pretrained needs a model of mpishard.nn, got {shown(model)}")
     parameters = model.parameters
     world = Axis.single("world") if model.mesh is None else model.mesh.world
-    facts, problem = {}, None
-    try:
+    facts: dict[str, str] = {}
+    with CaughtError() as caught:
         table = table_of_model(model)
         stored_as = _export_dtype(parameters.dtype if dtype is None else dtype)
         limit = integer("file_bytes", file_bytes, least=1)
         if not os.fspath(folder):
             raise ValueError("export_pretrained needs the name of a folder, got an empty one")
         facts = {"dtype": stored_as.name, "file_bytes": str(limit)}
-    except (TypeError, ValueError) as error:
-        problem = error
-    agree_on_settings(world, facts, problem, what="arguments of export_pretrained()")
+    agree_on_settings(world, facts, caught.error, what="arguments of export_pretrained()")
     files = _files(table.weights(model.architecture), limit // stored_as.itemsize)
     names = (
         [SINGLE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
@@ -497,13 +494,9 @@ def _gathered(world: Axis, parameters: FlatParameters, weights: Sequence[Weight]
 
 def _together(world: Axis, works: bool, work: Callable[[], None]) -> None:
     """Do the work of this rank, if it works; raise on all ranks what it raises on one.  Collective over `world`."""
-    problem: Exception | None = None
-    if works:
-        try:
+    with raised_on_all(world):
+        if works:
             work()
-        except Exception as error:  # whatever one rank alone has met, the others must not continue
-            problem = error
-    world.raise_if_any(problem)
 
 
 def _begin(target: Path, beside: Path) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 from mpishard.arguments import entries, flag, integer, number, shown
 from mpishard.backend.process import arithmetic
 from mpishard.comm.capabilities import heals_in_place, probe
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import Ledger, Span
 from mpishard.comm.mesh import Mesh
 from mpishard.io import log
@@ -601,10 +602,9 @@ class RunRecord:
         OSError
             On every rank, if the folder cannot be made or written; not for a full disk.
         """
-        wrong = facts is not None and not isinstance(facts, Mapping)
-        self.mesh.world.raise_if_any(
-            TypeError(f"facts={shown(facts)} must be a mapping, such as a dict") if wrong else None
-        )
+        with raised_on_all(self.mesh.world):
+            if not (facts is None or isinstance(facts, Mapping)):
+                raise TypeError(f"facts={shown(facts)} must be a mapping, such as a dict")
         self._before = self._files.open(facts or {}, self.every, stage=stage)
         self._last_step = 0
         self._goes_on = True

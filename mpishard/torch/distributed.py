@@ -14,6 +14,7 @@ import torch
 
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.models import configuration_of, optimizer_for
@@ -397,7 +398,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         data = b"" if image is None else image.cpu().numpy().tobytes()
         self._state.take_values()
         masters = state_dict.get("masters", {})
-        self.optimizer.mesh.world.raise_if_any(_masters_problem(masters, self._state.masters))
+        with raised_on_all(self.optimizer.mesh.world):
+            _check_masters(masters, self._state.masters)
         self.optimizer.deserialize(data)
         self._state.masters = masters
         self._groups.show(self.optimizer.steps)
@@ -445,18 +447,17 @@ class ModuleOptimizer(torch.optim.Optimizer):
         return facts
 
 
-def _masters_problem(saved: Mapping[str, Any], masters: Mapping[str, Any]) -> ValueError | None:
-    """The error if masters of a saved state are not those of the module; a state may have none."""
+def _check_masters(saved: Mapping[str, Any], masters: Mapping[str, Any]) -> None:
+    """Raise if masters of a saved state are not those of the module; a state may have none."""
     there = {name: tuple(each.shape) for name, each in saved.items()}
     here = {name: tuple(each.shape) for name, each in masters.items()}
-    if not there or there == here:
-        return None
-    name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
-    return ValueError(
-        f"the saved state is of another module: the master of {name!r} has the shape {there.get(name, 'of none')} "
-        f"there, and {here.get(name, 'of none')} here; load_checkpoint() of a save_checkpoint() reads parameters of "
-        "any dtype"
-    )
+    if there and there != here:
+        name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
+        raise ValueError(
+            f"the saved state is of another module: the master of {name!r} has the shape {there.get(name, 'of none')} "
+            f"there, and {here.get(name, 'of none')} here; load_checkpoint() of a save_checkpoint() reads parameters "
+            "of any dtype"
+        )
 
 
 # `as_distributed` for PyTorch modules.
@@ -529,9 +530,8 @@ def as_distributed(
         unchanged then.
     """
     config = configuration_of(mesh)
-    problem: Exception | None = None
     optimizer, tensors, groups, sharding, own = None, None, None, None, {}
-    try:
+    with CaughtError() as caught:  # of a class of the user's, too
         check_divisible(module, zero)
         tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
@@ -550,9 +550,7 @@ def as_distributed(
             own["shard_units"] = sharding.described
         elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
             raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")
-    except Exception as error:  # of a class of the user's, too
-        problem = error
-    agree_on_settings(config.mesh.world, own, problem, what="module and arguments of as_distributed")
+    agree_on_settings(config.mesh.world, own, caught.error, what="module and arguments of as_distributed")
     assert optimizer is not None and tensors is not None and groups is not None
     torch.set_num_threads(config.mesh.blas_threads)
     state = state_of(module, tensors, buffers, sharding)

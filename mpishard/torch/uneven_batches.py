@@ -12,6 +12,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.launch.job_notes import raised_by_all
 from mpishard.torch.batch_norm import sums_over_ranks
 from mpishard.torch.module import CLIP, DROP, PASS, STEP
@@ -80,7 +81,8 @@ class Join:
 
     def __enter__(self) -> None:
         if self._enable:
-            self._axis.raise_if_any(self._problem())
+            with raised_on_all(self._axis):
+                self._check()
             self._hooks.tell = self.tell
             _meshes.add(id(self._optimizer.optimizer.mesh))
 
@@ -103,27 +105,26 @@ class Join:
         """Announce the next action; ranks that have run out learn the values. Collective over the data axis."""
         self._exchange(what, values)
 
-    def _problem(self) -> Exception | None:
+    def _check(self) -> None:
         optimizer = self._optimizer.optimizer
         if id(optimizer.mesh) in _meshes:
-            return ValueError("join is for one optimizer at a time on a mesh: leave the first context before")
+            raise ValueError("join is for one optimizer at a time on a mesh: leave the first context before")
         if optimizer.strategy.workers_differ or not optimizer.config.auto_sync_gradients:
-            return ValueError(
+            raise ValueError(
                 f"join is for steps that all ranks take together, and those of {type(optimizer).__name__} with "
                 f"auto_sync_gradients={optimizer.config.auto_sync_gradients} are not; leave it out, and give ranks "
                 "equally many batches"
             )
         if self._hooks.units is not None:
-            return ValueError(
+            raise ValueError(
                 "under zero=3 all ranks make every forward pass, which gathers parameters: use zero=2 within join, or "
                 "give ranks equally many batches"
             )
         if sums_over_ranks(self._optimizer.module):
-            return ValueError(
+            raise ValueError(
                 "the module has batch norms that sum over ranks, whose forward passes all ranks must make: give ranks "
                 "equally many batches, as DistributedSampler does, in the place of join"
             )
-        return None
 
     def _exchange(self, what: int, values: Callable[[], tuple[Any, ...]]) -> tuple[int, Any]:
         """The next action of the ranks that have batches, and the values of the first of them if some have run out."""

@@ -22,6 +22,7 @@ import torch
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.layout.tensors import ParameterSpec, Piece
 from mpishard.parameters.flat import FlatParameters, TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
@@ -476,16 +477,12 @@ class ShardedModule:
             own = [name for child in unit.children for name in self._names_in(child)]
             numbers = self._numbers_of([*own, *unit.names, *unit.frozen])
             self._use(numbers)
-            problem: Exception | None = None
-            try:
+            with raised_on_all(self.axis):  # of a function of the user's
                 for number in [each for each in numbers if each not in adopted]:
                     self._attach(number)
                 adopted.update(numbers)
                 for child in unit.children:
                     _fill(child, materialize, device)
-            except Exception as error:  # of a function of the user's
-                problem = error
-            self.axis.raise_if_any(problem)
             self._keep(numbers)
             self._drop(numbers)
 

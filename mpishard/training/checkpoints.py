@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data.sampling import Sampler
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -145,14 +146,11 @@ class RunCheckpoints:
             return
         from mpishard.checkpoint.index import check_facts
 
-        world, problem = self._optimizer.world, None
-        try:
+        world = self._optimizer.world
+        with raised_on_all(world):
             if (checkpoints.mesh.rank, checkpoints.mesh.size) != (world.rank, world.size):
                 raise ValueError("the checkpoints are not of the optimizer's ranks; make both with one mesh")
             check_facts(self._state(progress).facts)
-        except ValueError as error:
-            problem = error
-        world.raise_if_any(problem)
         if rehearses:
             checkpoints.rehearse()
 

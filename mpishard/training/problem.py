@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 import numpy as np
 
 from mpishard.arguments import flag, mapping, shown
+from mpishard.comm.errors import CaughtError
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -214,8 +215,7 @@ class OptimizationProblem(Objective[P]):
         TypeError
             On every rank, if an option of any rank has a wrong type.
         """
-        problem: Exception | None = None
-        try:
+        with CaughtError() as caught:
             _check_options(callback, progress, checkpoints, resume, record)
             best = getattr(checkpoints, "best", None) is not None
             check_evaluation(evaluate, stop_early, best, self)
@@ -229,12 +229,10 @@ class OptimizationProblem(Objective[P]):
                 raise ValueError(
                     f"Evaluation(averaged=True) needs an average of the parameters; give {name} ema_decay=0.999"
                 )
-        except (TypeError, ValueError) as error:
-            problem = error
         given: dict[str, Any] = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
         given["stop_early"] = stop_early
-        given["evaluation"] = evaluate.settings if problem is None and evaluate is not None else None
-        self._agree_on_problem(optimizer, given, problem)
+        given["evaluation"] = evaluate.settings if caught.error is None and evaluate is not None else None
+        self._agree_on_problem(optimizer, given, caught.error)
         watches = np.array([callback is not None or self.seconds is not None], np.int64)
         watching = bool(optimizer.world.all_reduce(watches, op="max", label="control")[0])
         ends = isinstance(optimizer.rule, Method) or self.steps is not None or self.tolerance is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
+from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.rank_state import parameters_alone
 from mpishard.data_parallel.settings import agree_on_step
@@ -155,14 +156,11 @@ def _agreed(
 ) -> FlatParameters:
     """The parameters by name; raises on all ranks if any rank has invalid parameters or facts.  Collective."""
     named: FlatParameters | None = None
-    problem = None
-    try:
+    with CaughtError() as caught:
         check_facts({} if facts is None else facts)
         named = _named(parameters, optimizer)
         check_place(named, mesh)
-    except (ValueError, TypeError) as error:
-        problem = error
-    agree_on_step(mesh.world, named, None, problem, None if optimizer is None else optimizer.settings)
+    agree_on_step(mesh.world, named, None, caught.error, None if optimizer is None else optimizer.settings)
     assert named is not None
     return named
 

@@ -26,10 +26,10 @@ from mpi4py import MPI
 import mpishard
 from mpishard.backend.exact import MOST_TERMS
 from mpishard.comm import abort, nccl
-from mpishard.comm import axis as axis_module
 from mpishard.comm.agreement import DeferredError
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.deferred import DEFERRED
+from mpishard.comm.errors import ErrorForOthers
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.nccl import NcclFacts, NcclLink, NcclQueue, _Queued, connect, new_id, starts, why_not
 from mpishard.comm.watchdog import TimeLimit
@@ -139,14 +139,14 @@ os._exit(0)
 class TwoRanks:
     """The axis of rank 0 of two, of which the other has called ``sys.exit(3)``."""
 
-    rank, size = 0, 2
+    rank, size, name = 0, 2, "world"
     raise_together = Axis.raise_together
 
     def all_reduce(self, buffer, op, label):
         return np.maximum(buffer, 1)
 
     def allgather_object(self, value):
-        return [value, ("SystemExit", "SystemExit: 3", 3, "")]
+        return [value, ErrorForOthers("SystemExit", "SystemExit: 3", 3, "")]
 
 
 @pytest.mark.parametrize("error", [KeyError("no data"), SystemExit(3)], ids=["error", "exit"])
@@ -172,10 +172,10 @@ def test_other_ranks_say_where_one_has_failed():
         try:
             raise KeyError("no data")
         except KeyError as error:
-            return [None, ("KeyError", "KeyError: 'no data'", None, axis_module._place(error, 1))]
+            return [None, ErrorForOthers.of(error, 1)]
 
     other = TwoRanks()
-    other.name, other.allgather_object = "world", gathered
+    other.allgather_object = gathered
     with pytest.raises(RuntimeError, match="^rank 1 of axis 'world': KeyError: 'no data'") as raised:
         DeferredError(other, transactional=False).raise_on_all()
     (note,) = raised.value.__notes__
@@ -183,7 +183,7 @@ def test_other_ranks_say_where_one_has_failed():
         note.startswith("On rank 1:\n") and f'File "{__file__}"' in note and note.endswith('raise KeyError("no data")')
     )
     # Over a second axis the same place.
-    assert axis_module._place(raised.value, 0) == note
+    assert ErrorForOthers.of(raised.value, 0).place == note
 
 
 def test_without_an_error_nobody_meets():
