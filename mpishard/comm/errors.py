@@ -58,7 +58,7 @@ def raised_on_all(ranks: _Ranks | None) -> Iterator[None]:
 class OneRank:
     """The world of a process without a mesh: what an `Axis` of one rank does, without MPI."""
 
-    rank, size = 0, 1
+    rank = 0
 
     def raise_if_any(self, problem: BaseException | None) -> None:
         if problem is not None:
@@ -66,6 +66,9 @@ class OneRank:
 
     def all_reduce(self, buffer: Array, *, op: str = "sum", label: str = "") -> Array:
         return buffer
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return [value]
 
 
 class ErrorForOthers(NamedTuple):

@@ -11,13 +11,14 @@ import numpy as np
 
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
-from mpishard.comm.errors import raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, world_of
+from mpishard.comm.errors import OneRank, raised_on_all
+from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, world_of
 from mpishard.inverse.minimization import solve
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
+    from mpishard.comm.axis import Axis
     from mpishard.comm.mesh import Mesh
     from mpishard.record import RunRecord
 
@@ -137,7 +138,8 @@ def augmented_lagrangian(
     >>> [round(float(each), 4) for each in (*result.x, *result.multipliers)]
     [-1.0, -1.0, -0.5]
     """
-    with raised_on_all(world_of(mesh)):
+    world = world_of(mesh)
+    with raised_on_all(world):
         known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         reject_unknown("augmented_lagrangian", elements)
         if mesh is None and (reduction is not None or record is not None):
@@ -154,7 +156,7 @@ def augmented_lagrangian(
         chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
         if chosen.needs_products:
             raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")
-        run = _Multipliers(Functions(fun, jac, None, args), constraints, adjoint, args, unknowns, mesh, reduction)
+        run = _Multipliers(Functions(fun, jac, None, args), constraints, adjoint, args, unknowns, world, reduction)
         run.penalty = number("penalty", penalty, above=0)
         gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)
         maxiter = integer("maxiter", maxiter, least=1)
@@ -193,7 +195,7 @@ def _outer_loop(
     wanted, tolerance = run.penalty**-_VIOLATION, 1 / run.penalty
     iterations = evaluations = stalled = 0
     lowest = math.inf
-    watched = run.any(callback.is_given)
+    watched = on_any(run.world, callback.is_given)
     status, text = 1, f"stopped: the number of minimisations reached maxiter={maxiter}"
     while iterations < maxiter:
         ended = minimized(max(tolerance, gtol))
@@ -256,14 +258,14 @@ class _Multipliers:
         adjoint: Callable[..., Any],
         args: Any,
         unknowns: Unknowns,
-        mesh: Mesh | None,
+        world: Axis | OneRank,
         reduction: str | None,
     ) -> None:
         self._functions = functions
         self._constraints, self._adjoint = constraints, adjoint
         self._args = args if isinstance(args, tuple) else (args,)
         self.unknowns = unknowns
-        self._world = None if mesh is None else mesh.world
+        self.world = world
         self._sums = reduction == "sum"
         self.penalty = 1.0
         self.multipliers: np.ndarray = np.empty(0)
@@ -272,8 +274,7 @@ class _Multipliers:
 
     def begin(self, multipliers: Any) -> None:
         """Find the number of constraints at the start, and take the multipliers."""
-        problem: BaseException | None = None
-        try:
+        with raised_on_all(self.world):
             found = self._constraints(self.unknowns.shown_to_user(), *self._args)
             self.constr = _reals("constraints must return", found)
             self.multipliers = np.zeros(self.constr.size)
@@ -285,9 +286,6 @@ class _Multipliers:
                 )
             if not np.isfinite(self.multipliers).all():
                 raise ValueError("multipliers must be finite")
-        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
-            problem = error
-        self._exchange(problem, 0.0)
 
     def _of_point(self) -> np.ndarray:
         found = self._constraints(self.unknowns.shown_to_user(), *self._args)
@@ -312,15 +310,11 @@ class _Multipliers:
 
     def measure(self) -> None:
         """Evaluate the constraints at the unknowns."""
-        problem: BaseException | None = None
-        top = 0.0
-        try:
+        with raised_on_all(self.world):
             self.constr = self._of_point()
-            top = float(np.max(np.abs(self.constr), initial=0.0))
-        except (Exception, SystemExit) as error:
-            problem = error
-        tops = self._exchange(problem, top)
-        if self._world is not None and not self._sums:
+        largest = float(np.max(np.abs(self.constr), initial=0.0))
+        tops = np.array(self.world.allgather_object(math.nan if math.isnan(largest) else largest))
+        if len(tops) > 1 and not self._sums:
             from mpishard.inverse.mesh_run import check_identical
 
             check_identical("values of the constraints", tops)
@@ -332,13 +326,9 @@ class _Multipliers:
 
     def value(self) -> float:
         """The user's function at the unknowns, of all ranks."""
-        problem: BaseException | None = None
-        value = math.nan
-        try:
+        with raised_on_all(self.world):
             value, _ = self._functions.value_and_gradient(self.unknowns.shown_to_user())
-        except (Exception, SystemExit) as error:
-            problem = error
-        values = self._exchange(problem, value)
+        values = self.world.allgather_object(value)
         if not self._sums:
             return float(values[0])
         return math.fsum(values) if np.isfinite(values).all() else math.nan
@@ -356,26 +346,7 @@ class _Multipliers:
                 nfev=evaluations,
             )
 
-        problem: BaseException | None = None
-        stop = False
-        try:
-            stop = callback(made)
-        except (Exception, SystemExit) as error:
-            problem = error
-        return bool(self._exchange(problem, float(stop)).any())
-
-    def any(self, flag: bool) -> bool:
-        return bool(self._exchange(None, float(flag)).any())
-
-    def _exchange(self, problem: BaseException | None, value: float) -> np.ndarray:
-        """The values of all ranks; raises on all if any has a problem."""
-        if self._world is None:
-            if problem is not None:
-                raise problem
-            return np.array([value])
-        from mpishard.inverse.mesh_run import exchange
-
-        return exchange(self._world, problem, value, [])[0]
+        return callback.stops_any(made, self.world)
 
 
 def _reals(what: str, given: Any) -> np.ndarray:
