@@ -48,23 +48,33 @@ _SIG_DFL, _SIG_IGN = 0, 1  # <signal.h>
 
 def die_at_exit(wanted: bool) -> None:
     """Set whether an exit of this process is a death by a signal; forks of it exit as usual."""
-    if wanted and not isinstance(os._exit, _FatalExit):
-        os._exit = _FatalExit()
-    elif not wanted and isinstance(os._exit, _FatalExit):
-        os._exit = os._exit.really_exit
+    _replace_exit(kills=wanted)
     if wanted != _CExit.is_deadly and hasattr(signal, "SIGRTMIN"):  # macOS has none
         _CExit.make_deadly(wanted)
 
 
-class _FatalExit:
-    """Replaces ``os._exit``."""
+def _replace_exit(**flags: bool) -> None:
+    """Replace ``os._exit``, or restore it if it need neither kill nor fail any more."""
+    known = os._exit if isinstance(os._exit, _Exit) else _Exit()
+    vars(known).update(flags)
+    os._exit = known if known.kills or known.fails else known.really_exit
+
+
+class _Exit:
+    """Replaces ``os._exit`` of a rank, which kills itself or never counts as a success; forks of it exit as usual."""
+
+    kills = False
+    fails = False
 
     def __init__(self) -> None:
         self._rank, self.really_exit = os.getpid(), os._exit
 
     def __call__(self, status: int) -> NoReturn:
         if os.getpid() == self._rank:
-            os.kill(self._rank, signal.SIGKILL)
+            if self.kills:
+                os.kill(self._rank, signal.SIGKILL)
+            if self.fails:
+                status = status or 1
         self.really_exit(status)
 
 
@@ -123,27 +133,14 @@ sys.exit(f"mpishard: rank {who} of {size} (process {process} on {host}) has died
 """
 
 
-class _Exit:
-    """Replaces ``os._exit`` of a rank while a death monitor is active: such an exit never counts as success.
-
-    MPICH's launcher ends the job at such an exit, and in half of the runs seen the job's exit code was this rank's 0.
-    """
-
-    def __init__(self) -> None:
-        self._rank, self._really_exit = os.getpid(), os._exit
-
-    def __call__(self, status: int) -> NoReturn:
-        if os.getpid() == self._rank:  # not in a fork of the rank
-            status = status or 1
-        self._really_exit(status)
-
-
 def _watch_exits(wanted: bool) -> None:
-    """Replace or restore ``os._exit``.  Not under Open MPI: with ULFM it ends the whole job at a code other than 0."""
-    if wanted and not isinstance(os._exit, _Exit) and MPI.get_vendor()[0] != "Open MPI":
-        os._exit = _Exit()
-    elif not wanted and isinstance(os._exit, _Exit):
-        os._exit = os._exit._really_exit
+    """Set whether ``os._exit`` of this rank fails: at such an exit a death monitor counts it as dead.
+
+    MPICH's launcher ends the job then, and in half of the runs seen the job's exit code was this rank's 0.  Not under
+    Open MPI: with ULFM it ends the whole job at a code other than 0.
+    """
+    if MPI.get_vendor()[0] != "Open MPI":
+        _replace_exit(fails=wanted)
 
 
 def silence_death_monitors() -> None:
