@@ -49,16 +49,16 @@ class CausalMixing(Layer):
         self.scale: float = 1 / math.sqrt(head_width)
 
     def forward(
-        self, q_sbhtd: Array, k_bhtd: Array, v_bhtd: Array, mixed_sbhtd: Array, logsum_sbht: Array, work: Workspace
+        self, q_sbhtd: Array, k_bhtd: Array, v_bhtd: Array, o_sbhtd: Array, logsum_sbht: Array, work: Workspace
     ) -> None:
-        """Overwrite `mixed` with the mixed values, and `logsum` with the logarithm of each query's normaliser.
+        """Overwrite `o` with the output, and `logsum` with the logarithm of each query's normaliser.
 
         If there are more keys than queries, the queries are those of the last positions. `logsum` is C-contiguous and
         has as many positions as there are keys.
         """
         if self.module is not np:
             mixing = choose_mixing(self.matmul, self.ops, self.scale, q_sbhtd, k_bhtd.shape[2], work)
-            mixing.forward(q_sbhtd, k_bhtd, v_bhtd, mixed_sbhtd, logsum_sbht, work)
+            mixing.forward(q_sbhtd, k_bhtd, v_bhtd, o_sbhtd, logsum_sbht, work)
             return
         kinds, batch, count, length, _ = q_sbhtd.shape
         matmul, block = self.matmul, BLOCK
@@ -68,7 +68,7 @@ class CausalMixing(Layer):
         for sequence, heads in self._groups(batch, count, length * keys):
             k, v = k_bhtd[sequence, heads], v_bhtd[sequence, heads]
             for kind in range(kinds):
-                q, mixed = q_sbhtd[kind, sequence, heads], mixed_sbhtd[kind, sequence, heads]
+                q, o = q_sbhtd[kind, sequence, heads], o_sbhtd[kind, sequence, heads]
                 logsum = logsum_sbht[kind, sequence, heads]
                 for first in range(0, length, block):
                     last = min(first + block, length)
@@ -76,44 +76,43 @@ class CausalMixing(Layer):
                     scores = self._block(work, "scores", len(q), seen, last - first)
                     matmul(k[:, :seen], q[:, first:last].swapaxes(1, 2), out=scores)
                     self.ops.causal_softmax(scores, logsum, total, before + first, self.scale)
-                    matmul(scores.swapaxes(1, 2), v[:, :seen], out=mixed[:, first:last])
+                    matmul(scores.swapaxes(1, 2), v[:, :seen], out=o[:, first:last])
 
     def backward(
         self,
         heads_sbhtd: Array,
         logsum_sbht: Array,
-        mixed_sbhtd: Array,
-        dmixed_sbhtd: Array,
-        inner_sbht: Array,
+        o_sbhtd: Array,
+        do_sbhtd: Array,
+        delta_sbht: Array,
         dheads_sbhtd: Array,
         work: Workspace,
     ) -> None:
         """Overwrite `dheads` with the gradients with respect to `heads`: queries of all kinds, then keys, then values.
 
-        `logsum` and `mixed` are as `forward` left them; `inner` is, for each query, the inner product of `mixed` and
-        `dmixed`.
+        `logsum` and `o` are as `forward` left them; `delta` is the inner product of `o` and `do` of each query.
         """
         if self.module is not np:
-            length = dmixed_sbhtd.shape[3]
-            mixing = choose_mixing(self.matmul, self.ops, self.scale, dmixed_sbhtd, length, work)
-            mixing.backward(heads_sbhtd, logsum_sbht, mixed_sbhtd, dmixed_sbhtd, inner_sbht, dheads_sbhtd, work)
+            length = do_sbhtd.shape[3]
+            mixing = choose_mixing(self.matmul, self.ops, self.scale, do_sbhtd, length, work)
+            mixing.backward(heads_sbhtd, logsum_sbht, o_sbhtd, do_sbhtd, delta_sbht, dheads_sbhtd, work)
             return
-        kinds, batch, count, length, _ = dmixed_sbhtd.shape
+        kinds, batch, count, length, _ = do_sbhtd.shape
         for sequence, heads in self._groups(batch, count, length**2):
             k, v = heads_sbhtd[kinds, sequence, heads], heads_sbhtd[kinds + 1, sequence, heads]
             dk, dv = dheads_sbhtd[kinds, sequence, heads], dheads_sbhtd[kinds + 1, sequence, heads]
             for kind in range(kinds):
                 q, dq = heads_sbhtd[kind, sequence, heads], dheads_sbhtd[kind, sequence, heads]
-                dmixed = dmixed_sbhtd[kind, sequence, heads]
-                statistics = logsum_sbht[kind, sequence, heads], inner_sbht[kind, sequence, heads]
-                self._backward_of_group(q, k, v, dmixed, statistics, dq, dk, dv, kind > 0, work)
+                do = do_sbhtd[kind, sequence, heads]
+                statistics = logsum_sbht[kind, sequence, heads], delta_sbht[kind, sequence, heads]
+                self._backward_of_group(q, k, v, do, statistics, dq, dk, dv, kind > 0, work)
 
     def _backward_of_group(
         self,
         q: Array,
         k: Array,
         v: Array,
-        dmixed: Array,
+        do: Array,
         statistics: tuple[Array, Array],
         dq: Array,
         dk: Array,
@@ -130,9 +129,9 @@ class CausalMixing(Layer):
             weights = self._block(work, "scores", count, last - first, length - first)
             dpart = dscores[:, first:last, first:]
             matmul(k[:, first:last], q[:, first:].swapaxes(1, 2), out=weights)
-            matmul(v[:, first:last], dmixed[:, first:].swapaxes(1, 2), out=dpart)
+            matmul(v[:, first:last], do[:, first:].swapaxes(1, 2), out=dpart)
             self.ops.causal_softmax_backward(weights, dscores, *statistics, self.scale)
-            for part, other, out in ((weights, dmixed, dv), (dpart, q, dk)):
+            for part, other, out in ((weights, do, dv), (dpart, q, dk)):
                 if accumulate:
                     product = self._block(work, "attention product", count, last - first, q.shape[2])
                     matmul(part, other[:, first:], out=product)
@@ -289,13 +288,13 @@ class CausalSelfAttention(Layer):
         qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
         fused = self._fused_in_rows(qkv_nd, work, length)
         if fused is None:
-            mixed_nc = self._mixed(x_nc, qkv_nd, work, length)
+            o_nc = self._attend(x_nc, qkv_nd, work, length)
         else:
-            mixed_nc = self._mixed_in_rows(fused, x_nc, qkv_nd, work, length)
-        return self.output.forward(mixed_nc, work, residual_nc)
+            o_nc = self._attend_in_rows(fused, x_nc, qkv_nd, work, length)
+        return self.output.forward(o_nc, work, residual_nc)
 
-    def _mixed(self, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:
-        """The mixed values of heads, each in separate memory."""
+    def _attend(self, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:
+        """The output of heads, each in separate memory."""
         shape = self._shape_of_heads(qkv_nd, length)
         slices, kinds, *rest = shape
         half = self._half_of_heads() if work.cache is None else None
@@ -304,9 +303,9 @@ class CausalSelfAttention(Layer):
         # Norms and rotary positions change them before they are rounded.
         apart_from_kept = half is not None and self._changes_heads
         heads_lsbhtd = work.borrow(_BY_HEADS, *shape) if apart_from_kept else kept_lsbhtd
-        mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs)
+        o_nc = work.save(f"{self.role}.o", len(qkv_nd), self.output.local_inputs)
         logsum_lsbht = work.save(f"{self.role}.logsum", slices, kinds - 2, *rest[:3], exact=True)
-        work.kept[self.role] = None, x_nc, kept_lsbhtd, mixed_nc, logsum_lsbht
+        work.kept[self.role] = None, x_nc, kept_lsbhtd, o_nc, logsum_lsbht
         by_slice, cut = self.tensor.slices.column_slices, self.tensor.slices.cut
         qkv_lnd, biases = by_slice(qkv_nd, self.qkv.outputs), cut(self._bias(work), self.qkv.outputs, 0)
         for qkv, bias, heads in zip(qkv_lnd, biases, heads_lsbhtd, strict=True):
@@ -322,14 +321,14 @@ class CausalSelfAttention(Layer):
             work.cache.store(self.name, heads_lsbhtd[:, -2], heads_lsbhtd[:, -1])
         if apart_from_kept:
             convert(heads_lsbhtd, kept_lsbhtd)
-        mixed_lnc = by_slice(mixed_nc, self.output.inputs)
-        for index, (heads, mixed, logsum) in enumerate(zip(kept_lsbhtd, mixed_lnc, logsum_lsbht, strict=True)):
-            mixed_sbhtd = self._by_heads(mixed, kinds - 2, length)
+        o_lnc = by_slice(o_nc, self.output.inputs)
+        for index, (heads, o, logsum) in enumerate(zip(kept_lsbhtd, o_lnc, logsum_lsbht, strict=True)):
+            o_sbhtd = self._by_heads(o, kinds - 2, length)
             if work.cache is None or work.cache.fresh:
-                self.mixing.forward(heads[:-2], heads[-2], heads[-1], mixed_sbhtd, logsum, work)
+                self.mixing.forward(heads[:-2], heads[-2], heads[-1], o_sbhtd, logsum, work)
             else:
-                self._mix_with_known(index, heads[:-2], mixed_sbhtd, work.cache, work)
-        return mixed_nc
+                self._mix_with_known(index, heads[:-2], o_sbhtd, work.cache, work)
+        return o_nc
 
     def _fused_in_rows(self, qkv_nd: Array, work: Workspace, length: int) -> FusedMixing | None:
         """Attention by a library that takes heads as they lie in the rows of the product, where it can be."""
@@ -339,24 +338,24 @@ class CausalSelfAttention(Layer):
         shape = AttentionShape(batch, heads, heads, length, width, in_rows=True)
         return fused_mixing(self.matmul, self.ops, self.mixing.scale, shape, qkv_nd, work)
 
-    def _mixed_in_rows(self, fused: FusedMixing, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:
-        """As `_mixed`, in half precision, and without a copy of the heads in another order."""
+    def _attend_in_rows(self, fused: FusedMixing, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:
+        """As `_attend`, in half precision, and without a copy of the heads in another order."""
         half = self._half_of_heads()
         assert half is not None
         slices, kinds, *rest = self._shape_of_heads(qkv_nd, length)
         rows_nd = work.save(f"{self.role}.heads", *qkv_nd.shape, dtype=half)
-        mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs, dtype=half)
+        o_nc = work.save(f"{self.role}.o", len(qkv_nd), self.output.local_inputs, dtype=half)
         logsum_lsbht = work.save(f"{self.role}.logsum", slices, 1, *rest[:3], exact=True)
-        work.kept[self.role] = fused, x_nc, rows_nd, mixed_nc, logsum_lsbht
+        work.kept[self.role] = fused, x_nc, rows_nd, o_nc, logsum_lsbht
         by_slice, columns = self.tensor.slices.column_slices, self.qkv.outputs
-        biases, mixed_lnc = self.tensor.slices.cut(self._bias(work), columns, 0), by_slice(mixed_nc, self.output.inputs)
-        for qkv, bias, rows, mixed, logsum in zip(
-            by_slice(qkv_nd, columns), biases, by_slice(rows_nd, columns), mixed_lnc, logsum_lsbht, strict=True
+        biases, o_lnc = self.tensor.slices.cut(self._bias(work), columns, 0), by_slice(o_nc, self.output.inputs)
+        for qkv, bias, rows, o, logsum in zip(
+            by_slice(qkv_nd, columns), biases, by_slice(rows_nd, columns), o_lnc, logsum_lsbht, strict=True
         ):
             self.ops.split_heads(qkv, bias, rows.reshape(1, 1, 1, *rows.shape))  # adds the bias, and rounds
             heads = self._by_heads(rows, kinds, length)
-            fused.forward(heads[:1], heads[1], heads[2], self._by_heads(mixed, 1, length), logsum, work)
-        return mixed_nc
+            fused.forward(heads[:1], heads[1], heads[2], self._by_heads(o, 1, length), logsum, work)
+        return o_nc
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
         """Gradient with respect to `x`.
@@ -375,11 +374,11 @@ class CausalSelfAttention(Layer):
         array, shape (n, width)
             In the memory of `work`.
         """
-        fused, x_nc, heads, mixed_nc, logsum = work.kept[self.role]
+        fused, x_nc, heads, o_nc, logsum = work.kept[self.role]
         if fused is None:
-            dqkv_nd = self._dqkv(dy_nc, heads, mixed_nc, logsum, work, length)
+            dqkv_nd = self._dqkv(dy_nc, heads, o_nc, logsum, work, length)
         else:
-            dqkv_nd = self._dqkv_in_rows(fused, dy_nc, heads, mixed_nc, logsum, work, length)
+            dqkv_nd = self._dqkv_in_rows(fused, dy_nc, heads, o_nc, logsum, work, length)
         shared_nd = self.qkv.shared(dqkv_nd, work)
         dx_nc = self.qkv.input_gradient(shared_nd, work)
         self.qkv.bias_gradient(dqkv_nd, work)
@@ -387,25 +386,25 @@ class CausalSelfAttention(Layer):
         return dx_nc
 
     def _dqkv(
-        self, dy_nc: Array, heads_lsbhtd: Array, mixed_nc: Array, logsum_lsbht: Array, work: Workspace, length: int
+        self, dy_nc: Array, heads_lsbhtd: Array, o_nc: Array, logsum_lsbht: Array, work: Workspace, length: int
     ) -> Array:
         """Gradient with respect to queries, keys and values, and the gradients of the output projection."""
-        dmixed_nc = self.output.backward(dy_nc, work)
-        dqkv_nd = work.borrow("qkv", len(mixed_nc), self.qkv.local_outputs)
+        do_nc = self.output.backward(dy_nc, work)
+        dqkv_nd = work.borrow("qkv", len(o_nc), self.qkv.local_outputs)
         _, kinds, *rest = heads_lsbhtd.shape
-        dmixed_sbhtd = work.scratch("dmixed by heads", (kinds - 2, *rest), self._half_of_heads() or work.dtype)
-        inner_sbht = work.borrow("attention inner", kinds - 2, *rest[:3])
+        do_sbhtd = work.scratch("do by heads", (kinds - 2, *rest), self._half_of_heads() or work.dtype)
+        delta_sbht = work.borrow("attention delta", kinds - 2, *rest[:3])
         by_slice = self.tensor.slices.column_slices
-        mixed_lnc, dmixed_lnc = by_slice(mixed_nc, self.output.inputs), by_slice(dmixed_nc, self.output.inputs)
+        o_lnc, do_lnc = by_slice(o_nc, self.output.inputs), by_slice(do_nc, self.output.inputs)
         dqkv_lnd = by_slice(dqkv_nd, self.qkv.outputs)
         if not self._changes_heads:
             dheads_lsbhtd = [self._by_heads(dqkv, kinds, length) for dqkv in dqkv_lnd]
         else:
             dheads_lsbhtd = work.borrow(_BY_HEADS, *heads_lsbhtd.shape)
         for index, (heads, logsum, dheads) in enumerate(zip(heads_lsbhtd, logsum_lsbht, dheads_lsbhtd, strict=True)):
-            self.ops.split_with_products(dmixed_lnc[index], mixed_lnc[index], dmixed_sbhtd, inner_sbht)
-            mixed_sbhtd = self._by_heads(mixed_lnc[index], kinds - 2, length)
-            self.mixing.backward(heads, logsum, mixed_sbhtd, dmixed_sbhtd, inner_sbht, dheads, work)
+            self.ops.split_with_products(do_lnc[index], o_lnc[index], do_sbhtd, delta_sbht)
+            o_sbhtd = self._by_heads(o_lnc[index], kinds - 2, length)
+            self.mixing.backward(heads, logsum, o_sbhtd, do_sbhtd, delta_sbht, dheads, work)
         if self._changes_heads:
             self._before_rotation(dheads_lsbhtd, work)
             for dqkv, dheads in zip(dqkv_lnd, dheads_lsbhtd, strict=True):
@@ -417,24 +416,22 @@ class CausalSelfAttention(Layer):
         fused: FusedMixing,
         dy_nc: Array,
         rows_nd: Array,
-        mixed_nc: Array,
+        o_nc: Array,
         logsum_lsbht: Array,
         work: Workspace,
         length: int,
     ) -> Array:
         """As `_dqkv`, in half precision."""
-        dmixed_nc = work.scratch("dmixed in rows", mixed_nc.shape, mixed_nc.dtype)
+        do_nc = work.scratch("do in rows", o_nc.shape, o_nc.dtype)
         dqkv_nd = work.scratch("dqkv in rows", rows_nd.shape, rows_nd.dtype)
-        self.output.backward(dy_nc, work, functools.partial(self.output.input_gradient, dx_ni=dmixed_nc))
+        self.output.backward(dy_nc, work, functools.partial(self.output.input_gradient, dx_ni=do_nc))
         by_heads = functools.partial(self._by_heads, length=length)
         by_slice = self.tensor.slices.column_slices
         rows_lnd, dqkv_lnd = (by_slice(each, self.qkv.outputs) for each in (rows_nd, dqkv_nd))
-        mixed_lnc, dmixed_lnc = (by_slice(each, self.output.inputs) for each in (mixed_nc, dmixed_nc))
-        for rows, dqkv, mixed, dmixed, logsum in zip(
-            rows_lnd, dqkv_lnd, mixed_lnc, dmixed_lnc, logsum_lsbht, strict=True
-        ):
+        o_lnc, do_lnc = (by_slice(each, self.output.inputs) for each in (o_nc, do_nc))
+        for rows, dqkv, o, do, logsum in zip(rows_lnd, dqkv_lnd, o_lnc, do_lnc, logsum_lsbht, strict=True):
             heads, dheads = by_heads(rows, self.kinds), by_heads(dqkv, self.kinds)
-            fused.backward(heads, logsum, by_heads(mixed, 1), by_heads(dmixed, 1), logsum, dheads, work)
+            fused.backward(heads, logsum, by_heads(o, 1), by_heads(do, 1), logsum, dheads, work)
         return dqkv_nd
 
     @property
@@ -462,15 +459,15 @@ class CausalSelfAttention(Layer):
         return None if self.rotary is None else self.rotary.changes_after
 
     def _mix_with_known(
-        self, index: int, q_sbhtd: Array, mixed_sbhtd: Array, cache: KeyValueCache, work: Workspace
+        self, index: int, q_sbhtd: Array, o_sbhtd: Array, cache: KeyValueCache, work: Workspace
     ) -> None:
-        """The mixed values of the tokens of this pass, with the keys and values of earlier ones; of one slice."""
+        """The output of the tokens of this pass, with the keys and values of earlier ones; of one slice."""
         kinds, batch, heads, length, _ = q_sbhtd.shape
         for place in range(batch):
             k_lbhtd, v_lbhtd = cache.known(self.name, place, length)
             logsum_sbht = work.scratch("logsum of known", (kinds, 1, heads, k_lbhtd.shape[3]), work.dtype)
             one = slice(place, place + 1)
-            self.mixing.forward(q_sbhtd[:, one], k_lbhtd[index], v_lbhtd[index], mixed_sbhtd[:, one], logsum_sbht, work)
+            self.mixing.forward(q_sbhtd[:, one], k_lbhtd[index], v_lbhtd[index], o_sbhtd[:, one], logsum_sbht, work)
 
     def _rotate_from(self, heads_lsbhtd: Array, starts: Sequence[int]) -> None:
         """Rotate queries and keys, in place, of texts that each begin at their entry of `starts`."""

@@ -35,7 +35,7 @@ class AttentionShape(NamedTuple):
     """Sequences, heads of queries, heads of keys and values, positions, and channels of a head.
 
     With `in_rows` a position has a row in memory, in which the query, key and value of each head are next to each
-    other, and mixed values have separate rows. Else each array is C-contiguous of shape (batch, heads, length, width).
+    other, and outputs have separate rows. Else each array is C-contiguous of shape (batch, heads, length, width).
     """
 
     batch: int
@@ -87,9 +87,9 @@ class CudnnAttention:
                 LIBRARY.warn_once(f"cuDNN builds no attention of {shape} in {half} ({error})")
         return self._graphs[key] is not None
 
-    def forward(self, scale: float, in_rows: bool, q: Array, k: Array, v: Array, mixed: Array, stats: Array) -> None:
-        """Mixed values, and the logarithm of each query's normaliser (float32, shape (batch, heads, length))."""
-        self._built(scale, in_rows, q, k)[0].execute(self._cudnn, self._handle, q=q, k=k, v=v, o=mixed, stats=stats)
+    def forward(self, scale: float, in_rows: bool, q: Array, k: Array, v: Array, o: Array, stats: Array) -> None:
+        """The output, and the logarithm of each query's normaliser (float32, shape (batch, heads, length))."""
+        self._built(scale, in_rows, q, k)[0].execute(self._cudnn, self._handle, q=q, k=k, v=v, o=o, stats=stats)
 
     def backward(
         self,
@@ -98,8 +98,8 @@ class CudnnAttention:
         q: Array,
         k: Array,
         v: Array,
-        mixed: Array,
-        dmixed: Array,
+        o: Array,
+        do: Array,
         stats: Array,
         dq: Array,
         dk: Array,
@@ -107,7 +107,7 @@ class CudnnAttention:
     ) -> None:
         """Gradients with respect to queries, keys and values, from results of `forward` and the output's gradient."""
         graph = self._built(scale, in_rows, q, k)[1]
-        graph.execute(self._cudnn, self._handle, q=q, k=k, v=v, o=mixed, do=dmixed, stats=stats, dq=dq, dk=dk, dv=dv)
+        graph.execute(self._cudnn, self._handle, q=q, k=k, v=v, o=o, do=do, stats=stats, dq=dq, dk=dk, dv=dv)
 
     def _built(self, scale: float, in_rows: bool, q: Array, k: Array) -> tuple[_Graph, _Graph]:
         batch, heads, length, width = q.shape
@@ -239,7 +239,7 @@ class DeviceMixing:
         self._scale = scale
 
     def forward(
-        self, q_sbhtd: Array, k_bhtd: Array, v_bhtd: Array, mixed_sbhtd: Array, logsum_sbht: Array, work: Workspace
+        self, q_sbhtd: Array, k_bhtd: Array, v_bhtd: Array, o_sbhtd: Array, logsum_sbht: Array, work: Workspace
     ) -> None:
         """See `CausalMixing.forward`; `logsum` is C-contiguous."""
         matmul, (kinds, batch, count, length, _) = self._matmul, q_sbhtd.shape
@@ -250,7 +250,7 @@ class DeviceMixing:
         for group in _groups(batch, count, block * keys):
             k, v = k_bhtd[group], v_bhtd[group]
             for kind in range(kinds):
-                q, mixed = q_sbhtd[kind][group], mixed_sbhtd[kind][group]
+                q, o = q_sbhtd[kind][group], o_sbhtd[kind][group]
                 logsum_gt = _by_group(logsum_sbht[kind][group], 1)
                 for first in range(0, length, block):
                     last = min(first + block, length)
@@ -260,35 +260,35 @@ class DeviceMixing:
                     weights, rounded = self._results_for_products(scores)
                     given = _by_group(scores, 2), logsum_gt, total, before + first, self._scale
                     self._ops.causal_softmax(*given, *rounded)
-                    matmul(weights.swapaxes(2, 3), v[:, :, :seen], out=mixed[:, :, first:last])
+                    matmul(weights.swapaxes(2, 3), v[:, :, :seen], out=o[:, :, first:last])
 
     def backward(
         self,
         heads_sbhtd: Array,
         logsum_sbht: Array,
-        mixed_sbhtd: Array,
-        dmixed_sbhtd: Array,
-        inner_sbht: Array,
+        o_sbhtd: Array,
+        do_sbhtd: Array,
+        delta_sbht: Array,
         dheads_sbhtd: Array,
         work: Workspace,
     ) -> None:
-        """See `CausalMixing.backward`; `logsum` and `inner` are C-contiguous, `mixed` is not used."""
-        matmul, (kinds, batch, count, length, _) = self._matmul, dmixed_sbhtd.shape
-        heads_sbhtd, dmixed_sbhtd = shared_operand(matmul, heads_sbhtd), shared_operand(matmul, dmixed_sbhtd)
+        """See `CausalMixing.backward`; `logsum` and `delta` are C-contiguous, `o` is not used."""
+        matmul, (kinds, batch, count, length, _) = self._matmul, do_sbhtd.shape
+        heads_sbhtd, do_sbhtd = shared_operand(matmul, heads_sbhtd), shared_operand(matmul, do_sbhtd)
         for group in _groups(batch, count, min(length, BLOCK) * length):
             k, v = heads_sbhtd[kinds][group], heads_sbhtd[kinds + 1][group]
             dk, dv = dheads_sbhtd[kinds][group], dheads_sbhtd[kinds + 1][group]
             for kind in range(kinds):
-                q, dq, dmixed = (each[kind][group] for each in (heads_sbhtd, dheads_sbhtd, dmixed_sbhtd))
-                statistics = [_by_group(each[kind][group], 1) for each in (logsum_sbht, inner_sbht)]
-                self._backward_of_group(q, k, v, dmixed, statistics, dq, dk, dv, kind > 0, work)
+                q, dq, do = (each[kind][group] for each in (heads_sbhtd, dheads_sbhtd, do_sbhtd))
+                statistics = [_by_group(each[kind][group], 1) for each in (logsum_sbht, delta_sbht)]
+                self._backward_of_group(q, k, v, do, statistics, dq, dk, dv, kind > 0, work)
 
     def _backward_of_group(
         self,
         q: Array,
         k: Array,
         v: Array,
-        dmixed: Array,
+        do: Array,
         statistics: list[Array],
         dq: Array,
         dk: Array,
@@ -307,11 +307,11 @@ class DeviceMixing:
             shape = *q.shape[:2], last - first, length - first
             scores, dweights = (_scores(work, name, *shape) for name in ("scores", "dscores"))
             matmul(k[:, :, first:last], q[:, :, first:].swapaxes(2, 3), out=scores)
-            matmul(v[:, :, first:last], dmixed[:, :, first:].swapaxes(2, 3), out=dweights)
+            matmul(v[:, :, first:last], do[:, :, first:].swapaxes(2, 3), out=dweights)
             (weights, rounded), (dscores, drounded) = map(self._results_for_products, (scores, dweights))
             given = [_by_group(each, 2) for each in (scores, dweights)]
             self._softmax_backward(given, statistics, rounded + drounded, first)
-            add_product(weights, dmixed[:, :, first:], dv[:, :, first:last], accumulate)
+            add_product(weights, do[:, :, first:], dv[:, :, first:last], accumulate)
             add_product(dscores, q[:, :, first:], dk[:, :, first:last], accumulate)
             add_product(dscores.swapaxes(2, 3), k[:, :, first:last], dq[:, :, first:], first > 0)
 
@@ -375,7 +375,7 @@ class FusedMixing:
     """Computes `mpishard.nn.attention.CausalMixing` by a library, with the same arguments and axes.
 
     The statistics are the library's: they lie in the memory of `logsum` in its order, and only `backward` of this class
-    may read them. It rounds the mixed values again, which gives what `forward` had. With `in_rows` the arguments are
+    may read them. It rounds the output again, which gives what `forward` had. With `in_rows` the arguments are
     views of rows (`mpishard.nn.device_attention.AttentionShape`), rounded as all operands and results are.
     """
 
@@ -386,45 +386,45 @@ class FusedMixing:
         self._in_rows = in_rows
 
     def forward(
-        self, q_sbhtd: Array, k_bhtd: Array, v_bhtd: Array, mixed_sbhtd: Array, logsum_sbht: Array, work: Workspace
+        self, q_sbhtd: Array, k_bhtd: Array, v_bhtd: Array, o_sbhtd: Array, logsum_sbht: Array, work: Workspace
     ) -> None:
         """See `CausalMixing.forward`; there are as many keys as queries, and `logsum` is C-contiguous."""
         if self._in_rows:
             (logsum,) = logsum_sbht
             stats = _aligned(logsum)
-            self._attention.forward(self._scale, True, q_sbhtd[0], k_bhtd, v_bhtd, mixed_sbhtd[0], stats)
+            self._attention.forward(self._scale, True, q_sbhtd[0], k_bhtd, v_bhtd, o_sbhtd[0], stats)
             if stats is not logsum:
                 logsum[...] = stats
             return
         q = self._by_group(q_sbhtd)
-        mixed = arrays.empty(q.shape, self._half, like=q)
+        o = arrays.empty(q.shape, self._half, like=q)
         stats = arrays.empty(q.shape[:3], logsum_sbht.dtype, like=q)
-        self._attention.forward(self._scale, False, q, self._rounded(k_bhtd), self._rounded(v_bhtd), mixed, stats)
-        convert(_by_kind(mixed, len(q_sbhtd)), mixed_sbhtd)
+        self._attention.forward(self._scale, False, q, self._rounded(k_bhtd), self._rounded(v_bhtd), o, stats)
+        convert(_by_kind(o, len(q_sbhtd)), o_sbhtd)
         logsum_sbht.reshape(-1)[...] = stats.reshape(-1)
 
     def backward(
         self,
         heads_sbhtd: Array,
         logsum_sbht: Array,
-        mixed_sbhtd: Array,
-        dmixed_sbhtd: Array,
-        inner_sbht: Array,
+        o_sbhtd: Array,
+        do_sbhtd: Array,
+        delta_sbht: Array,
         dheads_sbhtd: Array,
         work: Workspace,
     ) -> None:
-        """See `CausalMixing.backward`; `inner` is not used."""
+        """See `CausalMixing.backward`; `delta` is not used."""
         if self._in_rows:
             operands, gradients = (list(each) for each in (heads_sbhtd, dheads_sbhtd))
-            operands += mixed_sbhtd[0], dmixed_sbhtd[0], _aligned(logsum_sbht[0])
+            operands += o_sbhtd[0], do_sbhtd[0], _aligned(logsum_sbht[0])
             self._attention.backward(self._scale, True, *operands, *gradients)
             return
-        kinds = len(dmixed_sbhtd)
-        q, mixed, dmixed = (self._by_group(each) for each in (heads_sbhtd[:kinds], mixed_sbhtd, dmixed_sbhtd))
+        kinds = len(do_sbhtd)
+        q, o, do = (self._by_group(each) for each in (heads_sbhtd[:kinds], o_sbhtd, do_sbhtd))
         k, v = (self._rounded(heads_sbhtd[kinds + number]) for number in range(2))
         dq, dk, dv = (arrays.empty(each.shape, self._half, like=each) for each in (q, k, v))
         stats = _aligned(logsum_sbht).reshape(q.shape[:3])
-        self._attention.backward(self._scale, False, q, k, v, mixed, dmixed, stats, dq, dk, dv)
+        self._attention.backward(self._scale, False, q, k, v, o, do, stats, dq, dk, dv)
         convert(_by_kind(dq, kinds), dheads_sbhtd[:kinds])
         convert(dk, dheads_sbhtd[kinds])
         convert(dv, dheads_sbhtd[kinds + 1])
@@ -511,12 +511,12 @@ def _is_right(
     kinds = shape.heads // shape.groups
     extents = shape.batch, shape.groups, shape.length, shape.width
     # As `CausalSelfAttention` gives them: rounded.
-    heads, dmixed = (arrays.empty((number, *extents), half, like=like) for number in (kinds + 2, kinds))
-    for each in (heads, dmixed):
+    heads, do = (arrays.empty((number, *extents), half, like=like) for number in (kinds + 2, kinds))
+    for each in (heads, do):
         convert(arrays.on_device_of(random.standard_normal(each.shape).astype(np.float32), like), each)
     try:
         results = [
-            _trial(each, heads, dmixed, in_rows, like) for each, in_rows in ((fused, shape.in_rows), (blocks, False))
+            _trial(each, heads, do, in_rows, like) for each, in_rows in ((fused, shape.in_rows), (blocks, False))
         ]
     except Exception as error:  # of several classes, some of them cuDNN's own
         LIBRARY.warn_once(f"cuDNN's attention fails ({error})")
@@ -531,21 +531,19 @@ def _is_right(
     return True
 
 
-def _trial(
-    mixing: DeviceMixing | FusedMixing, heads: Array, dmixed: Array, in_rows: bool, like: Array
-) -> list[np.ndarray]:
-    """Mixed values and the gradients with respect to queries, keys and values, on the host."""
+def _trial(mixing: DeviceMixing | FusedMixing, heads: Array, do: Array, in_rows: bool, like: Array) -> list[np.ndarray]:
+    """The output and the gradients with respect to queries, keys and values, on the host."""
     work = Workspace(np.float32, arrays.module_of(like))
-    kinds, dtype = len(dmixed), heads.dtype if in_rows else np.dtype(np.float32)
-    mixed, dheads = (arrays.empty(each.shape, dtype, like=like) for each in (dmixed, heads))
+    kinds, dtype = len(do), heads.dtype if in_rows else np.dtype(np.float32)
+    o, dheads = (arrays.empty(each.shape, dtype, like=like) for each in (do, heads))
     if in_rows:
-        heads, dmixed, mixed, dheads = map(_in_rows, (heads, dmixed, mixed, dheads))
-    logsum = arrays.empty(dmixed.shape[:-1], np.float32, like=like)
-    mixing.forward(heads[:kinds], heads[kinds], heads[kinds + 1], mixed, logsum, work)
-    inner = logsum if in_rows else (_wide(dmixed) * mixed).sum(axis=-1)
-    mixing.backward(heads, logsum, mixed, dmixed, inner, dheads, work)
+        heads, do, o, dheads = map(_in_rows, (heads, do, o, dheads))
+    logsum = arrays.empty(do.shape[:-1], np.float32, like=like)
+    mixing.forward(heads[:kinds], heads[kinds], heads[kinds + 1], o, logsum, work)
+    delta = logsum if in_rows else (_wide(do) * o).sum(axis=-1)
+    mixing.backward(heads, logsum, o, do, delta, dheads, work)
     gradients = arrays.to_host(_wide(dheads))
-    return [arrays.to_host(_wide(mixed)), gradients[:kinds], gradients[kinds], gradients[kinds + 1]]
+    return [arrays.to_host(_wide(o)), gradients[:kinds], gradients[kinds], gradients[kinds + 1]]
 
 
 def _in_rows(array_sbhtd: Array) -> Array:

@@ -135,10 +135,10 @@ def merge_heads(x_nd: Array, heads_sbhtd: Array) -> None:
     launch("heads", "merge_heads", heads_sbhtd, x_nd, blocks, threads, *given)
 
 
-def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: Array) -> None:
+def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, delta_sbht: Array) -> None:
     kinds, batch, heads, length, width = dy_sbhtd.shape
     blocks = ceiling(batch * length * heads * kinds, HEADS)
-    given = dy_nc, y_nc, dy_sbhtd, inner_sbht, kinds, batch, heads, length, width
+    given = dy_nc, y_nc, dy_sbhtd, delta_sbht, kinds, batch, heads, length, width
     launch("heads", "split_with_products", dy_nc, dy_sbhtd, blocks, HEADS * WARP, *given)
 
 
@@ -177,7 +177,7 @@ def causal_softmax_backward(
     scores_gkq: Array,
     dscores_gtt: Array,
     logsum_gt: Array,
-    inner_gt: Array,
+    delta_gt: Array,
     scale: float,
     rounded_gkq: Array | None = None,
     drounded_gtt: Array | None = None,
@@ -186,7 +186,7 @@ def causal_softmax_backward(
     _, all_keys, length = dscores_gtt.shape
     pack = columns_of_pack(scores_gkq, math.gcd(queries, length))
     blocks, threads = tile_blocks(scores_gkq, group * keys, queries, ROWS_OF_HEADS, pack)
-    given = scores_gkq, dscores_gtt, logsum_gt, inner_gt
+    given = scores_gkq, dscores_gtt, logsum_gt, delta_gt
     sizes = group * keys, keys, queries, all_keys, length, scale, ROWS_OF_HEADS
     if rounded_gkq is None:
         launch("softmax", "causal_softmax_backward", scores_gkq, None, blocks, threads, *given, *sizes)

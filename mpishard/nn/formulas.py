@@ -194,12 +194,12 @@ def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int
     first[...] = turned
 
 
-def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: Array) -> None:
+def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, delta_sbht: Array) -> None:
     """Sorts `dy` as `split_heads` does, and takes for each row of a head the inner product of `dy` and `y`."""
     kinds, batch, heads, length, width = dy_sbhtd.shape
     _store(dy_sbhtd, dy_nc.reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4))
-    inner_bths = (dy_nc * y_nc).reshape(batch, length, heads, kinds, width).sum(axis=4)
-    inner_sbht[...] = inner_bths.transpose(3, 0, 2, 1)
+    delta_bths = (dy_nc * y_nc).reshape(batch, length, heads, kinds, width).sum(axis=4)
+    delta_sbht[...] = delta_bths.transpose(3, 0, 2, 1)
 
 
 def _future(xp: Any, keys: int, queries: int, offset: int) -> Array:
@@ -237,7 +237,7 @@ def causal_softmax_backward(
     scores_gkq: Array,
     dscores_gtt: Array,
     logsum_gt: Array,
-    inner_gt: Array,
+    delta_gt: Array,
     scale: float,
     rounded_gkq: Array | None = None,
     drounded_gtt: Array | None = None,
@@ -245,7 +245,7 @@ def causal_softmax_backward(
     """Recompute a block of probabilities, and turn their gradient into that of the scores, in place or rounded.
 
     Dao et al. (2022, FlashAttention), appendix B.4. `scores` has some keys and all queries from the position of the
-    first of these keys to the end; `dscores` has all keys and queries, of which those of `scores` are replaced. `inner`
+    first of these keys to the end; `dscores` has all keys and queries, of which those of `scores` are replaced. `delta`
     is, for each query, the inner product of the attention output and its gradient.
 
     The results go to `rounded` and `drounded`, in half precision, if both are given; `scores` and `dscores` then hold
@@ -257,8 +257,8 @@ def causal_softmax_backward(
     z_gkq = xp.where(_future(xp, keys, queries, 0), -np.inf, scores_gkq * scale - logsum_gt[:, None, start:])
     scores_gkq[...] = xp.exp(z_gkq)
     dscores_gkq = dscores_gtt[:, start : start + keys, start:]
-    inner_gkq = scores_gkq * (dscores_gkq - inner_gt[:, None, start:]) * scale
-    dscores_gkq[...] = xp.where(_future(xp, keys, queries, 0), 0, inner_gkq)
+    dscaled_gkq = scores_gkq * (dscores_gkq - delta_gt[:, None, start:]) * scale
+    dscores_gkq[...] = xp.where(_future(xp, keys, queries, 0), 0, dscaled_gkq)
     if rounded_gkq is not None and drounded_gtt is not None:
         _store(rounded_gkq, scores_gkq)
         _store(drounded_gtt[:, start : start + keys, start:], dscores_gkq)

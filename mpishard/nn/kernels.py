@@ -429,7 +429,7 @@ def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
 
 
 @GROUP.kernel
-def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: Array) -> None:
+def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, delta_sbht: Array) -> None:
     kinds, batch, heads, length, width = dy_sbhtd.shape
     for b in range(batch):
         for t in range(length):
@@ -445,7 +445,7 @@ def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: 
                         total += dy[d] * y[d]
                     for d in range(width):
                         out[d] = dy[d]
-                    inner_sbht[s, b, h, t] = total
+                    delta_sbht[s, b, h, t] = total
 
 
 @GROUP.kernel
@@ -490,7 +490,7 @@ def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: 
 
 @GROUP.kernel
 def causal_softmax_backward(
-    scores_gkq: Array, dscores_gtt: Array, logsum_gt: Array, inner_gt: Array, scale: float
+    scores_gkq: Array, dscores_gtt: Array, logsum_gt: Array, delta_gt: Array, scale: float
 ) -> None:
     wide_vectors()
     group, keys, queries = scores_gkq.shape
@@ -502,11 +502,11 @@ def causal_softmax_backward(
             row = scores_gkq[g, j, begin:]
             drow = dscores_gtt[g, start + j, start + begin :]
             logsum = logsum_gt[g, start + begin :]
-            inner = inner_gt[g, start + begin :]
+            delta = delta_gt[g, start + begin :]
             for i in range(row.size):
                 weight = exp(row[i] * factor - logsum[i])
                 row[i] = weight
-                drow[i] = weight * (drow[i] - inner[i]) * factor
+                drow[i] = weight * (drow[i] - delta[i]) * factor
             scores_gkq[g, j, :j] = 0
             dscores_gtt[g, start + j, start : start + j] = 0
 

@@ -71,7 +71,7 @@ extern "C" __global__ void merge_heads(
 // A warp has one head of one kind of one row.
 template <int N>
 __device__ __forceinline__ void split_with_products_of_warp(
-    const REAL* __restrict__ dy, const REAL* __restrict__ y, STORED* __restrict__ to, REAL* __restrict__ inner,
+    const REAL* __restrict__ dy, const REAL* __restrict__ y, STORED* __restrict__ to, REAL* __restrict__ delta,
     int kinds, int batch, int heads, int length, int width) {
     const Team team(WARP);
     const int units = heads * kinds;
@@ -91,15 +91,15 @@ __device__ __forceinline__ void split_with_products_of_warp(
         for (int v = 0; v < N; v++) sum += d[v] * part[v];
     }
     sum = team.sum(sum);
-    if (team.lane == 0) inner[target / width] = sum;
+    if (team.lane == 0) delta[target / width] = sum;
 }
 
 extern "C" __global__ void split_with_products(
-    const REAL* __restrict__ dy, const REAL* __restrict__ y, STORED* __restrict__ to, REAL* __restrict__ inner,
+    const REAL* __restrict__ dy, const REAL* __restrict__ y, STORED* __restrict__ to, REAL* __restrict__ delta,
     int kinds, int batch, int heads, int length, int width) {
     if (width % PACK == 0)
-        split_with_products_of_warp<PACK>(dy, y, to, inner, kinds, batch, heads, length, width);
-    else split_with_products_of_warp<1>(dy, y, to, inner, kinds, batch, heads, length, width);
+        split_with_products_of_warp<PACK>(dy, y, to, delta, kinds, batch, heads, length, width);
+    else split_with_products_of_warp<1>(dy, y, to, delta, kinds, batch, heads, length, width);
 }
 
 // A thread has N pairs of channels, half a head apart, or (then N is 1) neighbours.

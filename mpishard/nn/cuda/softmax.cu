@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) causal_softmax_rounded(
 // computed from, and may be in its place.
 template <int N, bool WHOLE, typename T>
 __device__ __forceinline__ void softmax_backward_tile(
-    const REAL* scores, const REAL* gradients, const REAL* logsum, const REAL* inner, T* to_weights, T* to_gradients,
+    const REAL* scores, const REAL* gradients, const REAL* logsum, const REAL* delta, T* to_weights, T* to_gradients,
     long long rows, int keys, int queries, int all_keys, int length, REAL scale, long long each) {
     const Tile tile = Tile::of<N>(rows, queries, each);
     if (tile.column >= queries) return;
@@ -193,7 +193,7 @@ __device__ __forceinline__ void softmax_backward_tile(
             load_pack<N>(scores + of_scores, WHOLE, weight);
             load_pack<N>(gradients + of_gradients, WHOLE, gradient);
             load_pack<N>(logsum + at, WHOLE, l);
-            load_pack<N>(inner + at, WHOLE, in);
+            load_pack<N>(delta + at, WHOLE, in);
 #pragma unroll
             for (int v = 0; v < N; v++) {
                 const bool seen = tile.column + v >= key;
@@ -208,37 +208,37 @@ __device__ __forceinline__ void softmax_backward_tile(
 
 template <typename T>
 __device__ __forceinline__ void softmax_backward(
-    const REAL* scores, const REAL* gradients, const REAL* logsum, const REAL* inner, T* to_weights, T* to_gradients,
+    const REAL* scores, const REAL* gradients, const REAL* logsum, const REAL* delta, T* to_weights, T* to_gradients,
     long long rows, int keys, int queries, int all_keys, int length, REAL scale, long long each) {
     const bool whole = aligned<PACK>(scores) && aligned<PACK>(gradients) && aligned<PACK>(logsum) &&
-                       aligned<PACK>(inner) && aligned<PACK>(to_weights) && aligned<PACK>(to_gradients);
+                       aligned<PACK>(delta) && aligned<PACK>(to_weights) && aligned<PACK>(to_gradients);
     if (queries % PACK || length % PACK)
         softmax_backward_tile<1, false>(
-            scores, gradients, logsum, inner, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
+            scores, gradients, logsum, delta, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
             each);
     else if (whole)
         softmax_backward_tile<PACK, true>(
-            scores, gradients, logsum, inner, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
+            scores, gradients, logsum, delta, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
             each);
     else
         softmax_backward_tile<PACK, false>(
-            scores, gradients, logsum, inner, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
+            scores, gradients, logsum, delta, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
             each);
 }
 
 extern "C" __global__ void causal_softmax_backward(
     REAL* __restrict__ scores, REAL* __restrict__ gradients, const REAL* __restrict__ logsum,
-    const REAL* __restrict__ inner, long long rows, int keys, int queries, int all_keys, int length,
+    const REAL* __restrict__ delta, long long rows, int keys, int queries, int all_keys, int length,
     REAL scale, long long each) {
     softmax_backward(
-        scores, gradients, logsum, inner, scores, gradients, rows, keys, queries, all_keys, length, scale, each);
+        scores, gradients, logsum, delta, scores, gradients, rows, keys, queries, all_keys, length, scale, each);
 }
 
 extern "C" __global__ void causal_softmax_backward_rounded(
     const REAL* __restrict__ scores, const REAL* __restrict__ gradients, const REAL* __restrict__ logsum,
-    const REAL* __restrict__ inner, STORED* __restrict__ to_weights, STORED* __restrict__ to_gradients, long long rows,
+    const REAL* __restrict__ delta, STORED* __restrict__ to_weights, STORED* __restrict__ to_gradients, long long rows,
     int keys, int queries, int all_keys, int length, REAL scale, long long each) {
     softmax_backward(
-        scores, gradients, logsum, inner, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
+        scores, gradients, logsum, delta, to_weights, to_gradients, rows, keys, queries, all_keys, length, scale,
         each);
 }
