@@ -89,7 +89,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._is_made = False
         super().__init__([*groups.groups], groups.defaults)
         self._is_made = True
-        state.hooks.keeps = True
+        state.hooks.serves_loop = True
         state.hooks.sums_over = partial(_sums_over, optimizer)
         state.hooks.clear()
         state.parameters.reset_gradients()
@@ -304,7 +304,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Tensor
             Of its shape and dtype; the loss itself, times 1, without ``ShardingConfiguration(loss_scale=)``.
         """
-        self._state.hooks.scales = False
+        self._state.hooks.loss_is_scaled = True
         return loss * self.parameters.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -66,11 +66,11 @@ class GradientHooks:
     """
 
     def __init__(self, parameters: FlatParameters, tensors: Mapping[str, Any]) -> None:
-        # ``p.grad`` stays, as a view into the gradients, until `clear`, or is UnavailableGradient where they have left.
-        # The user's loop can then read it, and set it to None or zero between backward passes, as without mpishard.
-        self.keeps: bool = False
-        # The gradients lack the loss scale, since the loss of the user's loop was not multiplied by it.
-        self.scales: bool = False
+        # A loop of the user calls backward() and step(), not an optimizer.  Then ``p.grad`` stays, as a view into the
+        # gradients, until `clear`, or is UnavailableGradient where they have left: the loop can read it, and set it to
+        # None or zero between backward passes, as without mpishard.
+        self.serves_loop: bool = False
+        self.loss_is_scaled: bool = False  # by that loop, in this step
         # The number of ranks whose mean ``p.grad`` is after a backward pass, where every rank gets all sums; else 0:
         # gradients are on their way then, and a change of ``p.grad`` is refused.
         self.sums_over: Callable[[], int] = lambda: 0
@@ -126,7 +126,7 @@ class GradientHooks:
         self._earlier = None
         self._told_pass = False
         self._passes.clear()  # some are left after an exception in a pass
-        self.scales = self.keeps
+        self.loss_is_scaled = False
         for p in self.tensors.values():
             p.grad = None
         if self.units is not None:
@@ -238,7 +238,7 @@ class GradientHooks:
         """Before autograd adds to ``p.grad``: do not add to a gradient that is summed already, or has left."""
         if type(p.grad) is UnavailableGradient:
             p.grad = None
-        if self.keeps and self._parameters.gradients.reduced and self.sums_over():
+        if self.serves_loop and self._parameters.gradients.reduced and self.sums_over():
             self._begin_another_pass()
 
     def _begin_another_pass(self) -> None:
@@ -267,7 +267,7 @@ class GradientHooks:
     def _take(self, name: str, p: Any) -> None:
         """Move a gradient from autograd to the flat gradients, and mark it complete in this pass."""
         reducer = self._parameters.gradients
-        if self.keeps and reducer.is_last_pass:
+        if self.serves_loop and reducer.is_last_pass:
             self.begin_sums()
             current = torch._C._current_graph_task_id()
             if current not in self._passes and self.sums_over():
@@ -277,7 +277,7 @@ class GradientHooks:
         try:
             view, adds = reducer.gradient(name)
         except RuntimeError:
-            if not self.keeps:
+            if not self.serves_loop:
                 raise
             raise RuntimeError(
                 f"a second backward pass reached parameter {name!r}, whose gradient is on its way to the other ranks; "
@@ -293,22 +293,22 @@ class GradientHooks:
             return
         if self.discards:
             gradient = torch.zeros_like(memory)
-        scale = self._parameters.loss_scale if self.scales else 1.0
-        keeps = self.keeps and reducer.keeps_memory and self._parameters.loss_scale == 1.0
+        scale = self._parameters.loss_scale if self.serves_loop and not self.loss_is_scaled else 1.0
+        stays = self.serves_loop and reducer.keeps_memory and self._parameters.loss_scale == 1.0
         # Where ``p.grad`` stays, autograd adds to it; another tensor there means that the user has dropped the first.
-        if not keeps or gradient.data_ptr() != memory.data_ptr():
+        if not stays or gradient.data_ptr() != memory.data_ptr():
             if scale != 1.0:
                 gradient = gradient * scale
-            if adds and not keeps:
+            if adds and not stays:
                 memory.add_(gradient)
             else:
                 memory.copy_(gradient)
         finish_stream(memory)
         self._seen.add(name)
-        if keeps:
+        if stays:
             p.grad = as_numbers(memory, p)
             self._kept[name] = p.grad, memory._version
-        elif self.keeps:
+        elif self.serves_loop:
             nothing = torch.empty((), dtype=self.dtype_of[name], device=p.device)
             p.grad = nothing.expand(p.shape).as_subclass(UnavailableGradient)
             self._kept[name] = p.grad, 0

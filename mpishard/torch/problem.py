@@ -82,7 +82,7 @@ def problem(
             raise TypeError(f"losses must be a function of the module and sample indices, got {type(losses).__name__}")
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
-        before = None if known is None or known.hooks.keeps else known.units  # those of another problem
+        before = None if known is None or known.hooks.serves_loop else known.units  # those of another problem
         if known is not None and before is not None and mesh is not None and before.axis is mesh.data:
             tensors = known.tensors
         else:
@@ -111,7 +111,7 @@ def problem(
     if mesh is not None:
         agree_on_settings(mesh.world, own, failure, what="module and arguments of problem")
     state = state_of(module, tensors, buffers, sharding)
-    state.hooks.keeps = state.hooks.scales = False
+    state.hooks.serves_loop = False
     function = LossAndGradient(state, module, losses)
     return OptimizationProblem(function, state.parameters, samples, batch_size, facts=facts or {}, **options)
 
