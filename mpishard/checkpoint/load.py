@@ -43,11 +43,11 @@ def check_fits(contents: Contents, state: RunState) -> None:
     """
     what = f"the checkpoint {contents.folder}"
     wanted = [(spec.name, spec.shape) for spec in state.specs]
-    way_out = (
+    remedy = (
         f"Make the model as it was when the checkpoint was saved (mpishard inspect {contents.folder} shows its "
         "tensors), or name another folder"
     )
-    check_same_tensors(what, list(contents.tensors.items()), wanted, way_out)
+    check_same_tensors(what, list(contents.tensors.items()), wanted, remedy)
     for shard in state.shards:
         dtype = contents.kinds.get(shard.kind)
         if dtype is None and not shard.required:

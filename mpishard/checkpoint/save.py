@@ -43,7 +43,7 @@ from mpishard.layout.tensors import LocalLayout, Piece
 
 Array = Any
 
-_WAYS_OUT = {
+_REMEDIES = {
     (
         errno.ENOSPC,
         errno.EDQUOT,
@@ -55,7 +55,7 @@ _WAYS_OUT = {
 }
 # Errors of the caller, which keep their class.
 _KNOWN = {error.__name__: error for error in (ValueError, TypeError, MemoryError)}
-_OTHER_WAY_OUT = "see to that disk, or give a folder on another one"
+_OTHER_REMEDY = "see to that disk, or give a folder on another one"
 _FIRST_S, _LONGEST_S = 0.0002, 0.02
 # Of the wait so far: it gets longer by no more.
 _PART = 0.1
@@ -203,8 +203,8 @@ class Fault:
         what += f": rank {self.rank} failed at {self.path}: {self.text}{more}"
         if self.kind != OSError.__name__:
             return _KNOWN.get(self.kind, RuntimeError)(what)
-        way_out = next((way for numbers, way in _WAYS_OUT.items() if self.errno in numbers), _OTHER_WAY_OUT)
-        message = f"{what}; {way_out}"
+        remedy = next((each for numbers, each in _REMEDIES.items() if self.errno in numbers), _OTHER_REMEDY)
+        message = f"{what}; {remedy}"
         if step is not None:
             message += ". Checkpoints before it are untouched"
         return OSError(message) if self.errno is None else OSError(self.errno, message)

@@ -40,7 +40,7 @@ from mpishard.pipeline.schedule import SCHEDULES
 # ``mpishard estimate --startup``: the time of start, step, checkpoint and healing on very many ranks.
 
 _RANKS = (10**3, 10**4, 10**5)
-_WAYS_OUT = {
+_REMEDIES = {
     "processor time": "give each rank its own core",
     "opening files": "keep Python and its packages on the nodes' own disks, or in one image file",
     "reading files": "keep Python and its packages on the nodes' own disks",
@@ -77,8 +77,8 @@ def estimate_startup(ranks: int | None, cluster: Cluster, machine: MachineProfil
     _assumptions(cluster)
     typer.echo(_links_of(machine))
     for place, each in enumerate(each for each in broken if each.ranks):
-        way_out = f"  A way out: {_WAYS_OUT[each.part]}." if each.part in _WAYS_OUT else ""
-        typer.echo(f"{'Then' if place else 'What breaks first'}: {_break(each)}.{way_out}")
+        remedy = f"  A way out: {_REMEDIES[each.part]}." if each.part in _REMEDIES else ""
+        typer.echo(f"{'Then' if place else 'What breaks first'}: {_break(each)}.{remedy}")
     if holding := [each.what for each in broken if not each.ranks]:
         typer.echo(f"Up to ten million ranks nothing breaks of: {', '.join(holding)}.")
 

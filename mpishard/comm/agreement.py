@@ -26,7 +26,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.launch.job_notes import raised_by_all
 
 _MOST_SHOWN = 4
-WAY_OUT = "give the same on every rank"
+REMEDY = "give the same on every rank"
 
 
 def in_words(what: str, which: Sequence[Any]) -> str:
@@ -42,12 +42,12 @@ def agree_on_settings(
     problem: Exception | None = None,
     *,
     what: str = "settings",
-    way_out: str = WAY_OUT,
+    remedy: str = REMEDY,
 ) -> None:
     """Raise on all of some ranks if any has a problem, or if their settings differ. Collective over the ranks.
 
     A fingerprint travels; only where these differ do the values, for a ValueError that names the settings that differ
-    and the ranks that have each value. `what` and `way_out` are for its message.
+    and the ranks that have each value. `what` and `remedy` are for its message.
     """
     number = fingerprint(settings)
     shared = np.array([problem is not None, number, -number], np.int64)
@@ -55,11 +55,11 @@ def agree_on_settings(
     if shared[0]:
         ranks.raise_together(problem)
     if shared[1] != -shared[2]:
-        raise differing(ranks, settings, what, way_out)
+        raise differing(ranks, settings, what, remedy)
 
 
 def differing(
-    ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = WAY_OUT
+    ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", remedy: str = REMEDY
 ) -> ValueError:
     """The error for settings that differ between some ranks, with the ranks that have each value.
 
@@ -79,7 +79,7 @@ def differing(
     shown = [text for name, text in found.items() if not name.endswith("scalars")]  # they follow from other settings
     shown = shown or list(found.values())
     more = f"; and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
-    error = ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {way_out}")
+    error = ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {remedy}")
     return raised_by_all(error, len(by_rank))
 
 

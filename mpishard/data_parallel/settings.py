@@ -22,7 +22,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.gemm import choice
 from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
-from mpishard.comm.agreement import WAY_OUT, agree_on_settings, differing, fingerprint, text_of
+from mpishard.comm.agreement import REMEDY, agree_on_settings, differing, fingerprint, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategies import Strategy
@@ -87,9 +87,9 @@ class Settings:
         return rule.live if isinstance(rule, Rule) else None
 
     @property
-    def way_out(self) -> str:
+    def remedy(self) -> str:
         """The remedy where settings differ between ranks, for messages."""
-        return WAY_OUT if self.live is None else self.live.way_out
+        return REMEDY if self.live is None else self.live.remedy
 
     def note_change(self) -> None:
         """Note that a setting has another value: ranks compare with their next step or decision."""
@@ -138,7 +138,7 @@ class Settings:
         """
         fixed, live = self._fixed(), self.live
         settings = {**fixed, **({} if live is None else live.by_name), **(further or {})}
-        agree_on_settings(self._optimizer.world, settings, problem, what=what, way_out=self.way_out)
+        agree_on_settings(self._optimizer.world, settings, problem, what=what, remedy=self.remedy)
         self._note(fixed)
         self._live_fingerprint = 0 if live is None else live.fingerprint
 
@@ -204,7 +204,7 @@ class Compared(Protocol):
     @property
     def fingerprint(self) -> int: ...
     @property
-    def way_out(self) -> str: ...
+    def remedy(self) -> str: ...
     def by_name(self) -> dict[str, str]: ...
 
 
@@ -240,8 +240,8 @@ def agree_on_step(
     if shared[1] != -shared[2]:
         models = ranks.allgather_object((parameters.fingerprint, parameters.description))
         if len({model for model, _ in models}) == 1:
-            by_name, way_out = ({}, WAY_OUT) if settings is None else (settings.by_name(), settings.way_out)
-            raise differing(ranks, {**by_name, **parameters.model_settings}, way_out=way_out)
+            by_name, remedy = ({}, REMEDY) if settings is None else (settings.by_name(), settings.remedy)
+            raise differing(ranks, {**by_name, **parameters.model_settings}, remedy=remedy)
         found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
     if shared[3] != -shared[4]:
@@ -261,14 +261,14 @@ def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool
             raise ValueError(f"ranks {waiting} have not called step() yet")
         return False
     if len(set(states)) > 1:
-        raise differing(world, settings.by_name(), way_out=settings.way_out)
+        raise differing(world, settings.by_name(), remedy=settings.remedy)
     return True
 
 
 # Names among the facts of a state.
 ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
 _PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
-_WAY_ON = "ShardingConfiguration(..., allow_different_bits=True) continues, and records it"
+_ALLOWED = "ShardingConfiguration(..., allow_different_bits=True) continues, and records it"
 # By fact how to have the value that the saved run had; others are of the machine and its libraries.
 _REMEDIES = {
     "kernels": "run it with the release of mpishard that made the state",
@@ -344,7 +344,7 @@ class NumericsFingerprint:
             return
         own = self.own if places else self.own | {"shards": self.own["shards"].partition(" on ")[0]}
         if not config.allow_different_bits:
-            agree_on_settings(ranks, own, what=_PROMISE, way_out=f"use nodes of one kind; {_WAY_ON}")
+            agree_on_settings(ranks, own, what=_PROMISE, remedy=f"use nodes of one kind; {_ALLOWED}")
         elif len(set(ranks.allgather_object(fingerprint(own)))) > 1:
             self._change(str(differing(ranks, own, _PROMISE, "the bits depend on the layout")), ranks.rank)
 
@@ -367,7 +367,7 @@ class NumericsFingerprint:
             remedies = [_REMEDIES.get(name, f"run it where {name} is {{}}").format(then) for name, then, _ in found]
             raise ValueError(
                 f"with reproducible=True the saved run must go on with what its bits depend on, but {_both(found)}; "
-                f"{', '.join(remedies)}; or {_WAY_ON}"
+                f"{', '.join(remedies)}; or {_ALLOWED}"
             )
 
     def note(self, saved: Mapping[str, Any], config: ShardingConfiguration, rank: int) -> None:

@@ -321,7 +321,7 @@ class Resizing:
             self._run.membership.axis,
             training.optimizer.settings.by_name() | {name: str(value) for name, value in own.items()},
             what="settings, those that were spawned as well",
-            way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
+            remedy="the script must come to the same whenever it is started, also from what it reads, draws, or "
             "measures (stage_costs)",
         )
         numerics, joined = training.optimizer.state.numerics, not choice.is_made()

@@ -282,17 +282,17 @@ def exchange(
     return np.ascontiguousarray(facts[:, 1]).view(np.float64), facts[:, 2:]
 
 
-def check_identical(what: str, by_rank: np.ndarray, way_out: str = _HOW_TO_SUM) -> None:
+def check_identical(what: str, by_rank: np.ndarray, remedy: str = _HOW_TO_SUM) -> None:
     """Raise ValueError, the same on all ranks, if ranks have different results for one point.
 
-    `what` names in the plural the values from `exchange`, or hashes of vectors, the same array on all ranks. `way_out`
+    `what` names in the plural the values from `exchange`, or hashes of vectors, the same array on all ranks. `remedy`
     is for a function of which each rank gives its part of a sum.
     """
     if len(set(by_rank.view(np.int64).tolist())) > 1:
-        raise _difference_error(what, by_rank, way_out)
+        raise _difference_error(what, by_rank, remedy)
 
 
-def _difference_error(what: str, by_rank: np.ndarray, way_out: str = _HOW_TO_SUM) -> ValueError:
+def _difference_error(what: str, by_rank: np.ndarray, remedy: str = _HOW_TO_SUM) -> ValueError:
     """The error of ranks that give different results for one point."""
     hashed = by_rank.dtype == np.int64
     values = [f"{each:x}" if hashed else repr(each) for each in by_rank.tolist()]
@@ -301,7 +301,7 @@ def _difference_error(what: str, by_rank: np.ndarray, way_out: str = _HOW_TO_SUM
     same = [rank for rank, value in enumerate(values) if value == first]
     return ValueError(
         f"the function gives different {what}{' (here by their hashes)' * hashed} for one point: {first} on ranks "
-        f"{brief(same)} and {values[other]} on rank {other}.  If each rank gives its part of the sum, {way_out}; else "
+        f"{brief(same)} and {values[other]} on rank {other}.  If each rank gives its part of the sum, {remedy}; else "
         "make it deterministic, the same on all ranks"
     )
 

@@ -143,8 +143,8 @@ class Tree:
             raise ValueError(f"{what} has the shape {tuple(array.shape)}, but x0 has {leaf.shape} there")
         if (array.dtype.kind == "c") != leaf.is_complex:
             theirs = f"{'complex' if leaf.is_complex else 'real'} numbers"
-            way_out = CONVENTION if leaf.is_complex else "take the real part"
-            raise TypeError(f"{what} is {array.dtype}, but x0 has {theirs} there; {way_out}")
+            remedy = CONVENTION if leaf.is_complex else "take the real part"
+            raise TypeError(f"{what} is {array.dtype}, but x0 has {theirs} there; {remedy}")
         return _reals(array, self.dtype)
 
     def _matched(self, what: str, given: Any) -> Iterator[tuple[int, Any]]:

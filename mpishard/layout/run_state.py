@@ -122,11 +122,11 @@ def check_same_tensors(
     what: str,
     saved: Sequence[tuple[str, tuple[int, ...]]],
     wanted: Sequence[tuple[str, tuple[int, ...]]],
-    way_out: str,
+    remedy: str,
 ) -> None:
     """Raise ValueError unless both name the same tensors with the same shapes, in whatever order.
 
-    The message says `what` was saved, some of the differences and the number of others, and the remedy `way_out`.
+    The message says `what` was saved, some of the differences and the number of others, and the `remedy`.
     """
     ours, theirs = dict(wanted), dict(saved)
     if ours == theirs:
@@ -143,7 +143,7 @@ def check_same_tensors(
     tensors = f"{len(theirs)} tensor{'s' if len(theirs) != 1 else ''}"
     raise ValueError(
         f"{what} is of another model: it has {tensors} and this model {len(ours)}; "
-        f"{'; '.join(map(brief, differences))}{f'; and {more} more differ' if more else ''}.  {way_out}"
+        f"{'; '.join(map(brief, differences))}{f'; and {more} more differ' if more else ''}.  {remedy}"
     )
 
 

@@ -46,7 +46,7 @@ class LiveValues(Protocol):
         ...
 
     @property
-    def way_out(self) -> str:
+    def remedy(self) -> str:
         """The remedy where the values differ between ranks, for a message."""
         ...
 

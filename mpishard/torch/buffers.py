@@ -17,7 +17,7 @@ Array = Any
 
 MODES = ("broadcast", "average", "local")
 _FACT = "buffer.{}"
-_WAY_OUT = "change it before as_distributed"
+_REMEDY = "change it before as_distributed"
 
 
 class BufferOwner:
@@ -84,11 +84,11 @@ class Buffers:
                 if now is ours:
                     continue
                 if now is None:
-                    raise ValueError(f"buffer {name!r} is gone since the module was made distributed; {_WAY_OUT}")
+                    raise ValueError(f"buffer {name!r} is gone since the module was made distributed; {_REMEDY}")
                 if (now.shape, now.dtype, now.device) != (ours.shape, ours.dtype, ours.device):
                     raise ValueError(
                         f"buffer {name!r} was {_facts_of(ours)} when the module was made distributed, and is "
-                        f"{_facts_of(now)} now; {_WAY_OUT}"
+                        f"{_facts_of(now)} now; {_REMEDY}"
                     )
                 ours.detach().copy_(now.detach())
                 owner.table[key] = ours
@@ -97,7 +97,7 @@ class Buffers:
                 new = [key for key in new if key not in owner.scratch]
                 if new:
                     raise ValueError(
-                        f"buffer {owner.prefix + new[0]!r} is new since the module was made distributed; {_WAY_OUT}, "
+                        f"buffer {owner.prefix + new[0]!r} is new since the module was made distributed; {_REMEDY}, "
                         "or register it with persistent=False"
                     )
         for tensor in self._tensors.values():

@@ -13,7 +13,7 @@ import torch
 from mpishard.layout.run_state import brief
 
 STEP = "step"  # the one number that PyTorch's element-wise optimizers keep in addition to arrays
-WAY_OUT = "use an element-wise optimizer, such as torch.optim.RAdam"
+REMEDY = "use an element-wise optimizer, such as torch.optim.RAdam"
 
 
 def arguments_of(kind: type) -> Mapping[str, inspect.Parameter]:
@@ -48,9 +48,9 @@ def _slots_of(kind: type, options: tuple[tuple[str, Any], ...]) -> tuple[str, ..
         parts = [after(slice(number, number + 1)) for number in range(3)]
     except Exception as error:
         text = brief(" ".join(str(error).split()))  # in one line
-        way_out = WAY_OUT if kind.__name__ != "Muon" else "use mpishard.Muon, which has the same formula"
+        remedy = REMEDY if kind.__name__ != "Muon" else "use mpishard.Muon, which has the same formula"
         raise TypeError(
-            f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {way_out}"
+            f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {remedy}"
         ) from None
     slots, other = [], []
     for name, value in state.items():
@@ -60,5 +60,5 @@ def _slots_of(kind: type, options: tuple[tuple[str, Any], ...]) -> tuple[str, ..
             other.append(name)
     if other or not torch.allclose(whole, torch.cat([part for part, _ in parts]), rtol=1e-12, atol=0):
         why = f"it keeps {other[0]!r} besides" if other else "what it does to an element depends on others"
-        raise ValueError(f"{what} cannot be divided over ranks: {why}; {WAY_OUT}")
+        raise ValueError(f"{what} cannot be divided over ranks: {why}; {REMEDY}")
     return tuple(slots)

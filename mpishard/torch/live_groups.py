@@ -14,7 +14,7 @@ import torch
 
 from mpishard.comm.agreement import fingerprint
 from mpishard.optim import Rule
-from mpishard.torch.element_wise import STEP, WAY_OUT, arguments_of, slots_of
+from mpishard.torch.element_wise import REMEDY, STEP, arguments_of, slots_of
 
 # How a step is computed, which does not change its result: not compared, and not restored.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -27,7 +27,7 @@ class ParameterGroups:
     The base of those that are the `LiveValues` of a rule; by itself it has the groups of a rule without such values.
     """
 
-    way_out = (
+    remedy = (
         "give the same on every rank; if it is a value of param_groups, set it there: a scheduler such as "
         "ReduceLROnPlateau needs one number on all ranks, such as the mean of their losses by mesh.world.all_reduce"
     )
@@ -124,7 +124,7 @@ class LiveGroups(ParameterGroups):
             )
         groups = optimizer.param_groups
         if "lr" not in groups[0]:
-            raise TypeError(f"this {kind.__name__} has no learning rate 'lr' in its parameter groups; {WAY_OUT}")
+            raise TypeError(f"this {kind.__name__} has no learning rate 'lr' in its parameter groups; {REMEDY}")
         _check_parameters(groups, names)
         super().__init__(f"this {kind.__name__}", groups, optimizer.defaults)
         self._arguments = [name for name in groups[0] if name in arguments_of(kind) and name != "params"]

@@ -119,7 +119,7 @@ class RunCheckpoints:
         return None if self._checkpoints is None else self._checkpoints.folder
 
     @property
-    def way_on(self) -> str:
+    def how_to_resume(self) -> str:
         """A sentence on how to continue a run that was stopped."""
         if self._checkpoints is None:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can resume"
@@ -133,7 +133,7 @@ class RunCheckpoints:
         """
         resumes = self._checkpoints is not None and self._resumes
         if not resumes and self._optimizer.world.rank == 0 and take_restart():
-            log.warn(f"this job was started again, and training begins from step 0 again; {self.way_on}")
+            log.warn(f"this job was started again, and training begins from step 0 again; {self.how_to_resume}")
 
     def check(self, progress: RunProgress, rehearses: bool) -> None:
         """Raise now the errors that would occur at the first save of this progress.  Collective.

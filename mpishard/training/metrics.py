@@ -189,10 +189,10 @@ class StepReport:
         if self._record is not None:
             self._record.flush()
 
-    def end(self, step: int, reason: str, way_on: str) -> None:
+    def end(self, step: int, reason: str, how_to_resume: str) -> None:
         """Write why the run has ended after a step."""
         if self._record is not None:
-            self._record.end(step, reason, way_on)
+            self._record.end(step, reason, how_to_resume)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -371,11 +371,11 @@ class TrainingRun:
         optimizer, stopped = self.optimizer, reason == "signal"
         if optimizer.state.method is not None:
             optimizer.state.method.show_best()
-        way_on = self.checkpoints.way_on if stopped else ""
-        self.report.end(optimizer.clock, reason, way_on)
+        how_to_resume = self.checkpoints.how_to_resume if stopped else ""
+        self.report.end(optimizer.clock, reason, how_to_resume)
         note_run(stopped=stopped and stopped_by_user)
         if stopped and optimizer.mesh.rank == 0:
-            log.inform(f"stopped after step {optimizer.clock}; {way_on}")
+            log.inform(f"stopped after step {optimizer.clock}; {how_to_resume}")
         return OptimizationResult(
             parameters=self.runner.values,
             loss_history=self.losses.to_array(),
