@@ -298,17 +298,9 @@ def values(words: np.ndarray, tops: Sequence[float]) -> list[float]:
 
 
 def approximate_values(words: np.ndarray, tops: Sequence[float]) -> np.ndarray:
-    """As `values`, to a few units in the last place, for many sums at once.
+    """The float64 array (..., products) of many sums, as `values` to a few units in the last place.
 
-    Parameters
-    ----------
-    words : int64 array (..., products, 2)
-    tops : sequence of float
-        One a product.
-
-    Returns
-    -------
-    float64 array (..., products)
+    `words` is an int64 array (..., products, 2), `tops` has a bound of each product.
     """
     bounds = np.array(tops, np.float64)
     exponents = np.maximum(np.frexp(np.where(bounds < 2.0**1000, bounds, 1.0))[1], -1010)
@@ -416,20 +408,10 @@ def add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> None
 
 
 def group_words(products: Array, starts: np.ndarray, magic: np.ndarray) -> np.ndarray:
-    """The words of the sums of groups of products in device memory, of less than 2**28 products together.
+    """The words, int64 (groups, 2), of the sums of groups of products in device memory, of less than 2**28 together.
 
-    Parameters
-    ----------
-    products : 1-D float64 array
-        Those of a group end to end.
-    starts : int64 array (groups + 1,)
-        Where each group begins, and the last one ends.
-    magic : float64 array (2,)
-        Of `magic_numbers`.
-
-    Returns
-    -------
-    int64 array (groups, 2)
+    The float64 products of a group lie end to end; `starts`, int64 (groups + 1,), has where each group begins, and
+    where the last one ends.  `magic` is of `magic_numbers`.
     """
     first, second = map(float, magic)
     coarse = products + first

@@ -65,12 +65,7 @@ def exponents(tops: np.ndarray) -> np.ndarray:
 def gram_words(matrix: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """The words of the products of the columns of some rows; to be added over ranks, and given to `gram`.
 
-    Parameters
-    ----------
-    matrix : float64 array (rows, columns)
-        Finite.
-    exponents : int64 array (columns,)
-        As of `exponents`, of the rows of all ranks.
+    `matrix` is float64 (rows, columns) and finite; `exponents` are those of the rows of all ranks, see `exponents`.
     """
     columns = matrix.shape[1]
     upper = np.triu_indices(columns)
@@ -112,17 +107,7 @@ def gram(words: np.ndarray, exponents: np.ndarray) -> ExactGram:
 def solve(matrix: ExactGram, right: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, float]:
     """The solution of a positive definite system, and its squared norm by the inverse of the matrix, ``x' A^-1 x``.
 
-    Parameters
-    ----------
-    matrix : ExactGram
-        Not changed.
-    right : (1-D array, 1-D array)
-        The right side, as sums of two float64.
-
-    Returns
-    -------
-    (1-D array, float)
-        NaN if the matrix is singular, up to rounding.
+    The right side has sums of two float64.  NaN if the matrix is singular, up to rounding.
     """
     high, low = matrix.high.copy(), matrix.low.copy()
     solution, errors = right[0].copy(), right[1].copy()
@@ -268,17 +253,7 @@ _LARGEST_PRODUCT = 2.0**1000  # of a known product
 
 
 class SparseRows(NamedTuple):
-    """Rows of a matrix, each with its elements and their columns.
-
-    Parameters
-    ----------
-    data : float64 array (elements,)
-    columns : int64 array (elements,)
-    starts : int64 array (rows + 1,)
-        Where the elements of each row begin.
-    size : int
-        Number of columns.
-    """
+    """Float64 rows of a matrix with `size` columns: row i has elements ``starts[i]`` to ``starts[i + 1]``."""
 
     data: np.ndarray
     columns: np.ndarray

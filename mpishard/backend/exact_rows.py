@@ -74,25 +74,10 @@ def sorted_words(
 ) -> np.ndarray:
     """The words of the dot products of some rows with vectors, over each of several groups of elements.
 
-    Parameters
-    ----------
-    rows : 2-D array
-        Contiguous, float32 or float64.
-    indices : sequence of int
-        Numbers of the rows.
-    index : 1-D array of int64
-        The elements, those of one group end to end; like the rows in kind.
-    starts : int64 array (groups + 1,)
-        Where in `index` each group begins, and the last one ends.
-    factors : sequence of float64 arrays
-        The elements of each vector at `index`.
-    tops : sequence of sequences of float
-        For each vector and row a bound on the products.
-
-    Returns
-    -------
-    int64 array (groups, vectors, rows, 2)
-        The second words are in ``[0, 2**34)``.
+    `indices` are those of the contiguous float32 or float64 `rows`; `index` has the elements, those of one group end to
+    end, like the rows in kind, and `starts`, int64 (groups + 1,), where in it each group begins, and the last one ends.
+    `factors` has the elements of each vector at `index`, `tops` for each vector and row a bound on the products.
+    Returns int64 (groups, vectors, rows, 2), whose second words are in ``[0, 2**34)``.
     """
     words = [np.zeros((len(starts) - 1, len(indices), 2), np.int64) for _ in factors]
     magic = [exact.magic_numbers(each) for each in tops]

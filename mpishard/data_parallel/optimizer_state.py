@@ -111,27 +111,8 @@ class OptimizerState:
     """The state of one optimizer: the parameters that it trains, the arrays and numbers for them, and what moves them.
 
     It is the `state` of an optimizer, and exists before the first parameters are bound; its arrays do not.  Training
-    loops, elastic runs and checkpoints save, move and restore it.
-
-    Parameters
-    ----------
-    optimizer : Configured
-        Has the rule, the configuration and the strategy.
-    auxiliary : sequence of AuxiliaryState
-        State besides that of the rule.
-
-    Attributes
-    ----------
-    auxiliary : tuple of AuxiliaryState
-        As given.
-    method : MethodState or None
-        The minimisation of an optimizer with a method; None with a rule.
-    counters : Counters
-        Steps, the gradient's norm and the loss scale.
-    settings : Settings
-        Those that all ranks compare.
-    numerics : NumericsFingerprint
-        What decides bits in addition to the settings.
+    loops, elastic runs and checkpoints save, move and restore it.  `auxiliary` is state besides that of the rule,
+    `method` the minimisation of an optimizer with a method.
     """
 
     # Many members: what the optimizer, training loops, elastic runs and checkpoints ask of one state.
@@ -156,13 +137,7 @@ class OptimizerState:
 
     @property
     def on_rank(self) -> RankState:
-        """The arrays on this rank.
-
-        Raises
-        ------
-        ValueError
-            Before the first parameters are bound.
-        """
+        """The arrays on this rank; ValueError before the first parameters are bound."""
         if self._on_rank is None:
             raise ValueError("there is no optimizer state before the first step")
         return self._on_rank
@@ -183,18 +158,7 @@ class OptimizerState:
         return None if self._on_rank is None else self._on_rank.parameters.carried
 
     def check_model(self, parameters: FlatParameters) -> None:
-        """Raise unless the optimizer can train these parameters.
-
-        Parameters
-        ----------
-        parameters : FlatParameters
-            Those of the next step.
-
-        Raises
-        ------
-        ValueError
-            If layout, names, shapes or dtype do not fit, or another optimizer reduces their gradients.
-        """
+        """Raise ValueError unless the optimizer can train these parameters, of which no other reduces the gradients."""
         optimizer, was = self._optimizer, self._on_rank
         rule, config = optimizer.rule, optimizer.config
         objects = (was, parameters, parameters.sharded, rule, config)
@@ -214,19 +178,9 @@ class OptimizerState:
             self._checked = objects
 
     def bind(self, parameters: FlatParameters) -> Strategy:
-        """Create the arrays for these parameters, or attach them to existing ones.
+        """Create the arrays for these parameters, or attach them to existing ones; see `ShardedOptimizer.bind`.
 
-        Collective over the mesh at the first call; see `ShardedOptimizer.bind`.
-
-        Parameters
-        ----------
-        parameters : FlatParameters
-            Laid out for ``mesh.place``.
-
-        Returns
-        -------
-        Strategy
-            What spreads gradients and state of these parameters over the ranks.
+        Collective over the mesh at the first call.
         """
         with CaughtError() as caught:
             self.check_model(parameters)
@@ -273,11 +227,6 @@ class OptimizerState:
         """Create new arrays for the parameters after the mesh has moved to other ranks.  Collective over the mesh.
 
         Arrays of an earlier `capture` stay unchanged.
-
-        Parameters
-        ----------
-        parameters : FlatParameters
-            Those that the optimizer has trained.
         """
         self._on_rank = self._checked = None  # neither keeps the old arrays alive
         parameters.renew()
@@ -333,17 +282,11 @@ class OptimizerState:
         return self._optimizer.config.compressor is not None or any(each.needs_consolidation for each in self.auxiliary)
 
     def consolidate(self) -> None:
-        """Prepare for a save or a move to other ranks: no rank keeps anything that only it needs.
+        """Prepare for a save or a move to other ranks: no rank keeps anything that only it needs.  Collective.
 
-        Call this before `capture` when saving.  Collective over the mesh.
-
-        Raises
-        ------
-        ValueError
-            On every rank, if a backward pass has begun to send compressed gradients and no step has used them yet.
-        FloatingPointError
-            On every rank, if any worker of Local SGD had a NaN or infinite gradient that it must raise for.  All
-            workers are in one state then too.
+        Call this before `capture` when saving.  Raises on every rank: ValueError if a backward pass has begun to send
+        compressed gradients and no step has used them yet; FloatingPointError if any worker of Local SGD had a NaN or
+        infinite gradient that it must raise for, with all workers in one state.
         """
         self.resync()
         for each in self.auxiliary:
@@ -361,18 +304,7 @@ class OptimizerState:
             compressed.fold()
 
     def capture(self) -> RunState:
-        """The state that the run needs to continue: the live arrays, and the numbers.
-
-        Returns
-        -------
-        RunState
-            Its arrays are those that the optimizer continues to change.
-
-        Raises
-        ------
-        ValueError
-            Before the first step, unless `ShardedOptimizer.bind` was called.
-        """
+        """What the run needs to continue: the live arrays, and the numbers; ValueError if nothing is bound."""
         shards = self.on_rank.shards() + tuple(shard for each in self.auxiliary for shard in each.shards())
         return RunState(self.on_rank.parameters.specs, shards, self.facts)
 
@@ -386,17 +318,9 @@ class OptimizerState:
         return {} if method is None else {SLOT.format(slot): number for slot, number in method.versions.items()}
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise unless the optimizer can continue from a state.
+        """Raise ValueError unless the optimizer can continue from a state with these facts.
 
-        Parameters
-        ----------
-        facts : mapping
-            The facts of the state.
-
-        Raises
-        ------
-        ValueError
-            If they are of another rule, a number is invalid, or a reproducible run would continue with other bits.
+        They may be of another rule or invalid, or a reproducible run would continue with other bits.
         """
         check_rule(self._optimizer.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
         check_numbers(facts)
@@ -407,35 +331,13 @@ class OptimizerState:
             self._carried.check(facts)
 
     def batches_in(self, facts: Mapping[str, Any]) -> int:
-        """The value of `batches` in a state.
-
-        Parameters
-        ----------
-        facts : mapping
-            The facts of the state, which `check` accepts.
-
-        Returns
-        -------
-        int
-            At least 0.
-
-        Raises
-        ------
-        ValueError
-            If the number is invalid.
-        """
+        """The value of `batches` in a state whose facts `check` accepts; ValueError if the number is invalid."""
         if self.method is not None:
             return self.method.batches_in(facts)
         return whole_fact(facts, "steps") + whole_fact(facts, "skipped_steps")
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continue from a state, once its arrays are filled.
-
-        Parameters
-        ----------
-        facts : mapping
-            The facts of the state, see `capture`.
-        """
+        """Continue from the facts of a state, once its arrays are filled; see `capture`."""
         on_rank = self.on_rank
         for each in self.auxiliary:
             each.restore(facts)
@@ -446,12 +348,9 @@ class OptimizerState:
         on_rank.resume(self.counters, float(facts.get("loss_scale", 1.0)))
 
     def restore_settings(self, facts: Mapping[str, Any]) -> None:
-        """Take the settings that other code changes between two steps from saved facts, and report what else differs.
+        """Take the settings that other code changes between two steps from saved facts, the same on all ranks.
 
-        Parameters
-        ----------
-        facts : mapping
-            The facts of the state, the same on all ranks.
+        What else differs is reported.
         """
         live, saved = self.settings.live, facts.get("rule.json")
         if live is not None and isinstance(saved, Mapping):
@@ -463,18 +362,7 @@ class OptimizerState:
     # -- saves and moves: as one value with full tensors --------------------------------------------------------------
 
     def gather(self) -> FullState:
-        """The full state, on every rank.  Collective over the mesh.
-
-        Returns
-        -------
-        FullState
-            Parameters are not in it.
-
-        Raises
-        ------
-        ValueError
-            Before the first step.
-        """
+        """The full state, without parameters, on every rank; ValueError before the first step.  Collective."""
         from mpishard.data_parallel.full_state import FullState
 
         if self._deserialized is not None:
@@ -496,13 +384,7 @@ class OptimizerState:
         return full
 
     def serialize(self) -> bytes:
-        """The full state as a file image.  Collective over the mesh.
-
-        Returns
-        -------
-        bytes
-            See `ShardedOptimizer.serialize`.
-        """
+        """The full state as a file image, see `ShardedOptimizer.serialize`.  Collective over the mesh."""
         from mpishard.data_parallel.full_state import encode
 
         if self.is_bound:
@@ -512,10 +394,7 @@ class OptimizerState:
     def deserialize(self, data: bytes) -> None:
         """Continue from a file image; before the first parameters are bound, keep it.  Collective over the mesh.
 
-        Parameters
-        ----------
-        data : bytes
-            What `serialize` returned; see `ShardedOptimizer.deserialize`, also for errors.
+        See `ShardedOptimizer.deserialize`, also for errors.
         """
         from mpishard.data_parallel.full_state import decode
 
@@ -585,13 +464,7 @@ class OptimizerState:
         return self.strategy.gradient_bytes if self.is_bound else 0
 
     def report_changes(self, facts: Mapping[str, Any]) -> None:
-        """Report on rank 0 what differs from saved facts: settings of the rules, what bits depend on.
-
-        Parameters
-        ----------
-        facts : mapping
-            The facts of the state.
-        """
+        """Report on rank 0 what differs from saved facts: settings of the rules, what bits depend on."""
         changed = changed_settings(self.facts, facts)
         if changed and self._optimizer.world.rank == 0:
             log.inform(f"the saved state continues with {', '.join(changed)}")

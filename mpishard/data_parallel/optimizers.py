@@ -57,15 +57,8 @@ class ZeRO1Optimizer(ShardedOptimizer):
 class ZeRO1WithGradients(ZeRO1Optimizer):
     """ZeRO stage 1 in which each rank gets all sums of gradients, for code that reads or changes them before a step.
 
-    A step sends 1.5 times the bytes: an all-reduce of gradients and an all-gather of parameters.  Creation is not
-    collective.
-
-    Parameters
-    ----------
-    rule : Rule
-        The update rule.
-    config : ShardingConfiguration or Mesh
-        Without compression and `reproducible`.
+    A step sends 1.5 times the bytes: an all-reduce of gradients and an all-gather of parameters.  It takes neither
+    compression nor `reproducible`.
     """
 
     strategy: type[Strategy] = ZeRO1AllReduced
