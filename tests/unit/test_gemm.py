@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpishard.backend import gemm
-from mpishard.backend.gemm import calls, choice, libraries, timing
+from mpishard.backend.gemm import choice, libraries, timing
 from mpishard.backend.gemm.choice import Choice, Common
 from mpishard.backend.gemm.libraries import BATCHED, MKL, NUMPY, ONEDNN, PLAIN, SCORES, TRANSPOSED, product_of
 
@@ -93,15 +93,15 @@ def test_parts_of_a_product_are_the_product_wherever_the_arrays_lie(dtype, count
     product = product_of(one, other, result)
     assert product is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "_LARGE", 1)
-        calls.callable_for(product, Recorder(), threads)(one.ctypes.data, other.ctypes.data, result.ctypes.data)
+        patch.setattr(gemm, "_LARGE", 1)
+        gemm.callable_for(product, Recorder(), threads)(one.ctypes.data, other.ctypes.data, result.ctypes.data)
     np.testing.assert_allclose(result, one @ other, rtol=1e-4, atol=1e-4)
 
 
 def test_large_products_are_cut_into_as_many_parts_as_threads():
     a, b = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
     library = Recorder()
-    calls.callable_for(product_of(a, b, np.empty_like(a)), library, 3)
+    gemm.callable_for(product_of(a, b, np.empty_like(a)), library, 3)
     assert [part.m for part in library.products] == [342, 342, 340]
 
 
@@ -420,7 +420,7 @@ def test_layers_multiply_by_the_library_that_was_chosen(name, monkeypatch):
 
 @pytest.mark.parametrize("name", REAL)
 def test_several_threads_multiply_parts(name, monkeypatch):
-    monkeypatch.setattr(calls, "_LARGE", 1)
+    monkeypatch.setattr(gemm, "_LARGE", 1)
     random = np.random.default_rng(4)
     for dtype in libraries.TAKES[name]:
         if dtype == "bfloat16" and not libraries.multiplies_bfloat16():
@@ -430,7 +430,7 @@ def test_several_threads_multiply_parts(name, monkeypatch):
         )
         out = np.empty((512, 512), a.dtype)
         one, other = (halves(each) if dtype == "bfloat16" else each for each in (a, b))
-        call = calls.callable_for(product_of(one, other, out), libraries.load(name), 3)
+        call = gemm.callable_for(product_of(one, other, out), libraries.load(name), 3)
         exact = (gemm.widened(one) @ gemm.widened(other)) if dtype == "bfloat16" else a @ b
         for _ in range(5):  # parts and threads meet in any way
             out.fill(0)
@@ -442,11 +442,11 @@ def test_several_threads_multiply_parts(name, monkeypatch):
 @pytest.mark.parametrize("name", ["NumPy by addresses", *FLOATS])
 def test_a_forked_process_has_threads_of_its_own(name, monkeypatch):
     """Those of its parent are not there, and are not waited for when it ends."""
-    monkeypatch.setattr(calls, "_LARGE", 1)
+    monkeypatch.setattr(gemm, "_LARGE", 1)
     library = libraries.load(name) if name in FLOATS else Recorder()
     a, b = np.random.default_rng(4).standard_normal((2, 512, 512)).astype(np.float32)
     expected = np.empty((512, 512), np.float32)
-    call = calls.callable_for(product_of(a, b, expected), library, 3)
+    call = gemm.callable_for(product_of(a, b, expected), library, 3)
     call(a.ctypes.data, b.ctypes.data, expected.ctypes.data)
 
     def multiply():

@@ -1,23 +1,31 @@
 """Matrix products of NumPy arrays: by NumPy's BLAS, or by a library that is faster on the processor at hand.
 
 `choice` has which library multiplies what, `timing` finds the fastest, and the ranks of a mesh agree on them when the
-mesh is made.  `libraries` finds those that are installed, and `calls` calls one with several threads.
+mesh is made.  `libraries` finds those that are installed; `callable_for` calls one with several threads.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpishard.backend import process
 from mpishard.backend.gemm.choice import Choice, active
+from mpishard.backend.gemm.libraries import Call, Library, Product, load, product_of
 
 # A thread forgets the products that it has met at this number: generated texts have new shapes all the time,
 # and one of oneDNN takes some 150 kB.
 _MOST_PLANS = 512
+# Multiplications for each thread from which a second one pays.
+_LARGE = 2**24
 
 
 class _Plans(threading.local):
@@ -88,11 +96,63 @@ def _planned(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> A
 
 
 def _plan(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray, count: int) -> Any:
-    from mpishard.backend.gemm.calls import callable_for
-    from mpishard.backend.gemm.libraries import load, product_of
-
     product = product_of(a, b, out)
     if product is None or not product.worth_a_call:
         return None
     library = choice.libraries.get(f"{product.dtype}.{product.kind}")
     return None if library is None else callable_for(product, load(library), count)
+
+
+def callable_for(product: Product, library: Library, threads: int) -> Call | None:
+    """The function of the addresses of `a`, `b` and `out` that computes a product, with at most `threads` threads.
+
+    Each thread computes some rows, or columns where there are more of these, or some matrices of a batch. The number of
+    parts depends on the sizes and on `threads` alone, so that the bits do not vary. Two threads must not call it at
+    once. None: the library cannot compute it.
+    """
+    count = min(threads, product.multiplications // _LARGE)
+    if count < 2:
+        return library.call(product)
+    parts = []
+    for part, offsets in _parts(product, count):
+        call = library.call(part)
+        if call is None:
+            return None
+        parts.append((call, offsets))
+
+    def in_parts(a: int, b: int, out: int) -> None:
+        pool = _pool(os.getpid())
+        (first, _), *others = parts
+        waiting = [pool.submit(call, a + i, b + j, out + k) for call, (i, j, k) in others]
+        try:
+            first(a, b, out)
+        finally:
+            wait(waiting)  # they write into memory of the caller
+        for each in waiting:
+            each.result()
+
+    return in_parts
+
+
+def _parts(product: Product, count: int) -> Iterator[tuple[Product, tuple[int, int, int]]]:
+    """The parts of a product, and the bytes from its arrays to those of the part."""
+    bytes_in, bytes_out = product.bytes
+    a, b, out = product.a, product.b, product.out
+    along = "count" if product.count >= count else "m" if product.m >= product.n else "n"
+    size = getattr(product, along)
+    step = math.ceil(size / count)
+    for first in range(0, size, step):
+        elements = {
+            "count": (a.batch, b.batch, out.batch),
+            "m": (1 if a.transposed else a.leading, 0, out.leading),
+            "n": (0, b.leading if b.transposed else 1, 1),
+        }[along]
+        one, other, result = (first * each for each in elements)
+        part = replace(product, **{along: min(step, size - first)})
+        yield part, (one * bytes_in, other * bytes_in, result * bytes_out)
+
+
+@functools.cache
+def _pool(process_id: int) -> ThreadPoolExecutor:
+    """The threads that compute parts of products, in addition to the caller's; a child process has separate ones."""
+    return ThreadPoolExecutor(max(1, len(process.own_cores()) - 1), thread_name_prefix="mpishard-product")
