@@ -21,6 +21,7 @@ from mpi4py import MPI
 from mpishard.backend import array as arrays
 from mpishard.checkpoint import disk, folder, pieces
 from mpishard.checkpoint import save as saving
+from mpishard.checkpoint.checkpoints import Measured, Pace, save_interval
 from mpishard.checkpoint.folder import (
     Candidate,
     FileEntry,
@@ -33,7 +34,6 @@ from mpishard.checkpoint.folder import (
 )
 from mpishard.checkpoint.pieces import Readers, pieces_file, read_into
 from mpishard.checkpoint.save import Snapshot
-from mpishard.checkpoint.save_interval import Measured, Pace, save_interval
 from mpishard.checkpoint.verify import Depth, share_of_files, validate
 from mpishard.comm.channel import Request
 from mpishard.comm.ledger import Ledger
