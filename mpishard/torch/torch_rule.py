@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpishard.optim import Rule
-from mpishard.torch.element_wise import STEP, arguments_of, slots_of
-from mpishard.torch.live_groups import LiveGroups
+from mpishard.torch.live_groups import STEP, LiveGroups, arguments_of, slots_of
 from mpishard.torch.memory import as_tensor, finish_stream
 
 Array = Any
