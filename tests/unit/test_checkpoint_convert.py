@@ -20,16 +20,7 @@ from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint.archives import Archive, Stored, blocks, write_archive, write_plain
 from mpishard.checkpoint.folder import FileEntry, hash_file, read_manifest
 from mpishard.checkpoint.index import read_index
-from mpishard.checkpoint.verify import (
-    Depth,
-    Difference,
-    Figures,
-    differences,
-    examine,
-    figures,
-    newest_whole,
-    unlike,
-)
+from mpishard.checkpoint.verify import Depth, Difference, Figures, differences, examine, figures, newest_whole, unlike
 from mpishard.layout.boxes import whole_box
 from mpishard.layout.run_state import link_name
 
@@ -53,7 +44,7 @@ def test_blocks_cover_in_order(shape):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("files", [1, 2, 3, 7, SIZE + 5])
+@pytest.mark.parametrize("files", [1, 3, SIZE + 5])
 def test_any_number_of_files(files, tmp_path):
     source = Arrays()
     write(source, tmp_path / "one", files, generation=7)
@@ -77,21 +68,12 @@ def test_any_number_of_files(files, tmp_path):
             assert np.array_equal(h5[f"{kind}/{link_name(name)}"][()], values)
 
 
-def test_written_again_with_other_files(tmp_path):
-    source = Arrays()
-    with Stored(read_index(write(source, tmp_path / "three", 3))) as stored:
-        write(stored, tmp_path / "four", 4)
-    with Stored(newest_whole(tmp_path / "four").contents) as stored:
-        assert source.same(stored)
-
-
 def test_plain_file(tmp_path):
     source = Arrays()
     folder = write(source, tmp_path / "one", 3)
     write_plain(read_index(folder), tmp_path / "plain.h5")
     with h5py.File(folder / "index.h5") as index, h5py.File(tmp_path / "plain.h5") as plain:
-        wanted = dict(index.attrs) | {"format": "mpishard plain checkpoint"}
-        assert dict(plain.attrs) == wanted
+        assert dict(plain.attrs) == dict(index.attrs) | {"format": "mpishard plain checkpoint"}
         assert json.loads(plain["json/rule"][()]) == FACTS["rule.json"]
         assert np.array_equal(plain["history/losses"][()], FACTS["losses"])
         for (kind, name), values in source.values.items():
@@ -102,8 +84,6 @@ def test_plain_file(tmp_path):
 
 
 class Failing(Arrays):
-    """Fails at its third read."""
-
     reads = 0
 
     def read(self, kind, name, box):
@@ -205,10 +185,11 @@ def test_each_depth_finds_what_it_looks_for_and_nothing_deeper(depth, tmp_path):
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 def test_archives_go_and_come_back(suffix, tmp_path):
     source = Arrays()
-    source.values["parameters", "gain"] = np.array(0x7FF8000000000123, np.uint64).view(
-        np.float64
-    )  # a NaN like no other
+    source.values["parameters", "gain"] = np.array(0x7FF8000000000123, np.uint64).view(float)  # a NaN like no other
     file = tmp_path / f"x.{suffix}"
+    write_archive(source, tmp_path / f"parameters.{suffix}")
+    with Archive(tmp_path / f"parameters.{suffix}") as archive:
+        assert list(archive.kinds) == ["parameters"] and archive.tensors.keys() == SHAPES.keys()
     write_archive(source, file, optimizer=True)
     with Archive(file) as archive:
         assert source.same(archive)
@@ -223,14 +204,6 @@ def test_archives_go_and_come_back(suffix, tmp_path):
     for label, key in labels.items():
         assert theirs[label].tobytes() == source.values[key].tobytes()
         assert theirs[label].shape == source.values[key].shape and theirs[label].dtype == source.values[key].dtype
-
-
-@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
-def test_parameters_alone(suffix, tmp_path):
-    source = Arrays()
-    write_archive(source, tmp_path / f"x.{suffix}")
-    with Archive(tmp_path / f"x.{suffix}") as archive:
-        assert list(archive.kinds) == ["parameters"] and archive.tensors.keys() == SHAPES.keys()
 
 
 def test_files_of_other_programs(tmp_path):
@@ -282,6 +255,10 @@ GOOD_NPZ = npz(**MODEL)
 GOOD_TENSORS = safetensors.numpy.save(MODEL)
 TWICE = b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2)
 WRONG_CRC = GOOD_NPZ.replace(MODEL["w"].tobytes(), MODEL["w"].tobytes()[::-1])
+SMALL = npy("(1,)", data=bytes(4))
+# The directory says that 2 GiB come out of the few bytes that are there.
+CLAIMING = bytearray(zipped(("w.npy", SMALL), method=zipfile.ZIP_DEFLATED))
+struct.pack_into("<I", CLAIMING, CLAIMING.index(b"PK\x01\x02") + 24, 2**31)
 
 
 @pytest.mark.parametrize(
@@ -290,10 +267,8 @@ WRONG_CRC = GOOD_NPZ.replace(MODEL["w"].tobytes(), MODEL["w"].tobytes()[::-1])
         ("npz", b"", "not a zip file"),
         ("npz", npz(w=np.array([{"a": 1}], object)), "Python objects"),
         ("npz", npz(w=np.arange(3)), "'w' is int64"),
-        ("npz", npz(w=np.zeros(3, np.float16)), "'w' is float16"),
         ("npz", npz(w=np.zeros(3, "f4,f8")), "convert it to float32 or float64"),
         ("npz", npz(w=np.zeros(3), b=np.zeros(3, np.float32)), "convert them to one dtype"),
-        ("npz", npz(), "no tensor of a model"),
         ("npz", npz(**MODEL, **{"optimizer/exp_avg/w": np.zeros((2, 3))}), "'b' is in only one of"),
         ("npz", npz(w=np.zeros(2), **{"optimizer/exp_avg/w": np.zeros(3)}), r"is \(2,\), but \(3,\) in optimizer"),
         ("npz", npz(**{"optimizer/exp_avg/w": np.zeros(3)}), "no tensor of a model"),
@@ -302,16 +277,15 @@ WRONG_CRC = GOOD_NPZ.replace(MODEL["w"].tobytes(), MODEL["w"].tobytes()[::-1])
         ("npz", zipped(("w.txt", b"hello")), "is no array"),
         ("npz", zipped(("w.npy", b"hello")), "cannot be read"),
         ("npz", zipped(("w.npy", npy("(1,)")), ("w.npy", npy("(1,)"))), "'w.npy' is in it 2 times"),
-        ("npz", zipped(("w.npy", npy("(10**15,)"))), "cannot be read"),
         ("npz", zipped(("w.npy", npy("(1000000000000000,)", data=bytes(4)))), "which is not its"),
         ("npz", zipped(("w.npy", npy("(-1, -1)", data=bytes(4)))), "which no tensor has"),
         ("npz", zipped(("w.npy", npy(f"(0, {2**70})"))), "which no tensor has"),
         ("npz", zipped(("w.npy", npy((1,) * 40, data=bytes(4)))), "which no tensor has"),
-        ("npz", zipped(("w.npy", npy("(1,)", "|O", bytes(8)))), "Python objects"),
         ("npz", zipped(("w.npy", npy("(1,)", data=bytes(4), more="'x': 1"))), "cannot be read"),
-        ("npz", zipped(("w.npy", npy("(1,)", data=bytes(4))), method=zipfile.ZIP_LZMA), "compressed by method 14"),
-        ("npz", zipped(("w.npy", npy("(1,)", data=bytes(4))), comment=b'{"mpishard": [1]}'), "facts of its run"),
-        ("npz", zipped(("w.npy", npy("(1,)", data=bytes(4))), comment=b'{"mpishard": {"x": []}}'), "'x' of its run"),
+        ("npz", zipped(("w.npy", SMALL), method=zipfile.ZIP_LZMA), "compressed by method 14"),
+        ("npz", zipped(("w.npy", SMALL), comment=b'{"mpishard": [1]}'), "facts of its run"),
+        ("npz", zipped(("w.npy", SMALL), comment=b'{"mpishard": {"x": []}}'), "'x' of its run"),
+        ("npz", CLAIMING, f"claims {2**31} bytes of"),
         ("npz", WRONG_CRC, "Bad CRC"),
         ("safetensors", b"", "cannot be read"),
         ("safetensors", GOOD_TENSORS[:-1], "cannot be read"),
@@ -320,7 +294,6 @@ WRONG_CRC = GOOD_NPZ.replace(MODEL["w"].tobytes(), MODEL["w"].tobytes()[::-1])
         ("safetensors", tensors(TWICE, bytes(4)), "'a' is in it 2 times"),
         ("safetensors", tensors({"a": entry("BF16", (2,))}, bytes(4)), "'a' is BF16"),
         ("safetensors", tensors({"a": entry("F16", (2,))}, bytes(4)), "'a' is float16"),
-        ("safetensors", tensors({"a": entry("I32")}, bytes(4)), "'a' is I32"),
         ("safetensors", tensors({"a": entry(shape=(2**40, 2**40))}, bytes(4)), "cannot be read"),
         ("safetensors", tensors({"a": entry(offsets=(0, 2**40), shape=(2**38,))}, bytes(4)), "cannot be read"),
         ("safetensors", tensors({"a": entry(), "__metadata__": {"mpishard": "[" * 99_999}}, bytes(4)), "be read"),
@@ -334,16 +307,6 @@ def test_bad_archives_are_refused(suffix, data, message, tmp_path):
     with pytest.raises(ValueError, match=message), Archive(file) as archive:
         write(archive, tmp_path / "one")
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_claims_of_a_zip_are_held_against_its_size(tmp_path):
-    # The directory says that 2 GiB come out of the few bytes that are there.
-    data = bytearray(zipped(("w.npy", npy("(1,)", data=bytes(4))), method=zipfile.ZIP_DEFLATED))
-    place = data.index(b"PK\x01\x02") + 24
-    data[place : place + 4] = struct.pack("<I", 2**31)
-    (tmp_path / "x.npz").write_bytes(data)
-    with pytest.raises(ValueError, match=f"claims {2**31} bytes of"):
-        Archive(tmp_path / "x.npz")
 
 
 def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path):
@@ -374,13 +337,10 @@ def test_damaged_archives_are_refused_or_read(suffix, good, tmp_path):
     assert refused > 100
 
 
-@pytest.mark.parametrize("name", ["optimizer/exp_avg/w", "__metadata__", "a\0b"])
-def test_names_that_no_archive_can_hold(name, tmp_path):
-    with pytest.raises(ValueError, match="rename it"):
-        write_archive(Arrays(shapes={name: (1,)}), tmp_path / "x.npz")
-
-
-def test_facts_too_long_for_a_comment(tmp_path):
+def test_what_no_archive_can_hold(tmp_path):
+    for name in ("optimizer/exp_avg/w", "__metadata__", "a\0b"):
+        with pytest.raises(ValueError, match="rename it"):
+            write_archive(Arrays(shapes={name: (1,)}), tmp_path / "x.npz")
     with pytest.raises(ValueError, match="export to"):
         write_archive(Arrays(facts={"notes": "x" * 70_000}), tmp_path / "x.npz")
     write_archive(Arrays(facts={"notes": "x" * 70_000}), tmp_path / "x.safetensors")
@@ -389,20 +349,17 @@ def test_facts_too_long_for_a_comment(tmp_path):
 # -- figures and differences ------------------------------------------------------------------------------------------
 
 
-def sources(*values, dtype=np.float64):
-    made = []
-    for each in values:
-        array = np.array(each, dtype)
-        made.append(Arrays(shapes={"w": array.shape}, kinds={"parameters": np.dtype(dtype)}))
-        made[-1].values["parameters", "w"] = array
+def source(values, dtype=np.float64):
+    array = np.array(values, dtype)
+    made = Arrays(shapes={"w": array.shape}, kinds={"parameters": array.dtype})
+    made.values["parameters", "w"] = array
     return made
 
 
 def test_figures():
-    (source,) = sources([1, -2, np.nan, 3, np.inf, -np.inf, 2, 0, 0, 4, np.inf])
-    assert figures(source, "parameters", "w") == Figures(-2, 4, 8 / 7, math.sqrt(34 / 7), 1, 3)
-    (empty,) = sources([np.nan])
-    found = figures(empty, "parameters", "w")
+    found = figures(source([1, -2, np.nan, 3, np.inf, -np.inf, 2, 0, 0, 4, np.inf]), "parameters", "w")
+    assert found == Figures(-2, 4, 8 / 7, math.sqrt(34 / 7), 1, 3)
+    found = figures(source([np.nan]), "parameters", "w")
     assert math.isnan(found.least) and math.isnan(found.rms) and (found.nans, found.infinities) == (1, 0)
 
 
@@ -410,7 +367,8 @@ def test_figures():
     ("one", "other", "absolute", "relative", "same_bits"),
     [
         ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], 0, 0, True),
-        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 8], 2, 0.25, False),
+        ([1, 2], np.array([1, 3], np.float32), 1, 1 / 3, False),
+        ([1, 2], np.array([1, 2], np.float32), 0, 0, False),
         ([4, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 8], 3, 0.75, False),
         ([0.0], [-0.0], 0, 0, False),
         ([np.nan, 1], [np.nan, 1], 0, 0, True),
@@ -424,23 +382,14 @@ def test_figures():
     ],
 )
 def test_differences(one, other, absolute, relative, same_bits):
-    a, b = sources(one, other)
+    a, b = source(one), source(other, getattr(other, "dtype", float))
     assert list(differences(a, b)) == [Difference("parameters", "w", absolute, relative, same_bits)]
     assert unlike(a, b) == []
 
 
-def test_differences_of_dtypes():
-    (a,), (b,) = sources([1, 2]), sources([1, 3], dtype=np.float32)
-    assert list(differences(a, b)) == [Difference("parameters", "w", 1, 1 / 3, False)]
-    (b,) = sources([1, 2], dtype=np.float32)
-    assert list(differences(a, b)) == [Difference("parameters", "w", 0, 0, False)]
-
-
 def test_what_only_one_has():
-    a, b = (
-        Arrays(shapes={"x": (2,), "y": (3,)}),
-        Arrays(shapes={"x": (4,), "z": (1,)}, kinds={"parameters": np.float64}),
-    )
+    a = Arrays(shapes={"x": (2,), "y": (3,)})
+    b = Arrays(shapes={"x": (4,), "z": (1,)}, kinds={"parameters": np.float64})
     assert unlike(a, b) == [
         "optimizer/exp_avg is only in the first",
         "tensor y is only in the first",

@@ -9,20 +9,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from mpi4py import MPI
 from runs import assert_is_at, state
 
-from mpishard import Mesh
 from mpishard.checkpoint import Checkpoints, disk
 from mpishard.checkpoint import save as saving
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-
-
-@pytest.fixture
-def mesh():
-    with Mesh(MPI.COMM_SELF) as mesh:
-        yield mesh
 
 
 @pytest.fixture
@@ -42,7 +34,7 @@ def check_load(checkpoints, step):
 
 def damages(saved, before, random):
     """``(file, bytes or None)``: what becomes of a file of the newest checkpoint, one after the other."""
-    files = sorted(path for path in saved.iterdir())
+    files = sorted(saved.iterdir())
     for path in files:
         yield path, None
     for _ in range(20):

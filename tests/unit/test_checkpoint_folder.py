@@ -22,16 +22,7 @@ from mpishard.backend import array as arrays
 from mpishard.checkpoint import disk, folder, pieces
 from mpishard.checkpoint import save as saving
 from mpishard.checkpoint.checkpoints import Measured, Pace, save_interval
-from mpishard.checkpoint.folder import (
-    Candidate,
-    FileEntry,
-    Manifest,
-    Retained,
-    Retention,
-    decode_manifest,
-    hash_file,
-    read_manifest,
-)
+from mpishard.checkpoint.folder import Candidate, FileEntry, Manifest, decode_manifest, hash_file, read_manifest
 from mpishard.checkpoint.pieces import Readers, pieces_file, read_into
 from mpishard.checkpoint.save import Snapshot
 from mpishard.checkpoint.verify import Depth, share_of_files, validate
@@ -40,12 +31,10 @@ from mpishard.comm.ledger import Ledger
 from mpishard.layout.run_state import Shard
 from mpishard.layout.tensors import Piece
 
-# The folder of checkpoints, their manifests, and the threads that read their files.
-
 # The folder of a run: a checkpoint has its name only once it is on the disk, and the newest are kept.
 
 
-def save(run, step, keep=None, own=None):
+def save(run, step, keep=None, own=None, message=None):
     """A checkpoint as far as its folder is concerned; `keep` counts all of them, or those with these ids."""
     unfinished = folder.begin(run, step)
     (unfinished.path / "index.h5").write_bytes(b"index")
@@ -53,8 +42,16 @@ def save(run, step, keep=None, own=None):
     folder.publish(unfinished, Manifest(unfinished.id, unfinished.generation, step, files))
     unfinished.held.close()
     own = unfinished.others if own is None else own
-    assert folder.tidy(unfinished.target, keep, own | {unfinished.id}) == []
+    messages = folder.tidy(unfinished.target, keep, own | {unfinished.id})
+    assert len(messages) == bool(message) and all(message in each for each in messages)
     return unfinished.target
+
+
+def failing(number):
+    def fail(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def names(run):
@@ -79,37 +76,24 @@ def test_newest_first_by_generation_not_by_step(tmp_path):
 
 def test_only_its_own_count_and_go(tmp_path):
     save(tmp_path, 1)
-    (first,) = folder.candidates(tmp_path)
+    own = {folder.candidates(tmp_path)[0].manifest.id}
     save(tmp_path, 2)
-    save(tmp_path, 3, 1, own={first.manifest.id})
+    save(tmp_path, 3, 1, own)
     assert found(tmp_path) == ["step-00000003", "step-00000002"]
-    save(tmp_path, 1, 1, own={first.manifest.id})  # a new one with the name of one that is gone
-    save(tmp_path, 4, 1, own={first.manifest.id})
+    save(tmp_path, 1, 1, own)  # a new one with the name of one that is gone
+    save(tmp_path, 4, 1, own)
     assert found(tmp_path) == ["step-00000004", "step-00000001", "step-00000003", "step-00000002"]
-
-
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_are_kept(tmp_path, keep):
-    for step in range(1, 6):
-        save(tmp_path, step, keep)
-    assert found(tmp_path) == [f"step-0000000{step}" for step in (5, 4, 3)[:keep]]
+    save(tmp_path, 5, 3)
+    assert found(tmp_path) == ["step-00000005", "step-00000004", "step-00000001"]
     assert names(tmp_path) == ["latest", *sorted(found(tmp_path))]
 
 
 def test_the_one_that_latest_names_is_kept(tmp_path, monkeypatch):
     """Where no link can be made, `latest` goes on to name an older one, which must not go."""
     first = save(tmp_path, 1, 1)
-
-    def refuse(link, target):
-        raise OSError(1, "no links here", str(link))
-
-    monkeypatch.setattr(disk, "make_link", refuse)
+    monkeypatch.setattr(disk, "make_link", failing(1))
     for step in (2, 3):
-        unfinished = folder.begin(tmp_path, step)
-        folder.publish(unfinished, Manifest(unfinished.id, unfinished.generation, step, {"index.h5": FileEntry(0, "")}))
-        unfinished.held.close()
-        (message,) = folder.tidy(unfinished.target, 1, unfinished.others | {unfinished.id})
-        assert "latest does not point to" in message
+        save(tmp_path, step, 1, message="latest does not point to")
     assert first.is_dir()
 
 
@@ -125,19 +109,14 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     assert "manifest.json is missing" in folder.candidates(tmp_path)[-1].problem
 
 
-def test_a_damaged_one_counts_neither_as_kept_nor_as_newest(tmp_path):
-    first, second = save(tmp_path, 1), save(tmp_path, 2)
-    (second / "manifest.json").write_bytes(b"{}")
-    assert found(tmp_path) == ["step-00000001", "step-00000002"]
-    assert folder.begin(tmp_path, 3).generation == 2
-    assert first.is_dir()
-
-
-def test_a_manifest_of_another_step_is_stale(tmp_path):
+def test_a_stale_or_damaged_one_counts_neither_as_kept_nor_as_newest(tmp_path):
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     (second / "manifest.json").write_bytes((first / "manifest.json").read_bytes())
     assert [bool(candidate.problem) for candidate in folder.candidates(tmp_path)] == [False, True]
     assert "stale: it belongs to a checkpoint of step 1" in folder.candidates(second)[0].problem
+    (second / "manifest.json").write_bytes(b"{}")
+    assert found(tmp_path) == ["step-00000001", "step-00000002"]
+    assert folder.begin(tmp_path, 3).generation == 2 and first.is_dir()
 
 
 def test_left_overs_go_when_the_next_begins_and_what_others_write_stays(tmp_path):
@@ -154,10 +133,8 @@ def test_left_overs_go_when_the_next_begins_and_what_others_write_stays(tmp_path
     link.symlink_to("nowhere")
     for path in (old, old / "pieces-00000.h5", link):
         os.utime(path, (0, time.time() - 3700), follow_symlinks=False)
-    first = folder.begin(tmp_path, 3)
-    second = folder.begin(tmp_path, 3)
-    kept = {".unfinished-business", new.name, first.path.name, second.path.name}
-    assert set(names(tmp_path)) == kept
+    first, second = folder.begin(tmp_path, 3), folder.begin(tmp_path, 3)
+    assert set(names(tmp_path)) == {".unfinished-business", new.name, first.path.name, second.path.name}
     # They do not get in each other's way when they appear.
     assert [each.target.name for each in (first, second)] == ["step-00000003-2", "step-00000003-3"]
     assert first.path.name == f".unfinished-step-00000003-2-{first.id}"
@@ -172,74 +149,45 @@ def test_a_dead_process_holds_nothing(tmp_path):
     script += "folder.begin(pathlib.Path(sys.argv[1]), 1); os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
     (left,) = names(tmp_path)
-    assert left.startswith(".unfinished-step-00000001-")
-    assert names(tmp_path) == [left] and folder.begin(tmp_path, 1).path.name != left
+    assert left.startswith(".unfinished-step-00000001-") and folder.begin(tmp_path, 1).path.name != left
     assert left not in names(tmp_path)
 
 
 def test_left_overs_that_cannot_be_removed_are_in_nobodys_way(tmp_path, monkeypatch):
     held = folder.begin(tmp_path, 1)
     held.held.close()
-
-    def refuse(path):
-        raise OSError(16, "Device or resource busy", str(path))
-
-    monkeypatch.setattr(disk, "remove", refuse)
+    monkeypatch.setattr(disk, "remove", failing(16))
     assert folder.begin(tmp_path, 2).path.is_dir() and held.path.is_dir()
 
 
 def test_file_systems_without_locks(tmp_path, monkeypatch):
-    def refuse(file, how):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(disk.fcntl, "flock", refuse)
+    monkeypatch.setattr(disk.fcntl, "flock", failing(95))
     first, second = folder.begin(tmp_path, 1), folder.begin(tmp_path, 2)
-    assert first.path.is_dir()
     for path in (first.path, first.path / "manifest.json"):
         os.utime(path, (0, time.time() - 3700))
     folder.begin(tmp_path, 3)
     assert not first.path.exists() and second.path.exists()
 
 
-def test_a_checkpoint_is_no_folder_for_others(tmp_path):
-    one = save(tmp_path, 1)
-    with pytest.raises(ValueError, match="itself a checkpoint"):
-        folder.begin(one, 2)
-    assert names(one) == ["index.h5", "manifest.json"]
-
-
-def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
-    """As on some network file systems; a file that cannot be is an error."""
-
-    def refuse(descriptor):
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "fsync", refuse)
+def test_folders_that_cannot_be_synced_or_no_longer_be_listed(tmp_path, monkeypatch):
+    """As on some network file systems; a file that cannot be synced is an error."""
+    monkeypatch.setattr(os, "fsync", failing(22))
     disk.sync(tmp_path)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="Invalid argument.*file"):
         disk.sync(tmp_path / "file")
-
-
-def test_a_folder_that_can_no_longer_be_listed_is_told_of(tmp_path, monkeypatch):
-    """What is published is whole, whatever comes after it."""
-    unfinished = folder.begin(tmp_path, 1)
-    folder.publish(unfinished, Manifest(unfinished.id, unfinished.generation, 1, {"index.h5": FileEntry(0, "")}))
-
-    def stale(path):
-        raise OSError(116, "Stale file handle", str(path))
-
-    monkeypatch.setattr(os, "listdir", stale)
-    (message,) = folder.tidy(unfinished.target, 1, {unfinished.id})
+    monkeypatch.undo()
+    saved = save(tmp_path, 1)  # what is published is whole, whatever comes after it
+    monkeypatch.setattr(os, "listdir", failing(116))
+    (message,) = folder.tidy(saved, 1, frozenset())
     assert "cannot be listed, so what is beyond keep=1 stays: Stale file handle" in message
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "run").write_text("in the way")
-    with pytest.raises(OSError):
-        folder.begin(tmp_path / "run", 1)
-    with pytest.raises(OSError):
-        folder.candidates(tmp_path / "run")
+    for call in (lambda run: folder.begin(run, 1), folder.candidates):
+        with pytest.raises(OSError):
+            call(tmp_path / "run")
 
 
 def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
@@ -254,16 +202,11 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypat
 
         monkeypatch.setattr(disk, name, recorded)
     save(tmp_path, 2, 1)
-    written = steps[0][1]
-    run = tmp_path.name
+    written, run = steps[0][1], tmp_path.name
     assert steps[:7] == [
-        ("make_folder", written),
-        ("hold", "manifest.json"),
+        *(("make_folder", written), ("hold", "manifest.json")),
         ("write", "manifest.json.unheld"),  # as it was called when it was made
-        ("sync", "manifest.json"),
-        ("sync", written),
-        ("rename", written),
-        ("sync", run),
+        *(("sync", "manifest.json"), ("sync", written), ("rename", written), ("sync", run)),
     ]
     assert steps[7][0] == "replace_link" and steps[7][1].startswith(".unfinished-latest-")
     # An old one loses its name at once, and only then its files.
@@ -290,44 +233,34 @@ def test_a_link_to_no_checkpoint(tmp_path, make, message):
 
 def test_what_keep_counts(tmp_path):
     """Its own checkpoints from the moment when they begin; all others only after `adopt`, and once."""
-    retention = Retention(2)
+    retention = folder.Retention(2)
 
     def beginning(id, *others):
         retention.begin(folder.Unfinished(tmp_path, tmp_path, id, 1, others=frozenset(others)))
         return retention.retained()
 
-    assert beginning("a", "x") == Retained(2, frozenset("a"))
+    assert beginning("a", "x") == folder.Retained(2, frozenset("a"))
     retention.adopt()
-    assert retention.retained() == Retained(2, frozenset("a"))  # what is there when the next save begins
-    assert beginning("b", "x", "y") == Retained(2, frozenset("abxy"))
-    assert beginning("c", "z") == Retained(2, frozenset("abcxy"))
+    assert retention.retained() == folder.Retained(2, frozenset("a"))  # what is there when the next save begins
+    assert beginning("b", "x", "y") == folder.Retained(2, frozenset("abxy"))
+    assert beginning("c", "z") == folder.Retained(2, frozenset("abcxy"))
 
 
 # Manifests: every flipped bit is noticed, and every damaged file is named with what is wrong with it.
 
-ID = "0123456789abcdef" * 2
-OTHER = "f" * 32
-
-
-def label(what, id):
-    return f"mpishard {what} {id}".encode() + (b"\n" if what == "index" else b" 00000\n")
+ID, OTHER = "0123456789abcdef" * 2, "f" * 32
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
     """A folder with a manifest and two files."""
-    for name, start in (("index.h5", label("index", ID)), ("pieces-00000.h5", label("pieces", ID))):
-        (tmp_path / name).write_bytes(start.ljust(512, b"\0") + bytes(range(256)) * 40)
-    files = {name: FileEntry(*hash_file(tmp_path / name)) for name in ("index.h5", "pieces-00000.h5")}
+    files = {}
+    for name, start in (("index.h5", f"mpishard index {ID}\n"), ("pieces-00000.h5", f"mpishard pieces {ID} 00000\n")):
+        (tmp_path / name).write_bytes(start.encode().ljust(512, b"\0") + bytes(range(256)) * 40)
+        files[name] = FileEntry(*hash_file(tmp_path / name))
     manifest = Manifest(ID, 7, 50, files)
     (tmp_path / "manifest.json").write_bytes(manifest.encode())
     return tmp_path, manifest
-
-
-def test_hash_of_a_file_of_several_blocks(tmp_path):
-    data = np.random.default_rng(0).bytes(2**22 + 12345)
-    (tmp_path / "file").write_bytes(data)
-    assert hash_file(tmp_path / "file") == (len(data), xxhash.xxh3_128(data).hexdigest())
 
 
 def test_a_manifest_is_json_that_reads_back(checkpoint):
@@ -337,25 +270,22 @@ def test_a_manifest_is_json_that_reads_back(checkpoint):
     said = json.loads(data)
     assert (said["format"], said["version"], said["generation"], said["step"]) == ("mpishard checkpoint", 1, 7, 50)
     assert said["files"]["index.h5"]["size"] == 512 + 256 * 40
+    blocks = np.random.default_rng(0).bytes(2**22 + 12345)
+    (folder / "file").write_bytes(blocks)
+    assert hash_file(folder / "file") == (len(blocks), xxhash.xxh3_128(blocks).hexdigest())
 
 
-def test_every_flipped_bit_is_noticed(checkpoint):
-    data = bytearray(checkpoint[1].encode())
-    for place in range(8 * len(data)):
-        data[place // 8] ^= 1 << place % 8
-        with pytest.raises(ValueError):
-            decode_manifest(bytes(data))
-        data[place // 8] ^= 1 << place % 8
-    assert decode_manifest(bytes(data)) == checkpoint[1]
-
-
-def test_every_truncation_is_noticed(checkpoint):
+def test_every_flipped_bit_and_truncation_is_noticed(checkpoint):
     data = checkpoint[1].encode()
-    for length in range(len(data)):
+    damaged = [data + b"\n", *(data[:length] for length in range(len(data)))]
+    damaged += [b"null", b"[" * 100_000, b"1" * 10_000, b"\xff\xfe", b'{"format": 1}']
+    for place in range(8 * len(data)):
+        damaged.append(bytearray(data))
+        damaged[-1][place // 8] ^= 1 << place % 8
+    for each in damaged:
         with pytest.raises(ValueError):
-            decode_manifest(data[:length])
-    with pytest.raises(ValueError):
-        decode_manifest(data + b"\n")
+            decode_manifest(bytes(each))
+    assert decode_manifest(data) == checkpoint[1]
 
 
 def resigned(manifest, **changes):
@@ -372,10 +302,8 @@ def resigned(manifest, **changes):
     [
         {"id": "../" + ID},
         {"id": 3},
-        {"generation": "7"},
         {"generation": -1},
         {"generation": True},
-        {"step": 1.5},
         {"step": float("nan")},
         {"files": {}},
         {"files": []},
@@ -390,17 +318,8 @@ def test_content_that_nobody_writes_is_refused(checkpoint, changes):
     assert decode_manifest(resigned(checkpoint[1])) == checkpoint[1]
     with pytest.raises(ValueError, match="damaged"):
         decode_manifest(resigned(checkpoint[1], **changes))
-
-
-def test_a_later_version_says_so(checkpoint):
     with pytest.raises(ValueError, match="of version 2; this mpishard reads version 1"):
         decode_manifest(resigned(checkpoint[1], version=2))
-
-
-@pytest.mark.parametrize("data", [b"", b"null", b"[" * 100_000, b"1" * 10_000, b"\xff\xfe", b'{"format": 1}'])
-def test_bytes_that_are_no_manifest(data):
-    with pytest.raises(ValueError):
-        decode_manifest(data)
 
 
 def test_a_missing_manifest(tmp_path):
@@ -411,63 +330,33 @@ def test_a_missing_manifest(tmp_path):
         read_manifest(tmp_path)
 
 
-def hash_problems(folder, manifest):
-    return list(validate(Candidate(folder, manifest), Depth.HASHES))
-
-
-def test_whole_files_have_no_problems(checkpoint):
-    assert hash_problems(*checkpoint) == []
-
-
-def flipped(path):
-    data = bytearray(path.read_bytes())
-    data[5000] ^= 1
-    path.write_bytes(data)
-
-
-def stale(path):
-    data = path.read_bytes()
-    path.write_bytes(data.replace(ID.encode(), OTHER.encode()))
-
-
-def linked(path):
-    target = path.rename(path.parent / "elsewhere")
-    path.symlink_to(target)
-
-
-def exchanged(path):
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b" 00000\n", b" 00001\n"))
-
-
-def replaced_by_folder(path):
-    path.unlink()
-    path.mkdir()
+def rewritten(change):
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short: 10751 bytes of 10752"),
-        (lambda path: path.write_bytes(b""), "cut short: 0 bytes"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "too long"),
-        (flipped, "altered"),
-        (stale, f"stale: it belongs to the checkpoint {OTHER}, this one is {ID}"),
-        (linked, "a link that may lead elsewhere"),
-        (exchanged, "exchanged: it holds the pieces of rank 1"),
-        (replaced_by_folder, "no file"),
+        (rewritten(lambda data: data[:-1]), "cut short: 10751 bytes of 10752"),
+        (rewritten(lambda data: data + b"\0"), "too long"),
+        (rewritten(lambda data: data[:-1] + b"\0"), "altered"),
+        (rewritten(lambda data: data.replace(ID.encode(), OTHER.encode())), f"checkpoint {OTHER}, this one is {ID}"),
+        (lambda path: path.symlink_to(path.rename(path.parent / "elsewhere")), "a link that may lead elsewhere"),
+        (rewritten(lambda data: data.replace(b" 00000\n", b" 00001\n")), "exchanged: it holds the pieces of rank 1"),
+        (lambda path: path.unlink() or path.mkdir(), "no file"),
     ],
 )
 def test_a_damaged_file_is_named(checkpoint, change, message):
     folder, manifest = checkpoint
+    assert list(validate(Candidate(folder, manifest), Depth.HASHES)) == []
     change(folder / "pieces-00000.h5")
-    (problem,) = hash_problems(folder, manifest)
+    (problem,) = validate(Candidate(folder, manifest), Depth.HASHES)
     assert message in problem and str(folder / "pieces-00000.h5") in problem
     assert list(validate(Candidate(folder, manifest), Depth.MANIFEST)) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("ranks", [1, 3, 20])
 def test_each_file_is_checked_by_one_rank_which_is_that_of_its_writer(ranks):
     entry = FileEntry(1000, "0" * 32)
     files = {pieces_file(writer): entry for writer in range(10)} | {"index.h5": FileEntry(10, "0" * 32)}
@@ -500,9 +389,7 @@ def test_many_bytes_are_shared_by_the_threads(monkeypatch, cores):
             names.clear()
             reading.share(note, range(len(sizes)), sizes)
             assert sorted(names) == list(range(len(sizes)))
-            if len(sizes) != 40:
-                continue
-            assert len(set(names.values())) <= min(cores, 8)
+            assert len(sizes) != 40 or len(set(names.values())) <= min(cores, 8)
         assert reading.map(abs, [-1, 2, -3]) == [1, 2, 3]
         with pytest.raises(ZeroDivisionError):
             reading.share(lambda item: 1 // item, range(40), [50] * 40)
@@ -559,8 +446,6 @@ def test_a_file_that_ends_too_early_is_told_of(tmp_path):
     os.close(file)
 
 
-# When a checkpoint is saved, the copy of the state, and the writer that runs next to the training.
-
 # When saves are due that may take a share of the time, on clocks of the tests' own.
 
 
@@ -601,27 +486,23 @@ def test_the_first_save_follows_the_first_step_and_the_slowest_rank_counts():
         ranks.step(step, 1.0, [0.5, 1.5, 1.0])
     # After a save of 1.5 s at 0.25 six seconds have to pass: the next one is due in the fifth or sixth step, by the
     # clock of the rank that waited least.
-    assert ranks.saved[0] == 1
-    assert {later - earlier for earlier, later in zip(ranks.saved, ranks.saved[1:], strict=False)} == {6}
+    assert ranks.saved == list(range(1, 41, 6))
 
 
 def test_saves_that_take_longer_are_fewer():
     ranks = Ranks(0.1, [0.0])
     for step in range(1, 201):
         ranks.step(step, 1.0, [0.4 if step < 50 else 2.0])
-    gaps = [later - earlier for earlier, later in zip(ranks.saved, ranks.saved[1:], strict=False)]
+    gaps = np.diff(ranks.saved).tolist()
     assert gaps[:12] == [4] * 12 and set(gaps[13:]) == {18}  # 18 steps and a save are 20 s
 
 
-def test_ranks_ask_each_other_seldom():
+def test_ranks_ask_each_other_seldom_and_notice_slow_steps():
     ranks = Ranks(0.02, [0.0, 5.0])
     for step in range(1, 15001):
         ranks.step(step, 1 / 64, [2.0, 1.0])  # every 100 s, 99 of them for steps on the rank that waits least
     assert ranks.saved == [1, 6337, 12673]
     assert len(ranks.asked) < 180
-
-
-def test_slow_steps_are_noticed():
     ranks = Ranks(0.02, [0.0])
     for step in range(1, 1001):
         ranks.step(step, 0.01 if step < 300 else 1.0, [1.0])
@@ -658,6 +539,7 @@ def test_other_ranks_than_before():
     assert [pace.decide(8, all_measured) for pace in (new, old)] == [False, False]
     assert [pace.asks(9) for pace in (new, old)] == [True, True]
     assert new.decide(8, [None, None])
+    assert old.decide(3, [Measured(2.0, 4.0, 1.0)]) and not old.decide(3, [Measured(2.0, 3.999, 1.0)])
 
 
 def test_another_run_of_the_loop_counts_its_steps_from_the_beginning():
@@ -670,22 +552,12 @@ def test_another_run_of_the_loop_counts_its_steps_from_the_beginning():
     assert ranks.saved == [step for step in range(1, 20) if (99 - before + step) % 5 == 0]
 
 
-@pytest.mark.parametrize("elapsed", [4.0, 9.0])
-def test_exactly_due(elapsed):
-    assert Pace(0.5).decide(3, [Measured(2.0, elapsed, 1.0)])
-    assert not Pace(0.5).decide(3, [Measured(2.0, 3.999, 1.0)])
-
-
 def test_steps_between_saves_need_no_communication():
-    due = [step for step in range(10) if save_interval(3).due(step, None)]
-    assert due == [3, 6, 9]
+    assert [step for step in range(10) if save_interval(3).due(step, None)] == [3, 6, 9]
     assert not any(save_interval(None).due(step, None) for step in range(10))
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.0, 0.0, -0.5, float("nan"), True, "2"])
-def test_neither_steps_nor_a_share(every):
-    with pytest.raises(ValueError, match=f"every={every!r} must be a whole number of steps of at least 1, a share"):
-        save_interval(every)
+    for every in (0, -1, 1.0, 0.0, -0.5, float("nan"), True, "2"):
+        with pytest.raises(ValueError, match=f"every={every!r} must be a whole number of steps of at least 1, a share"):
+            save_interval(every)
 
 
 # Waiting asleep for what ranks tell each other, though some of them die.
@@ -755,20 +627,9 @@ def content(parts):
     return {(part.kind, part.name): part.values.tolist() for part in parts}
 
 
-def test_pinned_memory_of_another_size_goes_back_to_the_system(monkeypatch):
-    released = []
+def test_device_arrays_are_saved_as_host_arrays_are(monkeypatch):
+    snapshot, kept, released = Snapshot(), None, []
     monkeypatch.setattr(standin.StandIn, "release_pinned", lambda self: released.append(True))
-    snapshot, piece = Snapshot(), (Piece("a", ((0, 5),), 0),)
-    for _ in range(2):
-        snapshot.take(shards(standin.on_device, 2))
-    assert not released
-    snapshot.take([Shard("kind 0", standin.on_device(np.arange(5.0)), piece, piece)])
-    assert released and list(snapshot._buffers) == ["kind 0"]
-
-
-def test_device_arrays_are_saved_as_host_arrays_are():
-    snapshot = Snapshot()
-    kept = None
     for factor in (2, 3):
         given = shards(standin.on_device, factor)
         parts = snapshot.take(given)
@@ -780,3 +641,8 @@ def test_device_arrays_are_saved_as_host_arrays_are():
         addresses = {name: buffer.ctypes.data for name, buffer in snapshot._buffers.items()}
         assert kept in (None, addresses)
         kept = addresses
+    assert not released
+    # Pinned memory of another size goes back to the system.
+    piece = (Piece("a", ((0, 5),), 0),)
+    snapshot.take([Shard("kind 0", standin.on_device(np.arange(5.0)), piece, piece)])
+    assert released and list(snapshot._buffers) == ["kind 0"]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpishard.checkpoint import pieces as pieces_module
-from mpishard.checkpoint.index import check_virtual_datasets, index_mark, read_index, write_index
+from mpishard.checkpoint.index import check_virtual_datasets, read_index, write_index
 from mpishard.checkpoint.load import check_fits
 from mpishard.checkpoint.pieces import PieceReader, PieceValues, pieces_file, pieces_mark, stored, write_pieces
 from mpishard.io.hdf5 import VirtualDataset, VirtualSource, fill_groups, group_address, lookup3
@@ -25,46 +25,33 @@ from mpishard.layout.boxes import whole_box
 from mpishard.layout.run_state import RunState, link_name
 from mpishard.layout.tensors import ParameterSpec
 
-# The files of a checkpoint: all that was written is read, by mpishard and by anybody's HDF5.
 
-
-@pytest.mark.parametrize("writers", [1, 2, 5])
-@pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
+@pytest.mark.parametrize(("writers", "compression"), [(1, None), (2, "gzip"), (5, "lzf")])
 def test_what_was_written_is_read(tmp_path, writers, compression):
     contents = read_index(save(tmp_path / "step", writers, compression=compression))
     check_virtual_datasets(contents)
-    assert (contents.id, contents.generation) == (ID, 7)
-    assert (contents.tensors, contents.kinds) == (TENSORS, KINDS)
-    assert list(contents.tensors) == list(TENSORS)
-    assert contents.facts.keys() == FACTS.keys()
+    assert (contents.id, contents.generation, contents.kinds) == (ID, 7, KINDS)
+    assert list(contents.tensors.items()) == list(TENSORS.items()) and contents.facts.keys() == FACTS.keys()
     for name, value in FACTS.items():
         assert np.array_equal(contents.facts[name], value) and type(contents.facts[name]) is type(value)
     for kind, name in itertools.product(KINDS, TENSORS):
         assert np.array_equal(read(contents, kind, name), values(kind, name))
-    corner = ((1, 3), (2, 5))
-    assert np.array_equal(
-        read(contents, "parameters", "plain.weight", corner), values("parameters", "plain.weight")[1:3, 2:5]
-    )
+    corner = read(contents, "parameters", "plain.weight", ((1, 3), (2, 5)))
+    assert np.array_equal(corner, values("parameters", "plain.weight")[1:3, 2:5])
 
 
-@pytest.mark.parametrize(
-    ("compression", "long_row", "most"),
-    [("gzip", 2**16, 6), (None, 2**16, 6), (None, 0, 5)],
-)
+@pytest.mark.parametrize(("compression", "long_row", "most"), [("gzip", 2**16, 6), (None, 2**16, 6), (None, 0, 5)])
 def test_a_box_with_gaps_is_read_a_block_at_a_time(tmp_path, monkeypatch, compression, long_row, most):
     """So that memory for a second copy is never needed."""
     monkeypatch.setattr(pieces_module, "_BLOCK", 4)
     monkeypatch.setattr(pieces_module, "_LONG_ROW", long_row)
-    taken = []
+    taken, real = [], PieceReader._read
 
-    def noted(real):
-        def read(*arguments):
-            taken.append(arguments[-1].size)
-            real(*arguments)
+    def read(*arguments):
+        taken.append(arguments[-1].size)
+        real(*arguments)
 
-        return read
-
-    monkeypatch.setattr(PieceReader, "_read", noted(PieceReader._read))
+    monkeypatch.setattr(PieceReader, "_read", read)
     contents = read_index(save(tmp_path / "step", 1, compression=compression))
     (piece,) = [each for each in contents.pieces if (each.kind, each.name) == ("parameters", "plain.weight")]
     out = np.full((4, 9), np.nan)
@@ -85,6 +72,9 @@ def test_any_reader_of_hdf5_sees_whole_tensors(checkpoint_folder, tmp_path, monk
             assert np.array_equal(dataset[()], values(kind, name))
         assert (h5.attrs["steps"], h5.attrs["rule"], h5.attrs["version"]) == (50, "AdamW", 2)
         assert json.loads(h5["json/rule"][()]) == FACTS["rule.json"]
+        (moved / pieces_file(1)).unlink()
+    with h5py.File(moved / "index.h5") as h5:  # a piece that is gone reads as NaN
+        assert np.isnan(h5["parameters/plain.weight"][()]).sum() == 8
 
 
 def test_a_checkpoint_of_another_model_is_told_apart_with_a_way_out(checkpoint_folder):
@@ -102,39 +92,6 @@ def test_a_checkpoint_of_another_model_is_told_apart_with_a_way_out(checkpoint_f
     check_fits(contents, RunState(tuple(ParameterSpec(*each) for each in TENSORS.items()), ()))
 
 
-def test_a_piece_that_is_gone_reads_as_nan(checkpoint_folder):
-    (checkpoint_folder / pieces_file(1)).unlink()
-    with h5py.File(checkpoint_folder / "index.h5") as h5:
-        assert np.isnan(h5["parameters/plain.weight"][()]).sum() == 8
-
-
-@pytest.mark.skipif(not shutil.which("h5dump"), reason="needs hdf5-tools")
-def test_the_tools_of_hdf5_read_the_index(checkpoint_folder, tmp_path):
-    def tool(*command):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    index = str(checkpoint_folder / "index.h5")
-    listed = [line.split(maxsplit=1) for line in tool("h5ls", "-r", index).splitlines()]
-    for name, shape in (
-        ("plain.weight", "{4, 6}"),
-        ("with%2Fslash", "{3}"),
-        ("scalar", "{SCALAR}"),
-        ("empty", "{0, 3}"),
-    ):
-        assert [f"/optimizer/exp_avg/{name}", f"Dataset {shape}"] in listed
-    for name in ("plain.weight", "percent%b", "scalar"):
-        text = tool("h5dump", "-y", "-w", "0", "-d", f"/parameters/{link_name(name)}", index)
-        numbers = text.partition("DATA {")[2].partition("}")[0].replace(",", " ").split()
-        assert [float(value) for value in numbers] == values("parameters", name).ravel().tolist()
-
-
-def test_files_tell_what_they_are_of_without_hdf5(checkpoint_folder):
-    assert (checkpoint_folder / pieces_file(2)).read_bytes()[:512] == pieces_mark(ID, 2)
-    assert (checkpoint_folder / "index.h5").read_bytes()[:512] == index_mark(ID)
-
-
 def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path):
     """Another user may have put it there, with a file of the owner's at its other end."""
     own, link = tmp_path / "own", tmp_path / pieces_file(0)
@@ -149,9 +106,8 @@ def test_a_writer_with_nothing_to_write(tmp_path):
     write_pieces(tmp_path / pieces_file(0), [], id=ID, writer=0)
     empty = PieceValues("parameters", "empty", ((0, 0), (0, 3)), np.empty((0, 3)))
     write_pieces(tmp_path / pieces_file(1), [empty], id=ID, writer=1)
-    assert stored([empty.where], pieces_file(1)) == []
     with h5py.File(tmp_path / pieces_file(1)) as h5:
-        assert list(h5) == []
+        assert stored([empty.where], pieces_file(1)) == [] == list(h5)
 
 
 def test_values_that_do_not_fit_are_not_written(tmp_path):
@@ -184,15 +140,8 @@ def test_an_index_must_have_each_element_once(tmp_path):
     pieces = stored([("parameters", "a", ((0, 2),)), ("parameters", "a", ((1, 4),))], pieces_file(0))
     for wrong in (pieces, pieces[:1], pieces[1:], []):
         with pytest.raises(ValueError, match="parameters of tensor 'a'"):
-            write_index(
-                tmp_path / "index.h5",
-                id=ID,
-                generation=1,
-                tensors={"a": (4,)},
-                kinds={"parameters": np.dtype("f8")},
-                pieces=wrong,
-                facts={},
-            )
+            tables = {"tensors": {"a": (4,)}, "kinds": {"parameters": np.dtype("f8")}, "pieces": wrong, "facts": {}}
+            write_index(tmp_path / "index.h5", id=ID, generation=1, **tables)
         assert not (tmp_path / "index.h5").exists()
 
 
@@ -270,7 +219,7 @@ def whole(name, shape, start):
     return VirtualDataset(name, shape, [VirtualSource(whole_box(shape), OWN, "/values", start)])
 
 
-@pytest.mark.parametrize("count", [1, 8, 9, 256, 257, 20_000])
+@pytest.mark.parametrize("count", [1, 8, 9, 257, 20_000])
 def test_every_name_is_found(tmp_path, count):
     """In trees of one to three levels, and in one heap or many."""
     with h5py.File(tmp_path / OWN, "w") as h5:
@@ -285,26 +234,26 @@ def test_every_name_is_found(tmp_path, count):
         assert "tensor.x" not in h5["all"] and "a" not in h5["all"]
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
-@pytest.mark.parametrize("userblock", [512, 1024])
+@pytest.mark.parametrize(("dtype", "userblock"), [("f2", 512), ("f4", 1024), ("f8", 512)])
 def test_data_sets_of_every_kind(tmp_path, dtype, userblock):
     values = np.arange(60).astype(dtype)
     with h5py.File(tmp_path / OWN, "w") as h5:
         h5["100%b"] = values
-    box = ((1, 3), (0, 2), (2, 5))
+
+    def source(start, *box, file=OWN):
+        return VirtualSource(box, file, "/100%b", start)
+
     sets = [
-        VirtualDataset("scalar", (), [VirtualSource((), OWN, "/100%b", 3)]),
+        VirtualDataset("scalar", (), [source(3)]),
         VirtualDataset("empty", (0, 3), []),
-        VirtualDataset("part", (3, 2, 5), [VirtualSource(box, OWN, "/100%b", 7)]),
-        VirtualDataset(
-            "two", (4,), [VirtualSource(((2, 4),), OWN, "/100%b", 0), VirtualSource(((0, 2),), OWN, "/100%b", 50)]
-        ),
-        VirtualDataset("none", (2,), [VirtualSource(((0, 2),), "gone.h5", "/x", 0)]),
-        VirtualDataset("large", (2**33,), [VirtualSource(((2**32, 2**32 + 4),), OWN, "/100%b", 9)]),
-        VirtualDataset("far", (4,), [VirtualSource(((0, 4),), OWN, "/100%b", 2**40)]),
-        VirtualDataset("ünï", (2,), [VirtualSource(((0, 2),), OWN, "/100%b", 1)]),
-        VirtualDataset("x" * 3000, (1,), [VirtualSource(((n, n + 1),), OWN, "/100%b", n) for n in range(1)]),
-        VirtualDataset("many", (60,), [VirtualSource(((n, n + 1),), OWN, "/100%b", 59 - n) for n in range(60)]),
+        VirtualDataset("part", (3, 2, 5), [source(7, (1, 3), (0, 2), (2, 5))]),
+        VirtualDataset("two", (4,), [source(0, (2, 4)), source(50, (0, 2))]),
+        VirtualDataset("none", (2,), [source(0, (0, 2), file="gone.h5")]),
+        VirtualDataset("large", (2**33,), [source(9, (2**32, 2**32 + 4))]),
+        VirtualDataset("far", (4,), [source(2**40, (0, 4))]),
+        VirtualDataset("ünï", (2,), [source(1, (0, 2))]),
+        VirtualDataset("x" * 3000, (1,), [source(0, (0, 1))]),
+        VirtualDataset("many", (60,), [source(59 - n, (n, n + 1)) for n in range(60)]),
     ]
     path = made(tmp_path / "x.h5", {"all": (dtype, sets)}, userblock)
     with h5py.File(path) as h5:
@@ -332,25 +281,6 @@ def test_data_sets_of_every_kind(tmp_path, dtype, userblock):
         h5["all/part"].attrs["note"] = "x"
     with h5py.File(path) as h5:
         assert "two" not in h5["all"] and h5["all/more"].shape == (3,) and h5["all/scalar"][()] == 3
-
-
-def test_the_library_writes_the_same_mapping(tmp_path):
-    """To the byte, with its checksum."""
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    space, source = h5py.h5s.create_simple((4, 6)), h5py.h5s.create_simple((100,))
-    space.select_hyperslab((1, 2), (2, 3))
-    source.select_hyperslab((10,), (6,))
-    plist.set_virtual(space, OWN.encode(), b"/values", source)
-    with h5py.File(tmp_path / "theirs.h5", "w", libver=("earliest", "v110")) as h5:
-        h5py.h5d.create(h5.id, b"x", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4, 6)), plist)
-    ours = VirtualDataset("x", (4, 6), [VirtualSource(((1, 3), (2, 5)), OWN, "/values", 10)])
-    found = []
-    for path in (tmp_path / "theirs.h5", made(tmp_path / "ours.h5", {"all": ("f4", [ours])})):
-        data = path.read_bytes()
-        heap = data.index(b"GCOL") + 16
-        size = int.from_bytes(data[heap + 8 : heap + 16], "little")
-        found.append(data[heap + 16 : heap + 16 + size])
-    assert found[0] == found[1] and OWN.encode() in found[0]
 
 
 def test_lookup3():
