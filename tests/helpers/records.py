@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 
 
+def write_lines(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def write(folder, metrics=(), processes=(), starts=()):
     (folder / "processes").mkdir(parents=True)
-    for path, lines in [
-        (folder / "metrics.jsonl", metrics),
-        (folder / "starts.jsonl", starts),
-        *((folder / "processes" / f"host-{number}.jsonl", lines) for number, lines in enumerate(processes)),
-    ]:
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", *metrics)
+    write_lines(folder / "starts.jsonl", *starts)
+    for number, lines in enumerate(processes):
+        write_lines(folder / "processes" / f"host-{number}.jsonl", *lines)
     return folder
 
 

@@ -23,7 +23,7 @@ from mpishard.version import VERSION
 # What all commands have in common.
 
 
-def test_no_summary_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_summary_is_cut(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
     commands = shown.partition("Commands:\n")[2].splitlines()
@@ -31,7 +31,7 @@ def test_no_summary_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"mpishard {VERSION}\n"
 
@@ -39,44 +39,31 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"), [("mpishard in", ["info", "inspect"]), ("mpishard inspect --t", ["--tensor"])]
 )
-def test_the_tab_key_completes(
-    typed: str, expected: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {
-        "_MPISHARD_COMPLETE": "complete_bash",
-        "COMP_WORDS": typed,
-        "COMP_CWORD": str(len(typed.split()) - 1),
-    }.items():
-        monkeypatch.setenv(name, value)
+def test_the_tab_key_completes(typed, expected, capsys, monkeypatch):
+    monkeypatch.setenv("_MPISHARD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
     with pytest.raises(SystemExit) as exit:
         main([])
     assert exit.value.code == 0 and capsys.readouterr().out.split() == expected
 
 
-def test_wrong_usage_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plot", "--unheard"]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("mpishard: error: ") and shown.endswith("--unheard; see mpishard plot --help\n")
-
-
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [
-        ("inspct", "unknown command 'inspct'; did you mean inspect?  Or see"),
-        ("Run", "unknown command 'Run'; did you mean run?  Or see"),
-        ("est", "unknown command 'est'; did you mean estimate?  Or see"),
-        ("in", "unknown command 'in'; did you mean info or inspect?  Or see"),
-        ("frobnicate", "unknown command 'frobnicate'; see"),
+        ("inspct", "did you mean inspect? Or see"),
+        ("Run", "did you mean run? Or see"),
+        ("in", "did you mean info or inspect? Or see"),
+        ("frobnicate", "see"),
     ],
 )
-def test_a_misspelt_command_gets_the_nearest(typed: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_gets_the_nearest(typed, shown, capsys):
     assert main([typed, "--some", "option"]) == 2
-    assert " ".join(capsys.readouterr().err.split()) == f"mpishard: error: {' '.join(shown.split())} mpishard --help"
+    said = f"mpishard: error: unknown command '{typed}'; {shown} mpishard --help"
+    assert " ".join(capsys.readouterr().err.split()) == said
 
 
-def test_completion_is_of_the_shell_that_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_is_of_the_shell_that_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for option in ("--install-completion", "--show-completion"):
         assert main([option, "foo"]) == 2
@@ -90,27 +77,21 @@ def test_completion_is_of_the_shell_that_is_named(
     assert (tmp_path / ".config/fish/completions/mpishard.fish").exists()
 
 
-def test_a_file_that_is_not_there_is_named_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", str(tmp_path / "absent.npz"), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"mpishard: error: {tmp_path}/absent.npz: No such file or directory\n"
-
-
-def test_an_error_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "a\x1b[2J\udc80")]) == 2
     assert r"a\x1b[2J\udc80 does not exist" in capsys.readouterr().err
 
 
-def test_mpi_starts_where_no_home_is_known() -> None:
+def test_mpi_starts_where_no_home_is_known():
     """That of Open MPI does not without HOME, which is missing in cron jobs and containers."""
-    program = "import mpishard, os; mpishard.Mesh(); print(os.environ['HOME'])"
+    command = [sys.executable, "-c", "import mpishard, os; mpishard.Mesh(); print(os.environ['HOME'])"]
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
-    command = [sys.executable, "-c", program]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert finished.returncode == 0 and Path(finished.stdout.strip()).is_dir(), finished
 
 
 @pytest.mark.parametrize("name", _COMMANDS)
-def test_the_list_begins_as_what_commands_say_of_themselves(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_begins_as_what_commands_say_of_themselves(name, capsys):
     assert main([name, "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert _COMMANDS[name][1].removesuffix(".").partition(":")[0] in shown
@@ -128,7 +109,7 @@ assert mpi is None or not mpi.Is_initialized(), sys.argv
 """
 
 
-def test_commands_that_need_no_mpi_do_not_start_it(tmp_path: Path) -> None:
+def test_commands_that_need_no_mpi_do_not_start_it(tmp_path):
     """Open MPI leaves files behind where it was started without its mpirun."""
     write(Arrays(), tmp_path / "step", 2, generation=1)
     typed = [
@@ -146,12 +127,12 @@ def test_commands_that_need_no_mpi_do_not_start_it(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_a_program_that_does_not_exist_is_refused_before_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_does_not_exist_is_refused_before_a_start(capsys):
     assert main(["run", "--elastic", "-n", "2", "trian"]) == 2
     assert "'trian' cannot be executed: the program does not exist" in capsys.readouterr().err
 
 
-def test_a_script_means_this_python(tmp_path: Path) -> None:
+def test_a_script_means_this_python(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import mpishard, sys; print(*sys.argv[1:])")
     command = [sys.executable, "-m", "mpishard", "run", "-n", "1", str(script), "--steps", "3"]
@@ -193,7 +174,10 @@ def shell(capsys):
         """Exit code, and lines of stdout and of stderr."""
         code = main([str(each) for each in arguments])
         shown = capsys.readouterr()
-        return code, [line.rstrip() for line in shown.out.splitlines()], shown.err.splitlines()
+        lines = shown.out.splitlines()
+        stripped = [line.rstrip() for line in lines]
+        assert arguments[0] != "inspect" or lines == stripped  # no line ends with blanks
+        return code, stripped, shown.err.splitlines()
 
     return shell
 
@@ -204,30 +188,20 @@ def flip(path, place=300):
     path.write_bytes(data)
 
 
-def test_no_line_ends_with_blanks(saved, capsys):
-    for command in (["inspect", saved], ["inspect", saved, "--tensor", "table.weight"]):
-        assert main([str(each) for each in command]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert len(lines) > 5 and lines == [line.rstrip() for line in lines]
-
-
 def test_inspect_a_run(saved, shell):
     code, lines, errors = shell("inspect", saved)
     assert (code, errors) == (0, [])
     assert [line.split()[:3] for line in lines[1:3]] == [["step-00000010", "10", "2"], ["step-00000005", "5", "1"]]
     assert lines[1].endswith("whole") and lines[2].endswith("whole")
     assert lines[4].startswith(f"{saved / 'step-00000010'}: whole; 3 files, ")
-    rows = {line.split("  ")[0]: line.split() for line in lines}
-    assert rows["step"] == ["step", "10"]
-    assert rows["rule (settings)"] == ["rule", "(settings)", "betas=[0.9,", "0.99],", "lr=0.1"]
-    assert rows["losses"][1:] == ["2", "numbers,", "the", "last", "2"]
-    assert rows["tensors"][1:] == ["6", "of", "52", "elements"]
-    assert rows["files of pieces"][-1] == "2"
-    assert rows["parameters"] == ["parameters", "float64", "9", "416", "B"]
-    assert rows["table.weight"] == ["table.weight", "7", "x", "3", "float32/float64", "2", "2", "252", "B"]
-    assert rows["gain"] == ["gain", "scalar", "float32/float64", "2", "2", "12", "B"]
-    assert rows["none"][-2:] == ["0", "-"]
-    assert set(SHAPES) <= rows.keys()
+    rows = {line.split("  ")[0]: " ".join(line.split()) for line in lines}
+    for expected in (
+        *("step 10", "rule (settings) betas=[0.9, 0.99], lr=0.1", "losses 2 numbers, the last 2"),
+        *("tensors 6 of 52 elements", "files of pieces 2", "parameters float64 9 416 B"),
+        *("table.weight 7 x 3 float32/float64 2 2 252 B", "gain scalar float32/float64 2 2 12 B"),
+    ):
+        assert expected in rows.values()
+    assert rows["none"].endswith(" 0 -") and set(SHAPES) <= rows.keys()
 
 
 @pytest.mark.parametrize(("path", "step"), [("step-00000005", "5"), ("latest", "10")])
@@ -304,13 +278,6 @@ def test_damage_of_what_tells_the_rest(file, run, shell):
     assert code == 1 and lines[1] == f"  {newest / file} is missing"
     code, lines, _ = shell("diff", run, run / "step-00000005")
     assert code == 0 and lines[0] == f"{run}: taking step-00000005"
-
-
-def test_an_index_of_another_checkpoint(run, shell):
-    newest, older = run / "step-00000010", run / "step-00000005"
-    shutil.copy(older / "index.h5", newest / "index.h5")
-    code, lines, _ = shell("verify", newest)
-    assert code == 1 and "index.h5" in lines[1]
 
 
 def test_values_that_are_not_finite(tmp_path, shell):
@@ -395,7 +362,6 @@ def test_diff(tmp_path, shell):
     [
         (["inspect", "{empty}"], "empty; it is empty"),
         (["inspect", "{above}"], "; there are some in "),
-        (["inspect", "{empty}/absent"], "absent does not exist; "),
         (["inspect", "{above}/absent/latest"], "latest does not exist; there are some in"),
         (["inspect", "{others}"], "; it holds a0, a1, a2, a3, a4 and 2 more"),
         (["inspect", "{run}/index.h5"], "give that folder"),
@@ -409,12 +375,22 @@ def test_diff(tmp_path, shell):
         (["export", "{run}", "{empty}/x.pt"], "name it *.safetensors or *.npz"),
         (["export", "{run}", "{file}"], "exists already"),
         (["import", "{file}", "{empty}/x"], "cannot be read as npz: File is not a zip file"),
-        (["import", "{empty}/absent.npz", "{empty}/x"], "absent.npz"),
+        (["import", "{empty}/absent.npz", "{empty}/x"], "error: {empty}/absent.npz: No such file or directory"),
         (["import", "{empty}/absent.safetensors", "{empty}/x"], "absent.safetensors"),
         (["convert", "{run}", "{empty}/step-00000077", "--files", "2"], "give step-00000010"),
         (["import", "{file}", "{empty}/x", "--step", "-1"], "--step is -1"),
         (["diff", "{run}", "{run}", "--tolerance", "nan"], "--tolerance is nan"),
         (["diff", "{run}", "{empty}"], "no checkpoint in"),
+        (["plot", "--unheard"], "--unheard; see mpishard plot --help"),
+        ("schedule 1f1b --stages 2".split(), "Missing option '--microbatches'"),
+        ("schedule 1f1b --stages two --microbatches 2".split(), "--stages"),
+        ("schedule 1f1b --stages 0 --microbatches 2".split(), "stages must be at least 1, got 0"),
+        ("schedule 1f1b --stages 2 --microbatches 2 --chunks 2".split(), "schedule '1f1b' has 1 chunk a rank, got 2"),
+        ("schedule other --stages 2 --microbatches 2".split(), "unknown schedule 'other'; choose one of"),
+        ("schedule zb-h1 --stages 2 --microbatches 2 --backward 2".split(), "'zb-h1' does not use --backward"),
+        ("schedule 1f1b --stages 2 --microbatches 2 --forward 1;2".split(), "--forward takes a number, or numbers"),
+        ("schedule 1f1b --stages 2 --microbatches 2 --forward 1,2,3".split(), "forward has 3 times for 2 virtual"),
+        ("schedule 1f1b --stages 2 --microbatches 2 --png /no/folder/x.png".split(), "/no/folder/x.png"),
     ],
 )
 def test_errors_are_one_line(arguments, message, saved, tmp_path, shell):
@@ -424,8 +400,10 @@ def test_errors_are_one_line(arguments, message, saved, tmp_path, shell):
     names |= {"above": saved.parent, "others": tmp_path / "others"}
     for number in range(7):
         (tmp_path / "others" / f"a{number}").mkdir(parents=True)
-    code, _, errors = shell(*(each.format(**names) for each in arguments))
-    assert code == 2 and len(errors) == 1 and errors[0].startswith("mpishard: error: ") and message in errors[0]
+    code, lines, errors = shell(*(each.format(**names) for each in arguments))
+    assert (code, len(errors)) == (2, 1) and errors[0].startswith("mpishard: error: ")
+    assert arguments[0] != "schedule" or not lines
+    assert message.format(**names) in errors[0]
     assert not list((tmp_path / "empty").iterdir())
 
 
@@ -461,7 +439,6 @@ def test_picture(capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("gpipe", "--stages", 4, "--microbatches", 8),
         ("interleaved", "--stages", 4, "--microbatches", 6, "--chunks", 3),
         ("1f1b", "--stages", 12, "--microbatches", 100),
         ("1f1b", "--stages", 3, "--microbatches", 4, "--forward", "1,0.0001,2"),
@@ -473,8 +450,7 @@ def test_pictures_keep_to_the_width(arguments, columns, monkeypatch, capsys):
     assert schedule(*arguments) == 0
     _, ruler_and_stages, *_ = capsys.readouterr().out.split("\n\n")
     ruler, *stages = ruler_and_stages.split("\n")
-    assert len(stages) == arguments[2]
-    assert ruler.startswith("time ")
+    assert len(stages) == arguments[2] and ruler.startswith("time ")
     assert len({len(line) for line in stages}) == 1 and len(stages[0]) <= columns
 
 
@@ -491,20 +467,17 @@ def test_long_pictures_say_what_is_left_out(capsys):
 def test_json(capsys):
     assert schedule("1f1b", "--stages", 4, "--microbatches", 8, "--json", "--blocking-sends") == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["peak_live"] == [4, 3, 2, 1]
-    assert figures["bubble_fraction"] == 3 / 11
-    assert figures["makespan"] == 33
-    assert figures["deadlock"] is None
+    assert figures["peak_live"] == [4, 3, 2, 1] and figures["deadlock"] is None
+    assert (figures["bubble_fraction"], figures["makespan"]) == (3 / 11, 33)
     assert "waits until rank 3 takes it in F1" in figures["deadlock_blocking_sends"]
     assert len(figures["events"]) == 4 * 8 * 2
     assert figures["events"][-1] == {"rank": 3, "kind": "B", "microbatch": 7, "chunk": 0, "start": 25.0, "stop": 27.0}
 
 
 def test_blocking_sends(capsys):
-    schedule("gpipe", "--stages", 2, "--microbatches", 2, "--blocking-sends")
-    assert "blocking   no deadlock with blocking sends either" in capsys.readouterr().out
-    schedule("1f1b", "--stages", 2, "--microbatches", 2, "--blocking-sends")
-    assert "blocking   schedule '1f1b' deadlocks with blocking sends: rank 0 in F1" in capsys.readouterr().out
+    for name, said in (("gpipe", "no deadlock with blocking sends either"), ("1f1b", "schedule '1f1b' deadlocks with")):
+        schedule(name, "--stages", 2, "--microbatches", 2, "--blocking-sends")
+        assert f"blocking   {said}" in capsys.readouterr().out
 
 
 def test_png(tmp_path, capsys):
@@ -518,32 +491,3 @@ def test_few_microbatches(capsys):
     assert schedule("1f1b", "--stages", 4, "--microbatches", 2) == 0
     errors = capsys.readouterr().err
     assert errors.startswith("mpishard: warning: 2 micro-batches for 4 pipeline stages") and errors.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("1f1b", "--stages", 2), "Missing option '--microbatches'"),
-        (("1f1b", "--stages", "two", "--microbatches", 2), "--stages"),
-        (("1f1b", "--stages", 2, "--microbatches", 2, "--nonsense"), "--nonsense"),
-        (("1f1b", "--stages", 0, "--microbatches", 2), "stages must be at least 1, got 0"),
-        (("1f1b", "--stages", 2, "--microbatches", 2, "--chunks", 2), "schedule '1f1b' has 1 chunk a rank, got 2"),
-        (("other", "--stages", 2, "--microbatches", 2), "unknown schedule 'other'; choose one of"),
-        (("zb-h1", "--stages", 2, "--microbatches", 2, "--backward", 2), "'zb-h1' does not use --backward"),
-        (("1f1b", "--stages", 2, "--microbatches", 2, "--forward", "1;2"), "--forward takes a number, or numbers"),
-        (("1f1b", "--stages", 2, "--microbatches", 2, "--forward", "1,2,3"), "forward has 3 times for 2 virtual"),
-        (("1f1b", "--stages", 2, "--microbatches", 2, "--png", "/no/such/folder/x.png"), "/no/such/folder/x.png"),
-    ],
-)
-def test_errors_are_one_line_of_schedule(arguments, message, capsys):
-    assert schedule(*arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("mpishard: error: ") and captured.err.count("\n") == 1
-    assert message in captured.err
-
-
-def test_help(capsys):
-    assert main([]) == 0
-    assert "schedule" in capsys.readouterr().out
-    assert main(["no-such-command"]) == 2
