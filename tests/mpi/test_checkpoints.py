@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from runs import assert_is_at, at, check_load, check_nothing_unfinished, state, values, warns_on_rank_0
+from training_problems import problem
 
 import mpishard
-from mpishard import Checkpoints, Mesh, OptimizationProblem
+from mpishard import Checkpoints, Mesh
 from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint import save as saving
 from mpishard.checkpoint.save import Fault
 from mpishard.layout.run_state import Shard
 from mpishard.layout.tensors import Piece
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 # Saving and loading the state of a run: what a crash, a full disk or a damaged file leaves is a whole checkpoint.
 
@@ -40,9 +43,7 @@ def single():
         yield single
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize(("asynchronous", "compression"), [(False, "gzip"), (True, None)])
 def test_save_and_load(comm, run, single, asynchronous, compression):
     with Mesh(comm, debug=True) as mesh:
         with Checkpoints(run, mesh, asynchronous=asynchronous, compression=compression) as checkpoints:
@@ -69,17 +70,22 @@ def test_save_and_load(comm, run, single, asynchronous, compression):
             check_load(checkpoints, 4)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.faults
-def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, monkeypatch):
-    write, waited = saving.write_pieces, []
+@pytest.fixture
+def permits(monkeypatch):
+    """Pieces are written once there is something in this list."""
+    write, permits = saving.write_pieces, []
 
     def late(*arguments, **options):
-        while not waited:
+        while not permits:
             time.sleep(0.001)
         write(*arguments, **options)
 
     monkeypatch.setattr(saving, "write_pieces", late)
+    return permits
+
+
+@pytest.mark.faults
+def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, permits):
     with Checkpoints(run, mesh, asynchronous=True) as checkpoints:
         for step in (1, 2):  # the second one takes its copy into the memory of the first
             live = at(step, mesh)
@@ -87,14 +93,13 @@ def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, mon
             for shard in live.shards:
                 shard.array[:] = -1
             live.facts["history.json"][0] = live.facts["loss"][:] = -1
-            waited.append(None)
+            permits.append(None)
             contents = check_load(checkpoints, step)
             assert contents.facts["history.json"] == [step]
             assert np.array_equal(contents.facts["loss"], range(step))
-            waited.clear()
+            permits.clear()
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_one_save_at_a_time(mesh, run, monkeypatch):
     write, under_way, most = saving.write_pieces, [], []
@@ -116,8 +121,6 @@ def test_one_save_at_a_time(mesh, run, monkeypatch):
 
 
 def fail_on_last(mesh, monkeypatch, error):
-    """From now on the last rank's disk fails."""
-
     def fail(path, *arguments, **options):
         raise error(path)
 
@@ -125,9 +128,9 @@ def fail_on_last(mesh, monkeypatch, error):
         monkeypatch.setattr(saving, "write_pieces", fail)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("call", ["wait", "save", "load", "close"])
+@pytest.mark.parametrize(
+    ("asynchronous", "call"), [(False, "wait"), *((True, call) for call in ("wait", "save", "load", "close"))]
+)
 def test_an_error_on_one_rank_is_raised_on_all(mesh, run, monkeypatch, asynchronous, call):
     checkpoints = Checkpoints(run, mesh)
     checkpoints.save(at(1, mesh))
@@ -153,7 +156,6 @@ def test_an_error_on_one_rank_is_raised_on_all(mesh, run, monkeypatch, asynchron
     checkpoints.close()
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_error_is_a_warning_if_so_configured(mesh, run, monkeypatch, asynchronous):
     with Checkpoints(run, mesh, on_error="warn", asynchronous=asynchronous) as checkpoints:
@@ -172,7 +174,6 @@ def test_an_error_is_a_warning_if_so_configured(mesh, run, monkeypatch, asynchro
         check_load(checkpoints, 1)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_rank_that_cannot_write_is_found_before_the_first_save(mesh, run, monkeypatch):
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.rehearse()
@@ -190,7 +191,6 @@ def test_a_rank_that_cannot_write_is_found_before_the_first_save(mesh, run, monk
             check_nothing_unfinished(mesh, run)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_callers_errors_are_raised_on_all_ranks(mesh, run):
     with Checkpoints(run, mesh) as checkpoints:
         if mesh.size > 1:
@@ -226,18 +226,17 @@ def test_callers_errors_are_raised_on_all_ranks(mesh, run):
         assert np.isnan(other.shards[0].array).all()
     with pytest.raises(ValueError, match="closed"):
         checkpoints.save(at(1, mesh))
-    for options in ({"every": 0}, {"keep": 0}, {"compression": "zip"}, {"on_error": "ignore"}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            Checkpoints(run, mesh, **options)
+    for name, value in {"every": 0, "keep": 0, "compression": "zip", "on_error": "ignore"}.items():
+        with pytest.raises(ValueError, match=name):
+            Checkpoints(run, mesh, **{name: value})
         if mesh.size > 1:
-            with pytest.raises(ValueError, match=f"{next(iter(options))} must be the same on all ranks"):
-                Checkpoints(run, mesh, **(options if mesh.rank == mesh.size - 1 else {}))
+            with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
+                Checkpoints(run, mesh, **({name: value} if mesh.rank == mesh.size - 1 else {}))
     if mesh.size > 1:
         with pytest.raises(ValueError, match="folder must be the same on all ranks, got .*0, .*1"):
             Checkpoints(run / str(mesh.rank), mesh)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_script_that_changes_its_directory(mesh, run, monkeypatch):
     monkeypatch.chdir(run.parent)
     with Checkpoints("run", mesh, asynchronous=True) as checkpoints:
@@ -247,7 +246,6 @@ def test_a_script_that_changes_its_directory(mesh, run, monkeypatch):
         check_load(checkpoints, 2)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_checkpoint_is_no_folder_for_others(mesh, run):
     with Checkpoints(run, mesh) as checkpoints:
         saved = checkpoints.save(at(1, mesh))
@@ -265,7 +263,6 @@ def kept(mesh, run):
     return found
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_run_removes_its_own_only(mesh, run):
     with Checkpoints(run, mesh, keep=None) as checkpoints:
         for step in (1, 2, 3):
@@ -282,7 +279,6 @@ def test_a_run_removes_its_own_only(mesh, run):
     assert kept(mesh, run) == [3, 2, 3]
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
     write, begun = saving.write_pieces, []
@@ -302,7 +298,6 @@ def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
         check_nothing_unfinished(mesh, run)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
     begin = folder.begin
@@ -322,28 +317,18 @@ def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
         assert waited_s() - before < 0.7
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
-def test_an_interrupt_while_a_save_is_waited_for(mesh, run, monkeypatch):
-    write, waited = saving.write_pieces, []
-
-    def late(*arguments, **options):
-        while not waited:
-            time.sleep(0.001)
-        write(*arguments, **options)
-
-    monkeypatch.setattr(saving, "write_pieces", late)
+def test_an_interrupt_while_a_save_is_waited_for(mesh, run, permits):
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.save(at(1, mesh), asynchronous=True)
         for call in (checkpoints.wait, checkpoints.close):
             with pytest.raises(KeyboardInterrupt):
                 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
                 call()
-        waited.append(None)
+        permits.append(None)
         check_load(checkpoints, 1)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_each_file_is_hashed_by_one_rank(mesh, run, single, monkeypatch):
     if mesh.rank == 0:
         with Checkpoints(run, single) as checkpoints:
@@ -356,35 +341,11 @@ def test_each_file_is_hashed_by_one_rank(mesh, run, single, monkeypatch):
     assert sorted(sum(mesh.world.allgather_object(hashed), [])) == ["index.h5", "pieces-00000.h5"]
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_every(mesh, run):
-    with Checkpoints(run, mesh, every=5) as checkpoints:
-        assert [step for step in range(12) if checkpoints.due(step)] == [5, 10]
-    with Checkpoints(run, mesh) as checkpoints:
-        assert not checkpoints.due(5)
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_the_same_step_twice(mesh, run):
-    with Checkpoints(run, mesh, keep=1) as checkpoints:
-        first = checkpoints.save(at(5, mesh))
-        second = checkpoints.save(at(5, mesh))
-        assert first == run / "step-00000005" and second == run / "step-00000005-2"
-        assert check_load(checkpoints, 5).folder == second
-        assert not first.exists()
-
-
-def two_checkpoints(run, mesh):
-    with Checkpoints(run, mesh) as checkpoints:
-        checkpoints.save(at(1, mesh))
-        checkpoints.save(at(2, mesh))
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
-    two_checkpoints(run, mesh)
     last = run / "step-00000002" / f"pieces-{mesh.size - 1:05d}.h5"
     with Checkpoints(run, mesh) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(at(step, mesh))
         if mesh.rank == 0:
             with open(last, "r+b") as file:
                 file.truncate(600)
@@ -402,7 +363,6 @@ def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
         assert np.isnan(found.shards[0].array).all()
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.faults
 def test_the_thread_waits_asleep(mesh, run, monkeypatch):
     write = saving.write_pieces
@@ -421,26 +381,17 @@ def test_the_thread_waits_asleep(mesh, run, monkeypatch):
         assert time.process_time() - before < 0.2
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_close_frees_the_communicators(mesh, run):
-    checkpoints = Checkpoints(run, mesh, asynchronous=True)
-    checkpoints.save(at(1, mesh))
-    comm = checkpoints._writer.axis.comm
-    checkpoints.close()
-    checkpoints.close()
+def test_a_block_left_by_an_exception_still_gets_its_checkpoint_and_close_frees_the_communicators(mesh, run):
+    with pytest.raises(KeyError), Checkpoints(run, mesh, asynchronous=True) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        comm = checkpoints._writer.axis.comm
+        raise KeyError
+    assert (run / "step-00000001").is_dir()
+    for _ in range(2):
+        checkpoints.close()
     assert comm == MPI.COMM_NULL
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_a_block_left_by_an_exception_still_gets_its_checkpoint(mesh, run):
-    with pytest.raises(KeyError), Checkpoints(run, mesh, asynchronous=True) as checkpoints:
-        checkpoints.save(at(1, mesh))
-        raise KeyError
-    assert (run / "step-00000001").is_dir()
-    checkpoints.close()
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_arrays_in_device_memory(mesh, run, device, asynchronous):
     with Checkpoints(run, mesh, asynchronous=asynchronous) as checkpoints:
@@ -451,27 +402,19 @@ def test_arrays_in_device_memory(mesh, run, device, asynchronous):
         check_load(checkpoints, 2)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_copy_takes_what_lies_end_to_end_at_once_and_keeps_its_memory(comm, monkeypatch):
-    from mpishard.checkpoint import save as copying
-
-    total = 60
     # Two runs, the second before the first in memory and of two pieces, one without elements between them.
-    counted = (
-        Piece("x", ((0, 4), (0, 5)), 30),
-        Piece("y", ((2, 5),), 3),
-        Piece("none", ((0, 0),), 6),
-        Piece("z", (), 6),
-    )
-    snapshot, copies, copy = copying.Snapshot(), [], copying.copy_together
+    counted = (Piece("x", ((0, 4), (0, 5)), 30), Piece("y", ((2, 5),), 3), Piece("none", ((0, 0),), 6))
+    counted += (Piece("z", (), 6),)
+    snapshot, copies, copy = saving.Snapshot(), [], saving.copy_together
 
     def counting(pairs):
         copies.extend((source.size, target) for source, target in pairs)
         copy(pairs)
 
-    monkeypatch.setattr(copying, "copy_together", counting)
+    monkeypatch.setattr(saving, "copy_together", counting)
     for step in (1, 2):
-        array = values(step, "parameters", total)
+        array = values(step, "parameters", 60)
         parts = snapshot.take([Shard("parameters", array, counted, counted)])
         assert [(part.name, part.box) for part in parts] == [(p.name, p.box) for p in counted[1::2] + counted[:1]]
         assert np.array_equal(parts[0].values, array[3:6]) and parts[1].values == array[6]
@@ -484,25 +427,21 @@ def test_a_copy_takes_what_lies_end_to_end_at_once_and_keeps_its_memory(comm, mo
 # Checkpoints on disks that are full, read-only, not shared, or gone: the last whole checkpoint stays.
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_places_where_nothing_can_be_written(mesh, run, on_error):
+def test_places_where_nothing_can_be_written(mesh, run):
     """`run` is a file."""
     if mesh.rank == 0:
         run.write_text("in the way")
     mesh.world.barrier()
-    with Checkpoints(run, mesh, on_error=on_error) as checkpoints:
-        if on_error == "raise":
-            with pytest.raises(OSError, match="rank 0 failed at .*run.*give the path of a folder"):
-                checkpoints.save(at(1, mesh))
-        else:
-            with warns_on_rank_0(mesh, "rank 0 failed at .*run"):
-                assert checkpoints.save(at(1, mesh)) is None
+    with Checkpoints(run, mesh) as checkpoints:
+        with pytest.raises(OSError, match="rank 0 failed at .*run.*give the path of a folder"):
+            checkpoints.save(at(1, mesh))
+    with Checkpoints(run, mesh, on_error="warn") as checkpoints:
+        with warns_on_rank_0(mesh, "rank 0 failed at .*run"):
+            assert checkpoints.save(at(1, mesh)) is None
         with pytest.raises(OSError, match="cannot look for checkpoints"):
             checkpoints.load(at(0, mesh))
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
     write = saving.write_pieces
 
@@ -521,7 +460,6 @@ def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
         check_load(checkpoints, 1)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.mpi(min_size=2)
 def test_disks_that_are_not_shared(mesh, run, monkeypatch):
     here = run / str(mesh.rank)
@@ -555,7 +493,6 @@ def small_disk(comm, tmp_path):
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_that_fills_up(mesh, small_disk, asynchronous):
     path, _ = small_disk
@@ -586,19 +523,13 @@ def test_a_disk_that_fills_up(mesh, small_disk, asynchronous):
         check_load(checkpoints, 3, **large)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_a_disk_that_becomes_read_only(mesh, small_disk, on_error):
+def test_a_disk_that_becomes_read_only(mesh, small_disk):
     path, remount = small_disk
-    with Checkpoints(path / "run", mesh, on_error=on_error) as checkpoints:
+    with Checkpoints(path / "run", mesh) as checkpoints:
         checkpoints.save(at(1, mesh))
         remount("ro")
-        if on_error == "raise":
-            with pytest.raises(OSError, match="Read-only file system; give a folder that all ranks may write to"):
-                checkpoints.save(at(2, mesh))
-        else:
-            with warns_on_rank_0(mesh, "Read-only file system"):
-                assert checkpoints.save(at(2, mesh)) is None
+        with pytest.raises(OSError, match="Read-only file system; give a folder that all ranks may write to"):
+            checkpoints.save(at(2, mesh))
         check_load(checkpoints, 1)
         remount("rw")
         checkpoints.save(at(3, mesh))
@@ -607,53 +538,23 @@ def test_a_disk_that_becomes_read_only(mesh, small_disk, on_error):
 
 # Checkpoints by a share of the run's time.
 
-ROWS = np.random.default_rng(0).standard_normal((64, 6))
-
 
 class Timed(Checkpoints):
-    """Notes the step of each save and how long it kept this rank; a save may be made longer."""
+    """Notes the step of each save, which may be made longer."""
 
     def __init__(self, *arguments, longer=0.0, **options):
-        self.saved, self.stalls, self.longer = [], [], longer
+        self.saved, self.longer = [], longer
         super().__init__(*arguments, **options)
 
     def _save(self, state, asynchronous, best):
-        began = time.perf_counter()
         time.sleep(self.longer)
         path = super()._save(state, asynchronous, best)
         self.saved.append(state.facts["step"])
-        self.stalls.append(time.perf_counter() - began)
         return path
 
 
-def problem(**options):
-    def loss(parameters, samples, gradients):
-        time.sleep(0.0002)
-        residual = ROWS[samples, :5] @ parameters - ROWS[samples, 5]
-        gradients += ROWS[samples, :5].T @ residual
-        return 0.5 * residual @ residual
-
-    return OptimizationProblem(loss, np.zeros(5), samples=64, batch_size=16, micro_batch_size=2, **options)
-
-
 @pytest.mark.faults
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_saves_take_no_more_than_their_share(mesh, folder, same_on_all, asynchronous):
-    share = 0.25
-    with Timed(folder, mesh, every=share, asynchronous=asynchronous) as checkpoints:
-        result = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=0.05), mesh).optimize(
-            problem(seconds=1.0), checkpoints=checkpoints, progress=False
-        )
-    assert same_on_all(checkpoints.saved)
-    assert checkpoints.saved[0] == 1 and checkpoints.saved[-1] == result.steps
-    assert len(set(checkpoints.saved)) == len(checkpoints.saved)
-    # The one at the end comes whether it is due or not, and the one before may be longer than any before.
-    slowest = np.max(mesh.world.comm.allgather(checkpoints.stalls), axis=0)
-    assert slowest[:-2].sum() <= share * result.seconds
-
-
-@pytest.mark.faults
-def test_the_ranks_agree_by_the_time_that_the_slowest_was_kept(mesh, folder, same_on_all, monkeypatch):
+def test_the_ranks_agree_by_the_time_that_the_slowest_was_kept(mesh, folder, monkeypatch):
     """By clocks that only saves and steps move: after a save of 6 s at 0.25 the next one comes when 24 s are over."""
     now = [1000.0 * mesh.rank]
     stall = 6.0 if mesh.rank == mesh.size - 1 else 3.0
@@ -692,10 +593,3 @@ def test_workers_that_come_and_go(mesh, folder):
     first = mesh.world.allgather_object(tuple(checkpoints.saved))[0]
     assert first[0] == 1 and first[-1] == 60 and len(first) > 3
     assert checkpoints.saved == [step for step in first if step in workers]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("every", [0, 0.0, 1.0, -0.5, 2.5, "5", float("nan")])
-def test_what_is_neither_steps_nor_a_share(mesh, folder, every):
-    with pytest.raises(ValueError, match="must be a whole number of steps of at least 1, a share of the run's time"):
-        Checkpoints(folder, mesh, every=every)

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import training_problems
 from mpi4py import MPI
 
 import mpishard
 from mpishard import AdamW, Checkpoints, DDPOptimizer, HybridShardedOptimizer, OptimizationProblem, ZeRO2Optimizer, nn
 from mpishard.layout.tensors import ModelParallelRank
 
-ROWS = np.random.default_rng(0).standard_normal((37, 6))
 RULE = AdamW(lr=mpishard.cosine(0.1, steps=9), eps=1e-3)
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 6))
 
 
-def least_squares(parameters, samples, gradients):
-    residual = ROWS[samples, :5] @ parameters - ROWS[samples, 5]
-    gradients += ROWS[samples, :5].T @ residual
-    return 0.5 * residual @ residual
-
-
 def problem(steps, **changes):
-    options = {"samples": len(ROWS), "batch_size": 8, "seed": 4, "steps": steps, **changes}
-    return OptimizationProblem(least_squares, np.zeros(5), **options)
+    return training_problems.problem(**{"batch_size": 8, "seed": 4, "steps": steps, **changes})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -48,127 +41,66 @@ def test_a_run_goes_on_where_it_stopped(mesh, folder, same_on_all, asynchronous,
         assert (nothing_left in capsys.readouterr().err) == (mesh.rank == 0)
 
 
-def test_a_rule_with_other_numbers_is_reported(mesh, folder, capsys):
-    def message():
-        shown = capsys.readouterr().err
-        assert not shown if mesh.rank else shown.count("mpishard:") <= 1
-        return shown
+def gpt_problem(model, steps, **options):
+    def batch(samples):
+        return TOKENS[samples, :-1], TOKENS[samples, 1:]
 
-    lr, steps = mpishard.cosine(0.2, steps=9), 0
-    for rule, expected in (
-        (RULE, ""),
-        (RULE, ""),
-        (AdamW(lr=lr, eps=1e-3), f"mpishard: the saved state continues with lr={lr} in place of {RULE.lr}\n"),
-        (AdamW(lr=0.1, weight_decay=0.0), f"lr=0.1 in place of {lr}, eps=1e-08 in place of 0.001, weight_decay=0.0 in"),
-    ):
-        optimizer = DDPOptimizer(rule, mesh)
-        steps += 2
+    options = {"samples": len(TOKENS), "batch_size": 10, **options}
+    return OptimizationProblem.for_model(model, batch, steps=steps, **options)
+
+
+def test_a_rule_with_other_numbers_is_reported(mesh, folder, capsys):
+    def check(expected):
+        shown = capsys.readouterr().err
+        assert expected in shown and shown.count("mpishard:") == 1 if expected and mesh.rank == 0 else not shown
+
+    lr, plain = mpishard.cosine(0.2, steps=9), AdamW(lr=0.1, weight_decay=0.0)
+    grouped = AdamW(lr=0.1, weight_decay=0.0, groups=[mpishard.ParameterGroup("*", weight_decay=0, lr_factor=2)])
+    clipped = mpishard.ShardingConfiguration(mesh, max_gradient_value=3)
+    continues, groups = "mpishard: the saved state continues with ", "*: weight_decay=0.0 lr_factor=2.0"
+    cases = (
+        (RULE, mesh, ""),
+        (RULE, mesh, ""),
+        (AdamW(lr=lr, eps=1e-3), mesh, f"{continues}lr={lr} in place of {RULE.lr}\n"),
+        (plain, mesh, f"{continues}lr=0.1 in place of {lr}, eps=1e-08 in place of 0.001, weight_decay=0.0 in"),
+        (grouped, clipped, f"groups={groups} in place of none, max_gradient_value=3.0 in place of None"),
+        (plain, mesh, f"groups=none in place of {groups}"),
+    )
+    for number, (rule, config, expected) in enumerate(cases, 1):
+        optimizer = DDPOptimizer(rule, config)
         with Checkpoints(folder, mesh) as checkpoints:
-            optimizer.optimize(problem(steps), progress=False, checkpoints=checkpoints, resume=True)
-        shown = message()
-        assert shown == "" if mesh.rank or not expected else expected in shown
-    group = mpishard.ParameterGroup("*", weight_decay=0, lr_factor=2)
-    config = mpishard.ShardingConfiguration(mesh, max_gradient_value=3)
-    grouped = "groups=*: weight_decay=0.0 lr_factor=2.0"
-    clipped = "max_gradient_value=3.0 in place of None"
-    for optimizer, expected in (
-        (
-            DDPOptimizer(AdamW(lr=0.1, weight_decay=0.0, groups=[group]), config),
-            f"{grouped} in place of none, {clipped}",
-        ),
-        (DDPOptimizer(AdamW(lr=0.1, weight_decay=0.0), mesh), f"groups=none in place of {grouped[7:]}"),
-    ):
-        steps += 2
-        with Checkpoints(folder, mesh) as checkpoints:
-            optimizer.optimize(problem(steps), progress=False, checkpoints=checkpoints, resume=True)
-        shown = message()
-        assert mesh.rank or expected in shown
-    other, flat = DDPOptimizer(AdamW(lr=0.3, weight_decay=0.0), mesh), np.zeros(5)
-    for load in (
-        lambda: mpishard.load_checkpoint(folder, flat, other),
-        lambda: other.deserialize(optimizer.serialize()),
-    ):
-        load()
-        shown = message()
-        assert shown == ("" if mesh.rank else "mpishard: the saved state continues with lr=0.3 in place of 0.1\n")
+            optimizer.optimize(problem(2 * number), progress=False, checkpoints=checkpoints, resume=True)
+        check(expected)
+    other, flat = DDPOptimizer(AdamW(lr=0.3, weight_decay=0.0), mesh), np.zeros(6)
+    mpishard.load_checkpoint(folder, flat, other)
+    check(f"{continues}lr=0.3 in place of 0.1\n")
+    other.deserialize(optimizer.serialize())
+    check(f"{continues}lr=0.3 in place of 0.1\n")
     mpishard.load_checkpoint(folder, flat, optimizer)
     unnamed = [DDPOptimizer(AdamW(lr=lambda step: 0.1), mesh) for _ in range(2)]
     for each in unnamed:
-        each.step(flat, np.ones(5))
+        each.step(flat, np.ones(6))
     unnamed[0].deserialize(unnamed[1].serialize())
-    assert message() == ""
-
-
-def gpt_run(comm, steps, zero_stage, tensor=1, pipeline=1, folder=None, resume=False):
-    """Losses and all parameters of a GPT trained on a mesh over `comm`."""
-    with mpishard.Mesh(comm, tensor=tensor, pipeline=pipeline) as mesh:
-        model = nn.GPT(11, 5, 8, 2, 2, np.float64, mesh=mesh, tied=True, sharded_parameters=zero_stage == 3)
-        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5)
-        optimizer = HybridShardedOptimizer(RULE, config, zero_stage=zero_stage)
-        task = OptimizationProblem.for_model(
-            model,
-            lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
-            samples=len(TOKENS),
-            batch_size=13,
-            tokens_per_sample=5,
-            steps=steps,
-        )
-        if folder is None:
-            result = optimizer.optimize(task, progress=False)
-        else:
-            with Checkpoints(folder, mesh, every=3) as checkpoints:
-                result = optimizer.optimize(task, progress=False, checkpoints=checkpoints, resume=resume)
-        whole = mpishard.as_distributed(model, mesh).gather_full_parameters()
-        return result.loss_history, whole
-
-
-@pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages")
-def test_a_run_goes_on_in_other_layouts(comm, folder):
-    expected = gpt_run(MPI.COMM_SELF, 9, 0)
-    size = comm.size
-    layouts = [{"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 1}]
-    if size % 2 == 0:
-        layouts = [{"zero_stage": 3, "tensor": 2}, {"zero_stage": 1, "pipeline": 2}, {"zero_stage": 2}]
-    for number, layout in enumerate(layouts):
-        losses, parameters = gpt_run(comm, 3 * (number + 1), folder=folder, resume=True, **layout)
-        assert len(losses) == 3 * (number + 1)
-    assert np.abs(losses - expected[0]).max() < 1e-12
-    assert np.abs(parameters - expected[1]).max() < 1e-12
-    # On fewer ranks: each has what all had.
-    if comm.rank == 0:
-        assert np.array_equal(gpt_run(MPI.COMM_SELF, 9, 0, folder=folder, resume=True)[1], parameters)
-    comm.Barrier()
+    check("")
 
 
 def everything_while_training(comm, steps, zero_stage, tensor=1, pipeline=1, folder=None):
     """Losses, validation losses, parameters and their average, with parameter groups and clipping by value."""
-    rule = AdamW(
-        lr=0.05,
-        weight_decay=0.1,
-        ema_decay=0.5,
-        groups=[
-            mpishard.ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0),
-            mpishard.ParameterGroup("*_embedding.*", lr_factor=0.5),
-        ],
-    )
+    without_decay = mpishard.ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0)
+    groups = [without_decay, mpishard.ParameterGroup("*_embedding.*", lr_factor=0.5)]
+    rule = AdamW(lr=0.05, weight_decay=0.1, ema_decay=0.5, groups=groups)
     with mpishard.Mesh(comm, tensor=tensor, pipeline=pipeline) as mesh:
         model = nn.GPT(11, 5, 8, 2, 2, mesh=mesh, shards=2, sharded_parameters=zero_stage == 3)
         config = mpishard.ShardingConfiguration(mesh, reproducible=True, max_gradient_value=0.02)
         optimizer = HybridShardedOptimizer(rule, config, zero_stage=zero_stage)
+        task = gpt_problem(model, steps, samples=40, batch_size=13, micro_batch_size=3, tokens_per_sample=5)
 
-        def batch(samples):
-            return TOKENS[samples, :-1], TOKENS[samples, 1:]
+        def held_out(samples):
+            return TOKENS[40 + samples, :-1], TOKENS[40 + samples, 1:]
 
-        task = OptimizationProblem.for_model(
-            model, batch, samples=40, batch_size=13, micro_batch_size=3, tokens_per_sample=5, steps=steps
-        )
-        options = {
-            "evaluate": mpishard.Evaluation.for_model(
-                lambda samples: batch(40 + samples), 5, every=2, tokens_per_sample=5, averaged=True
-            ),
-            "stop_early": mpishard.EarlyStopping(patience=3, min_delta=10.0),  # stops after the fourth evaluation
-            "progress": False,
-        }
+        evaluation = mpishard.Evaluation.for_model(held_out, 5, every=2, tokens_per_sample=5, averaged=True)
+        stop_early = mpishard.EarlyStopping(patience=3, min_delta=10.0)  # stops after the fourth evaluation
+        options = {"evaluate": evaluation, "stop_early": stop_early, "progress": False}
         if folder is None:
             result = optimizer.optimize(task, **options)
         else:
@@ -204,15 +136,10 @@ def test_a_model_with_other_heads_is_reported(mesh, folder, capsys):
         (8, 2, 0.0, "dropout=0.0 in place of 0.1"),
     ):
         model = nn.GPT(11, 5, 8, 2, heads, mesh=mesh, dropout=dropout)
-        task = OptimizationProblem.for_model(
-            model,
-            lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
-            samples=len(TOKENS),
-            batch_size=10,
-            steps=steps,
-        )
         with Checkpoints(folder, mesh) as checkpoints:
-            DDPOptimizer(RULE, mesh).optimize(task, progress=False, checkpoints=checkpoints, resume=True)
+            DDPOptimizer(RULE, mesh).optimize(
+                gpt_problem(model, steps), progress=False, checkpoints=checkpoints, resume=True
+            )
         shown = capsys.readouterr().err
         assert shown.count("mpishard: the saved model continues with") == int(bool(expected) and mesh.rank == 0)
         assert mesh.rank or expected in shown
@@ -245,17 +172,15 @@ def test_another_run_does_not_go_on(mesh, folder, changes, rule, message):
 
 
 def test_a_rule_with_fewer_slots_does_not_drop_the_others(mesh, folder):
-    flat, optimizer = np.zeros(5), DDPOptimizer(mpishard.SGD(lr=0.1, momentum=0.9), mesh)
-    optimizer.step(flat, np.ones(5))
+    flat, optimizer = np.zeros(6), DDPOptimizer(mpishard.SGD(lr=0.1, momentum=0.9), mesh)
+    optimizer.step(flat, np.ones(6))
     mpishard.save_checkpoint(folder, flat, optimizer)
     other = DDPOptimizer(mpishard.SGD(lr=0.1), mesh)
-    loads = [
-        lambda: mpishard.load_checkpoint(folder, np.zeros(5), other),
-        lambda: other.deserialize(optimizer.serialize()),
-    ]
-    for load in loads:
-        with pytest.raises(ValueError, match=r"SGD \(slots: momentum_buffer\), but this .* SGD \(slots: none\)"):
-            load()
+    dropped = r"SGD \(slots: momentum_buffer\), but this .* SGD \(slots: none\)"
+    with pytest.raises(ValueError, match=dropped):
+        mpishard.load_checkpoint(folder, np.zeros(6), other)
+    with pytest.raises(ValueError, match=dropped):
+        other.deserialize(optimizer.serialize())
 
 
 def test_a_run_that_reached_its_tolerance_takes_no_more_steps(mesh, folder):
@@ -270,26 +195,23 @@ def test_a_run_that_reached_its_tolerance_takes_no_more_steps(mesh, folder):
 
 
 def test_a_run_goes_on_from_a_loop_of_ones_own(mesh, folder):
-    flat, optimizer = np.zeros(5), DDPOptimizer(RULE, mesh)
+    flat, optimizer = np.zeros(6), DDPOptimizer(RULE, mesh)
     for step in range(3):
-        optimizer.step(flat, np.full(5, step + 1.0))
+        optimizer.step(flat, np.full(6, step + 1.0))
     mpishard.save_checkpoint(folder, flat, optimizer, facts={"loss": 2.5})
     with Checkpoints(folder, mesh) as checkpoints:
         result = DDPOptimizer(RULE, mesh).optimize(problem(5), progress=False, checkpoints=checkpoints, resume=True)
-    assert (result.steps, result.resumed_steps, result.samples) == (5, 3, 37)
+    assert (result.steps, result.resumed_steps, result.samples) == (5, 3, 40)
     assert np.isnan(result.loss_history[:3]).all() and np.isfinite(result.loss_history[3:]).all()
 
 
 def test_a_seed_of_many_bits_goes_on(mesh, folder):
     with Checkpoints(folder, mesh) as checkpoints:
-        for seed in (2**127 + 1,) * 2:
-            DDPOptimizer(RULE, mesh).optimize(
-                problem(3, seed=seed), progress=False, checkpoints=checkpoints, resume=True
-            )
+        options = {"progress": False, "checkpoints": checkpoints, "resume": True}
+        for _ in range(2):
+            DDPOptimizer(RULE, mesh).optimize(problem(3, seed=2**127 + 1), **options)
         with pytest.raises(ValueError, match="other samples: seed="):
-            DDPOptimizer(RULE, mesh).optimize(
-                problem(3, seed=2**127), progress=False, checkpoints=checkpoints, resume=True
-            )
+            DDPOptimizer(RULE, mesh).optimize(problem(3, seed=2**127), **options)
 
 
 def test_what_cannot_be_saved_is_refused_before_the_first_step(mesh, folder):
@@ -303,7 +225,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(mesh, folder):
         with Checkpoints(folder, mesh) as checkpoints, pytest.raises(ValueError, match=message):
             optimizer.optimize(problem(3, facts=facts), progress=False, checkpoints=checkpoints)
         with pytest.raises(ValueError, match=message):
-            mpishard.save_checkpoint(folder, np.zeros(5), optimizer, facts=facts)
+            mpishard.save_checkpoint(folder, np.zeros(6), optimizer, facts=facts)
     with Checkpoints(folder, mesh) as checkpoints, pytest.raises(ValueError, match="'seed' is one of the run's own"):
         optimizer.optimize(problem(3, facts={"seed": 7}), progress=False, checkpoints=checkpoints)
     assert optimizer.steps == 0 and not list(folder.iterdir())
@@ -319,17 +241,9 @@ def test_checkpoints_are_of_the_optimizers_ranks(mesh, folder):
 
 def test_checkpoints_say_what_made_them(mesh, folder):
     model = nn.GPT(11, 5, 8, 2, 2, mesh=mesh)
-    optimizer = ZeRO2Optimizer(RULE, mesh)
-    task = OptimizationProblem.for_model(
-        model,
-        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
-        samples=len(TOKENS),
-        batch_size=10,
-        steps=7,
-        facts={"note": "first try"},
-    )
+    task = gpt_problem(model, 7, facts={"note": "first try"})
     with Checkpoints(folder, mesh) as checkpoints:
-        optimizer.optimize(task, progress=False, checkpoints=checkpoints)
+        ZeRO2Optimizer(RULE, mesh).optimize(task, progress=False, checkpoints=checkpoints)
     facts = mpishard.load_checkpoint(folder, model, mesh=mesh)
     assert (facts["step"], facts["samples_consumed"], facts["seed"], facts["note"]) == (7, 65, 0, "first try")
     assert facts["model.json"]["width"] == 8 and facts["mesh.json"]["data"] == mesh.size
@@ -407,9 +321,9 @@ def test_communicators_are_freed_after_an_error(mesh, folder, monkeypatch):
             made.append(self)
 
     monkeypatch.setattr("mpishard.training.saving.Checkpoints", Recorded)
-    mpishard.save_checkpoint(folder, np.zeros(5), DDPOptimizer(RULE, mesh))
+    mpishard.save_checkpoint(folder, np.zeros(6), DDPOptimizer(RULE, mesh))
     with pytest.raises(ValueError, match="another model"):
-        mpishard.load_checkpoint(folder, np.zeros(6), mesh=mesh)
+        mpishard.load_checkpoint(folder, np.zeros(7), mesh=mesh)
     assert len(made) == 2
     for checkpoints in made:
         with pytest.raises(ValueError, match="are closed"):
