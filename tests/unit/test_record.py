@@ -370,7 +370,7 @@ STRAGGLERS: dict[str, tuple[list[Process], list[int]]] = {
     "a few steps": ([process(0, [0.1] * 4), process(1, [0.9] * 4)], []),
     "a slow stage": (STAGES, []),
     "a slow rank of a slow stage": ([*STAGES, process(4, [0.6] * 20, pipeline=1)], [4]),
-    "one that has stopped writing": ([*processes(0.1, 0.1, first=100), process(2, [0.9] * 20)], []),
+    "one that has stopped writing": ([*processes(0.1, 0.2, 0.1, first=100), process(3, [0.9] * 20)], [1]),
 }
 
 
@@ -438,6 +438,7 @@ DIAGNOSES: dict[str, tuple[list[dict[str, Any]], dict[int, str], list[Any], list
         [("cycle", (0, 1, 2, 3))],
         ["0 for 1"],
     ),
+    "two that receive": ([answer(rank, "world.recv 8", [0, 1]) for rank in (0, 1)], {}, [("cycle", (0, 1))], []),
     "a run that goes on": ([answer(0, SUM, [0, 1], 0.01), answer(1)], {}, [("runs", (0,)), ("runs", (1,))], []),
     "nobody": ([], {}, [], []),
 }
