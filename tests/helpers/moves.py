@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grid
@@ -86,21 +86,10 @@ class Session:
         self.mesh = mpishard.Mesh(comm, data=layout.data, tensor=layout.tensor, pipeline=layout.pipeline)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*micro-batches for .* pipeline stages")
-            self.model = nn.GPT(
-                grid.VOCABULARY,
-                grid.LENGTH,
-                grid.WIDTH,
-                layout.layers,
-                layout.heads,
-                np.float64,
-                seed,
-                mesh=self.mesh,
-                tied=layout.tied,
-                schedule=layout.schedule,
-                chunks=2 if layout.schedule == "interleaved" else 1,
-                microbatches=layout.pipeline,
-                sharded_parameters=layout.zero == 3,
-            )
+            sizes = (grid.VOCABULARY, grid.LENGTH, grid.WIDTH, layout.layers, layout.heads, np.float64, seed)
+            options = {"chunks": 2 if layout.schedule == "interleaved" else 1, "microbatches": layout.pipeline}
+            options |= {"tied": layout.tied, "schedule": layout.schedule, "sharded_parameters": layout.zero == 3}
+            self.model = nn.GPT(*sizes, mesh=self.mesh, **options)
         # Few buckets, for time: several in every layout, and tensors that they cut.
         config = mpishard.ShardingConfiguration(
             self.mesh, max_gradient_norm=grid.CLIP, minimum_parameter_group_size=5000
@@ -113,7 +102,6 @@ class Session:
         return self.optimizer.state.capture()
 
     def train(self, last: int) -> list[float]:
-        """Go on to step `last`; returns the losses."""
         losses = []
         for step in range(self.optimizer.clock + 1, last + 1):
             losses.append(grid.loss_and_gradient(self.model, self.mesh, step))
@@ -121,7 +109,6 @@ class Session:
         return losses
 
     def parameters(self) -> np.ndarray:
-        """Those of this place in the mesh, flat."""
         return np.array(self.model.parameters.gather())
 
 
@@ -225,7 +212,7 @@ def passes(found: dict[str, float]) -> bool:
 
 def tied(layouts: Sequence[Layout]) -> list[Layout]:
     """The same layouts for the model whose output head uses the table of the embedding."""
-    return [Layout(x.data, x.tensor, x.pipeline, x.zero, x.schedule, tied=True) for x in layouts]
+    return [replace(layout, tied=True) for layout in layouts]
 
 
 def main() -> int:
@@ -241,10 +228,8 @@ def main() -> int:
     began, results = time.monotonic(), []
     for layouts in (possible, tied(possible)):
         pairs = list(itertools.product(layouts, layouts))[:: options.every]
-        for source in layouts:
-            targets = [target for layout, target in pairs if layout == source]
-            if not targets:
-                continue
+        for source, moved in itertools.groupby(pairs, lambda pair: pair[0]):
+            targets = [target for _, target in moved]
             for name, found in moves_from(world, source, targets, options.how or ["memory", "disk"]):
                 results.append(found)
                 if world.rank == 0 and not passes(found):
