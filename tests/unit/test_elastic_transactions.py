@@ -69,13 +69,9 @@ def test_every_event_in_every_phase(phase, event):
 def test_no_phase_is_a_trap():
     """Whatever has happened, a run can still end, and all phases can be reached."""
 
-    def reached(start):
-        seen, left = set(), [start]
-        while left:
-            phase = left.pop()
-            seen.add(phase)
-            left += set(TRANSITIONS[phase].values()) - seen
-        return seen
+    def reached(phase, seen=()):
+        new = set(TRANSITIONS[phase].values()) - {phase, *seen}
+        return {phase}.union(*(reached(each, {phase, *seen}) for each in new))
 
     assert reached(Phase.STARTING) == set(Phase)
     assert all(Phase.ENDED in reached(phase) for phase in Phase)
@@ -118,6 +114,12 @@ def test_a_process_that_fails_says_no_wherever_others_may_wait(agreed, calls):
     agreed.refuse_all()
     assert calls == [("workers", True), ("crew", True), ("workers", False), ("crew", False)]
     assert not agreed.workers_may_wait
+    calls.clear()
+    agreed.end_steps()  # between steps no worker waits
+    agreed.refuse_all()
+    agreed.begin_steps()
+    agreed.refuse_all()
+    assert calls == [("crew", False), ("workers", False), ("crew", False)]
 
 
 def test_no_agreement_is_answered_twice(agreed, calls, failing):
@@ -127,14 +129,6 @@ def test_no_agreement_is_answered_twice(agreed, calls, failing):
         agreed.agree_as_workers()
     agreed.refuse_all()
     assert calls == [("workers", True), ("crew", False)]
-
-
-def test_between_steps_no_worker_waits(agreed, calls):
-    agreed.end_steps()
-    agreed.refuse_all()
-    agreed.begin_steps()
-    agreed.refuse_all()
-    assert calls == [("crew", False), ("workers", False), ("crew", False)]
 
 
 class Training:
@@ -186,6 +180,8 @@ def transactions(agreed):
 
 
 def test_a_step_that_is_agreed_on(transactions):
+    transactions.rollback()  # without a step
+    assert transactions._training.facts == {"steps": 3}
     assert transactions.take_step().loss == 0.25
     assert transactions.status == (4, 3, "", False)
     assert transactions._training.steps == [0.25]
@@ -204,11 +200,6 @@ def test_a_step_that_fails_is_what_it_is_to_the_others(transactions, failing, co
     transactions.adopt(newest)
     assert transactions.status == newest
     assert (transactions._training.steps, transactions._training.facts["steps"]) == (losses, steps)
-
-
-def test_going_back_without_a_step(transactions):
-    transactions.rollback()
-    assert transactions._training.facts == {"steps": 3}
 
 
 # What processes of an elastic run tell each other: after a death, and when the workers change.
@@ -262,7 +253,6 @@ def test_the_metadata_of_a_resize_come_as_they_were_sent():
         ("", []),
         ("a", [0]),
         ("aaaa", [1, 2, 3, 0]),
-        ("aabb", [2, 3, 0, 1]),
         ("abab", [1, 0, 3, 2]),
         ("aabbcc", [2, 3, 4, 5, 0, 1]),
         ("abb", [2, 0, 1]),

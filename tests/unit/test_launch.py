@@ -28,8 +28,6 @@ from mpishard.launch.processes import Leftovers
 from mpishard.launch.restart_policy import JobHistory, JobOutcome, Policy, Start, Stop, decide
 from mpishard.launch.signals import deferred
 
-# Launchers, hosts, processes that are left, and signals.
-
 # A launcher that does not fit the MPI starts several worlds of one rank, which a mesh refuses to train in.
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}
@@ -273,10 +271,6 @@ def ended_with(code, *, half_started=False, lost=False, stopped=0, healed=0, **n
     return JobOutcome(code, Notes(**{"started": True, "heal": heal, **notes}), half_started, lost, stopped)
 
 
-def replace_failure(outcome, **changes):
-    return replace(outcome, notes=replace(outcome.notes, failure=replace(outcome.notes.failure, **changes)))
-
-
 KILLED = ended_with(137, step=10)
 
 
@@ -309,10 +303,8 @@ def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
         (ended_with(75, ended=Ended(75), stopped=15), 75),
     ],
 )
-@pytest.mark.parametrize("elastic", [True, False])
-def test_what_ends_a_run(outcome, code, elastic):
-    follows = after(outcome, Policy(elastic=elastic))
-    assert isinstance(follows, Stop) and follows.code == code
+def test_what_ends_a_run(outcome, code):
+    assert [after(outcome, Policy(elastic=elastic)).code for elastic in (True, False)] == [code, code]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +322,7 @@ def test_what_ends_a_run(outcome, code, elastic):
 )
 def test_without_elastic_a_failure_is_the_end(outcome, code):
     follows = after(outcome, Policy())
-    assert isinstance(follows, Stop) and follows.code == code and follows.why
+    assert follows.code == code and isinstance(follows, Stop) and follows.why
 
 
 @pytest.mark.parametrize(
@@ -349,13 +341,11 @@ def test_without_elastic_a_failure_is_the_end(outcome, code):
     ],
 )
 def test_ranks_that_are_left(outcome, changes, ranks):
-    follows = after(outcome, replace(ELASTIC, **changes))
-    assert isinstance(follows, Start) and follows.ranks == ranks
+    assert after(outcome, replace(ELASTIC, **changes)).ranks == ranks
 
 
 def test_too_few_ranks():
-    follows = after(KILLED, replace(SHRINKING, min_workers=4))
-    assert isinstance(follows, Stop) and "3 ranks remain and 4 are needed" in follows.why
+    assert "3 ranks remain and 4 are needed" in after(KILLED, replace(SHRINKING, min_workers=4)).why
     assert isinstance(after(KILLED, replace(SHRINKING, multiple_of=4)), Stop)
     assert isinstance(after(KILLED, SHRINKING, JobHistory(1, 1)), Stop)
 
@@ -365,27 +355,23 @@ def test_starts_that_lose_ranks_in_succession():
     history, seen = JobHistory(4, 4), []
     for step in (5, 5, 5, 9, 9):
         follows = after(ended_with(137, step=step), history=history)
-        assert isinstance(follows, Start)
         history = follows.history
         seen.append(follows.ranks)
     assert seen == [4, 3, 2, 4, 3]
     never = after(ended_with(137, step=0), replace(ELASTIC, min_workers=4), JobHistory(4, 4, restarts=1))
-    assert isinstance(never, Start) and never.ranks == 4
-    assert after(ended_with(137, step=0)).ranks == 4  # the first start of all
+    assert never.ranks == after(ended_with(137, step=0)).ranks == 4  # the latter is the first start of all
 
 
 def test_hosts_that_are_left():
     history = JobHistory(5, 5)
     lost = after(KILLED, history=history, hosts=HOSTS, answering=HOSTS[1:])
-    assert isinstance(lost, Start) and (lost.ranks, lost.hosts, lost.history.ranks) == (3, HOSTS[1:], 5)
+    assert (lost.ranks, lost.hosts, lost.history.ranks) == (3, HOSTS[1:], 5)
     back = after(ended_with(137, step=11), history=lost.history, hosts=HOSTS)  # it answers again
-    assert isinstance(back, Start) and (back.ranks, back.hosts) == (5, HOSTS)
+    assert (back.ranks, back.hosts) == (5, HOSTS)
     fewer = after(ended_with(137, step=11), SHRINKING, lost.history, HOSTS)
-    assert isinstance(fewer, Start) and (fewer.ranks, fewer.hosts) == (4, HOSTS)
-    unclear = after(ended_with(137, step=10, lost=True), history=history, hosts=HOSTS)
-    assert isinstance(unclear, Start) and unclear.ranks == 5
-    none = after(KILLED, history=history, hosts=HOSTS, answering=())
-    assert isinstance(none, Stop) and none.code == 137
+    assert (fewer.ranks, fewer.hosts) == (4, HOSTS)
+    assert after(ended_with(137, step=10, lost=True), history=history, hosts=HOSTS).ranks == 5  # unclear which
+    assert after(KILLED, history=history, hosts=HOSTS, answering=()).code == 137
 
 
 def test_only_progress_resets_the_count_of_restarts():
@@ -393,50 +379,54 @@ def test_only_progress_resets_the_count_of_restarts():
     for step in (5, 5, 5, 9, 9, 9, 8, 9):
         follows = after(ended_with(137, step=step), history=history)
         starts.append(isinstance(follows, Start))
-        if starts[-1]:
-            history = follows.history
+        history = follows.history if starts[-1] else history
     assert starts == [True, True, True, True, True, True, False, False]
-    assert isinstance(follows, Stop) and "3 restarts have brought it no further than step 9" in follows.why
+    assert "3 restarts have brought it no further than step 9" in follows.why
     assert history.step == 9
 
 
 def test_the_same_failure_twice():
-    first = after(ended_with(1, step=12, failure=FAILURE))
-    assert isinstance(first, Start)
-    again = replace(FAILURE, message="1.6 is bad")
-    assert isinstance(after(ended_with(1, step=12, failure=again), history=first.history), Stop)
-    for other in (replace(FAILURE, step=13), replace(FAILURE, kind="OSError"), replace(FAILURE, where="train.py:8")):
-        assert isinstance(after(ended_with(1, step=12, failure=other), history=first.history), Start)
-    between = after(KILLED, history=first.history)
-    assert isinstance(between, Start)
-    assert isinstance(after(ended_with(1, step=12, failure=FAILURE), history=between.history), Start)
+    failed = ended_with(1, step=12, failure=FAILURE)
+    first, between = after(failed), after(KILLED, history=after(failed).history)
+    for changes, history, decision in (
+        ({"message": "1.6 is bad"}, first.history, Stop),
+        ({"step": 13}, first.history, Start),
+        ({"kind": "OSError"}, first.history, Start),
+        ({"where": "train.py:8"}, first.history, Start),
+        ({}, between.history, Start),
+    ):
+        again = ended_with(1, step=12, failure=replace(FAILURE, **changes))
+        assert isinstance(after(again, history=history), decision), changes
 
 
 def test_what_all_ranks_were_refused_alike_is_not_tried_again():
-    refused = ended_with(1, failure=replace(FAILURE, step=0, alike=True))
-    follows = after(refused, hosts=HOSTS)
-    assert isinstance(follows, Stop) and follows.code == 1
-    assert follows.why == (
+    def refused(step=0, **changes):
+        return ended_with(1, step=step, failure=replace(FAILURE, **{"step": 0, "alike": True, **changes}))
+
+    follows = after(refused(), hosts=HOSTS)
+    assert follows.code == 1 and follows.why == (
         "failed by ValueError at train.py:7 on all ranks, before any step: another start would end the same way"
     )
     # What one rank has met, what has come with a step, and what follows a loss of ranks or hosts may come otherwise.
-    for other in ({"alike": False}, {"step": 1}):
-        assert isinstance(after(replace_failure(refused, **other)), Start)
-    assert isinstance(after(refused, history=JobHistory(4, 4, restarts=1)), Start)
-    assert isinstance(after(refused, history=JobHistory(4, 4, step=3)), Start)
-    assert isinstance(after(refused, hosts=HOSTS, answering=HOSTS[1:]), Start)
-    assert isinstance(after(replace(refused, notes=replace(refused.notes, step=3))), Start)
+    early = ended_with(1, failure=replace(FAILURE, step=1, alike=True))
+    for outcome in (refused(alike=False), early, refused(step=3)):
+        assert isinstance(after(outcome), Start)
+    for options in (
+        {"history": JobHistory(4, 4, restarts=1)},
+        {"history": JobHistory(4, 4, step=3)},
+        {"hosts": HOSTS, "answering": HOSTS[1:]},
+    ):
+        assert isinstance(after(refused(), **options), Start), options
 
 
 def test_a_job_that_never_started():
+    outcome = ended_with(127, started=False)
     for policy in (ELASTIC, Policy()):
-        follows = after(ended_with(127, started=False), policy)
-        assert isinstance(follows, Stop) and follows.code == 127
+        follows = after(outcome, policy)
+        assert follows.code == 127
         assert follows.why == "did not start, or its script never imported mpishard (the launcher reports 127)"
-    later = after(ended_with(127, started=False), history=JobHistory(4, 4, step=3))
-    assert isinstance(later, Start)
-    hosts_gone = after(ended_with(1, started=False), hosts=HOSTS, answering=HOSTS[:1])
-    assert isinstance(hosts_gone, Start) and hosts_gone.ranks == 2
+    assert isinstance(after(outcome, history=JobHistory(4, 4, step=3)), Start)
+    assert after(ended_with(1, started=False), hosts=HOSTS, answering=HOSTS[:1]).ranks == 2
 
 
 @pytest.mark.parametrize("lost", [{"code": 137, "half_started": True}, {"code": 9}, {"code": 139}, {"code": -9}])
@@ -444,12 +434,10 @@ def test_ranks_that_die_before_they_import_mpishard(lost):
     """As others, but a second time in succession it is taken for the script's own failure."""
     lost = ended_with(started=False, **lost)
     first = after(lost)
-    assert isinstance(first, Start) and first.ranks == 4
+    assert first.ranks == 4
     second = after(lost, history=first.history)
-    assert isinstance(second, Stop) and second.code and "the same twice" in second.why
-    between = after(KILLED, history=first.history)
-    assert isinstance(between, Start)
-    assert isinstance(after(lost, history=between.history), Start)
+    assert second.code and "the same twice" in second.why
+    assert isinstance(after(lost, history=after(KILLED, history=first.history).history), Start)
     assert isinstance(after(lost, replace(ELASTIC, max_restarts=0)), Stop)
 
 
@@ -508,16 +496,8 @@ def leave(tmp_path):
         given = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2", **environment}
         stand_ins = {"PATH": f"{tmp_path}:{os.defpath}", "BASH_ENV": str(tmp_path / "clock")}
         stand_ins |= {"DEAF": str(deaf), "ANSWER": answer, "STATE": state}
-        done = subprocess.run(
-            ["bash", str(TRAIN), "train.py"],
-            cwd=tmp_path,
-            env={**given, **stand_ins},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 30, "check": False}
+        done = subprocess.run(["bash", str(TRAIN), "train.py"], cwd=tmp_path, env={**given, **stand_ins}, **streams)
         requeued = tmp_path / "requeued"
         return done.stdout, done.returncode, requeued.read_text().split() if requeued.exists() else []
 
@@ -536,16 +516,22 @@ def test_one_of_an_array_is_queued_again_by_its_full_name(leave):
     assert requeued == ["17_1"], log
 
 
-def test_a_job_that_was_cancelled_is_not_queued_again(leave):
-    log, code, requeued = leave(2, state="CANCELLED")
-    assert code == START_AGAIN and not requeued
-    assert "job 1 leaves with code 75; it is CANCELLED, so this script does not queue it again" in log
-
-
-def test_a_slurm_that_never_answers_is_not_waited_for_without_limit(leave):
-    log, code, requeued = leave(10**6, PATIENCE="0")
-    assert code == 2 and not requeued
-    assert "Slurm did not queue job 1 again within 0 s; submit it again, and it goes on" in log
+@pytest.mark.parametrize(
+    ("deaf", "environment", "code", "said"),
+    [
+        (
+            2,
+            {"state": "CANCELLED"},
+            START_AGAIN,
+            "leaves with code 75; it is CANCELLED, so this script does not queue it",
+        ),
+        (10**6, {"PATIENCE": "0"}, 2, "Slurm did not queue job 1 again within 0 s; submit it again, and it goes on"),
+    ],
+    ids=["cancelled", "Slurm never answers"],
+)
+def test_a_job_that_is_not_queued_again(leave, deaf, environment, code, said):
+    log, left_with, requeued = leave(deaf, **environment)
+    assert left_with == code and not requeued and said in log, log
 
 
 @pytest.mark.parametrize(

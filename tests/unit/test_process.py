@@ -34,13 +34,6 @@ from mpishard.parameters.flat import FlatParameters
 # The number of BLAS threads: what limits it.
 
 
-def system(folder: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
 CGROUP, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu"
 
 
@@ -48,7 +41,6 @@ CGROUP, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu"
     ("files", "quota"),
     [
         ({}, math.inf),
-        ({CGROUP: "0::/\n"}, math.inf),
         ({CGROUP: "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
         ({CGROUP: "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
         ({CGROUP: "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "100000 50000\n"}, 2.0),
@@ -66,7 +58,10 @@ CGROUP, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu"
     ],
 )
 def test_quota_of_cpu_time(files: dict[str, str], quota: float, tmp_path: Path) -> None:
-    assert cpu_quota(system(tmp_path, files)) == quota
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(tmp_path) == quota
 
 
 @pytest.mark.parametrize(
@@ -162,28 +157,21 @@ def test_pauses_of_several_threads_end_with_the_last() -> None:
     assert gc.isenabled()
 
 
-def test_young_collections_pass_over_what_stays_and_a_full_one_does_not() -> None:
-    ring = Ring()
+@pytest.mark.parametrize("frozen_by_user", [False, True])
+def test_young_collections_pass_over_what_stays_and_a_full_one_does_not(frozen_by_user: bool) -> None:
+    """Where the user has frozen objects, none are passed over and those stay frozen."""
+    if frozen_by_user:
+        gc.freeze()
+    before, ring = gc.get_freeze_count(), Ring()
     found = weakref.ref(ring)
     objects_stay()
+    assert not frozen_by_user or gc.get_freeze_count() == before > 0
     del ring
     gc.collect(1)
-    assert found() is not None
+    assert (found() is None) == frozen_by_user
     gc.collect()
     assert found() is None
-    assert gc.get_freeze_count() == 0
-
-
-def test_what_the_user_has_frozen_stays_frozen() -> None:
-    gc.freeze()
-    before = gc.get_freeze_count()
-    ring = Ring()
-    found = weakref.ref(ring)
-    objects_stay()
-    assert gc.get_freeze_count() == before > 0
-    del ring
-    gc.collect(1)
-    assert found() is None
+    assert frozen_by_user or gc.get_freeze_count() == 0
 
 
 # What the bits of a run depend on besides its settings: told, compared with a checkpoint's, and recorded.
@@ -195,12 +183,17 @@ def mesh():
         yield mesh
 
 
-def taken(mesh, specs=None, place=None, **options):
+def parameters_of(specs=None, sums_by_mpi=False, **place):
+    found = FlatParameters(specs or [ParameterSpec("a", (4, 6))], place=ModelParallelRank(**place))
+    found.sums_by_mpi = sums_by_mpi
+    return found
+
+
+def taken(mesh, parameters=None, **options):
     """The facts of parameters, and a configuration."""
-    parameters = FlatParameters(specs or [ParameterSpec("a", (4, 6))], **({} if place is None else {"place": place}))
     config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
     numerics = NumericsFingerprint()
-    numerics.take(parameters, config, mesh.world)
+    numerics.take(parameters_of() if parameters is None else parameters, config, mesh.world)
     numerics.note_micro_batches(3)
     return numerics, config
 
@@ -221,19 +214,15 @@ def test_the_facts_are_of_this_process_now():
 
 
 def test_shards_are_those_of_the_tensors_or_of_the_tensor_ranks(mesh):
-    sliced = [ParameterSpec("a", (4, 6), tensor_dim=1, slices=2)]
-    of = ModelParallelRank(tensor_rank=1, tensor_size=2)
+    def shards(slices=1, **options):
+        parameters = parameters_of([ParameterSpec("a", (4, 6), tensor_dim=1, slices=slices)], **options)
+        return taken(mesh, parameters)[0].own["shards"]
+
+    of = {"tensor_rank": 1, "tensor_size": 2}
     assert taken(mesh)[0].own["shards"] == "1"
-    assert taken(mesh, sliced)[0].own["shards"] == "2"
-    assert taken(mesh, sliced, of)[0].own["shards"] == "2"
-    own_split = FlatParameters([ParameterSpec("a", (4, 6), tensor_dim=1)], place=of)
-    numerics, config = NumericsFingerprint(), ShardingConfiguration(mesh, reproducible=True)
-    numerics.take(own_split, config, mesh.world)
-    assert numerics.own["shards"] == "1"  # what its sums depend on is the user's
-    own_split.sums_by_mpi = True
-    numerics = NumericsFingerprint()
-    numerics.take(own_split, config, mesh.world)
-    assert numerics.own["shards"] == "1 on 2 tensor ranks"
+    assert shards(2) == shards(2, **of) == "2"
+    assert shards(**of) == "1"  # what its sums depend on is the user's
+    assert shards(**of, sums_by_mpi=True) == "1 on 2 tensor ranks"
 
 
 @pytest.mark.parametrize(
@@ -241,15 +230,9 @@ def test_shards_are_those_of_the_tensors_or_of_the_tensor_ranks(mesh):
     [(False, {}), (True, {}), (True, {"reproducible": False}), (True, {"allow_different_bits": True})],
 )
 def test_an_elastic_run_has_the_tensor_sizes_from_which_a_checkpoint_can_go_on(mesh, sums_by_mpi, options):
-    found = []
-    for size in (1, 2):
-        place = ModelParallelRank(tensor_rank=0, tensor_size=size)
-        parameters = FlatParameters([ParameterSpec("a", (4, 6), tensor_dim=1)], place=place)
-        parameters.sums_by_mpi = sums_by_mpi
-        config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
-        found.append((parameters, NumericsFingerprint(), config))
-        found[-1][1].take(parameters, config, mesh.world)
-    (parameters, numerics, config), (_, other, _) = found
+    split = [ParameterSpec("a", (4, 6), tensor_dim=1)]
+    parameters, wide = (parameters_of(split, sums_by_mpi, tensor_rank=0, tensor_size=size) for size in (1, 2))
+    (numerics, config), (other, _) = taken(mesh, parameters, **options), taken(mesh, wide, **options)
     problem = OptimizationProblem(lambda *_: 0.0, parameters, 8, 8, steps=1)
     why_not = MeshLimits(DDPOptimizer(SGD(0.1), config), problem)
     assert why_not(MeshSizes(1)) == ""
@@ -349,20 +332,15 @@ def test_a_checkpoint_without_facts_goes_on_with_a_line(mesh, capsys, facts):
     assert not numerics.changes
 
 
-def test_a_run_that_was_not_reproducible_goes_on_with_a_line(mesh, capsys):
-    numerics, config = taken(mesh)
-    facts = saved(numerics, shards="4") | {"sharding.json": {"reproducible": False}}
-    numerics.check(facts, config)
-    numerics.note(facts, config, rank=0)
-    assert "holds from step 7 on" in capsys.readouterr().err
-
-
 def test_only_reproducible_runs_compare(mesh, capsys):
-    numerics, config = taken(mesh, reproducible=False)
-    numerics.check(saved(numerics, shards="4"), config)
-    numerics.note(saved(numerics, shards="4"), config, rank=0)
-    assert not capsys.readouterr().err
-    assert numerics.facts[ARITHMETIC]["shards"] == "1"
+    """One that was not goes on with a line."""
+    for now in (True, False):
+        numerics, config = taken(mesh, reproducible=now)
+        facts = saved(numerics, shards="4") | {"sharding.json": {"reproducible": not now}}
+        numerics.check(facts, config)
+        numerics.note(facts, config, rank=0)
+        assert ("holds from step 7 on" in (said := capsys.readouterr().err)) == now and bool(said) == now
+        assert now or numerics.facts[ARITHMETIC]["shards"] == "1"
 
 
 class Ranks:
@@ -398,15 +376,11 @@ def test_a_model_that_rounds_where_stages_meet_is_refused(mesh, capsys):
     model = nn.GPT(11, 4, 8, 2, 2, mesh=mesh, wire_dtype=np.float16)
     with pytest.raises(ValueError, match="wire_dtype, which rounds where stages meet; leave that out"):
         DDPOptimizer(SGD(lr=0.1), ShardingConfiguration(mesh, reproducible=True)).bind(model.parameters)
-    config = ShardingConfiguration(mesh, reproducible=True, allow_different_bits=True)
-    optimizer = DDPOptimizer(SGD(lr=0.1), config)
+    optimizer = DDPOptimizer(SGD(lr=0.1), ShardingConfiguration(mesh, reproducible=True, allow_different_bits=True))
     optimizer.bind(model.parameters)
     assert "wire_dtype" in optimizer.state.facts[DIFFERENT_BITS][0]
     assert "wire_dtype" in capsys.readouterr().err
-
-
-def test_there_must_be_something_to_allow(mesh):
-    with pytest.raises(ValueError, match="reproducible=True"):
+    with pytest.raises(ValueError, match="reproducible=True"):  # there must be something to allow
         ShardingConfiguration(mesh, allow_different_bits=True)
 
 

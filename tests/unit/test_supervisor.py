@@ -31,6 +31,15 @@ FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
 HOSTS = parse_hosts("a:2,b:2,c:1")
 
 
+def python(*words, **environment):
+    """What Python with these words, which ends well, writes to stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(mpishard.__file__).parents[1]), **environment}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 def test_notes_of_a_run(tmp_path):
     first = JobNotes.create(tmp_path / "run")
     assert first.path.stat().st_mode & 0o777 == 0o700
@@ -165,7 +174,7 @@ def test_a_job_that_is_stuck(watched):
     assert "launcher has not for 5 s" in watched(1)
 
 
-def test_a_script_that_trains_twice(watched):
+def test_a_script_that_trains_twice(watched, monkeypatch):
     folder, steps = watched.folder, iter([1, 1, 61, 61, 1, 3, 3])
     folder.note_started()
     reports, looks = object.__new__(supervisor_reports.Reports), []
@@ -179,8 +188,8 @@ def test_a_script_that_trains_twice(watched):
         return reports.step is None
 
     reports._stop = SimpleNamespace(wait=wait)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor_reports, "_step", lambda: reports.step)
+    monkeypatch.setattr(supervisor_reports, "_step", lambda: reports.step)
+    with monkeypatch.context() as patch:
         patch.setattr(JobNotes, "is_over", False)
         reports._follow()
     assert watched(1000) == "" and not any(looks)
@@ -333,29 +342,19 @@ def test_families(tmp_path, says, family):
 def test_no_descendant_is_left(tmp_path):
     """Orphans, sessions of their own and stopped processes included."""
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os, signal, subprocess, sys, time\n"
-        "from mpishard.launch.processes import adopt_orphans, descendants, end_descendants\n"
-        "adopt_orphans()\n"
-        "orphan = 'setsid sleep 1000 & sleep 1000 & kill -STOP $!'\n"
-        "subprocess.run(['sh', '-c', orphan], check=True)\n"
-        "child = subprocess.Popen(['sh', '-c', 'sleep 1000; true'])\n"
-        "while len(descendants()) < 4:\n"
-        "    time.sleep(0.01)\n"
-        "before = descendants()\n"
-        "assert end_descendants() == set() == descendants()\n"
-        "assert not any(os.path.exists(f'/proc/{process}') for process in before)\n"
-    )
-    here = str(Path(mpishard.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": here},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    script.write_text("""
+import os, subprocess, time
+from mpishard.launch.processes import adopt_orphans, descendants, end_descendants
+adopt_orphans()
+subprocess.run(["sh", "-c", "setsid sleep 1000 & sleep 1000 & kill -STOP $!"], check=True)
+child = subprocess.Popen(["sh", "-c", "sleep 1000; true"])
+while len(descendants()) < 4:
+    time.sleep(0.01)
+before = descendants()
+assert end_descendants() == set() == descendants()
+assert not any(os.path.exists(f"/proc/{process}") for process in before)
+""")
+    python(script)
 
 
 @pytest.mark.faults
@@ -385,15 +384,17 @@ def test_a_child_that_outlives_all_that_it_started():
 )
 def test_ranks_that_are_gone(names):
     """They are known by what a launcher gives them; what they have started themselves is none."""
-    rank = "env {}=$1 {}=3 sh -c 'sleep 60 & read line' & ".format(*names)
-    launcher = f"exec 3<&0; for i in 0 1; do set $i; {rank.replace('read line', 'read line <&3')} done; wait"
-    with subprocess.Popen(["sh", "-c", launcher], stdin=subprocess.PIPE, start_new_session=True) as child:
+    rank = "env {}=$1 {}=3 sh -c 'sleep 60 & echo; read line <&3' & ".format(*names)
+    launcher, pipes = (
+        f"exec 3<&0; for i in 0 1; do set $i; {rank} done; wait",
+        dict.fromkeys(("stdin", "stdout"), subprocess.PIPE),
+    )
+    with subprocess.Popen(["sh", "-c", launcher], start_new_session=True, **pipes) as child:
         offspring, began = Offspring(child.pid, 0.01), time.monotonic()
         try:
-            while offspring.ranks_gone != 1:  # one has ended before anybody looked
-                assert time.monotonic() - began < 60
-                time.sleep(0.01)
-                offspring.look(started=False)
+            assert child.stdout.readline() == child.stdout.readline() == b"\n"
+            offspring.look(started=False)
+            assert offspring.ranks_gone == 1  # it has ended before anybody looked
             child.stdin.write(b"\n")
             child.stdin.flush()
             while offspring.ranks_gone != 2:
@@ -411,14 +412,9 @@ def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
     daemon = tmp_path / "prted"
     shutil.copy("/bin/sh", daemon)
     script = f"{sys.executable} -c 'import time, mpishard; print(1, flush=True); time.sleep(100)'; echo after"
-    here = str(Path(mpishard.__file__).parents[1])
+    given = {**os.environ, **folder.environment(), "PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
     shells = [
-        subprocess.Popen(
-            [shell, "-c", script],
-            env={**os.environ, **folder.environment(), "PYTHONPATH": here},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([shell, "-c", script], env=given, stdout=subprocess.PIPE, text=True)
         for shell in (str(daemon), "/bin/sh")
     ]
     assert [shell.stdout.readline() for shell in shells] == ["1\n", "1\n"]
@@ -432,9 +428,8 @@ def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_p
     folder.note_healed(3, 1)
     folder.note_ended(Ended(75))
     script = "import mpishard.comm.supervisor_reports as reports\nreports.leave_to_others()\nraise SystemExit(0)"
-    environment = {**os.environ, **folder.environment(), "PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
     for lines, ended in ((script, Ended(75)), (script.replace("reports.leave_to_others()\n", ""), Ended(None))):
-        subprocess.run([sys.executable, "-c", lines], env=environment, timeout=60, check=True)
+        python("-c", lines, **folder.environment())
         assert folder.notes.ended == ended
 
 
@@ -443,37 +438,31 @@ def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_p
 def test_what_ctrl_c_does_is_said_each_time(tmp_path, capsys, begun):
     folder, sent = JobNotes.create(tmp_path / "run"), []
     process = SimpleNamespace(send_signal=sent.append)
-    if begun:
-        folder.note_started()
     supervisor = Supervisor(Job(("true",), ranks=1, launcher="true"))
 
     def press():
         supervisor._take_signal(signal.SIGINT, None)
         return supervisor._handle_signals(process, folder), capsys.readouterr().err
 
-    ends, said = press()
-    if not begun:  # nothing could be saved
-        assert ends and not sent and "Ctrl-C before the ranks have begun: they are killed" in said
-    else:
+    if begun:
+        folder.note_started()
+        ends, said = press()
         assert not ends and sent == [signal.SIGTERM] and folder.is_ending
         assert "Ctrl-C: the run ends after its step, and saves if it has checkpoints" in said
-        ends, said = press()
-        assert ends and len(sent) == 1 and "Ctrl-C again: the ranks are killed, and save nothing more" in said
+    ends, said = press()
+    assert ends and len(sent) == begun
+    again = "Ctrl-C again: the ranks are killed, and save nothing more"
+    assert (again if begun else "Ctrl-C before the ranks have begun: they are killed") in said
 
 
 def test_the_supervisor_never_loads_mpi():
     bare = Path(mpishard.__file__).with_name("launch") / "supervisor_main.py"
-    program = (
-        "import runpy, sys\n"
-        f"names = runpy.run_path({str(bare)!r}, run_name='bare')\n"
-        'job = \'{"command": [], "hosts": {}, "policy": {}, "limits": {}, "launcher": "/nowhere"}\'\n'
-        "sys.argv = ['bare.py', job]\n"
-        "assert names['main']() == 2\n"
-        "assert 'mpishard.launch.supervisor' in sys.modules\n"
-        "assert not {'mpi4py', 'numpy', 'mpishard.comm.mesh'} & set(sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "launcher /nowhere does not exist" in done.stderr
+    program = f"""
+import runpy, sys
+names = runpy.run_path({str(bare)!r}, run_name="bare")
+sys.argv = ["bare.py", '{{"command": [], "hosts": {{}}, "policy": {{}}, "limits": {{}}, "launcher": "/nowhere"}}']
+assert names["main"]() == 2
+assert "mpishard.launch.supervisor" in sys.modules
+assert not {{"mpi4py", "numpy", "mpishard.comm.mesh"}} & set(sys.modules)
+"""
+    assert "launcher /nowhere does not exist" in python("-I", "-c", program)

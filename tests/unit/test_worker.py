@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -38,20 +39,14 @@ print(sys.exit, sys.excepthook, sys.gettrace(), sys.flags, {"mpishard", "mpi4py"
 
 
 def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, cwd=cwd, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    options = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=ENVIRONMENT | environment, **options)
 
 
 def both(*words: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
     """What Python does, and what it does with the runner."""
-    folder = os.getcwd()
-    os.chdir(cwd)
-    try:
+    with contextlib.chdir(cwd):
         command = with_runner(["python", *words])[1:]
-    finally:
-        os.chdir(folder)
     assert RUNNER in command
     return run(*words, cwd=cwd), run(*command, cwd=cwd)
 
@@ -60,13 +55,11 @@ def both(*words: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], subp
     "words",
     [
         "script.py",
-        "./folder/other.py a -m b",
         "link.py --flag",
         "-P script.py",
         "-Iu -X dev -W error script.py",
         "-m script x y",
         "-m package -v",
-        "-m package.module",
         "-Bm package.module",
     ],
 )
@@ -83,26 +76,19 @@ def test_a_script_sees_what_it_sees_without(words: str, tmp_path: Path) -> None:
 
 ENDS = [
     ("pass", 0),
-    ("sys.exit()", 0),
-    ("sys.exit(3)", 3),
     ("sys.exit(-1)", 255),
-    ("sys.exit(True)", 1),
     ("sys.exit('no data')", 1),
-    ("raise SystemExit(4)", 4),
     ("def f():\n    sys.exit(5)\nf()", 5),
     ("try:\n    sys.exit(6)\nexcept SystemExit:\n    pass", 0),
     ("thread = threading.Thread(target=sys.exit, args=(7,))\nthread.start()\nthread.join()", 0),
     ("threading.Timer(0.01, lambda: None).start()", 0),
     ("1 / 0", None),
-    ("def f():\n    raise ValueError('bad')\ntry:\n    1 / 0\nexcept ZeroDivisionError as e:\n    f()", None),
     (
         "def f():\n    raise ValueError('bad')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError(2) from e",
         None,
     ),
-    ("raise ExceptionGroup('two', [ValueError(1), KeyError(2)])", None),
     ("import json\njson.loads('{')", None),
     ("import no_such_module", None),
-    ("exec('1 +')", None),
     ("x = = 1", None),
     ("x = '\\udc00\\x00", None),
     ("raise KeyboardInterrupt", None),
@@ -135,19 +121,16 @@ def test_a_script_ends_as_without(end: str, code: int | None, tmp_path: Path) ->
     assert told in ([f"exit code {code}\n"], [] if code is None else None)
 
 
-STACK = """
+def test_where_a_process_is_said_without_the_runner(tmp_path: Path) -> None:
+    """By the watchdog and by ``mpishard why``."""
+    (tmp_path / "script.py").write_text("""
 import sys
 from mpishard.launch.script import innermost
 def f():
     frame = sys._getframe()
     print([each.name for each in innermost(frame, 1) + innermost(frame, 9)])
 f()
-"""
-
-
-def test_where_a_process_is_said_without_the_runner(tmp_path: Path) -> None:
-    """By the watchdog and by ``mpishard why``."""
-    (tmp_path / "script.py").write_text(STACK)
+""")
     for done in both("script.py", cwd=tmp_path):
         assert done.stdout == "['f', 'f', '<module>']\n", done.stderr
 
@@ -208,7 +191,6 @@ def test_main_is_found_by_pickle_and_by_processes_that_it_starts(words: str, tmp
     ("words", "end", "ended"),
     [
         ([RUNNER, "script.py"], "raise SystemExit(3)", Ended(3)),
-        ([RUNNER, "script.py"], "sys.exit()", Ended(0)),
         ([RUNNER, "script.py"], "from mpishard.launch.exit_codes import note_run; note_run(True)", Ended(130)),
         ([RUNNER, "script.py"], "raise ArithmeticError", None),
         ([RUNNER, "-m", "script"], "sys.exit(75)", Ended(75)),
@@ -254,19 +236,13 @@ def test_where_the_runner_goes(words: str, options: str, script: str, tmp_path: 
     "words",
     [
         "pytest script.py",
-        "ipython script.py",
         "pythonic script.py",
         "python",
-        "python -",
-        "python -c pass",
         "python -ic pass",
-        "python -i script.py",
         "python -iX dev script.py",
         "python -xu script.py",
         "python -V",
-        "python --help",
         "python -m",
-        "python -X",
         "python absent.py",
         "python folder",
         "python archive",
@@ -316,19 +292,19 @@ def test_of_a_users_function_only_the_users_frames():
     assert files == [__file__] * 3
     assert "frames of mpishard are left out; MPISHARD_TRACEBACK=1" in text
     assert text.endswith("ArithmeticError: spoilt\n") and "KeyError: 'its cause'" in text
-
-
-def test_in_a_library_that_the_users_function_calls():
+    # Those of a library that the function calls belong to it.
     _, files = text_and_files(train, lambda parameters, samples, gradients: np.linalg.inv(np.zeros((2, 3))))
-    assert files[:3] == [__file__] * 3
-    assert all("numpy" in file for file in files[3:])
+    assert files[:3] == [__file__] * 3 and all("numpy" in file for file in files[3:])
 
 
-def test_of_refused_arguments_the_users_frames_and_who_refuses():
+def test_of_refused_arguments_the_users_frames_and_who_refuses(monkeypatch):
     text, files = text_and_files(refused)
     assert files[:-1] == [__file__] * 2
     assert files[-1].endswith("validation.py")
     assert text.endswith("ValueError: gradients have 4 elements, but parameters have 5\n")
+    monkeypatch.setenv("MPISHARD_TRACEBACK", "1")
+    text, files = text_and_files(refused)
+    assert "left out" not in text and any(file.endswith("settings.py") for file in files)
 
 
 def test_a_fault_inside_of_mpishard_is_told_whole(monkeypatch):
@@ -351,10 +327,3 @@ def test_a_fault_in_the_words_of_a_refusal_is_told_whole(line, frames, tmp_path,
         exec(compile(path.read_text(), path, "exec"), functions)
     _, files = text_and_files(functions["check"], functions["refuse"])
     assert [file for file in files if file.startswith(str(tmp_path))] == [str(between), str(inside)][-frames:]
-
-
-def test_whole_if_asked_for(monkeypatch):
-    monkeypatch.setenv("MPISHARD_TRACEBACK", "1")
-    text, files = text_and_files(refused)
-    assert "left out" not in text
-    assert any(file.endswith("settings.py") for file in files)
