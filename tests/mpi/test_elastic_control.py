@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -29,12 +31,8 @@ def loss(parameters, samples, gradients):
 class Run:
     """Twenty steps; on each worker `act(step)` is called after each, and its return value is the callback's."""
 
-    def __init__(self, comm=None, steps=20, checkpoints=None, **options):
-        self.comm = MPI.COMM_WORLD if comm is None else comm
-        self.steps = steps
-        self.checkpoints = checkpoints
-        self.options = options
-        self.workers = []
+    def __init__(self, comm=MPI.COMM_WORLD, steps=20, checkpoints=None, **options):
+        self.comm, self.steps, self.checkpoints, self.options, self.workers = comm, steps, checkpoints, options, []
 
     def go(self, act=lambda step: None):
         def callback(state):
@@ -44,24 +42,28 @@ class Run:
         problem = mpishard.OptimizationProblem(
             loss, np.zeros(5), samples=48, batch_size=16, micro_batch_size=2, steps=self.steps, seed=3
         )
-        with mpishard.Mesh(self.comm) as mesh:
+        with contextlib.ExitStack() as stack:
+            mesh = stack.enter_context(mpishard.Mesh(self.comm))
             config = mpishard.ShardingConfiguration(mesh, reproducible=True)
-            inner = mpishard.ZeRO2Optimizer(mpishard.AdamW(lr=0.05), config)
-            self.optimizer = ElasticOptimizer(inner, **self.options)
-            kept = None if self.checkpoints is None else mpishard.Checkpoints(self.checkpoints, mesh)
-            self.result = self.optimizer.optimize(
-                problem, callback=callback, progress=False, checkpoints=kept, resume=kept is not None
-            )
-            if kept is not None:
-                kept.close()
+            self.optimizer = ElasticOptimizer(mpishard.ZeRO2Optimizer(mpishard.AdamW(lr=0.05), config), **self.options)
+            saved = {}
+            if self.checkpoints is not None:
+                kept = stack.enter_context(mpishard.Checkpoints(self.checkpoints, mesh))
+                saved = {"checkpoints": kept, "resume": True}
+            self.result = self.optimizer.optimize(problem, callback=callback, progress=False, **saved)
         self.reason = self.result.stop_reason
         return self
 
 
 def same_bits(result, reference):
-    return np.array_equal(result.parameters, reference.parameters) and np.array_equal(
-        result.loss_history, reference.loss_history
-    )
+    pairs = [(result.parameters, reference.parameters), (result.loss_history, reference.loss_history)]
+    return all(np.array_equal(*pair) for pair in pairs)
+
+
+def signals(number, after, rank=None):
+    """An act: a rank, or all, get a signal after a step."""
+    gets = rank in (None, MPI.COMM_WORLD.rank)
+    return lambda step: os.kill(os.getpid(), number) if gets and step == after else None
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +84,11 @@ def folder(tmp_path):
     return Path(MPI.COMM_WORLD.bcast(str(tmp_path / "run")))
 
 
-def signal_self(*numbers):
-    for number in numbers:
-        os.kill(os.getpid(), number)
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_all_ranks_stop_at_a_signal(number, alone, folder):
     before = signal.getsignal(number)
-    first = Run(checkpoints=folder).go(lambda step: signal_self(number) if step == 4 else None)
+    first = Run(checkpoints=folder).go(signals(number, 4))
     assert first.reason == "signal" and first.result.steps == 4
     assert signal.getsignal(number) == before
     second = Run(checkpoints=folder).go()
@@ -101,7 +98,7 @@ def test_all_ranks_stop_at_a_signal(number, alone, folder):
 
 @pytest.mark.mpi
 def test_what_ends_the_run_anyway_comes_first():
-    run = Run(steps=4).go(lambda step: signal_self(signal.SIGUSR1) if step == 4 else None)
+    run = Run(steps=4).go(signals(signal.SIGUSR1, 4))
     assert run.reason == "steps"
 
 
@@ -110,7 +107,7 @@ def test_what_ends_the_run_anyway_comes_first():
 def test_one_rank_leaves_and_the_others_go_on(which, alone, at_once):
     world = MPI.COMM_WORLD
     who = {"first": 0, "last": world.size - 1}[which]
-    run = Run().go(lambda step: signal_self(signal.SIGTERM) if step == 4 and world.rank == who else None)
+    run = Run().go(signals(signal.SIGTERM, 4, who))
     assert run.reason == "steps" and same_bits(run.result, alone)
     gathered = world.allgather(run.workers)
     assert gathered[who] == [world.size] * 4
@@ -121,8 +118,8 @@ def test_one_rank_leaves_and_the_others_go_on(which, alone, at_once):
 @pytest.mark.mpi(min_size=3)
 def test_two_ranks_leave_one_after_the_other_and_one_that_waits_comes_in(alone, at_once):
     world = MPI.COMM_WORLD
-    leaves_after = {0: 4, 1: 8}.get(world.rank)
-    run = Run(max_workers=world.size - 1).go(lambda step: signal_self(signal.SIGUSR1) if step == leaves_after else None)
+    run = Run(max_workers=world.size - 1)
+    run.go(signals(signal.SIGUSR1, {0: 4, 1: 8}.get(world.rank), world.rank))
     assert run.reason == "steps" and same_bits(run.result, alone)
     gathered = world.allgather(run.workers)
     assert gathered[0] == [world.size - 1] * 4
@@ -148,7 +145,7 @@ def test_a_spare_that_is_asked_to_leave_is_not_taken(alone, at_once):
 
     run = Run()
     run.go(act)
-    assert run.result.stop_reason == "steps" and same_bits(run.result, alone)
+    assert run.reason == "steps" and same_bits(run.result, alone)
     gathered = world.allgather(run.workers)
     assert gathered[spare] == [world.size] and gathered[0] == [world.size] + [world.size - 1] * 19
 
@@ -157,7 +154,7 @@ def test_a_spare_that_is_asked_to_leave_is_not_taken(alone, at_once):
 def test_too_few_workers_would_be_left(at_once):
     world = MPI.COMM_WORLD
     run = Run(min_workers=world.size)
-    run.go(lambda step: signal_self(signal.SIGTERM) if step == 4 and world.rank == 1 else None)
+    run.go(signals(signal.SIGTERM, 4, 1))
     assert run.reason == "signal" and run.result.steps == 4
 
 
@@ -176,13 +173,18 @@ def test_discovery(alone):
 
 
 @pytest.mark.mpi
-def test_a_control_folder_that_others_can_open(folder):
-    if MPI.COMM_WORLD.rank == 0:
-        ControlFolder(folder).make()
-        ControlFolder(folder).path.chmod(0o770)
-    MPI.COMM_WORLD.barrier()
-    with pytest.raises(ValueError, match="nobody else may open"):
-        Run(folder=folder).go()
+def test_a_folder_that_cannot_be_the_control_folder(folder):
+    """Others can open it, or there is a file in its place."""
+    for prepare, error, message in (
+        (lambda: (ControlFolder(folder).make(), ControlFolder(folder).path.chmod(0o770)), ValueError, "nobody else"),
+        (lambda: (shutil.rmtree(folder), folder.touch()), FileExistsError, "cannot be made: File exists; give it a"),
+    ):
+        if MPI.COMM_WORLD.rank == 0:
+            prepare()
+        MPI.COMM_WORLD.barrier()
+        with pytest.raises(error, match=message):
+            Run(folder=folder).go()
+        MPI.COMM_WORLD.barrier()
 
 
 @pytest.mark.mpi
@@ -207,13 +209,3 @@ def test_the_control_folder_is_gone_after_the_run(folder):
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=message):
         Run(**options).go()
-
-
-@pytest.mark.mpi
-def test_a_place_where_no_control_folder_can_be_made(folder):
-    if MPI.COMM_WORLD.rank == 0:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.touch()
-    MPI.COMM_WORLD.barrier()
-    with pytest.raises(FileExistsError, match="cannot be made: File exists; give it a folder that"):
-        Run(folder=folder).go()

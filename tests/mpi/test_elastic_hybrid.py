@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,11 +35,16 @@ from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.launch.job_notes import RunLost
 from mpishard.layout.tensors import ModelParallelRank
 
-# Elastic runs of meshes with tensor and pipeline ranks: whole replicas leave and come back, and change no bit.
+# Whole replicas leave and come back, and change no bit.
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 STEPS = 8
 SHAPES = [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
+
+
+def of_workers(test):
+    """Marks a test of workers of several processes."""
+    return pytest.mark.every_variant(short=False)(pytest.mark.mpi(min_size=3)(test))
 
 
 def cell_of(shape):
@@ -69,6 +74,18 @@ def problem_of(model, **options):
     )
 
 
+def resizing(optimizer, sizes, noted=None, ask="workers"):
+    """A callback that asks for these numbers of workers, or meshes, after these steps; it notes the workers of each."""
+
+    def callback(state):
+        if noted is not None:
+            noted[state.step] = optimizer.current_workers
+        if state.step in sizes:
+            optimizer.resize(**{ask: sizes[state.step]})
+
+    return callback
+
+
 def inner(strategy, mesh, **options):
     options = {"max_gradient_norm": 0.5, "minimum_parameter_group_size": 500, "reproducible": True} | options
     return strategy(AdamW(lr=0.01), ShardingConfiguration(mesh, **options))
@@ -95,8 +112,7 @@ def strategy(request):
     return request.param
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
+@of_workers
 def test_resizes_change_no_bit(comm, shape, strategy, expected, same_on_all):
     noted = {}
     with Mesh(comm, **shape) as mesh:
@@ -105,11 +121,7 @@ def test_resizes_change_no_bit(comm, shape, strategy, expected, same_on_all):
         model = make_model(mesh)
         optimizer = ElasticOptimizer(inner(strategy, mesh))
 
-        def callback(state):
-            noted[state.step] = optimizer.current_workers
-            if state.step in sizes:
-                optimizer.resize(sizes[state.step])
-
+        callback = resizing(optimizer, sizes, noted)
         found = bits(model, mesh, optimizer.optimize(problem_of(model), callback=callback, progress=False))
         assert (mesh.data.size, mesh.place, mesh.data.rank) == (most, place, data_rank)
     assert found == expected
@@ -122,30 +134,23 @@ def test_resizes_change_no_bit(comm, shape, strategy, expected, same_on_all):
     assert noted == wanted
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
+@of_workers
 @pytest.mark.parametrize("strategy", STRATEGIES[2:], ids=lambda strategy: strategy.__name__)
 def test_sums_in_another_order(comm, strategy):
     """Without `reproducible` on a pipeline: not the same bits, but the same numbers."""
     found = []
+    if comm.size % 2:
+        pytest.skip("no two whole workers on so many ranks")
     for sizes in ({}, {1: 1, 3: 2, 5: 1}):
-        if comm.size % 2:
-            pytest.skip("no two whole workers on so many ranks")
         with Mesh(comm, pipeline=2) as mesh:
             model = make_model(mesh, np.float64)
             optimizer = ElasticOptimizer(inner(strategy, mesh, reproducible=False), max_workers=2)
-
-            def callback(state, optimizer=optimizer, sizes=sizes):
-                if state.step in sizes:
-                    optimizer.resize(sizes[state.step])
-
-            optimizer.optimize(problem_of(model), callback=callback, progress=False)
+            optimizer.optimize(problem_of(model), callback=resizing(optimizer, sizes), progress=False)
             found.append(mpishard.as_distributed(model, mesh).gather_full_parameters())
     np.testing.assert_allclose(*found, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
+@of_workers
 def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expected):
     noted = {}
     with Mesh(comm, **shape) as mesh:
@@ -153,15 +158,12 @@ def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expect
         model = make_model(mesh)
         optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), max_workers=1)
         assert (optimizer.can_scale_up, optimizer.can_scale_down) == (False, True)
-        result = optimizer.optimize(
-            problem_of(model), callback=lambda state: noted.update({state.step: 1}), progress=False
-        )
+        result = optimizer.optimize(problem_of(model), callback=resizing(optimizer, {}, noted), progress=False)
         assert bits(model, mesh, result) == expected
     assert noted == (dict.fromkeys(range(1, STEPS + 1), 1) if data_rank == 0 else {})
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
+@of_workers
 @pytest.mark.faults
 @pytest.mark.parametrize("with_spares", [False, True], ids=["its worker goes", "a spare takes its place"])
 def test_a_process_that_is_asked_to_leaves(comm, shape, expected, monkeypatch, with_spares):
@@ -193,50 +195,30 @@ def test_a_process_that_is_asked_to_leaves(comm, shape, expected, monkeypatch, w
     assert noted == wanted
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
-def test_checkpoints_across_resizes(comm, shape, expected, tmp_path):
-    folder = comm.bcast(str(tmp_path))
+@of_workers
+def test_checkpoints_across_resizes(comm, shape, expected, folder):
     for last, saves, sizes in ((5, True, {1: 1, 3: 2}), (STEPS, False, {6: 1})):
-        with Mesh(comm, **shape) as mesh:
+        with Mesh(comm, **shape) as mesh, Checkpoints(folder, mesh, every=2, asynchronous=saves) as checkpoints:
             model = make_model(mesh)
             optimizer = ElasticOptimizer(inner(DDPOptimizer if saves else ZeRO1Optimizer, mesh))
-
-            def callback(state, optimizer=optimizer, sizes=sizes):
-                if state.step in sizes:
-                    optimizer.resize(sizes[state.step])
-
-            with Checkpoints(folder, mesh, every=2, asynchronous=saves) as checkpoints:
-                result = optimizer.optimize(
-                    problem_of(model, steps=last),
-                    callback=callback,
-                    progress=False,
-                    checkpoints=checkpoints,
-                    resume=True,
-                )
+            options = {"progress": False, "checkpoints": checkpoints, "resume": True}
+            result = optimizer.optimize(problem_of(model, steps=last), callback=resizing(optimizer, sizes), **options)
             found = bits(model, mesh, result)
     assert result.resumed_steps == 5
     assert found == expected
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
-def test_a_mesh_of_another_shape_with_the_same_ranks_is_refused(comm, shape):
+@of_workers
+def test_meshes_that_are_refused(comm, shape):
     with Mesh(comm) as base:
         for mesh in (base.reshaped(**shape), base):
             with pytest.raises(ValueError, match="shares its ranks with one of another shape"):
                 ElasticOptimizer(AdamW(lr=0.01), mesh)
-
-
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
-def test_too_few_processes_for_the_workers(comm, shape):
     with Mesh(comm, **shape) as mesh, pytest.raises(ValueError, match=f"of the {comm.size} processes; start more"):
         ElasticOptimizer(AdamW(lr=0.01), mesh, min_workers=mesh.data.size + 1)
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
+@of_workers
 def test_spawned_processes_have_the_sizes_of_the_run(comm, shape, monkeypatch):
     monkeypatch.setitem(sys._xoptions, CELL_OPTION, f"{shape.get('tensor', 1)}x{shape.get('pipeline', 1)}")
     with Mesh(data=comm.size) as mesh:
@@ -245,38 +227,29 @@ def test_spawned_processes_have_the_sizes_of_the_run(comm, shape, monkeypatch):
         assert mesh.size == 1
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
+@of_workers
 def test_a_spare_takes_over_from_one_of_its_place(comm):
-    def members(part):
-        return None if part is None else part.allgather(comm.rank)
-
     def split_to(workers, leaves=False, ends=False):
-        return next(each for each in comm.allgather(members(membership.split(workers, leaves, ends))) if each)
+        part = membership.split(workers, leaves, ends)
+        return next(each for each in comm.allgather(None if part is None else part.allgather(comm.rank)) if each)
+
+    def counts():
+        roles = membership.roles
+        return roles.able, roles.most, membership.identity
 
     tensor, whole = comm.rank % 2, comm.size // 2
     membership = Membership(comm, ModelParallelRank(tensor_rank=tensor, tensor_size=2), whole)
-    assert (membership.roles.workers, membership.roles.able, membership.roles.most, membership.identity) == (
-        whole,
-        whole,
-        whole,
-        comm.rank,
-    )
+    assert membership.roles.workers == whole and counts() == (whole, whole, comm.rank)
     assert split_to(whole) == list(range(2 * whole))
     assert split_to(whole, leaves=comm.rank == 0) == {3: [2, 1], 4: [2, 1], 8: [2, 1, 4, 3, 6, 5]}[comm.size]
-    assert (membership.roles.able, membership.roles.most, membership.identity) == (
-        (comm.size - 1) // 2,
-        whole,
-        comm.rank,
-    )
+    assert counts() == ((comm.size - 1) // 2, whole, comm.rank)
     # Whoever is left over then is the one that was to leave.
     assert split_to(whole, ends=comm.rank == 1) == {3: [2, 1], 4: [2, 1, 0, 3], 8: [2, 1, 4, 3, 6, 5, 0, 7]}[comm.size]
     assert membership.works == (comm.rank > 0 or comm.size > 3)
     membership.axis.free()
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
+@of_workers
 def test_the_order_of_a_mesh_has_stages_apart(comm):
     half = (comm.size + 1) // 2
     stage = comm.rank // half
@@ -289,8 +262,7 @@ def test_the_order_of_a_mesh_has_stages_apart(comm):
     membership.axis.free()
 
 
-@pytest.mark.every_variant(short=False)
-@pytest.mark.mpi(min_size=3)
+@of_workers
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_a_pass_that_broke_off_leaves_nothing_on_a_mesh_that_has_moved(comm, schedule):
     """Messages of the broken pass are still under way when the next one begins."""
@@ -303,10 +275,17 @@ def test_a_pass_that_broke_off_leaves_nothing_on_a_mesh_that_has_moved(comm, sch
         whole = model.loss_and_gradient(*batch), model.parameters.gradients.flat.copy()
         for microbatch in range(3):
             model.parameters.reset_gradients()
-            passes = _break_off(model, microbatch + (mesh.pipeline.rank == 0))
+            (chunk,), works = model.chunks, [type(model.chunks[0]).forward] * (microbatch + (mesh.pipeline.rank == 0))
+
+            def forward(*arguments, chunk=chunk, works=works):
+                if not works:
+                    raise ArithmeticError("instead of the forward pass of a micro-batch")
+                return works.pop()(chunk, *arguments)
+
+            chunk.forward = forward
             with pytest.raises(ArithmeticError):
                 model.loss_and_gradient(*batch)
-            passes.restore()
+            del chunk.forward
             memory = model.activation_bytes
             with pytest.raises(RuntimeError, match="exception ended an earlier pipeline pass"):
                 model.loss_and_gradient(*batch)
@@ -316,24 +295,6 @@ def test_a_pass_that_broke_off_leaves_nothing_on_a_mesh_that_has_moved(comm, sch
             assert np.array_equal(model.parameters.gradients.flat, whole[1])
             if microbatch:
                 assert model.activation_bytes == memory
-
-
-class _break_off:
-    """Fail instead of the forward pass of a micro-batch."""
-
-    def __init__(self, model, microbatch):
-        (self.chunk,) = model.chunks
-        self.left = microbatch
-        self.chunk.forward = self.forward
-
-    def forward(self, x, work, batch):
-        if not self.left:
-            raise ArithmeticError("a fault")
-        self.left -= 1
-        return type(self.chunk).forward(self.chunk, x, work, batch)
-
-    def restore(self):
-        del self.chunk.forward
 
 
 # Elastic runs that change the tensor and pipeline sizes of their mesh while they go.
@@ -357,20 +318,17 @@ def ranks_of(sizes):
 def problem(mesh, steps=STEPS, dtype=np.float64, tied=True, **options):
     many = mesh.pipeline.size > 1
     model = nn.GPT(11, 8, 16, 2, 2, dtype, seed=3, mesh=mesh, tied=tied, microbatches=2 if many else 1, **options)
-    return OptimizationProblem.for_model(
-        model,
-        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
-        samples=45,
-        batch_size=16,
-        micro_batch_size=4,
-        tokens_per_sample=8,
-        steps=steps,
-    )
+    return problem_of(model, steps=steps)
 
 
-def inner_of_layouts(strategy, mesh, **options):
-    options = {"max_gradient_norm": 0.5, "minimum_parameter_group_size": 500} | options
-    return strategy(AdamW(lr=0.01), ShardingConfiguration(mesh, **options))
+def in_float32(mesh):
+    """With shards, whose sums have one order in all meshes."""
+    return problem(mesh, dtype=np.float32, shards=2)
+
+
+def moving(strategy, mesh, layouts, reproducible=False, **options):
+    """An elastic optimizer that takes one of these meshes."""
+    return ElasticOptimizer(inner(strategy, mesh, reproducible=reproducible), layouts=layouts, **options)
 
 
 def whole(result, axis):
@@ -389,58 +347,27 @@ def whole(result, axis):
 def expected_of_layouts():
     """The run of one rank that is not elastic."""
     with Mesh(MPI.COMM_SELF) as mesh:
-        result = inner_of_layouts(DDPOptimizer, mesh).optimize(problem(mesh), progress=False)
+        result = inner(DDPOptimizer, mesh, reproducible=False).optimize(problem(mesh), progress=False)
         return whole(result, mesh.world), result.loss_history
 
 
 def same(result, mesh, expected_of_layouts):
-    found = whole(result, mesh.world)
-    assert sorted(found) == sorted(expected_of_layouts[0])
-    for name, values in expected_of_layouts[0].items():
+    found, (parameters, losses) = whole(result, mesh.world), expected_of_layouts
+    assert sorted(found) == sorted(parameters)
+    for name, values in parameters.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(result.loss_history, expected_of_layouts[1], rtol=1e-12)
+    np.testing.assert_allclose(result.loss_history, losses[-len(result.loss_history) :], rtol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:2])
-def test_a_run_takes_one_mesh_after_the_other(comm, strategy, expected_of_layouts):
-    wanted = {step: sizes for step, sizes in SEQUENCE.items() if ranks_of(sizes) <= comm.size}
-    noted, drawn = {}, []
-    with Mesh(comm) as mesh:
-        optimizer = ElasticOptimizer(inner_of_layouts(strategy, mesh), layouts=ANY)
-
-        def callback(state):
-            noted[state.step] = {name: size for name, size in mesh.shape.items() if size > 1}
-            if state.step in wanted:
-                optimizer.resize(mesh=wanted[state.step])
-
-        def build(mesh):
-            made = problem(mesh)
-            drawn.append(bool(made.start.held.any()))
-            return made
-
-        result = optimizer.optimize(build, callback=callback, progress=False)
-        assert drawn[0]
-        assert not any(drawn[1:])  # those get the values of the run
-        assert mesh.size == comm.size
-        same(result, mesh, expected_of_layouts)
-    now = {"data": comm.size}
-    for step in range(1, STEPS + 1):
-        if comm.rank == 0:
-            assert noted[step] == {name: size for name, size in now.items() if size > 1}
-        assert (step in noted) == (comm.rank < ranks_of(now))
-        now = wanted.get(step, now)
-
-
-def test_a_mesh_is_asked_for_from_another_shell(comm, expected_of_layouts, tmp_path, monkeypatch):
+@pytest.mark.mpi(min_size=3)
+def test_a_mesh_is_asked_for_from_another_shell(comm, expected_of_layouts, folder, monkeypatch):
     """And a number of workers, which takes the first mesh of the list that has so many ranks."""
-    if comm.size < 3:
-        pytest.skip("too few ranks for two meshes")
     monkeypatch.setattr(control, "_POLL_S", 0.0)
-    folder, noted, answers = ControlFolder(Path(comm.bcast(str(tmp_path)))), {}, []
+    folder, noted, answers = ControlFolder(folder), {}, []
     wanted = {2: {"workers": 2, "mesh": "tensor=2"}, 4: {"workers": 1}, 6: {"workers": 3, "mesh": "data=3"}}
     with Mesh(comm) as mesh:
         layouts = [{"tensor": 2, "pipeline": 2}, {"tensor": 2}, {}]
-        optimizer = ElasticOptimizer(inner_of_layouts(DDPOptimizer, mesh), layouts=layouts, folder=folder.path.parent)
+        optimizer = moving(DDPOptimizer, mesh, layouts, folder=folder.path.parent)
 
         def callback(state):
             noted[state.step] = str(MeshSizes(**mesh.shape))
@@ -469,7 +396,7 @@ def test_processes_beyond_the_best_mesh_are_spares(comm, expected_of_layouts):
         def choice(ranks):
             return {} if ranks == comm.size else {"data": max(1, ranks - 1)}
 
-        optimizer = ElasticOptimizer(inner_of_layouts(ZeRO1Optimizer, mesh), layouts=choice)
+        optimizer = moving(ZeRO1Optimizer, mesh, choice)
 
         def callback(state):
             noted[state.step] = mesh.size, optimizer.current_workers
@@ -489,30 +416,26 @@ def test_the_best_by_an_estimate(comm, expected_of_layouts):
     noted = {}
     with Mesh(comm) as mesh:
         auto = AutoLayouts(memory_limit=1e9)
-        optimizer = ElasticOptimizer(inner_of_layouts(DDPOptimizer, mesh), layouts=auto if comm.size % 2 else "auto")
+        optimizer = moving(DDPOptimizer, mesh, auto if comm.size % 2 else "auto")
 
         def callback(state):
             noted[state.step] = MeshSizes(**mesh.shape)
 
-        result = optimizer.optimize(problem, callback=callback, progress=False)
-        found = whole(result, mesh.world)
-        for name, values in expected_of_layouts[0].items():
-            np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12)
+        same(optimizer.optimize(problem, callback=callback, progress=False), mesh, expected_of_layouts)
     assert len(set(noted.values())) == 1
     assert noted[1].ranks <= comm.size
 
 
 def test_a_model_that_does_not_fit(comm):
     with Mesh(comm) as mesh:
-        optimizer = ElasticOptimizer(inner_of_layouts(DDPOptimizer, mesh), layouts=AutoLayouts(memory_limit=1000))
+        optimizer = moving(DDPOptimizer, mesh, AutoLayouts(memory_limit=1000))
         with pytest.raises(RunLost, match=f"no layout fits {comm.size} ranks"):
             optimizer.optimize(problem, progress=False)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_the_model_of_an_earlier_mesh_leaves_memory(comm):
-    if comm.size == 1:
-        pytest.skip("one rank has one mesh")
-    made = []
+    made, alive = [], {}
 
     def build(mesh):
         found = problem(mesh, 4)
@@ -520,57 +443,48 @@ def test_the_model_of_an_earlier_mesh_leaves_memory(comm):
         return found
 
     with Mesh(comm) as mesh:
-        optimizer = ElasticOptimizer(inner_of_layouts(ZeRO1Optimizer, mesh), layouts=ANY)
-        alive = {}
+        optimizer = moving(ZeRO1Optimizer, mesh, ANY)
+        resize = resizing(optimizer, {2: {"tensor": 2}}, ask="mesh")
 
         def callback(state):
             gc.collect()
             alive[state.step] = [each() is not None for each in made]
-            if state.step == 2:
-                optimizer.resize(mesh={"tensor": 2})
+            resize(state)
 
         optimizer.optimize(build, callback=callback, progress=False)
     if comm.rank < 2:
         assert alive == {1: [True], 2: [True], 3: [False, True], 4: [False, True]}
 
 
-def test_checkpoints_go_on_in_another_mesh(comm, expected_of_layouts, tmp_path):
-    folder = comm.bcast(str(tmp_path))
-    for last, sizes in ((5, {2: {"tensor": 2}, 4: {"data": comm.size}}), (STEPS, {6: {"pipeline": 2}})):
-        with Mesh(comm) as mesh:
-            optimizer = ElasticOptimizer(inner_of_layouts(ZeRO1Optimizer, mesh), layouts=ANY)
-
-            def callback(state, optimizer=optimizer, sizes=sizes):
-                if state.step in sizes and ranks_of(sizes[state.step]) <= comm.size:
-                    optimizer.resize(mesh=sizes[state.step])
-
-            with Checkpoints(folder, mesh, every=2) as checkpoints:
-                result = optimizer.optimize(
-                    lambda mesh, last=last: problem(mesh, last),
-                    callback=callback,
-                    progress=False,
-                    checkpoints=checkpoints,
-                    resume=True,
-                )
-            found = result.resumed_steps
+def test_checkpoints_go_on_in_another_mesh(comm, expected_of_layouts, folder):
+    wanted = {2: {"tensor": 2}, 4: {"data": comm.size}, 6: {"pipeline": 2}}
+    wanted = {step: sizes for step, sizes in wanted.items() if ranks_of(sizes) <= comm.size}
+    for last in (5, STEPS):
+        with Mesh(comm) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
+            optimizer = moving(ZeRO1Optimizer, mesh, ANY)
+            result = optimizer.optimize(
+                functools.partial(problem, steps=last),
+                callback=resizing(optimizer, wanted, ask="mesh"),
+                progress=False,
+                checkpoints=checkpoints,
+                resume=True,
+            )
             if last == STEPS:
                 same(result, mesh, expected_of_layouts)
-    assert found == 5
+    assert result.resumed_steps == 5
 
 
 def test_another_call_goes_on(comm, expected_of_layouts):
     with Mesh(comm) as mesh:
-        optimizer = ElasticOptimizer(inner_of_layouts(DDPOptimizer, mesh), layouts=[{"tensor": 2}, {}])
-        optimizer.optimize(lambda mesh: problem(mesh, 3), progress=False)
-        result = optimizer.optimize(lambda mesh: problem(mesh, 5), progress=False)
-        found = whole(result, mesh.world)
-    for name, values in expected_of_layouts[0].items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12)
+        optimizer = moving(DDPOptimizer, mesh, [{"tensor": 2}, {}])
+        for steps in (3, 5):
+            result = optimizer.optimize(functools.partial(problem, steps=steps), progress=False)
+        same(result, mesh, expected_of_layouts)
 
 
 def test_what_is_refused(comm):
     with Mesh(comm) as mesh:
-        made = inner_of_layouts(DDPOptimizer, mesh, reproducible=True)
+        made = inner(DDPOptimizer, mesh)
         with pytest.raises(ValueError, match="scaling='linear' follows the data ranks"):
             ElasticOptimizer(made, layouts=[{}], scaling="linear")
         fixed = ElasticOptimizer(made)
@@ -594,10 +508,9 @@ def test_what_is_refused(comm):
 
 @pytest.fixture(scope="module")
 def expected_bits():
-    """The run of one rank in float32, whose sums have one order."""
+    """The run of one rank in float32."""
     with Mesh(MPI.COMM_SELF) as mesh:
-        made = inner_of_layouts(DDPOptimizer, mesh, reproducible=True)
-        result = made.optimize(problem(mesh, dtype=np.float32, shards=2), progress=False)
+        result = inner(DDPOptimizer, mesh).optimize(in_float32(mesh), progress=False)
         return digest(whole(result, mesh.world)), result.loss_history.tobytes()
 
 
@@ -607,15 +520,29 @@ def digest(found):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_meshes_are_no_part_of_the_result(comm, strategy, expected_bits):
+    """A run takes one mesh after the other; models that are made after the start get the values of the run."""
     wanted = {step: sizes for step, sizes in SEQUENCE.items() if ranks_of(sizes) <= comm.size}
+    noted, drawn = {}, []
     with Mesh(comm) as mesh:
-        optimizer = ElasticOptimizer(inner_of_layouts(strategy, mesh, reproducible=True), layouts=ANY)
+        optimizer = moving(strategy, mesh, ANY, reproducible=True)
+        resize = resizing(optimizer, wanted, ask="mesh")
 
         def callback(state):
-            if state.step in wanted:
-                optimizer.resize(mesh=wanted[state.step])
+            noted[state.step] = {name: size for name, size in mesh.shape.items() if size > 1}
+            resize(state)
 
-        result = optimizer.optimize(
-            lambda mesh: problem(mesh, dtype=np.float32, shards=2), callback=callback, progress=False
-        )
+        def build(mesh):
+            made = in_float32(mesh)
+            drawn.append(bool(made.start.held.any()))
+            return made
+
+        result = optimizer.optimize(build, callback=callback, progress=False)
+        assert drawn[0] and not any(drawn[1:])
+        assert mesh.size == comm.size
         assert (digest(whole(result, mesh.world)), result.loss_history.tobytes()) == expected_bits
+    now = {"data": comm.size}
+    for step in range(1, STEPS + 1):
+        if comm.rank == 0:
+            assert noted[step] == {name: size for name, size in now.items() if size > 1}
+        assert (step in noted) == (comm.rank < ranks_of(now))
+        now = wanted.get(step, now)
