@@ -134,7 +134,7 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
     done = mpirun(2, script, "grow", tmp_path, timeout=90)
     assert done.code == 0 and "same: True workers: 2 3 steps" in done.output, done.all
     assert "steps meanwhile: 0" not in done.output, done.all
-    assert "another" in done.all and "continues with 3 workers" in done.all, done.all
+    assert "another" in done.all and "continuing with 3 workers" in done.all, done.all
     assert none_is_left(tmp_path)
 
 
