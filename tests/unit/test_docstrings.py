@@ -14,15 +14,16 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import mpishard
+
+pytest.importorskip("numpydoc", reason="numpydoc is not installed (extra: test)")
 
 # What numpydoc checks, by its codes: unknown sections, and their order; a docstring, with a summary that is one line
 # and ends in a period; parameters that are missing, unknown, out of order, or without a type or a description; returns
@@ -31,76 +32,47 @@ CODES = set("GL06 GL07 GL08 SS01 SS03 SS06 PR01 PR02 PR03 PR04 PR07 PR10 RT01 RT
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)$", re.MULTILINE)
-# Functions that raise TypeError and ValueError.
-CHECKS = {"integer", "number", "flag"}
-
-
-class Public(NamedTuple):
-    """A class, function, method or property, and the class that defines it."""
-
-    name: str
-    thing: Any
-    owner: type | None = None
-
-    @property
-    def package(self) -> str:
-        return self.name.split(".")[1]
+CHECKS = {"integer", "number", "flag"}  # functions that raise TypeError and ValueError
 
 
 def names() -> Iterator[str]:
     """Dotted names of what is public by itself, and can be imported."""
-    lacking = tuple(f"mpishard.{name}." for name in ("jax", "torch") if importlib.util.find_spec(name) is None)
-    yield from (name for name in all_names() if not name.startswith(lacking))
-
-
-def all_names() -> Iterator[str]:
-    """Dotted names of what is public by itself."""
-    for page in sorted(DOCS.rglob("*.md")):
-        yield from DIRECTIVE.findall(page.read_text("utf-8"))
+    found = [name for page in sorted(DOCS.rglob("*.md")) for name in DIRECTIVE.findall(page.read_text("utf-8"))]
     root = Path(mpishard.__file__).parent
     for file in sorted(root.rglob("__init__.py")):
         package = ".".join(file.parent.relative_to(root.parent).parts)
-        yield from (f"{package}.{name}" for name in getattr(importlib.import_module(package), "__all__", ()))
+        found += (f"{package}.{name}" for name in getattr(importlib.import_module(package), "__all__", ()))
+    lacking = tuple(f"mpishard.{name}." for name in ("jax", "torch") if importlib.util.find_spec(name) is None)
+    yield from (name for name in found if not name.startswith(lacking))
 
 
-def public() -> list[Public]:
-    found: dict[str, Public] = {}
+def public() -> dict[str, tuple[Any, type | None]]:
+    """Classes, functions, methods and properties, each with the class that defines it, by name."""
+    found: dict[str, tuple[Any, type | None]] = {}
     for dotted in names():
         module, _, name = dotted.rpartition(".")
         thing = getattr(importlib.import_module(module), name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
-            each = Public(f"{thing.__module__}.{thing.__qualname__}", thing)
-            found[each.name] = each
+            found[f"{thing.__module__}.{thing.__qualname__}"] = thing, None
         for kind in getattr(thing, "__mro__", ()):
             for name, value in vars(kind).items() if kind.__module__.startswith("mpishard.") else ():
-                if not name.startswith("_") and is_callable(value):
-                    each = Public(f"{kind.__module__}.{kind.__qualname__}.{name}", value, kind)
-                    found[each.name] = each
-    return list(found.values())
-
-
-def is_property(thing: Any) -> bool:
-    return isinstance(thing, property | cached_property)
-
-
-def is_callable(thing: Any) -> bool:
-    """Whether it is a method or a property."""
-    return inspect.isfunction(bare(thing))
+                if not name.startswith("_") and inspect.isfunction(bare(value)):
+                    found[f"{kind.__module__}.{kind.__qualname__}.{name}"] = value, kind
+    return found
 
 
 def bare(thing: Any) -> Any:
     """The function of a method, class method or property."""
-    if is_property(thing):
+    if isinstance(thing, property | cached_property):
         thing = thing.fget if isinstance(thing, property) else thing.func
     return inspect.unwrap(getattr(thing, "__func__", thing))
 
 
-def inherits(each: Public) -> bool:
+def inherits(name: str, thing: Any, owner: type | None) -> bool:
     """Whether it has the docstring of what it overrides."""
-    if each.owner is None or bare(each.thing).__doc__:
-        return False
-    name = each.name.rpartition(".")[2]
-    return any(bare(vars(base)[name]).__doc__ for base in each.owner.__mro__[1:] if name in vars(base))
+    bases = [vars(base) for base in owner.__mro__[1:]] if owner and not bare(thing).__doc__ else []
+    name = name.rpartition(".")[2]
+    return any(bare(base[name]).__doc__ for base in bases if name in base)
 
 
 def raised(thing: Any) -> set[str]:
@@ -123,52 +95,35 @@ def raised(thing: Any) -> set[str]:
     return {name for name in found if name.endswith("Error")}
 
 
-def is_never_called(thing: Any) -> bool:
-    """Whether it is a class that nobody calls to make an instance: a protocol or an enumeration."""
-    return inspect.isclass(thing) and (issubclass(thing, Enum) or getattr(thing, "_is_protocol", False))
-
-
-@contextmanager
-def as_written(thing: Any) -> Iterator[None]:
-    """The class with the arguments of its code: models show the fields of values that their docstrings do not list."""
-    names = getattr(getattr(thing, "__init__", None), "__dict__", {})
-    shown = {name: names.pop(name) for name in ("__signature__",) if name in names}
-    try:
-        yield
-    finally:
-        names.update(shown)
-
-
-def complaints(each: Public) -> list[str]:
+def complaints(where: str, thing: Any, owner: type | None = None) -> list[str]:
     """What is wrong with a docstring."""
     from numpydoc.docscrape import NumpyDocString
     from numpydoc.validate import validate
 
-    if inherits(each):
+    if inherits(where, thing, owner):
         return []
-    with as_written(each.thing):
-        wrong = [f"{code} {what}" for code, what in validate(each.name)["errors"] if code in CODES]
-    if is_never_called(each.thing):
-        return [f"{each.name}: {what}" for what in wrong if not what.startswith("PR01")]
-    told = {
-        name for entry in NumpyDocString(inspect.getdoc(each.thing) or "")["Raises"] for name in entry.type.split(", ")
-    }
-    wrong += [f"raises {name}, and does not say when" for name in sorted(raised(each.thing) - told)]
-    return [f"{each.name}: {what}" for what in wrong]
+    with pytest.MonkeyPatch.context() as as_written:
+        # Models show the fields of values that their docstrings do not list.
+        as_written.delitem(getattr(getattr(thing, "__init__", None), "__dict__", {}), "__signature__", raising=False)
+        wrong = [f"{code} {what}" for code, what in validate(where)["errors"] if code in CODES]
+    if inspect.isclass(thing) and (issubclass(thing, Enum) or getattr(thing, "_is_protocol", False)):
+        # Nobody calls it to make an instance.
+        return [f"{where}: {what}" for what in wrong if not what.startswith("PR01")]
+    sections = NumpyDocString(inspect.getdoc(thing) or "")["Raises"]
+    told = {name for entry in sections for name in entry.type.split(", ")}
+    wrong += [f"raises {name}, and does not say when" for name in sorted(raised(thing) - told)]
+    return [f"{where}: {what}" for what in wrong]
 
 
 def test_docstrings_of_public_names_have_all_sections() -> None:
-    pytest.importorskip("numpydoc", reason="numpydoc is not installed (extra: test)")
     found = public()
-    assert len({each.package for each in found}) > 15  # fewer without PyTorch or JAX
-    wrong = [what for each in found for what in complaints(each)]
+    assert len({name.split(".")[1] for name in found}) > 15  # fewer without PyTorch or JAX
+    wrong = [what for name, (thing, owner) in found.items() for what in complaints(name, thing, owner)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_docstring_that_lacks_something_is_found() -> None:
-    pytest.importorskip("numpydoc", reason="numpydoc is not installed (extra: test)")
-    where = f"{__name__}.halved"
-    found = complaints(Public(where, halved))
+    found = complaints(f"{__name__}.halved", halved)
     assert [what.split()[1] for what in found] == ["PR01", "RT01", "raises"]
 
 

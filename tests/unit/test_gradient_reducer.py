@@ -9,13 +9,64 @@ from contextlib import nullcontext
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from gradient_recorder import LIKE, Recorder, specs
 from hypothesis import given
 
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.parameters.buckets import Bucket, TensorRun, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import TRANSITIONS, GradientPhase, GradientReducer
+
+LIKE = np.zeros(1)
+
+
+def specs(*sizes):
+    return [ParameterSpec(f"t{index}", (size,)) for index, size in enumerate(sizes)]
+
+
+class Transfer:
+    """A sum under way."""
+
+    def wait(self):
+        pass
+
+    test = abandon = wait
+
+
+class Recorder:
+    """A reducer of gradients whose sums note what they get."""
+
+    def __init__(self, sizes, minimum, runs=None, factor=1, **options):
+        pieces = specs(*sizes)
+        self.got, self.complete_calls, self.resets, self.factor = [], [], 0, factor
+        self.gradients = GradientReducer(pieces, make_buckets(pieces, minimum, runs), LIKE, self, **options)
+
+    @property
+    def order(self):
+        return [index for index, _ in self.got]
+
+    def sum_copies(self, bucket, gradient):
+        gradient *= self.factor
+
+    def start(self, bucket, gradient, earlier=()):
+        self.got.append((bucket.index, gradient.tolist()))
+        self.earlier = [partial.tolist() for partial in earlier]
+        return Transfer()
+
+    def finish(self, started):
+        self.complete_calls.append([bucket.index for bucket, _, _ in started])
+
+    def add_uses(self):
+        self.got.append("uses")
+
+    def reset(self):
+        self.resets += 1
+
+    def backward(self, names, value=1.0):
+        for name in names:
+            view, add = self.gradients.gradient(name)
+            view[...] = view + value if add else value
+            self.gradients.mark_ready(name)
+
 
 # Gradient buckets: how tensors are grouped, and the flat buffers that they are cut from.
 
@@ -43,32 +94,19 @@ def test_buckets_are_cut_by_the_sizes_that_are_given():
 def test_no_bucket_spans_two_runs():
     runs = [TensorRun(0, 1, 0, tied=True), TensorRun(1, 3, 0), TensorRun(3, 4, 1), TensorRun(4, 5, 1, "another")]
     buckets = make_buckets(specs(2, 2, 2, 2, 2), 100, runs)
-    assert [(bucket.first, bucket.last, bucket.tied) for bucket in buckets] == [
-        (0, 1, True),
-        (1, 3, False),
-        (3, 4, False),
-        (4, 5, False),
-    ]
+    found = [(bucket.first, bucket.last, bucket.tied) for bucket in buckets]
+    assert found == [(0, 1, True), (1, 3, False), (3, 4, False), (4, 5, False)]
 
 
 def test_runs_of_parameters():
     """Neighbours of one stage are a run, or of one unit; ties are alone."""
-    specs = [
-        ParameterSpec("table", (2,), copies=(3,)),
-        ParameterSpec("a", (2,)),
-        ParameterSpec("b", (2,)),
-        ParameterSpec("c", (2,), 1),
-        ParameterSpec("d", (2,), 2),
-    ]
-    parameters = FlatParameters(
-        specs, place=ModelParallelRank(pipeline_rank=0, pipeline_size=2), units=[["table", "a"], ["b"], ["d"], ["c"]]
-    )
+    pieces = [ParameterSpec("table", (2,), copies=(3,)), ParameterSpec("a", (2,)), ParameterSpec("b", (2,))]
+    pieces += [ParameterSpec("c", (2,), 1), ParameterSpec("d", (2,), 2)]
+    place, units = ModelParallelRank(pipeline_rank=0, pipeline_size=2), [["table", "a"], ["b"], ["d"], ["c"]]
+    parameters = FlatParameters(pieces, place=place, units=units)
     assert list(parameters) == ["table", "a", "b", "d"]
-    assert [(run.first, run.last, run.virtual_stage, run.tied) for run in parameters.layout.gradient_runs()] == [
-        (0, 1, 0, True),
-        (1, 3, 0, False),
-        (3, 4, 2, False),
-    ]
+    runs = [(run.first, run.last, run.virtual_stage, run.tied) for run in parameters.layout.gradient_runs()]
+    assert runs == [(0, 1, 0, True), (1, 3, 0, False), (3, 4, 2, False)]
     assert [(run.first, run.last) for run in parameters.layout.gradient_runs(by_unit=True)] == parameters.units
     assert parameters.units == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
@@ -94,37 +132,47 @@ def test_bad_parameters():
         make_buckets(specs(3), 0)
 
 
+def backward_of_stage(recorder, stage, names, value, last):
+    recorder.gradients.begin_virtual_stage(stage, last)
+    recorder.backward(names, value)
+    recorder.gradients.end_virtual_stage(stage)
+
+
 # The reducer of gradients: order of reduction, accumulation over passes, memory.
+
+each_way = pytest.mark.parametrize("on_demand", [False, True])
 
 
 def test_hand_over_is_last_first_whatever_the_order_of_announcements():
-    recorder = Recorder([2, 2, 2], 2)
-    recorder.backward(["t0"])
+    """A tensor without a gradient is zero."""
+    recorder = Recorder([1, 1, 1, 1, 2], 2)
+    recorder.backward(["t0", "t2", "t3"])
     assert recorder.got == []
-    recorder.backward(["t2"])
-    assert recorder.got == [(2, [1, 1])]
-    recorder.backward(["t1"])
-    assert [index for index, _ in recorder.got] == [2, 1, 0]
-
-
-def test_tensors_without_a_gradient_are_zero():
-    recorder = Recorder([2, 1, 3], 3)
-    recorder.backward(["t1"])
+    recorder.backward(["t4"])
+    assert recorder.got == [(2, [1, 1]), (1, [1, 1])]
     recorder.gradients.end_pass()
-    assert recorder.got == [(1, [0, 0, 0]), (0, [0, 0, 1])]
+    assert recorder.got[2:] == [(0, [1, 0])]
 
 
 def test_held_passes_add_up_and_travel_once():
     recorder = Recorder([2, 2], 2)
     with recorder.gradients.no_sync():
+        with recorder.gradients.no_sync():  # a pass within another that is held is held too
+            recorder.backward(["t1", "t0"])
         recorder.backward(["t1", "t0"])
+    assert recorder.got == []
     recorder.backward(["t1", "t0"], 2.0)
-    assert recorder.got == [(1, [3, 3]), (0, [3, 3])]
+    assert recorder.got == [(1, [4, 4]), (0, [4, 4])]
     recorder.gradients.finalize()
     assert recorder.complete_calls == [[1, 0]]
     recorder.gradients.reset()
-    recorder.backward(["t1", "t0"], 5.0)
-    assert recorder.got[2:] == [(1, [5, 5]), (0, [5, 5])]
+    recorder.gradients.is_last_pass = False  # as between calls of `step` with auto_sync_gradients=False
+    for value in (1.0, 2.0):
+        recorder.backward(["t1", "t0"], value)
+        recorder.gradients.end_pass()
+    assert len(recorder.got) == 2
+    recorder.gradients.finalize()
+    assert recorder.got[2:] == [(1, [3, 3]), (0, [3, 3])]
 
 
 def test_on_demand_every_pass_travels_and_memory_is_used_again():
@@ -132,7 +180,7 @@ def test_on_demand_every_pass_travels_and_memory_is_used_again():
     for value in (1.0, 2.0):
         with recorder.gradients.no_sync():
             recorder.backward(["t2", "t1", "t0"], value)
-    assert [index for index, _ in recorder.got] == [2, 1, 0, 2, 1, 0]
+    assert recorder.order == [2, 1, 0, 2, 1, 0]
     assert recorder.got[-1] == (0, [2, 2, 2, 2])
     # One is under way while the next one is written; the first and the last use one block in turns.
     assert recorder.gradients.memory.peak_bytes == (4 + 2) * LIKE.itemsize
@@ -141,7 +189,7 @@ def test_on_demand_every_pass_travels_and_memory_is_used_again():
         _ = recorder.gradients.flat
 
 
-@pytest.mark.parametrize("on_demand", [False, True])
+@each_way
 def test_lent_memory_is_not_counted_or_kept(on_demand):
     recorder = Recorder([4, 2], 2, on_demand=on_demand)
     flat = np.arange(6.0)
@@ -151,7 +199,7 @@ def test_lent_memory_is_not_counted_or_kept(on_demand):
     assert recorder.gradients.memory.peak_bytes == 0
 
 
-@pytest.mark.parametrize("on_demand", [False, True])
+@each_way
 def test_stages_are_handed_over_apart_and_a_tie_last(on_demand):
     """Tensors 1 and 2 are in stage 0, tensor 3 is in stage 1, and tensor 0 is tied between the stages."""
     runs = [TensorRun(0, 1, 0, tied=True), TensorRun(1, 3, 0), TensorRun(3, 4, 1)]
@@ -165,41 +213,30 @@ def test_stages_are_handed_over_apart_and_a_tie_last(on_demand):
     assert recorder.order == [2, 1, 3, 0]
 
 
-@pytest.mark.parametrize("on_demand", [False, True])
+@each_way
 def test_only_the_last_micro_batch_of_a_stage_travels(on_demand):
     """On demand every one does, but for ties."""
     runs = [TensorRun(0, 1, 0, tied=True), TensorRun(1, 3, 0), TensorRun(3, 4, 1)]
     recorder = Recorder([2, 2, 2, 2], 2, runs, on_demand=on_demand)
     for stage, names in ((1, ["t3"]), (0, ["t2", "t0"])):
         for last in (False, True):
-            recorder.gradients.begin_virtual_stage(stage, last)
-            recorder.backward(names)
-            recorder.gradients.end_virtual_stage(stage)
+            backward_of_stage(recorder, stage, names, 1.0, last)
     recorder.gradients.end_pass()
+    first, tied = (2, [1, 1]), (1, [0, 0])
     if on_demand:
-        assert recorder.got == [
-            (3, [1, 1]),
-            (3, [1, 1]),
-            (2, [1, 1]),
-            (1, [0, 0]),
-            (2, [1, 1]),
-            (1, [0, 0]),
-            (0, [2, 2]),
-        ]
+        assert recorder.got == [(3, [1, 1]), (3, [1, 1]), first, tied, first, tied, (0, [2, 2])]
     else:
-        assert recorder.got == [(3, [2, 2]), (2, [2, 2]), (1, [0, 0]), (0, [2, 2])]
+        assert recorder.got == [(3, [2, 2]), (2, [2, 2]), tied, (0, [2, 2])]
 
 
-@pytest.mark.parametrize("on_demand", [False, True])
+@each_way
 def test_passes_of_several_micro_batches_each(on_demand):
     """A held pass in which a stage has two micro-batches, and then another: nothing travels twice."""
     recorder = Recorder([2, 2], 2, on_demand=on_demand)
     for context in (recorder.gradients.no_sync(), nullcontext()):
         with context:
             for last in (False, True):
-                recorder.gradients.begin_virtual_stage(0, last)
-                recorder.backward(["t1", "t0"])
-                recorder.gradients.end_virtual_stage(0)
+                backward_of_stage(recorder, 0, ["t1", "t0"], 1.0, last)
     recorder.gradients.end_pass()
     total = np.zeros((2, 2))
     for index, values in recorder.got:
@@ -222,12 +259,17 @@ def test_names_take_what_is_added_to_them():
     assert recorder.got == [(1, [3.0] * 3), (0, [3.0] * 2)]
 
 
-def test_a_rank_without_parameters():
+def test_a_rank_without_parameters_and_sums_that_are_abandoned():
     recorder = Recorder([], 1, runs=[])
     recorder.gradients.finalize()
     assert recorder.gradients.reduced
     recorder.gradients.reset()
     assert recorder.got == []
+    recorder = Recorder([2], 2)
+    recorder.backward(["t0"])
+    recorder.gradients.abandon()
+    recorder.gradients.reset()
+    assert recorder.complete_calls == []
 
 
 def test_a_pass_that_fails_sends_nothing_and_the_step_goes_on_without_it():
@@ -256,29 +298,6 @@ def test_memory_of_gradients_is_freed_with_its_parameters():
         gc.enable()
 
 
-def test_a_pass_within_another_that_is_held_is_held_too():
-    recorder = Recorder([2, 2], 2)
-    with recorder.gradients.no_sync():
-        with recorder.gradients.no_sync():
-            recorder.backward(["t1", "t0"])
-        recorder.backward(["t1", "t0"])
-    assert recorder.got == []
-    recorder.backward(["t1", "t0"])
-    assert recorder.got == [(1, [3, 3]), (0, [3, 3])]
-
-
-def test_passes_without_a_context_are_held_where_gradients_are_not_synchronized_automatically():
-    """As between calls of `step` with auto_sync_gradients=False."""
-    recorder = Recorder([2, 2], 2)
-    recorder.gradients.is_last_pass = False
-    for value in (1.0, 2.0):
-        recorder.backward(["t1", "t0"], value)
-        recorder.gradients.end_pass()
-    assert recorder.got == []
-    recorder.gradients.finalize()
-    assert recorder.got == [(1, [3, 3]), (0, [3, 3])]
-
-
 def test_a_caller_s_gradients_add_up_until_the_step_is_taken():
     gradients = Recorder([2, 2], 2).gradients
     for flat in (np.arange(4.0), None, np.ones(4)):
@@ -288,49 +307,33 @@ def test_a_caller_s_gradients_add_up_until_the_step_is_taken():
     assert gradients.accumulation.total is None
 
 
-def test_sums_under_way_can_be_abandoned():
-    recorder = Recorder([2], 2)
-    recorder.backward(["t0"])
-    recorder.gradients.abandon()
-    recorder.gradients.reset()
-    assert recorder.complete_calls == []
-
-
 # The phases of a step, and what the reducer of gradients takes in each.
 
-# By phase and call: the phase that follows, or the error.
+STEPS = [GradientPhase.ACCUMULATING, GradientPhase.REDUCING, GradientPhase.REDUCED]
+ACCUMULATING, REDUCING, REDUCED = STEPS
+LATE, ADDED = "no_sync.. comes too late", "'t0' is reduced already, so another backward pass cannot add to it"
+# By call: the phase that follows in each phase, or the error.
 PHASES = {
-    (GradientPhase.ACCUMULATING, "gradient"): GradientPhase.ACCUMULATING,
-    (GradientPhase.ACCUMULATING, "no_sync"): GradientPhase.ACCUMULATING,
-    (GradientPhase.ACCUMULATING, "mark_ready"): GradientPhase.REDUCING,
-    (GradientPhase.ACCUMULATING, "end_pass"): GradientPhase.REDUCING,
-    (GradientPhase.ACCUMULATING, "finalize"): GradientPhase.REDUCED,
-    (GradientPhase.ACCUMULATING, "reset"): GradientPhase.ACCUMULATING,
-    (GradientPhase.REDUCING, "gradient"): GradientPhase.REDUCING,  # of a bucket that is not reduced yet
-    (GradientPhase.REDUCING, "no_sync"): "no_sync.. comes too late",
-    (GradientPhase.REDUCING, "mark_ready"): GradientPhase.REDUCING,
-    (GradientPhase.REDUCING, "end_pass"): GradientPhase.REDUCING,
-    (GradientPhase.REDUCING, "finalize"): GradientPhase.REDUCED,
-    (GradientPhase.REDUCING, "reset"): GradientPhase.ACCUMULATING,
-    (GradientPhase.REDUCED, "gradient"): "'t0' is reduced already, so another backward pass cannot add to it",
-    (GradientPhase.REDUCED, "no_sync"): "no_sync.. comes too late",
-    (GradientPhase.REDUCED, "mark_ready"): GradientPhase.REDUCED,
-    (GradientPhase.REDUCED, "end_pass"): GradientPhase.REDUCED,
-    (GradientPhase.REDUCED, "finalize"): GradientPhase.REDUCED,
-    (GradientPhase.REDUCED, "reset"): GradientPhase.ACCUMULATING,
+    "gradient": [ACCUMULATING, REDUCING, ADDED],  # in the phase REDUCING of a bucket that is not reduced yet
+    "no_sync": [ACCUMULATING, LATE, LATE],
+    "mark_ready": [REDUCING, REDUCING, REDUCED],
+    "end_pass": [REDUCING, REDUCING, REDUCED],
+    "finalize": [REDUCED] * 3,
+    "reset": [ACCUMULATING] * 3,
 }
 
 
-@pytest.mark.parametrize("on_demand", [False, True])
-@pytest.mark.parametrize(("phase", "call"), PHASES)
+@each_way
+@pytest.mark.parametrize("phase", STEPS)
+@pytest.mark.parametrize("call", PHASES)
 def test_phases_of_a_step(phase, call, on_demand):
     """Each call in each phase; two buckets, of which the last is reduced in the phase REDUCING."""
     recorder = Recorder([2, 2], 2, on_demand=on_demand)
     gradients = recorder.gradients
     gradients.gradient("t1")
-    if phase is not GradientPhase.ACCUMULATING:
+    if phase is not ACCUMULATING:
         gradients.mark_ready("t1")
-    if phase is GradientPhase.REDUCED:
+    if phase is REDUCED:
         gradients.finalize()
     assert gradients.phase is phase
 
@@ -338,14 +341,10 @@ def test_phases_of_a_step(phase, call, on_demand):
         if call == "no_sync":
             with gradients.no_sync():
                 pass
-        elif call == "gradient":
-            gradients.gradient("t0")
-        elif call == "mark_ready":
-            gradients.mark_ready("t1")
         else:
-            getattr(gradients, call)()
+            getattr(gradients, call)(*{"gradient": ["t0"], "mark_ready": ["t1"]}.get(call, []))
 
-    expected = PHASES[phase, call]
+    expected = PHASES[call][STEPS.index(phase)]
     if isinstance(expected, str):
         with pytest.raises(RuntimeError, match=expected):
             act()
@@ -353,10 +352,9 @@ def test_phases_of_a_step(phase, call, on_demand):
     else:
         act()
         assert gradients.phase is expected
-        assert gradients.reduced == (expected is GradientPhase.REDUCED)
+        assert gradients.reduced == (expected is REDUCED)
         assert recorder.resets == (call == "reset")
-        steps = [GradientPhase.ACCUMULATING, GradientPhase.REDUCING, GradientPhase.REDUCED]
-        passed = steps[steps.index(phase) : steps.index(expected) + 1] if call != "reset" else [phase, expected]
+        passed = STEPS[STEPS.index(phase) : STEPS.index(expected) + 1] if call != "reset" else [phase, expected]
         assert all(one is two or (one, two) in TRANSITIONS for one, two in zip(passed[:-1], passed[1:], strict=True))
 
 
@@ -394,12 +392,6 @@ def test_a_gradient_is_reduced_within_the_replica_before_it_is_merged():
         recorder.backward(["t1", "t0"], 1.0)
     recorder.backward(["t1", "t0"], 10.0)
     assert recorder.got == [(1, [22] * 3), (0, [22] * 2)]
-
-
-def backward_of_stage(recorder, stage, names, value, last):
-    recorder.gradients.begin_virtual_stage(stage, last)
-    recorder.backward(names, value)
-    recorder.gradients.end_virtual_stage(stage)
 
 
 def test_virtual_stages_keep_micro_batches_of_one_pass_apart():

@@ -15,8 +15,7 @@ import pytest
 
 import mpishard
 
-LAUNCHED = tuple(mpishard._STARTED_BY)
-HEAVY = ("mpi4py.MPI", "numpy", "numba", "h5py", "matplotlib", "rich", "typer", "xxhash", "tqdm")
+HEAVY = {"mpi4py.MPI", "numpy", "numba", "h5py", "matplotlib", "rich", "typer", "xxhash", "tqdm"}
 COUNT = """
 import json, sys
 opened = set()
@@ -34,12 +33,20 @@ with contextlib.suppress(SystemExit):
 """
 
 
+def output_of(code: str, without: tuple[str, ...] = (), **environment: str) -> str:
+    """The output of a process that no launcher started, without some variables of the environment."""
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith((*mpishard._STARTED_BY, *without))
+    }
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=alone | environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def seen_after(code: str, **environment: str) -> tuple[int, set[str]]:
-    """How many files Python opens in `code`, and which modules it imports, in a process that no launcher started."""
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
-    command = [sys.executable, "-c", COUNT.format(code)]
-    output = subprocess.run(command, env=alone | environment, capture_output=True, text=True, check=True).stdout
-    count, modules = json.loads(output.splitlines()[-1])
+    """How many files Python opens in `code`, and which modules it imports."""
+    count, modules = json.loads(output_of(COUNT.format(code), **environment).splitlines()[-1])
     return count, set(modules)
 
 
@@ -51,11 +58,36 @@ def seen_after(code: str, **environment: str) -> tuple[int, set[str]]:
         ("from mpishard.cli import main; main(['--version'])", {"typer"}, 150),
         (COMPLETE, {"typer"}, 200),
     ],
+    ids=["import", "help", "version", "the tab key"],
 )
 def test_what_nobody_uses_is_not_imported(code: str, heavy: set[str], most: int) -> None:
     count, modules = seen_after(code)
-    assert modules & set(HEAVY) == heavy
+    assert modules & HEAVY == heavy
     assert count < most
+
+
+MODEL = "mpishard.nn.GPT(9, 8, width=8, layers=1, heads=1, mesh=mpishard.Mesh()), mpishard.Checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("code", "unused"),
+    [
+        (f"{MODEL}, mpishard.DDPOptimizer", ["numba", "matplotlib"]),
+        ("mpishard.ZeRO2Optimizer, mpishard.ElasticOptimizer, mpishard.OptimizationProblem", ["h5py", "xxhash"]),
+        (
+            "mpishard.nn.GPT, mpishard.ZeRO1Optimizer, mpishard.AdamW",
+            ["mpishard.minimizers.descent", "mpishard.nn.pretrained", "mpishard.nn.llama"],
+        ),
+    ],
+    ids=["a compiler before the first step", "HDF5 without checkpoints", "methods and published weights"],
+)
+def test_what_needs_not(code: str, unused: list[str]) -> None:
+    assert seen_after(f"import mpishard; {code}")[1].isdisjoint(unused)
+
+
+def test_a_rank_starts_mpi_when_it_imports_mpishard() -> None:
+    # Its launcher waits for that: a rank that failed before it would leave the others waiting.
+    assert "mpi4py.MPI" in seen_after("import mpishard", MPI_LOCALNRANKS="1")[1]
 
 
 # Compares what belongs to the whole interpreter before and after a piece of code.
@@ -75,29 +107,18 @@ def everything():
         "logging": [root.level, root.disabled, root.handlers[:], root.filters[:], logging.getLoggerClass()],
         "warnings": [warnings.filters[:], warnings.showwarning],
         "threads": threading.enumerate(),
-        "folder": os.getcwd(),
-        "arguments": sys.argv[:],
-        "path": sys.path[:],
+        "place": [os.getcwd(), sys.argv[:], sys.path[:]],
     }}
 
 before = everything()
+import mpishard
 {code}
 for name, after in everything().items():
     assert after == before[name], (name, before[name], after)
 """
-
-
-@pytest.mark.parametrize(
-    ("imports", "code"),
-    [
-        ("", "import mpishard"),
-        ("import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI", "import mpishard"),
-        ("from mpi4py import MPI", "import mpishard"),
-        # What others do when they are imported is theirs; the first compiled function imports more of Numba.
-        (
-            "import numba.cpython.listobj, numpy, threadpoolctl, tqdm",
-            """
-import mpishard
+# What others do when they are imported is theirs; the first compiled function imports more of Numba.
+OTHERS = "import numba.cpython.listobj, numpy, threadpoolctl, tqdm"
+A_STEP = """
 from mpishard.layout.boxes import split
 from mpishard.pipeline.schedule import SCHEDULES
 rule = mpishard.AdamW(lr=mpishard.cosine(1e-3, 10, warmup=2), weight_decay=0.1)
@@ -106,73 +127,44 @@ rule.update(parameters, gradient, [numpy.zeros(5) for slot in rule.slots], 1)
 assert parameters[0] < 1 and list(split(7, 3)) == [0, 3, 5, 7]
 mpishard.ParameterSpec("weight", (3, 4))
 assert "mpi4py.MPI" not in sys.modules
-""",
-        ),
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "code"),
+    [
+        ("", ""),
+        ("import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI", ""),
+        ("from mpi4py import MPI", ""),
+        (OTHERS, A_STEP),
     ],
+    ids=["import", "MPI not started", "MPI started", "a step of a rule"],
 )
 def test_nothing_of_the_interpreter_is_replaced(imports: str, code: str) -> None:
     """In a program that does not run distributed."""
-    alone = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHED, "HOME"))}
-    if "MPI" in imports:
-        alone["HOME"] = os.environ["HOME"]
-    program = UNTOUCHED.format(imports=imports, code=code)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(UNTOUCHED.format(imports=imports, code=code), () if "MPI" in imports else ("HOME",))
 
 
-def test_models_need_no_compiler_before_their_first_step() -> None:
-    code = """
-import mpishard
-mpishard.nn.GPT(9, 8, width=8, layers=1, heads=1, mesh=mpishard.Mesh()), mpishard.Checkpoints, mpishard.DDPOptimizer
-"""
-    assert seen_after(code)[1].isdisjoint(("numba", "matplotlib"))
-
-
-def test_runs_without_checkpoints_need_no_hdf5() -> None:
-    code = "import mpishard; mpishard.ZeRO2Optimizer, mpishard.ElasticOptimizer, mpishard.OptimizationProblem"
-    assert seen_after(code)[1].isdisjoint(("h5py", "xxhash", "matplotlib"))
-
-
-def test_a_step_of_a_rule_needs_neither_methods_nor_published_weights() -> None:
-    modules = seen_after("import mpishard; mpishard.nn.GPT, mpishard.ZeRO1Optimizer, mpishard.AdamW")[1]
-    unused = ("minimizers.descent", "nn.pretrained", "nn.llama")
-    assert modules.isdisjoint(f"mpishard.{name}" for name in unused)
-
-
-def test_a_rank_starts_mpi_when_it_imports_mpishard() -> None:
-    # Its launcher waits for that: a rank that failed before it would leave the others waiting.
-    assert "mpi4py.MPI" in seen_after("import mpishard", MPI_LOCALNRANKS="1")[1]
-
-
-def names_for_type_checkers(package: ModuleType) -> dict[str, str | None]:
+def names_for_type_checkers(package: ModuleType) -> dict[str, str]:
     """Names that the package imports for them alone, and the modules of these."""
     tree = ast.parse(Path(package.__file__ or "").read_text("utf-8"))
     (checked,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    return {
-        alias.name: node.module for node in checked.body for alias in node.names if isinstance(node, ast.ImportFrom)
-    }
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
 
 
-@pytest.mark.parametrize("name", ["inverse", "minimizers", "nn"])
-def test_type_checkers_and_python_find_the_same_names_in_packages(name: str) -> None:
-    package = importlib.import_module(f"mpishard.{name}")
-    for each, module in names_for_type_checkers(package).items():
-        assert getattr(package, each) is getattr(importlib.import_module(module or ""), each)
-        assert module != f"mpishard.{name}.{each}", "once imported, a module hides the name of the package"
-    assert sorted(names_for_type_checkers(package)) == sorted(package.__all__) == sorted(dir(package))
-    with pytest.raises(AttributeError, match=f"module 'mpishard.{name}' has no attribute 'Missing'"):
+@pytest.mark.parametrize("name", ["mpishard", "mpishard.inverse", "mpishard.minimizers", "mpishard.nn"])
+def test_type_checkers_and_python_find_the_same_names(name: str) -> None:
+    package = importlib.import_module(name)
+    modules = names_for_type_checkers(package)
+    for each, module in modules.items():
+        named = getattr(importlib.import_module(module), each)
+        assert getattr(package, each) is named
+        assert module != f"{name}.{each}", "once imported, a module hides the name of the package"
+    further = ["__version__"] if package is mpishard else []
+    assert sorted(modules) == sorted(package.__all__) and sorted(dir(package)) == sorted([*modules, *further])
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Missing'"):
         _ = package.Missing
-
-
-def test_type_checkers_and_python_find_the_same_names() -> None:
-    modules = names_for_type_checkers(mpishard)
-    assert modules == {"nn": "mpishard"} | {name: f"mpishard.{module}" for name, module in mpishard._MODULE_OF.items()}
-    assert sorted(modules) == sorted(mpishard.__all__)
-    assert sorted(dir(mpishard)) == sorted([*mpishard.__all__, "__version__"])
-    for name in mpishard.__all__:
-        assert getattr(mpishard, name) is not None
 
 
 @pytest.mark.parametrize(("name", "called"), [("torch", "PyTorch"), ("jax", "JAX")])
@@ -190,12 +182,6 @@ def test_without_a_framework_a_message_says_what_to_install(
     assert not hasattr(package, "rules_of")
 
 
-def test_names_are_listed_before_they_are_used() -> None:
-    assert dir(mpishard.inverse) == mpishard.inverse.__all__
-
-
 def test_what_is_no_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'mpishard' has no attribute 'Mash'"):
-        _ = mpishard.Mash
     assert not hasattr(mpishard, "_private")
     assert mpishard.compression.Int8Compressor  # a package, by its own name
