@@ -31,7 +31,7 @@ from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.errors import ErrorForOthers
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.nccl import NcclFacts, NcclLink, NcclQueue, _Queued, connect, new_id, starts, why_not
+from mpishard.comm.nccl import NcclFacts, NcclLink, NcclQueue, _Queued, connect, new_id, why_not
 from mpishard.comm.watchdog import TimeLimit
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.minimizers.space import LocalSpace, Space
@@ -44,13 +44,19 @@ OS_EXIT, C_EXIT = "os._exit(3)", "ctypes.CDLL(None).exit(3)"
 IN_FORK = "if os.fork() == 0: {}\nprint(os.waitstatus_to_exitcode(os.wait()[1]))"
 
 
+def python(script):
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+
+
 def run(*lines):
-    script = "\n".join(["import ctypes, os, sys", "from mpishard.comm.abort import die_at_exit", *lines])
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    return python("\n".join(["import ctypes, os, sys", "from mpishard.comm.abort import die_at_exit", *lines]))
+
+
+has_signals = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
 
 
 @pytest.mark.faults
-@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
+@has_signals
 @pytest.mark.parametrize(
     ("how", "code"),
     [(OS_EXIT, -signal.SIGKILL), (C_EXIT, -(signal.SIGRTMIN + 6)), ("sys.exit(3)", -(signal.SIGRTMIN + 6))],
@@ -62,15 +68,10 @@ def test_an_exit_is_a_death_by_a_signal_while_that_is_wanted(how, code):
 
 
 @pytest.mark.faults
-@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
-@pytest.mark.parametrize("how", [OS_EXIT, C_EXIT])
-def test_it_is_none_in_a_fork(how):
-    assert run("die_at_exit(True)", IN_FORK.format(how), "die_at_exit(False)").stdout == "3\n"
-
-
-@pytest.mark.faults
-@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
-def test_nothing_is_changed_where_it_was_never_wanted():
+@has_signals
+def test_it_is_none_in_a_fork_and_where_it_was_never_wanted():
+    for how in (OS_EXIT, C_EXIT):
+        assert run("die_at_exit(True)", IN_FORK.format(how), "die_at_exit(False)").stdout == "3\n"
     assert run("before = os._exit", "die_at_exit(False)", "assert os._exit is before", C_EXIT).returncode == 3
 
 
@@ -125,10 +126,7 @@ if {dismissed}:
     second.dismiss()
 os._exit(0)
 """
-    codes = [
-        subprocess.run([sys.executable, "-c", script.format(dismissed=dismissed)], timeout=60).returncode
-        for dismissed in (False, True)
-    ]
+    codes = [python(script.format(dismissed=dismissed)).returncode for dismissed in (False, True)]
     # The launcher of Open MPI calls it a failure itself.
     assert codes == [0 if MPI.get_vendor()[0] == "Open MPI" else 1, 0]
 
@@ -149,18 +147,15 @@ class TwoRanks:
         return [value, ErrorForOthers("SystemExit", "SystemExit: 3", 3, "")]
 
 
-@pytest.mark.parametrize("error", [KeyError("no data"), SystemExit(3)], ids=["error", "exit"])
-def test_an_error_waits_for_the_others(error):
-    deferred = DeferredError(TwoRanks(), transactional=False)
-    with deferred.capture():
-        raise error
-    assert deferred.error is error
-    with pytest.raises(type(error)) as raised:
-        deferred.raise_on_all()
-    assert raised.value is error and deferred.error is None
-
-
-def test_all_ranks_end_with_the_code_of_one(capfd):
+def test_an_error_waits_for_the_others_and_all_end_with_the_code_of_one(capfd):
+    for error in (KeyError("no data"), SystemExit(3)):
+        deferred = DeferredError(TwoRanks(), transactional=False)
+        with deferred.capture():
+            raise error
+        assert deferred.error is error
+        with pytest.raises(type(error)) as raised:
+            deferred.raise_on_all()
+        assert raised.value is error and deferred.error is None
     with pytest.raises(SystemExit) as raised:
         DeferredError(TwoRanks(), transactional=False).raise_on_all()
     assert raised.value.code == 3
@@ -179,9 +174,8 @@ def test_other_ranks_say_where_one_has_failed():
     with pytest.raises(RuntimeError, match="^rank 1 of axis 'world': KeyError: 'no data'") as raised:
         DeferredError(other, transactional=False).raise_on_all()
     (note,) = raised.value.__notes__
-    assert (
-        note.startswith("On rank 1:\n") and f'File "{__file__}"' in note and note.endswith('raise KeyError("no data")')
-    )
+    assert note.startswith("On rank 1:\n") and note.endswith('raise KeyError("no data")')
+    assert f'File "{__file__}"' in note
     # Over a second axis the same place.
     assert ErrorForOthers.of(raised.value, 0).place == note
 
@@ -196,11 +190,8 @@ def test_without_an_error_nobody_meets():
 
 
 def test_what_cannot_wait_is_raised_at_once(monkeypatch):
-    for error, alone in (
-        (KeyError("no data"), False),
-        (MPI.Exception(MPI.ERR_OTHER), True),
-        (KeyboardInterrupt(), True),
-    ):
+    ends_at_once = (MPI.Exception(MPI.ERR_OTHER), True), (KeyboardInterrupt(), True)
+    for error, alone in ((KeyError("no data"), False), *ends_at_once):
         deferred = DeferredError(TwoRanks(), transactional=False)
         with pytest.raises(type(error)), deferred.capture(alone):
             raise error
@@ -231,20 +222,31 @@ def test_an_elastic_run_that_has_failed_is_not_kept():
 # The time limit of a collective, from the steps of the run so far.
 
 
-def test_a_choice_of_the_users_stands() -> None:
-    limit = TimeLimit(7.5)
-    for step, now in ((0, 0.0), (1, 10.0), (2, 500.0)):
-        limit.note(step, now)
-    assert limit.seconds == 7.5 and not limit.in_set_up and "7.5 s" in str(limit)
+SET_UP = [(0, 0.0), (0, 900.0), (1, 1000.0), (1, 1030.0)]  # it compiles in the first step, too
+LONG = [(101, 0.0), (102, 30.0), (103, 32.0)]
 
 
-def test_the_set_up_ends_with_the_first_step_that_is_over() -> None:
-    limit = TimeLimit(None)
-    for step, now in ((0, 0.0), (0, 900.0), (1, 1000.0), (1, 1030.0)):  # it compiles in the first step, too
+@pytest.mark.parametrize(
+    ("notes", "seconds"),
+    [
+        (SET_UP[:2], 1800),
+        (SET_UP, 1800),
+        ([*SET_UP, (2, 1003.0)], 120),
+        (LONG, 300),
+        ([*LONG, (103, 400.0)], 300),  # under way, or in a collective that hangs
+        ([*LONG, (103, 400.0), (110, 500.0)], 4680),
+        ([(1, 0.0), (9, 5.0), (1, 25.0)], 200),  # another run of an optimizer may begin anew
+    ],
+    ids=["set-up", "first step", "second step", "long step", "under way", "long pause", "another run"],
+)
+def test_the_limit_follows_the_steps(notes: list[tuple[int, float]], seconds: float) -> None:
+    limit, chosen = TimeLimit(None), TimeLimit(7.5)
+    for step, now in notes:
         limit.note(step, now)
-        assert limit.in_set_up and limit.seconds == 1800
-    limit.note(2, 1003.0)
-    assert not limit.in_set_up and limit.seconds == 120
+        chosen.note(step, now)
+    assert limit.seconds == seconds and limit.in_set_up == (seconds == 1800)
+    assert ("10 times the longest step" in str(limit)) == (seconds != 1800)
+    assert chosen.seconds == 7.5 and not chosen.in_set_up and "7.5 s" in str(chosen)
 
 
 def test_steps_that_were_over_before_the_first_look_end_the_set_up() -> None:
@@ -257,24 +259,6 @@ def test_steps_that_were_over_before_the_first_look_end_the_set_up() -> None:
         pass
     limit.note(ledger.step, 0.0, ledger.any_over)
     assert not limit.in_set_up and limit.seconds == 120
-
-
-def test_long_steps_and_what_comes_between_them_lengthen_it() -> None:
-    limit = TimeLimit(None)
-    for step, now in ((101, 0.0), (102, 30.0), (103, 32.0)):
-        limit.note(step, now)
-    assert limit.seconds == 300
-    limit.note(103, 400.0)  # under way, or in a collective that hangs
-    assert limit.seconds == 300
-    limit.note(110, 500.0)
-    assert limit.seconds == 4680 and "10 times the longest step" in str(limit)
-
-
-def test_another_run_of_an_optimizer_may_begin_anew() -> None:
-    limit = TimeLimit(None)
-    for step, now in ((1, 0.0), (9, 5.0), (1, 25.0)):
-        limit.note(step, now)
-    assert limit.seconds == 200
 
 
 READING = """
@@ -307,7 +291,7 @@ print(read)
 
 
 def test_the_stack_of_a_main_thread_that_runs_on_is_read() -> None:
-    ended = subprocess.run([sys.executable, "-c", READING], capture_output=True, text=True, timeout=60, check=False)
+    ended = python(READING)
     assert (ended.returncode, ended.stdout) == (0, "300\n"), ended
 
 
@@ -345,10 +329,6 @@ def test_the_number_of_a_communicator_in_both_forms_of_cupy() -> None:
 
     assert connect(SimpleNamespace(NcclCommunicator=of_tuples), 3, number, 1) == (3, signed, 1)
     assert connect(SimpleNamespace(NcclCommunicator=lambda *given: given), 3, number, 1) == (3, number, 1)
-
-
-def test_where_runs_begin() -> None:
-    assert starts([2, 0, 3]) == [0, 2, 2] and starts([4]) == [0]
 
 
 def test_the_watchdog_sees_a_call_that_no_host_waits_for() -> None:
@@ -432,11 +412,8 @@ def test_the_host_waits_where_others_survive_a_death(monkeypatch: pytest.MonkeyP
         if dies and len(asked) == 3:
             raise MPI.Exception(MPI.ERR_OTHER)
 
-    def abort() -> None:
-        queue.aborted = True
-
     queue = Queue()
-    comm, link = SimpleNamespace(Iprobe=ask), SimpleNamespace(abort=abort)
+    comm, link = SimpleNamespace(Iprobe=ask), SimpleNamespace(abort=lambda: setattr(queue, "aborted", True))
     queued = _Queued(cast(Any, queue), cast(Any, comm), cast(Any, link), "event", np.zeros(1), "stream")
     if dies:
         for _ in range(2):  # and whoever waits again
@@ -455,13 +432,11 @@ def test_the_double_has_the_signatures_of_cupy() -> None:
         pytest.skip("there is no NCCL library")
     for name in ("get_version", "get_unique_id", "groupStart", "groupEnd"):
         assert callable(getattr(real, name))
-    for name in ("UINT8", "INT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64"):
+    kinds = [f"{kind}{bits}" for kind in ("INT", "UINT") for bits in (8, 32, 64)] + ["FLOAT16", "FLOAT32", "FLOAT64"]
+    for name in (*kinds, "SUM", "PROD", "MAX", "MIN"):
         assert getattr(real, f"NCCL_{name}") == getattr(nccl_double, f"NCCL_{name}")
-    for name in ("SUM", "PROD", "MAX", "MIN"):
-        assert getattr(real, f"NCCL_{name}") == getattr(nccl_double, f"NCCL_{name}")
-    for name, own in vars(nccl_double.NcclCommunicator).items():
-        if name.startswith("_"):
-            continue
+    calls = {name: own for name, own in vars(nccl_double.NcclCommunicator).items() if not name.startswith("_")}
+    for name, own in calls.items():
         text = getattr(real.NcclCommunicator, name).__doc__.partition("\n")[0]
         found = re.fullmatch(rf"NcclCommunicator\.{name}\((.*)\)", text)
         assert found is not None, text
@@ -491,11 +466,6 @@ assert not MPI.Is_initialized()
 """
 
 
-def test_a_model_without_a_mesh_makes_no_mpi_call() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_MPI], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-
-
 NOT_STARTED = """
 import mpi4py
 mpi4py.rc.initialize = False  # as Devito has it
@@ -522,8 +492,9 @@ with mpishard.Mesh() as mesh:
 """
 
 
-def test_mpi_is_started_by_a_mesh_where_nobody_has() -> None:
-    done = subprocess.run([sys.executable, "-c", NOT_STARTED], capture_output=True, text=True, timeout=100)
+@pytest.mark.parametrize("script", [WITHOUT_MPI, NOT_STARTED], ids=["a model", "a function"])
+def test_what_has_no_mesh_makes_no_mpi_call_and_a_mesh_starts_mpi(script: str) -> None:
+    done = python(script)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
@@ -546,17 +517,12 @@ def test_it_has_every_collective() -> None:
     assert part is not None and part.all_reduce(values) is values
     axis.free()
     assert part.comm == MPI.COMM_NULL
-
-
-def test_its_communicator_stays() -> None:
-    axis = mpishard.Axis.single()
-    axis.revoke()
-    axis.free()
-    assert MPI.COMM_SELF.size == 1 and mpishard.Axis.single().all_reduce(np.ones(2))[0] == 1
-
-
-def test_two_of_them_have_a_ledger_each() -> None:
-    assert mpishard.Axis.single().ledger is not mpishard.Axis.single().ledger
+    for _ in range(2):  # the communicator stays
+        another = mpishard.Axis.single()
+        assert another.all_reduce(np.ones(2))[0] == 1 and another.ledger is not axis.ledger
+        another.revoke()
+        another.free()
+    assert MPI.COMM_SELF.size == 1
 
 
 @pytest.mark.parametrize(("heals", "kind"), [(True, MPI.Exception), (False, pickle.UnpicklingError)])
@@ -599,12 +565,8 @@ def test_sums_of_one_process():
     assert space.count(3, 0, -1) == [3, 0, -1]
     assert space.whole(one) is one and space.own(one) is one
     assert space.largest() == space.dots([], []) == space.count() == []
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_infinite_for_a_maximum(value):
-    vector = np.array([1.0, value, 2.0], np.float32)
-    assert LocalSpace(3, vector).largest(vector, np.abs(vector[[0, 2, 2]])) == [math.inf, 2.0]
+    for value in (math.nan, math.inf, -math.inf):  # infinite for a maximum
+        assert LocalSpace(3, one).largest(np.array([1, value, 2], np.float32), one) == [math.inf, 4.0]
 
 
 def test_only_what_counts_here_is_summed():
@@ -614,8 +576,8 @@ def test_only_what_counts_here_is_summed():
     assert space.largest(vector) == [2.0] and np.array_equal(space.tops, [2.0])
     assert space.dots([(vector, vector)], [4.0]) == [10.0]
     assert space.count(2) == [4]
-    assert SpaceTwoRanks(4, 2, vector, []).largest(vector) == [0.0]
-    assert SpaceTwoRanks(4, 2, vector, []).dots([(vector, vector)], [0.0]) == [0.0]
+    space = SpaceTwoRanks(4, 2, vector, [])
+    assert space.largest(vector) == space.dots([(vector, vector)], [0.0]) == [0.0]
 
 
 def test_device_memory_and_vectors_that_are_too_long(device):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,39 +26,34 @@ from mpishard.parameters.flat import FlatParameters
 
 # Update rules against ``torch.optim``, and against plain transcriptions of the papers where torch has no such rule.
 
-SIZE = 1003
-STEPS = 200
+SIZE, STEPS = 1003, 200
 LIMITS = {np.float64: 1e-12, np.float32: 1e-5}
+KINDS = [SGD, Adam, AdamW, RMSprop, Adagrad, Lion, LAMB]
 
-# Every option of every rule at least once, alone and together; (rule, name of the class in torch.optim or None).
-RULES: dict[str, tuple[Rule, str | None]] = {
-    "SGD": (SGD(lr=0.1), "SGD"),
-    "SGD-decay": (SGD(lr=0.1, weight_decay=0.05), "SGD"),
-    "SGD-momentum": (SGD(lr=0.1, momentum=0.9), "SGD"),
-    "SGD-dampening": (SGD(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.05), "SGD"),
-    "SGD-nesterov": (SGD(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.05), "SGD"),
-    "Adam": (Adam(), "Adam"),
-    "Adam-decay": (Adam(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05), "Adam"),
-    "Adam-amsgrad": (Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.05, amsgrad=True), "Adam"),
-    "AdamW": (AdamW(lr=0.01), "AdamW"),
-    "AdamW-betas": (AdamW(lr=0.01, betas=(0.0, 0.5), eps=1e-3, weight_decay=0.3), "AdamW"),
-    "AdamW-amsgrad": (AdamW(lr=0.01, betas=(0.8, 0.9), amsgrad=True), "AdamW"),
-    "RMSprop": (RMSprop(), "RMSprop"),
-    "RMSprop-decay": (RMSprop(alpha=0.9, eps=1e-6, weight_decay=0.05), "RMSprop"),
-    "RMSprop-momentum": (RMSprop(lr=0.001, momentum=0.9), "RMSprop"),
-    "RMSprop-centered": (RMSprop(lr=0.001, centered=True), "RMSprop"),
-    "RMSprop-all": (RMSprop(lr=0.001, momentum=0.5, centered=True, weight_decay=0.05), "RMSprop"),
-    "Adagrad": (Adagrad(), "Adagrad"),
-    "Adagrad-all": (
-        Adagrad(lr=0.1, lr_decay=0.01, weight_decay=0.05, initial_accumulator_value=0.1, eps=1e-6),
-        "Adagrad",
-    ),
-    "Lion": (Lion(lr=0.001), None),
-    "Lion-decay": (Lion(lr=0.001, betas=(0.95, 0.98), weight_decay=0.3), None),
-    "LAMB": (LAMB(lr=0.01), None),
-    "LAMB-plain": (LAMB(lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.0), None),
+# Every kernel, and every option of every rule at least once, alone and together.
+RULES: dict[str, Rule] = {
+    "SGD": SGD(lr=0.1, weight_decay=0.05),
+    "SGD-dampening": SGD(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.05),
+    "SGD-nesterov": SGD(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.05),
+    "Adam": Adam(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05),
+    "Adam-amsgrad": Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.05, amsgrad=True),
+    "AdamW": AdamW(lr=0.01),
+    "AdamW-betas": AdamW(lr=0.01, betas=(0.0, 0.5), eps=1e-3, weight_decay=0.3),
+    "AdamW-amsgrad": AdamW(lr=0.01, betas=(0.8, 0.9), amsgrad=True),
+    "RMSprop": RMSprop(alpha=0.9, eps=1e-6, weight_decay=0.05),
+    "RMSprop-momentum": RMSprop(lr=0.001, momentum=0.9),
+    "RMSprop-centered": RMSprop(lr=0.001, centered=True),
+    "RMSprop-all": RMSprop(lr=0.001, momentum=0.5, centered=True, weight_decay=0.05),
+    "Adagrad": Adagrad(),
+    "Adagrad-all": Adagrad(lr=0.1, lr_decay=0.01, weight_decay=0.05, initial_accumulator_value=0.1, eps=1e-6),
+    "Lion": Lion(lr=0.001),
+    "Lion-decay": Lion(lr=0.001, betas=(0.95, 0.98), weight_decay=0.3),
+    "LAMB": LAMB(lr=0.01),
+    "LAMB-plain": LAMB(lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.0),
 }
-each_rule = pytest.mark.parametrize("rule", [rule for rule, _ in RULES.values()], ids=RULES)
+OF_PAPERS = [name for name in RULES if name.startswith(("Lion", "LAMB"))]
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+each_kind = pytest.mark.parametrize("kind", KINDS)
 each_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
 
@@ -65,11 +61,11 @@ def start(dtype: Any) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(SIZE).astype(dtype)
 
 
-def gradients(dtype: Any) -> Iterator[np.ndarray]:
+def gradients(dtype: Any, steps: int = STEPS) -> Iterator[np.ndarray]:
     """A gradient for every step: noise of many sizes around a mean that drifts from element to element."""
     rng = np.random.default_rng(1)
     mean, width = rng.standard_normal(SIZE), np.exp(rng.uniform(-5, 3, SIZE))
-    for step in range(STEPS):
+    for step in range(steps):
         yield (width * (np.sin(0.05 * step + mean) + 0.5 * rng.standard_normal(SIZE))).astype(dtype)
 
 
@@ -78,10 +74,11 @@ def state(rule: Rule, size: int, dtype: Any) -> list[np.ndarray]:
 
 
 def run(rule: Rule, dtype: Any) -> np.ndarray:
-    """Parameters after every step, (STEPS, SIZE)."""
+    """Parameters after every step, (STEPS, SIZE); gradients are only read."""
     parameters, slots = start(dtype), state(rule, SIZE, dtype)
     path = np.empty((STEPS, SIZE), dtype)
     for step, gradient in enumerate(gradients(dtype), start=1):
+        gradient.flags.writeable = False
         rule.update(parameters, gradient, slots, step)
         path[step - 1] = parameters
     return path
@@ -104,18 +101,22 @@ def assert_close(path: np.ndarray, reference: np.ndarray, limit: float) -> None:
 # Against PyTorch.
 
 
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
+
+
 def numbers(rule: Rule) -> dict[str, Any]:
     """What PyTorch's rule of the same name takes."""
     return {name: value for name, value in vars(rule).items() if name not in ("groups", "ema_decay")}
 
 
 @each_dtype
-@pytest.mark.parametrize("name", [name for name, (_, peer) in RULES.items() if peer])
-def test_rule_follows_torch(name: str, dtype: Any) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
-    rule, peer = RULES[name]
+@pytest.mark.parametrize("name", [name for name in RULES if name not in OF_PAPERS])
+def test_rule_follows_torch(torch: Any, name: str, dtype: Any) -> None:
+    rule = RULES[name]
     parameter = torch.nn.Parameter(torch.from_numpy(start(dtype)))
-    optimizer = getattr(torch.optim, peer)([parameter], **numbers(rule))
+    optimizer = getattr(torch.optim, type(rule).__name__)([parameter], **numbers(rule))
     reference = np.empty((STEPS, SIZE), dtype)
     for step, gradient in enumerate(gradients(dtype)):
         parameter.grad = torch.from_numpy(gradient)
@@ -124,25 +125,23 @@ def test_rule_follows_torch(name: str, dtype: Any) -> None:
     assert_close(run(rule, dtype), reference, LIMITS[dtype])
 
 
-@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Adagrad])
-def test_defaults_are_those_of_torch(kind: type[Rule]) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
+@pytest.mark.parametrize("kind", KINDS[:5])
+def test_defaults_are_those_of_torch(torch: Any, kind: type[Rule]) -> None:
     defaults = getattr(torch.optim, kind.__name__)([torch.nn.Parameter(torch.zeros(1))]).defaults
     assert {name: defaults[name] for name in numbers(kind())} == numbers(kind())
 
 
-MUONS = [
-    Muon(lr=0.05, matrices="w"),
-    Muon(lr=0.05, matrices="w", nesterov=False, momentum=0.8, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-    Muon(lr=0.05, matrices="w", ns_steps=3, ns_coefficients=(2.0, -1.5, 0.5), eps=1e-3, adjust_lr_fn="original"),
-]
+MUONS = {
+    "default": Muon(lr=0.05, matrices="w"),
+    "rms": Muon(lr=0.05, matrices="w", nesterov=False, momentum=0.8, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+    "own": Muon(lr=0.05, matrices="w", ns_steps=3, ns_coefficients=(2.0, -1.5, 0.5), eps=1e-3, adjust_lr_fn="original"),
+}
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (1, 5), (5, 1)])
-@pytest.mark.parametrize("rule", MUONS, ids=range(len(MUONS)))
-def test_muon_follows_torch(monkeypatch: pytest.MonkeyPatch, rule: Muon, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("rule", MUONS.values(), ids=MUONS)
+def test_muon_follows_torch(torch: Any, monkeypatch: pytest.MonkeyPatch, rule: Muon, shape: tuple[int, int]) -> None:
     """To rounding, where its products are in float64 too; and as it is, to the rounding of bfloat16."""
-    torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this PyTorch has no Muon")
     own = {name: value for name, value in numbers(rule).items() if name not in ("matrices", "rest")}
@@ -166,10 +165,6 @@ def test_muon_follows_torch(monkeypatch: pytest.MonkeyPatch, rule: Muon, shape: 
     assert numbers(Muon(matrices="w")) == {**defaults, "matrices": ("w",), "rest": AdamW()}
 
 
-def test_muon_leaves_a_zero_matrix_without_eps() -> None:
-    assert not Muon(matrices="w", eps=0.0).orthogonalized(np.zeros((2, 3))).any()
-
-
 def test_muon_has_the_matrices_and_another_rule_the_rest() -> None:
     shapes = {"embed": (7, 3), "a.weight": (3, 3), "a.bias": (3,), "a.kernel": (2, 3, 3), "head.weight": (7, 3)}
     rest = AdamW(groups=[ParameterGroup("*.bias", weight_decay=0)])
@@ -182,6 +177,7 @@ def test_muon_has_the_matrices_and_another_rule_the_rest() -> None:
     plain = rule.configuration()
     assert plain["matrices"] == "a.*; head.*" and plain["rest_rule"] == "AdamW"
     assert all(isinstance(value, int | float | str) for value in plain.values())
+    assert not Muon(matrices="w", eps=0.0).orthogonalized(np.zeros((2, 3))).any()
     with pytest.raises(ValueError, match="none of the 1 tensors that matrices=.*has two dimensions"):
         Muon(matrices="a.bias").by_shape(shapes)
     with pytest.raises(ValueError, match="'b.*' matches none of the tensors embed, "):
@@ -190,64 +186,40 @@ def test_muon_has_the_matrices_and_another_rule_the_rest() -> None:
         rule.update(np.zeros(4), np.zeros(4), [np.zeros(4)] * 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"momentum": 1.0}, "momentum=1.0 must be"),
-        ({"ns_steps": 0}, "ns_steps=0 must be"),
-        ({"ns_steps": 100}, "ns_steps=100 must be below 100"),
-        ({"ns_coefficients": (1.0, 2.0)}, "must be three numbers"),
-        ({"adjust_lr_fn": "other"}, 'adjust_lr_fn=.* must be None, "original" or'),
-        ({"rest": "AdamW"}, "rest=.* must be a rule such as"),
-        ({"rest": LAMB()}, "must be an element-wise rule that keeps state from zero"),
-        ({"rest": SGD()}, "must be an element-wise rule that keeps state from zero"),
-        ({"rest": AdamW(ema_decay=0.5)}, "give ema_decay to Muon"),
-        ({"matrices": ()}, "name no tensor"),
-    ],
-)
-def test_muons_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        Muon(**{"matrices": "w", **options})
-
-
-def test_groups_are_those_of_torch() -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
-    rule = AdamW(
-        lr=0.01,
-        weight_decay=0.1,
-        groups=[ParameterGroup("*.bias", weight_decay=0), ParameterGroup("head.*", lr_factor=0.1)],
+def test_groups_are_those_of_torch(torch: Any) -> None:
+    own = [ParameterGroup("*.bias", weight_decay=0), ParameterGroup("head.*", lr_factor=0.1)]
+    rules = AdamW(lr=0.01, weight_decay=0.1, groups=own).by_tensor(
+        ["body.weight", "body.bias", "head.weight", "head.bias"]
     )
     of_torch: list[dict[str, float]] = [{}, {"weight_decay": 0.0}, {"lr": 0.001}, {"lr": 0.001, "weight_decay": 0.0}]
     parameters = [torch.nn.Parameter(torch.from_numpy(start(np.float64))) for _ in of_torch]
     groups = [{"params": [own], **values} for own, values in zip(parameters, of_torch, strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
-    rules = rule.by_tensor(["body.weight", "body.bias", "head.weight", "head.bias"])
     ours = [run(each, np.float64) for each in rules]
     for step, gradient in enumerate(gradients(np.float64)):
-        for own in parameters:
-            own.grad = torch.from_numpy(gradient)
+        for each in parameters:
+            each.grad = torch.from_numpy(gradient)
         optimizer.step()
         if step in (0, 7, STEPS - 1):
-            for own, found in zip(parameters, ours, strict=True):
-                np.testing.assert_allclose(found[step], own.detach().numpy(), rtol=0, atol=1e-12)
+            for each, found in zip(parameters, ours, strict=True):
+                np.testing.assert_allclose(found[step], each.detach().numpy(), rtol=0, atol=1e-12)
 
 
 # Against transcriptions of the papers, line by line, in float64.
 
 
-def lion(rule: Lion) -> Iterator[np.ndarray]:
+def lion(rule: Any) -> Iterator[np.ndarray]:
     """Chen et al. 2023, algorithm 2."""
     beta1, beta2 = rule.betas
     theta, m = start(np.float64), np.zeros(SIZE)
     for g in gradients(np.float64):
         c = beta1 * m + (1 - beta1) * g
-        assert isinstance(rule.lr, float)
         theta = theta - rule.lr * (np.sign(c) + rule.weight_decay * theta)
         m = beta2 * m + (1 - beta2) * g
         yield theta
 
 
-def lamb(rule: LAMB) -> Iterator[np.ndarray]:
+def lamb(rule: Any) -> Iterator[np.ndarray]:
     """You et al. 2020, algorithm 2, for one layer and phi(z) = z."""
     beta1, beta2 = rule.betas
     x, m, v = start(np.float64), np.zeros(SIZE), np.zeros(SIZE)
@@ -257,17 +229,15 @@ def lamb(rule: LAMB) -> Iterator[np.ndarray]:
         m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
         r = m_hat / (np.sqrt(v_hat) + rule.eps)
         u = r + rule.weight_decay * x
-        assert isinstance(rule.lr, float)
         x = x - rule.lr * np.linalg.norm(x) / np.linalg.norm(u) * u
         yield x
 
 
 @each_dtype
-@pytest.mark.parametrize("name", ["Lion", "Lion-decay", "LAMB", "LAMB-plain"])
+@pytest.mark.parametrize("name", OF_PAPERS)
 def test_rule_follows_its_paper(name: str, dtype: Any) -> None:
-    rule, _ = RULES[name]
-    reference = np.array(list(lion(rule) if isinstance(rule, Lion) else lamb(rule)))  # type: ignore[arg-type]
-    assert_close(run(rule, dtype), reference, LIMITS[dtype])
+    rule = RULES[name]
+    assert_close(run(rule, dtype), np.array(list((lion if isinstance(rule, Lion) else lamb)(rule))), LIMITS[dtype])
 
 
 def test_lion_without_a_gradient_stands_still() -> None:
@@ -279,53 +249,40 @@ def test_lion_without_a_gradient_stands_still() -> None:
 def test_lamb_by_halves_is_lamb() -> None:
     """Three tensors in two shards that cut one of them: norms of whole tensors, direction and apply by slices."""
     rule = LAMB(lr=0.01)
-    tensors, shards = [0, 100, 700, SIZE], [0, 400, SIZE]
+    tensors, shards = list(pairwise([0, 100, 700, SIZE])), list(pairwise([0, 400, SIZE]))
     expected, slots = start(np.float64), state(rule, SIZE, np.float64)
-    parts = [(a, b) for a, b in zip(tensors[:-1], tensors[1:], strict=True)]
     parameters, own, direction = start(np.float64), state(rule, SIZE, np.float64), np.empty(SIZE)
-    for step, gradient in zip(range(1, 20), gradients(np.float64), strict=False):
-        for a, b in parts:
+    for step, gradient in enumerate(gradients(np.float64, 19), 1):
+        for a, b in tensors:
             rule.update(expected[a:b], gradient[a:b], [slot[a:b] for slot in slots], step, divisor=3, clip=0.5)
-        for a, b in zip(shards[:-1], shards[1:], strict=True):
-            state_ab = [slot[a:b] for slot in own]
-            rule.direction(parameters[a:b], gradient[a:b], state_ab, step, divisor=3, clip=0.5, out=direction[a:b])
-        for a, b in parts:
+        for a, b in shards:
+            part = [slot[a:b] for slot in own]
+            rule.direction(parameters[a:b], gradient[a:b], part, step, divisor=3, clip=0.5, out=direction[a:b])
+        for a, b in tensors:
             norms = norm_of(parameters[a:b]), norm_of(direction[a:b])
             rule.apply(parameters[a:b], direction[a:b], step, rule.trust_ratio(*norms))
-    assert np.array_equal(parameters, expected)
-    assert all(np.array_equal(slot, other) for slot, other in zip(own, slots, strict=True))
-
-
-def test_lamb_ratio_of_zero_norms_is_one() -> None:
-    assert LAMB.trust_ratio(0.0, 4.0) == LAMB.trust_ratio(4.0, 0.0) == 1.0
-    assert LAMB.trust_ratio(4.0, 2.0) == 2.0
-    assert LAMB.norm_based and not AdamW.norm_based
+    assert np.array_equal([parameters, *own], [expected, *slots])
+    assert LAMB.trust_ratio(0.0, 4.0) == LAMB.trust_ratio(4.0, 0.0) == 1.0 and LAMB.trust_ratio(4.0, 2.0) == 2.0
 
 
 # What sharding rests on.
 
 
-def cuts(size: int) -> Iterator[Sequence[int]]:
-    yield list(range(0, size, 1))
-    yield [0, 1, 8, 15, 16, 33, 64, 127, 333, size - 1]
-    yield [0, 0, 500, 500]
-
-
 @each_dtype
-@pytest.mark.parametrize("rule", [rule for rule, _ in RULES.values() if not rule.norm_based], ids=repr)
+@pytest.mark.parametrize("rule", [rule for rule in RULES.values() if not rule.norm_based], ids=repr)
 def test_slices_get_the_bits_of_the_whole(rule: Rule, dtype: Any) -> None:
     """Vectorised loop bodies, their remainders and all alignments must round alike (LAMB: by halves, above)."""
     size = 403
     whole, slots = start(dtype)[:size], state(rule, size, dtype)
-    sliced = [(cut, whole.copy(), [slot.copy() for slot in slots]) for cut in cuts(size)]
-    for step, gradient in zip(range(1, 4), gradients(dtype), strict=False):
+    cuts = (range(size), [0, 1, 8, 15, 16, 33, 64, 127, 333, size - 1], [0, 0, 500, 500])
+    sliced = [(cut, whole.copy(), [slot.copy() for slot in slots]) for cut in cuts]
+    for step, gradient in enumerate(gradients(dtype, 3), 1):
         gradient = gradient[:size]
         rule.update(whole, gradient, slots, step, divisor=7, clip=0.9)
         for cut, parameters, own in sliced:
-            for a, b in zip(cut, [*cut[1:], size], strict=True):
+            for a, b in pairwise([*cut, size]):
                 rule.update(parameters[a:b], gradient[a:b], [slot[a:b] for slot in own], step, divisor=7, clip=0.9)
-            assert np.array_equal(parameters, whole)
-            assert all(np.array_equal(slot, other) for slot, other in zip(own, slots, strict=True))
+            assert np.array_equal([parameters, *own], [whole, *slots])
 
 
 @each_dtype
@@ -333,7 +290,7 @@ def test_slices_get_the_bits_of_the_whole(rule: Rule, dtype: Any) -> None:
 def test_device_arrays_get_the_bits_of_the_host(device: Device, rule: Rule, dtype: Any) -> None:
     parameters, slots = start(dtype), state(rule, SIZE, dtype)
     there = [device.put(host) for host in (parameters, np.zeros_like(parameters), *slots)]
-    for step, gradient in zip(range(1, 4), gradients(dtype), strict=False):
+    for step, gradient in enumerate(gradients(dtype, 3), 1):
         arrays.copy_to_device(gradient, there[1])
         rule.update(parameters, gradient, slots, step)
         rule.update(there[0], there[1], there[2:], step)
@@ -341,30 +298,20 @@ def test_device_arrays_get_the_bits_of_the_host(device: Device, rule: Rule, dtyp
         assert np.array_equal(arrays.to_host(array), host)
 
 
-@each_rule
-def test_gradients_are_only_read(rule: Rule) -> None:
-    gradient = start(np.float64)
-    gradient.flags.writeable = False
-    rule.update(start(np.float64), gradient, state(rule, SIZE, np.float64), 1)
-
-
 @pytest.mark.parametrize("divisor", [3, 7, 24, 1000])
 def test_sums_of_integers_divide_exactly(divisor: int) -> None:
     """The divisor divides; multiplying by its rounded reciprocal would be wrong in the last place."""
-    sums = (np.arange(1000) * divisor).astype(np.float32)
-    parameters = np.zeros(1000, np.float32)
+    parameters, sums = np.zeros(1000, np.float32), (np.arange(1000) * divisor).astype(np.float32)
     SGD(lr=1.0).update(parameters, sums, [], 1, divisor=divisor)
     assert np.array_equal(parameters, -np.arange(1000, dtype=np.float32))
 
 
 @each_rule
 def test_divisor_comes_before_clip(rule: Rule) -> None:
-    results = []
-    gradient = next(gradients(np.float64))
+    results, gradient = [], next(gradients(np.float64))
     for given, options in ((gradient, {"divisor": 7.0, "clip": 0.3}), (gradient / 7.0 * 0.3, {})):
-        parameters = start(np.float64)
-        rule.update(parameters, given, state(rule, SIZE, np.float64), 1, **options)
-        results.append(parameters)
+        results.append(start(np.float64))
+        rule.update(results[-1], given, state(rule, SIZE, np.float64), 1, **options)
     assert np.array_equal(*results)
 
 
@@ -390,39 +337,29 @@ def test_slots(rule: Rule, slots: tuple[str, ...]) -> None:
     assert rule.slots == slots
     assert len(rule.kernel.arrays) == 2 + len(slots) + rule.norm_based
     assert len(rule.kernel.scalars) == 2 + len(rule.scalars(1))
-
-
-def test_initial_values_of_slots() -> None:
-    assert Adagrad(initial_accumulator_value=0.5).initial("sum") == 0.5
-    assert AdamW().initial("exp_avg") == 0.0
+    assert AdamW().initial("exp_avg") == 0.0 and Adagrad(initial_accumulator_value=0.5).initial("sum") == 0.5
 
 
 @each_rule
-def test_wrong_number_of_slots(rule: Rule) -> None:
-    parameters = start(np.float64)
+def test_arguments_that_do_not_fit_change_nothing(rule: Rule) -> None:
+    parameters, slots, ones = start(np.float64), state(rule, SIZE, np.float64), np.ones(SIZE)
     with pytest.raises(ValueError, match=f"got {len(rule.slots) + 1} arrays"):
-        rule.update(parameters, parameters, [parameters] * (len(rule.slots) + 1), 1)
-    assert np.array_equal(parameters, start(np.float64))
-
-
-@each_rule
-def test_other_gradients_change_nothing(rule: Rule) -> None:
-    parameters, slots = start(np.float64), state(rule, SIZE, np.float64)
+        rule.update(parameters, ones, [*slots, ones], 1)
     with pytest.raises(ValueError, match="of one size"):
-        rule.update(parameters, np.ones(SIZE - 1), slots, 1)
+        rule.update(parameters, ones[1:], slots, 1)
     with pytest.raises(TypeError, match="p is float64 and g is float32"):
-        rule.update(parameters, np.ones(SIZE, np.float32), slots, 1)
+        rule.update(parameters, ones.astype(np.float32), slots, 1)
     with pytest.raises(ValueError, match="steps count from 1, got step 0"):
-        rule.update(parameters, np.ones(SIZE), slots, 0)
-    assert np.array_equal(parameters, start(np.float64))
+        rule.update(parameters, ones, slots, 0)
+    assert np.array_equal([parameters, *slots], [start(np.float64), *state(rule, SIZE, np.float64)])
 
 
-@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Adagrad, Lion, LAMB])
+@each_kind
 def test_schedules_set_the_rate_of_every_step(kind: Callable[..., Rule]) -> None:
     schedule = cosine(0.01, 10, warmup=3, floor=0.001)
     parameters, slots = start(np.float64), state(kind(), SIZE, np.float64)
     expected, others = parameters.copy(), [slot.copy() for slot in slots]
-    for step, gradient in zip(range(1, 13), gradients(np.float64), strict=False):
+    for step, gradient in enumerate(gradients(np.float64, 12), 1):
         kind(lr=schedule).update(parameters, gradient, slots, step)
         kind(lr=schedule(step)).update(expected, gradient, others, step)
     assert np.array_equal(parameters, expected)
@@ -434,60 +371,62 @@ def test_schedules_may_not_return_nonsense() -> None:
             SGD(lr=lambda step, bad=bad: bad).scalars(3)
 
 
-@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Adagrad, Lion, LAMB])
+@each_kind
 def test_rules_are_values(kind: type[Rule]) -> None:
     assert kind() == kind() and hash(kind()) == hash(kind()) and kind(lr=0.5) != kind()
     assert isinstance(kind(), Rule) and eval(repr(kind())) == kind()
     assert kind(lr=0.5) == kind(0.5)
     with pytest.raises(FrozenInstanceError):
         kind().lr = 1.0  # type: ignore[misc]
-
-
-def test_the_base_is_no_rule() -> None:
     with pytest.raises(TypeError, match="abstract"):
         Rule(lr=0.1)  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "error", "message"),
     [
-        (lambda: SGD(lr=-0.1), "SGD: lr=-0.1 must be a finite number of at least 0"),
-        (lambda: AdamW(lr=math.nan), "AdamW: lr=nan must be a finite number"),
-        (lambda: AdamW(lr=math.inf), "AdamW: lr=inf must be a finite number"),
-        (lambda: SGD(momentum=-1), "SGD: momentum=-1 must be a finite number of at least 0"),
-        (lambda: SGD(momentum=0.9, weight_decay=-1), "weight_decay=-1 must be"),
-        (lambda: SGD(nesterov=True), "nesterov needs a momentum above 0"),
-        (lambda: SGD(momentum=0.9, dampening=0.1, nesterov=True), "dampening of 0"),
-        (lambda: Adam(betas=(1.0, 0.9)), r"Adam: betas\[0\]=1.0 must be a number of at least 0 and below 1"),
-        (lambda: Adam(betas=(0.9, -0.1)), r"Adam: betas\[1\]=-0.1 must be"),
-        (lambda: Lion(betas=(0.9, math.nan)), r"Lion: betas\[1\]=nan must be"),
-        (lambda: AdamW(eps=-1e-8), "AdamW: eps=-1e-08 must be"),
-        (lambda: RMSprop(alpha=1.0), "RMSprop: alpha=1.0 must be a number of at least 0 and below 1"),
-        (lambda: Adagrad(lr_decay=-1), "Adagrad: lr_decay=-1 must be"),
-        (lambda: Adagrad(initial_accumulator_value=-1), "initial_accumulator_value=-1 must be"),
+        (lambda: SGD(lr=-0.1), ValueError, "SGD: lr=-0.1 must be a finite number of at least 0"),
+        (lambda: AdamW(lr=math.nan), ValueError, "AdamW: lr=nan must be a finite number"),
+        (lambda: AdamW(lr=math.inf), ValueError, "AdamW: lr=inf must be a finite number"),
+        (lambda: SGD(lr="0.1"), TypeError, "SGD: lr='0.1' must be a finite number of at least 0"),
+        (lambda: SGD(lr=True), TypeError, "SGD: lr=True must be a finite number"),
+        (lambda: SGD(momentum=-1), ValueError, "SGD: momentum=-1 must be a finite number of at least 0"),
+        (lambda: SGD(momentum=0.9, weight_decay=-1), ValueError, "weight_decay=-1 must be"),
+        (lambda: SGD(nesterov=True), ValueError, "nesterov needs a momentum above 0"),
+        (lambda: SGD(momentum=0.9, dampening=0.1, nesterov=True), ValueError, "dampening of 0"),
+        (lambda: SGD(momentum=0.9, nesterov="no"), TypeError, "SGD: nesterov='no' must be True or False"),
+        (
+            lambda: Adam(betas=(1.0, 0.9)),
+            ValueError,
+            r"Adam: betas\[0\]=1.0 must be a number of at least 0 and below 1",
+        ),
+        (lambda: Adam(betas=(0.9, -0.1)), ValueError, r"Adam: betas\[1\]=-0.1 must be"),
+        (lambda: Adam(betas=(False, 0.9)), TypeError, r"Adam: betas\[0\]=False must be a number"),
+        (lambda: AdamW(betas=0.9), TypeError, "AdamW: betas=0.9 must be two numbers"),
+        (lambda: AdamW(betas=(0.9,)), TypeError, r"AdamW: betas=\(0.9,\) must be two numbers"),
+        (lambda: Adam(amsgrad=1), TypeError, "Adam: amsgrad=1 must be True or False"),
+        (lambda: LAMB(eps=None), TypeError, "LAMB: eps=None must be a finite number"),
+        (lambda: RMSprop(alpha=1.0), ValueError, "RMSprop: alpha=1.0 must be a number of at least 0 and below 1"),
+        (lambda: Adagrad(lr_decay=-1), ValueError, "Adagrad: lr_decay=-1 must be"),
+        (lambda: Adagrad(initial_accumulator_value=-1), ValueError, "initial_accumulator_value=-1 must be"),
+        (lambda: Muon(matrices="w", momentum=1.0), ValueError, "momentum=1.0 must be"),
+        (lambda: Muon(matrices="w", ns_steps=0), ValueError, "ns_steps=0 must be"),
+        (lambda: Muon(matrices="w", ns_steps=100), ValueError, "ns_steps=100 must be below 100"),
+        (lambda: Muon(matrices="w", ns_coefficients=(1.0, 2.0)), TypeError, "must be three numbers"),
+        (lambda: Muon(matrices="w", adjust_lr_fn="other"), ValueError, 'adjust_lr_fn=.* must be None, "original" or'),
+        (lambda: Muon(matrices="w", rest="AdamW"), TypeError, "rest=.* must be a rule such as"),
+        (
+            lambda: Muon(matrices="w", rest=LAMB()),
+            ValueError,
+            "must be an element-wise rule that keeps state from zero",
+        ),
+        (lambda: Muon(matrices="w", rest=SGD()), ValueError, "must be an element-wise rule that keeps state from zero"),
+        (lambda: Muon(matrices="w", rest=AdamW(ema_decay=0.5)), ValueError, "give ema_decay to Muon"),
+        (lambda: Muon(matrices=()), ValueError, "name no tensor"),
     ],
 )
-def test_wrong_values_are_refused(make: Callable[[], Rule], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SGD(lr="0.1"), "SGD: lr='0.1' must be a finite number of at least 0"),
-        (lambda: AdamW(betas=0.9), "AdamW: betas=0.9 must be two numbers"),
-        (lambda: AdamW(betas=(0.9,)), r"AdamW: betas=\(0.9,\) must be two numbers"),
-        (lambda: LAMB(eps=None), "LAMB: eps=None must be a finite number"),
-        (lambda: SGD(lr=True), "SGD: lr=True must be a finite number"),
-        (lambda: Adam(betas=(False, 0.9)), r"Adam: betas\[0\]=False must be a number"),
-        (lambda: SGD(momentum=0.9, nesterov="no"), "SGD: nesterov='no' must be True or False"),
-        (lambda: Adam(amsgrad=1), "Adam: amsgrad=1 must be True or False"),
-        (lambda: RMSprop(centered=None), "RMSprop: centered=None must be True or False"),
-    ],
-)
-def test_wrong_types_are_refused(make: Callable[[], Rule], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+def test_wrong_values_are_refused(make: Callable[[], Rule], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         make()
 
 
@@ -505,7 +444,7 @@ def test_fields_of_a_rule_of_ones_own_are_checked_by_their_type() -> None:
 
 
 def test_configuration_is_plain() -> None:
-    assert AdamW(lr=1, betas=[0.8, 0.9]).configuration() == {  # type: ignore[arg-type]
+    plain = {
         "rule": "AdamW",
         "lr": 1.0,
         "beta1": 0.8,
@@ -514,8 +453,9 @@ def test_configuration_is_plain() -> None:
         "weight_decay": 0.01,
         "amsgrad": False,
     }
+    assert AdamW(lr=1, betas=[0.8, 0.9]).configuration() == plain  # type: ignore[arg-type]
     assert SGD(lr=cosine(0.1, 10)).configuration()["lr"] == "cosine(peak=0.1, steps=10)"
-    for rule, _ in RULES.values():
+    for rule in RULES.values():
         assert all(type(value) in (float, str, bool) for value in rule.configuration().values())
 
 
@@ -532,8 +472,7 @@ def test_named_tensors_become_views_of_one_array():
         assert np.array_equal(parameters[name], tensor + 1)
 
 
-def test_a_module_of_pytorch_goes_on_with_the_views():
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed (extra: peers)")
+def test_a_module_of_pytorch_goes_on_with_the_views(torch):
     module = torch.nn.Linear(3, 2)
     parameters = FlatParameters.of({name: p.detach() for name, p in module.named_parameters()})
     assert parameters.dtype == np.float32 and list(parameters) == ["weight", "bias"]
@@ -552,12 +491,9 @@ def test_a_dictionary_of_jax_is_taken():
     assert shared.unsafe_buffer_pointer() == parameters.flat.ctypes.data
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "message"),
-    [(("float32", "float64"), "got float32 and float64"), (("float16",), "got float16"), (("int64",), "got int64")],
-)
-def test_other_dtypes_are_refused(dtypes, message):
-    with pytest.raises(TypeError, match=message):
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float16",), ("int64",)])
+def test_other_dtypes_are_refused(dtypes):
+    with pytest.raises(TypeError, match=f"got {' and '.join(dtypes)}"):
         FlatParameters.of({dtype: np.zeros(2, dtype) for dtype in dtypes})
 
 
@@ -583,12 +519,17 @@ def test_tensors_are_copied_once():
     assert peak < 1.5 * flat.nbytes
 
 
+def made_with(module: Any) -> Iterator[Callable[[], object]]:
+    yield lambda: FlatParameters([ParameterSpec("a", (3,))], module=module)
+    for half in (None, np.float16):
+        yield lambda half=half: mpishard.nn.GPT(16, 4, 4, 1, 2, module=module, compute_dtype=half)
+
+
 @pytest.mark.parametrize("module", ["cupy", None, 3])
 def test_what_makes_no_arrays_is_refused(module: Any) -> None:
-    with pytest.raises(TypeError, match=f"module is {module!r}; it must be the module numpy or cupy itself"):
-        FlatParameters([ParameterSpec("a", (3,))], module=module)
-    with pytest.raises(TypeError, match=f"module is {module!r}; "):
-        mpishard.nn.GPT(16, 4, 4, 1, 2, module=module, compute_dtype=np.float16)
+    for make in made_with(module):
+        with pytest.raises(TypeError, match=f"module is {module!r}; it must be the module numpy or cupy itself"):
+            make()
 
 
 @pytest.mark.parametrize("take", [FlatParameters.over, aligned_copy, lambda array: joined([array, array])])
@@ -608,8 +549,6 @@ def test_cupy_without_a_gpu_is_named_with_the_way_out() -> None:
     runtime = SimpleNamespace(getDevice=get_device)
     module = SimpleNamespace(__name__="cupy", zeros=np.zeros, cuda=SimpleNamespace(runtime=runtime))
     match = r"needs a GPU, and CuPy finds none \(cudaErrorInsufficientDriver: too old\); `mpishard info` shows"
-    for half in (None, np.float16):
+    for make in made_with(module):
         with pytest.raises(RuntimeError, match=match):
-            mpishard.nn.GPT(16, 4, 4, 1, 2, module=module, compute_dtype=half)
-    with pytest.raises(RuntimeError, match=match):
-        FlatParameters([ParameterSpec("a", (3,))], module=module)
+            make()
