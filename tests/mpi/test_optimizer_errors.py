@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from standin import empty as empty_on_device
 from standin import zeros as on_device
-from steps import SPECS, STRATEGIES, gradients, one_step, start, train, write_gradients
+from steps import SPECS, STRATEGIES, one_step, start, train, write_gradients
 
 import mpishard
 from mpishard import (
@@ -22,7 +22,6 @@ from mpishard import (
     LocalSGDOptimizer,
     OptimizationProblem,
     ShardingConfiguration,
-    ZeRO1Optimizer,
     nn,
 )
 from mpishard.backend.array import elementwise, to_host
@@ -30,6 +29,9 @@ from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 
 # What optimizers refuse: on all ranks, with nothing changed.
+
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+several = pytest.mark.mpi(min_size=2)
 
 
 @pytest.mark.parametrize("first", STRATEGIES)
@@ -48,7 +50,7 @@ def test_another_optimizer_does_not_take_over_gradients_in_the_middle(mesh, firs
     assert np.array_equal(parameters.flat, before - 1)
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 def test_ranks_that_never_stepped_are_named(mesh):
     optimizer = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, auto_sync_gradients=False))
     optimizer.synchronize_optimizer_state()
@@ -58,34 +60,42 @@ def test_ranks_that_never_stepped_are_named(mesh):
         optimizer.synchronize_optimizer_state()
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (lambda rank: {"count": 3 + rank}, r"count must be the global number.*\[3, 4"),
-        (lambda rank: {"count": 0}, "count=0, the global number of samples, must be above 0"),
-        (lambda rank: {"count": np.nan}, "count=nan"),
-    ],
-)
-def test_counts_that_differ_or_make_no_sense(mesh, arguments, message):
+@several
+def test_counts_that_differ_or_make_no_sense(mesh):
     flat = start(7)
-    with pytest.raises(ValueError, match=message):
-        DDPOptimizer(SGD(lr=0.1), mesh).step(flat, np.ones(7, np.float32), **arguments(mesh.rank))
+    for count, message in (
+        (3 + mesh.rank, r"count must be the global number.*\[3, 4"),
+        (0, "count=0, the global number of samples, must be above 0"),
+        (np.nan, "count=nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DDPOptimizer(SGD(lr=0.1), mesh).step(flat, np.ones(7, np.float32), count=count)
     assert np.array_equal(flat, start(7))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_parameters_in_another_order_or_dtype_on_one_rank(mesh):
+@several
+def test_parameters_in_another_order_dtype_or_number_on_one_rank(mesh):
     order = SPECS if mesh.rank else [SPECS[3], *SPECS[:3]]
     with pytest.raises(ValueError, match="in the same order; here: rank 0 .*first 'd', rank 1 .*first 'a'"):
         one_step(DDPOptimizer(SGD(lr=0.1), mesh), FlatParameters(order), 1.0)
+    size = 7 + (mesh.rank == 0)
+    with pytest.raises(ValueError, match="rank 0 1 tensors of 8 float32 values.*rank 1 1 tensors of 7"):
+        DDPOptimizer(SGD(lr=0.1), mesh).step(start(size), np.ones(size, np.float32))
     dtype = np.float32 if mesh.rank else np.float64
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
     with pytest.raises(ValueError, match="of 7 float64 values.*of 7 float32 values"):
         optimizer.step(np.zeros(7, dtype), np.zeros(7, dtype))
-    optimizer.step(np.zeros(7, np.float32), np.zeros(7, np.float32))
+    train(optimizer, start(7), steps=1)
     with pytest.raises(ValueError, match="of 7 float32 values, .* given 1 tensors of 7 float64"):
         optimizer.step(np.zeros(7, dtype), np.zeros(7, dtype))
+
+
+def test_an_optimizer_stays_with_its_model(mesh):
+    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+    train(optimizer, start(7), steps=1)
+    message = "state for 1 tensors of 7 float32 values, first 'parameters', but was given 1 tensors of 8"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(start(8), np.ones(8, np.float32))
 
 
 def test_a_schedule_that_fails_changes_nothing(mesh):
@@ -108,24 +118,21 @@ def test_a_schedule_that_fails_changes_nothing(mesh):
 
 
 def test_writing_to_gradients_that_travel_is_refused(mesh):
-    parameters = FlatParameters.over(start(40), SPECS)
-    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
-    for step in range(2):
-        write_gradients(parameters, gradients(step, mesh.size, 40)[mesh.rank])
-        optimizer.step(parameters)
+    parameters, optimizer = FlatParameters.over(start(40), SPECS), DDPOptimizer(SGD(lr=0.1), mesh)
+    for _ in range(2):
+        one_step(optimizer, parameters, 1.0)
     write_gradients(parameters, np.ones(40, np.float32))
     with pytest.raises(RuntimeError, match="auto_sync_gradients=False"):
         write_gradients(parameters, np.ones(40, np.float32))
     optimizer.step(parameters)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nonfinite_gradients_name_tensor_and_rank(mesh, strategy, value):
     parameters = FlatParameters.over(start(40), SPECS)
     optimizer = strategy(AdamW(lr=0.1), ShardingConfiguration(mesh, minimum_parameter_group_size=1))
-    write_gradients(parameters, np.ones(40, np.float32))
-    optimizer.step(parameters)
+    one_step(optimizer, parameters, 1.0)
     before, state = parameters.flat.copy(), optimizer.serialize()
     bad = np.ones(40, np.float32)
     culprit = mesh.size - 1
@@ -136,8 +143,7 @@ def test_nonfinite_gradients_name_tensor_and_rank(mesh, strategy, value):
         optimizer.step(parameters)
     assert np.array_equal(parameters.flat, before)
     assert optimizer.serialize() == state
-    write_gradients(parameters, np.ones(40, np.float32))
-    optimizer.step(parameters)
+    one_step(optimizer, parameters, 1.0)
     assert optimizer.steps == 2
     assert np.isfinite(parameters.flat).all()
 
@@ -150,7 +156,7 @@ def after_steps(optimizer, flat, steps):
 
 
 @pytest.mark.parametrize("earlier", [0, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 def test_nonfinite_gradients_skip_or_go_on(mesh, strategy, earlier):
     bad = np.full(7, np.nan if mesh.rank == 0 else 1.0, np.float32)
     flat = start(7)
@@ -165,9 +171,9 @@ def test_nonfinite_gradients_skip_or_go_on(mesh, strategy, earlier):
     assert np.isnan(flat).all()
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 @pytest.mark.parametrize("earlier", [0, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 def test_a_sum_that_overflows_is_told_apart(mesh, strategy, earlier):
     optimizer, flat = strategy(SGD(lr=0.1), mesh), start(7)
     before = after_steps(optimizer, flat, earlier)
@@ -188,7 +194,7 @@ def unaligned(size):
     return np.zeros(4 * size + 1, np.uint8)[1:].view(np.float32)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -213,19 +219,11 @@ def test_bad_gradients_on_one_rank_raise_on_all(mesh, strategy, make, error, mes
     assert optimizer.serialize() == state
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        read_only(np.zeros(7, np.float32)),
-        np.zeros(7, np.int64),
-        np.zeros((2, 2), np.float32),
-        np.zeros(14, np.float32)[::2],
-        unaligned(7),
-    ],
-)
-def test_bad_parameters(mesh, bad):
-    with pytest.raises((TypeError, ValueError), match="parameters (must be|are read-only)"):
-        DDPOptimizer(SGD(lr=0.1), mesh).step(bad, np.zeros(7, np.float32))
+def test_bad_parameters(mesh):
+    strided, square = np.zeros(14, np.float32)[::2], np.zeros((2, 2), np.float32)
+    for bad in (read_only(np.zeros(7, np.float32)), np.zeros(7, np.int64), square, strided, unaligned(7)):
+        with pytest.raises((TypeError, ValueError), match="parameters (must be|are read-only)"):
+            DDPOptimizer(SGD(lr=0.1), mesh).step(bad, np.zeros(7, np.float32))
 
 
 @pytest.mark.parametrize("make", [lambda size: np.zeros(size, np.float32), lambda size: on_device(size, np.float32)])
@@ -241,56 +239,7 @@ def test_gradients_in_the_memory_of_the_parameters_on_one_rank(mesh, make, first
     assert (to_host(whole) == 0).all()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_ranks_with_different_numbers_of_parameters(mesh):
-    size = 7 + (mesh.rank == 0)
-    with pytest.raises(ValueError, match="rank 0 1 tensors of 8 float32 values.*rank 1 1 tensors of 7"):
-        DDPOptimizer(SGD(lr=0.1), mesh).step(start(size), np.ones(size, np.float32))
-
-
-def test_an_optimizer_stays_with_its_model(mesh):
-    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
-    train(optimizer, start(7), steps=1)
-    with pytest.raises(
-        ValueError, match="state for 1 tensors of 7 float32 values, first 'parameters', but was given 1 tensors of 8"
-    ):
-        optimizer.step(start(8), np.ones(8, np.float32))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("thing", [None, SGD, "adam", 3])
-def test_a_rule_that_is_none(mesh, strategy, thing):
-    with pytest.raises(TypeError, match="needs an update rule"):
-        strategy(thing, mesh)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"minimum_parameter_group_size": 0}, "minimum_parameter_group_size=0"),
-        ({"max_gradient_norm": 0.0}, "max_gradient_norm=0.0"),
-        ({"nonfinite_gradients": "pray"}, "raise, skip, ignore"),
-    ],
-)
-def test_bad_configurations(mesh, options, message):
-    with pytest.raises(ValueError, match=message):
-        ShardingConfiguration(mesh, **options)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_debug_notices_parameters_that_drift(comm):
-    with mpishard.Mesh(comm, debug=True) as mesh:
-        optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
-        flat = train(optimizer, start(7), steps=1)
-        if mesh.rank == 1:
-            flat[3] += 1e-6
-        with pytest.raises(RuntimeError, match=r"after step 2 the parameters of ranks \[1\] differ"):
-            optimizer.step(flat, np.ones(7, np.float32))
-        optimizer.synchronize_optimizer_state()
-        optimizer.step(flat, np.ones(7, np.float32))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @pytest.mark.parametrize("auto", [True, False])
 def test_gradients_of_a_pass_and_an_array_do_not_mix(mesh, strategy, auto):
     parameters = FlatParameters(SPECS)
@@ -341,58 +290,48 @@ def config(mesh, **options):
     return ShardingConfiguration(mesh, **options)
 
 
-# What an optimizer is made of on rank 0 and on the others, and the message.
+def falling(end):
+    return lambda step: 0.1 if step < end else 0.01
+
+
+def pulling(pull):
+    return Pulling(lr=0.1, pull=lambda step: pull)
+
+
+def ddp(mesh, rule=SGD(lr=0.1), kind=DDPOptimizer, **options):  # noqa: B008
+    return kind(rule, config(mesh, **options))
+
+
+# What an optimizer is made of on rank 0, for which `odd` is 0, and on the others; what differs, and its values there.
 DIFFERENT = {
-    "lr": (lambda mesh, odd: DDPOptimizer(SGD(lr=0.2 if odd else 0.1), mesh), r"lr\(1\) is 0.1 on rank 0, 0.2 on rank"),
-    "schedule": (
-        lambda mesh, odd: DDPOptimizer(SGD(lr=lambda step: 0.1 if step < (40 if odd else 50) else 0.01), mesh),
-        r"lr\(\d\d\) is 0.1 on rank 0, 0.01 on rank",
-    ),
-    "weight decay": (
-        lambda mesh, odd: DDPOptimizer(SGD(lr=0.1, weight_decay=0.1 * odd), mesh),
-        "weight_decay is 0 on rank 0, 0.1 on",
-    ),
-    "rule": (lambda mesh, odd: DDPOptimizer((AdamW if odd else Adam)(lr=0.1), mesh), "rule is Adam on rank 0, AdamW"),
-    "own rule": (
-        lambda mesh, odd: DDPOptimizer(Pulling(lr=0.1, pull=lambda step: 0.1 + odd), mesh),
-        r"scalars\(1\) is \(0.1, 0.1\) on rank 0, \(0.1, 1.1\) on rank",
-    ),
-    "clipping": (
-        lambda mesh, odd: DDPOptimizer(SGD(lr=0.1), config(mesh, max_gradient_norm=1.0 if odd else None)),
-        "max_gradient_norm is None on rank 0, 1 on rank",
-    ),
-    "loss scale": (
-        lambda mesh, odd: DDPOptimizer(SGD(lr=0.1), config(mesh, loss_scale=4.0 if odd else "dynamic")),
-        "loss_scale is dynamic on rank 0, 4 on rank",
-    ),
-    "strategy": (
-        lambda mesh, odd: (ZeRO1Optimizer if odd else DDPOptimizer)(SGD(lr=0.1), mesh),
-        "optimizer is DDPOptimizer on rank 0, ZeRO1Optimizer on",
-    ),
-    "buckets": (
-        lambda mesh, odd: DDPOptimizer(SGD(lr=0.1), config(mesh, minimum_parameter_group_size=1 + odd)),
-        "minimum_parameter_group_size is 1 on rank 0, 2 on rank",
-    ),
+    "lr": (lambda m, odd: ddp(m, SGD(lr=0.2 if odd else 0.1)), r"lr\(1\)", "0.1", "0.2"),
+    "schedule": (lambda m, odd: ddp(m, SGD(lr=falling(40 if odd else 50))), r"lr\(\d\d\)", "0.1", "0.01"),
+    "weight decay": (lambda m, odd: ddp(m, SGD(lr=0.1, weight_decay=0.1 * odd)), "weight_decay", "0", "0.1"),
+    "rule": (lambda m, odd: ddp(m, (AdamW if odd else Adam)(lr=0.1)), "rule", "Adam", "AdamW"),
+    "own rule": (lambda m, odd: ddp(m, pulling(0.1 + odd)), r"scalars\(1\)", r"\(0.1, 0.1\)", r"\(0.1, 1.1\)"),
+    "clipping": (lambda m, odd: ddp(m, max_gradient_norm=1.0 if odd else None), "max_gradient_norm", "None", "1"),
+    "loss scale": (lambda m, odd: ddp(m, loss_scale=4.0 if odd else "dynamic"), "loss_scale", "dynamic", "4"),
+    "strategy": (lambda m, odd: ddp(m, kind=STRATEGIES[odd]), "optimizer", "DDPOptimizer", "ZeRO1Optimizer"),
     "compression": (
-        lambda mesh, odd: DDPOptimizer(SGD(lr=0.1), config(mesh, enable_gradient_compression=bool(odd))),
-        "enable_gradient_compression is False on rank 0, True on",
+        lambda m, odd: ddp(m, enable_gradient_compression=bool(odd)),
+        *("enable_gradient_compression", "False", "True"),
     ),
     "outer rule": (
-        lambda mesh, odd: LocalSGDOptimizer(SGD(lr=0.1), mesh, 2, SGD(lr=0.5 + odd)),
-        r"outer lr\(1\) is 0.5 on rank 0, 1.5 on rank",
+        lambda m, odd: LocalSGDOptimizer(SGD(lr=0.1), m, 2, SGD(lr=0.5 + odd)),
+        *(r"outer lr\(1\)", "0.5", "1.5"),
     ),
 }
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_settings_that_differ_are_named_on_all_ranks(mesh, case):
-    make, message = DIFFERENT[case]
-    task = OptimizationProblem(loss, np.ones(4), 16, batch_size=8, steps=2)
+    make, what, first, other = DIFFERENT[case]
+    message = f"{what} is {first} on rank 0, {other} on rank"
     flat = np.ones(4)
     for use in (
         lambda optimizer: optimizer.step(flat, np.ones(4)),
-        lambda optimizer: optimizer.optimize(task, progress=False),
+        lambda optimizer: optimizer.optimize(task(), progress=False),
         lambda optimizer: mpishard.save_checkpoint("nowhere", flat, optimizer),
     ):
         with pytest.raises(ValueError, match=f"all ranks must have the same settings, but .*{message}"):
@@ -405,7 +344,11 @@ def loss(parameters, samples, gradients):
     return parameters @ parameters / 2 * len(samples)
 
 
-@pytest.mark.mpi(min_size=2)
+def task(samples=16, batch_size=8, steps=2):
+    return OptimizationProblem(loss, np.ones(4), samples, batch_size, steps=steps)
+
+
+@several
 def test_what_takes_the_same_steps_is_the_same(mesh):
     """A number and a function that gives it; other functions of the same values; what a rule does not compare."""
     lr = mpishard.constant(0.5) if mesh.rank else 0.5
@@ -425,7 +368,7 @@ def test_what_takes_the_same_steps_is_the_same(mesh):
     assert np.array_equal(flat, np.full(4, -1.25))
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 def test_a_rule_that_is_changed(mesh):
     """By all ranks alike it may be; by one, all raise and nothing has happened."""
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
@@ -446,11 +389,10 @@ def test_a_rule_that_is_changed(mesh):
         accumulating.synchronize_optimizer_state()
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 @pytest.mark.parametrize("make", [DDPOptimizer, LocalSGDOptimizer])
 def test_a_rule_that_a_callback_changes(mesh, make):
     optimizer = make(SGD(lr=0.5), mesh)
-    task = OptimizationProblem(loss, np.ones(4), 48, batch_size=24, steps=20)
 
     def on_all(state):
         if state.step == 2:
@@ -460,13 +402,13 @@ def test_a_rule_that_a_callback_changes(mesh, make):
         if state.step == 22 and mesh.rank == 1:
             optimizer.rule = SGD(lr=0.125)
 
-    result = optimizer.optimize(task, callback=on_all, progress=False)
+    result = optimizer.optimize(task(48, 24, 20), callback=on_all, progress=False)
     np.testing.assert_allclose(result.parameters, 0.5**2 * 0.75**18, rtol=1e-6)
     with pytest.raises(ValueError, match=r"lr\(1\) is 0.25 on rank.* 0.125 on rank 1"):
-        optimizer.optimize(task, callback=on_one, progress=False)
+        optimizer.optimize(task(48, 24, 20), callback=on_one, progress=False)
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 def test_states_that_differ(mesh):
     optimizer = DDPOptimizer(Adam(lr=0.1), mesh)
     flat, states = np.ones(4), []
@@ -491,7 +433,7 @@ def test_states_that_differ(mesh):
         optimizer.deserialize(states[0])
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 def test_a_checkpoint_is_loaded_with_one_rule(mesh, comm, tmp_path_factory):
     folder = comm.bcast(str(tmp_path_factory.mktemp("run")) if comm.rank == 0 else None)
     flat = np.ones(4)
@@ -504,39 +446,32 @@ def test_a_checkpoint_is_loaded_with_one_rule(mesh, comm, tmp_path_factory):
             mpishard.load_checkpoint(folder, flat, each)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_limits_of_an_elastic_run_that_differ(mesh):
-    task = OptimizationProblem(loss, np.ones(4), 16, batch_size=8, steps=2)
+@several
+def test_options_of_a_run_that_differ(mesh):
     optimizer = ElasticOptimizer(SGD(lr=0.1), mesh, scaling="linear" if mesh.rank else "constant")
     with pytest.raises(ValueError, match="scaling is constant on rank 0, linear on rank"):
-        optimizer.optimize(task, progress=False)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_options_of_a_run_that_differ(mesh):
-    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
-    task = OptimizationProblem(loss, np.ones(4), 16, batch_size=8, steps=2)
+        optimizer.optimize(task(), progress=False)
+    optimizer = ddp(mesh)
     with pytest.raises((TypeError, ValueError), match="checkpoints must be Checkpoints"):
-        optimizer.optimize(task, checkpoints=3 if mesh.rank else None, progress=False)
+        optimizer.optimize(task(), checkpoints=3 if mesh.rank else None, progress=False)
     with mpishard.RunRecord("nowhere", mesh) as record:
         with pytest.raises(ValueError, match="record is False on rank 0, True on rank"):
-            optimizer.optimize(task, record=record if mesh.rank else None, progress=False)
+            optimizer.optimize(task(), record=record if mesh.rank else None, progress=False)
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(dropout=0.1), "the model's dropout is 0 on rank 0, 0.1 with seed 0 on rank"),
-        (dict(recompute=True), "the model's recompute is False on rank 0, True on rank"),
+        ({"dropout": 0.1}, "the model's dropout is 0 on rank 0, 0.1 with seed 0 on rank"),
+        ({"recompute": True}, "the model's recompute is False on rank 0, True on rank"),
     ],
 )
-def test_options_of_a_model_that_differ(mesh, comm, options, message):
-    model = nn.GPT(11, 4, 8, 1, 2, mesh=mesh, **(options if comm.rank else {}))
-    task = OptimizationProblem.for_model(
-        model, lambda samples: None, samples=16, batch_size=8, tokens_per_sample=4, steps=2
-    )
-    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
-    for use in (lambda: optimizer.optimize(task, progress=False), lambda: optimizer.step(model.parameters)):
+def test_options_of_a_model_that_differ(mesh, options, message):
+    model = nn.GPT(11, 4, 8, 1, 2, mesh=mesh, **(options if mesh.rank else {}))
+    sizes = {"samples": 16, "batch_size": 8, "tokens_per_sample": 4, "steps": 2}
+    of_model = OptimizationProblem.for_model(model, lambda samples: None, **sizes)
+    optimizer = ddp(mesh)
+    for use in (lambda: optimizer.optimize(of_model, progress=False), lambda: optimizer.step(model.parameters)):
         with pytest.raises(ValueError, match=f"all ranks must have the same settings, but {message}"):
             use()

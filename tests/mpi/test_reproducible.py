@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 import warnings
 from types import SimpleNamespace
 
@@ -40,13 +39,21 @@ SIZES = {"samples": 45, "batch_size": 20, "tokens_per_sample": 8}
 SPECS = [ParameterSpec("a", (20, 10)), ParameterSpec("b", (0,)), ParameterSpec("c", (399,)), ParameterSpec("d", (1,))]
 
 
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def batch_of(samples):
+    return TOKENS[samples, :-1], TOKENS[samples, 1:]
+
+
 def gpt_problem(mesh, sizes=(2, 2), **options):
     model = nn.GPT(23, 8, 16, *sizes, dtype=np.float32, seed=3, mesh=mesh, tied=True, **options.pop("model", {}))
-    return OptimizationProblem.for_model(
-        model,
-        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
-        **({**SIZES, "steps": 20} | options),
-    )
+    return OptimizationProblem.for_model(model, batch_of, **({**SIZES, "steps": 20} | options))
+
+
+def terms_of(mesh):
+    """A gradient of each rank."""
+    return np.random.default_rng(2).standard_normal((mesh.size, 600)).astype(np.float32)
 
 
 def own_problem(mesh, dtype=np.float32, **options):
@@ -92,7 +99,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_the_bits_of_one_rank(mesh, strategy, problem):
     """With clipping, and batches of 20, 20 and 5 samples in an epoch of 45."""
@@ -106,7 +113,7 @@ def test_buckets_and_overlap_do_not_matter(mesh, strategy):
     assert same_bits(run(strategy, mesh, PROBLEMS["gpt"], **options), alone(PROBLEMS["gpt"]))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @pytest.mark.parametrize("model", [nn.GPT, nn.Llama])
 @pytest.mark.parametrize("how", ["bound", "bound by the first step", "a flat gradient"])
 def test_tied_weights_in_a_loop_of_ones_own(mesh, strategy, model, how, monkeypatch):
@@ -147,7 +154,7 @@ def linear_problem(mesh):
     return OptimizationProblem(function, parameters, samples=45, batch_size=20, micro_batch_size=2, steps=20)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 def test_dynamic_loss_scale(mesh, strategy):
     with mpishard.Mesh(MPI.COMM_SELF) as one:
         expected = run(DDPOptimizer, one, linear_problem, loss_scale="dynamic")
@@ -156,7 +163,7 @@ def test_dynamic_loss_scale(mesh, strategy):
     assert not np.array_equal(expected[0], unscaled[0])  # steps were skipped
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 def test_what_is_not_finite_is_named_on_all_ranks(mesh, strategy):
     def spoiled(mesh):
         parameters = FlatParameters(SPECS, dtype=np.float32)
@@ -173,21 +180,22 @@ def test_what_is_not_finite_is_named_on_all_ranks(mesh, strategy):
         run(strategy, mesh, spoiled)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_of_ones_own_adds_by_data_rank(mesh, strategy):
-    terms = np.random.default_rng(2).standard_normal((mesh.size, 600)).astype(np.float32)
-    flat = np.zeros(600, np.float32)
-    optimizer = strategy(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True))
-    expected = np.zeros(600, np.float32)
+@each_strategy
+def test_a_step_of_ones_own_adds_by_data_rank(mesh, device, strategy):
+    """Device arrays are staged through the host, and added up where they are."""
+    terms, expected = terms_of(mesh), np.zeros(600, np.float32)
+    flat, there = expected.copy(), device.put(expected.copy())
+    one, other = (strategy(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True)) for _ in range(2))
     for _ in range(3):
-        optimizer.step(flat, terms[mesh.rank].copy(), count=1)
+        one.step(flat, terms[mesh.rank].copy(), count=1)
+        other.step(there, device.put(terms[mesh.rank]), count=1)
         expected -= tree_sum(list(terms))
-    assert np.array_equal(flat, expected)
+    assert np.array_equal(flat, expected) and np.array_equal(arrays.to_host(there), expected)
 
 
 def test_a_model_of_ones_own_loop_adds_by_data_rank(mesh):
     """Before the first step, and with an optimizer."""
-    terms = np.random.default_rng(2).standard_normal((mesh.size, 600)).astype(np.float32)
+    terms = terms_of(mesh)
     config = ShardingConfiguration(mesh, reproducible=True)
     parameters = FlatParameters(SPECS, dtype=np.float32)
     model = mpishard.as_distributed(SimpleNamespace(parameters=parameters), config)
@@ -201,7 +209,7 @@ def test_a_model_of_ones_own_loop_adds_by_data_rank(mesh):
 
 @pytest.mark.every_variant
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 def test_the_number_of_data_ranks_does_not_matter_to_tensor_and_pipeline_ranks(comm, strategy):
     """Their own number does: they add up in the order of MPI, which two ranks have only one of."""
     if comm.size % 2:
@@ -240,7 +248,7 @@ def test_what_cannot_be_ordered_is_refused(comm, mesh):
     with pytest.raises(ValueError, match="auto_sync_gradients=False"):
         ShardingConfiguration(mesh, reproducible=True, auto_sync_gradients=False)
     with pytest.raises(ValueError, match="give it the method losses_and_gradient"):
-        run(ZeRO2Optimizer, mesh, functools.partial(cut_problem, cuts=2))
+        run(ZeRO2Optimizer, mesh, cut_problem)
 
 
 class Plain:
@@ -250,99 +258,66 @@ class Plain:
         self.parameters, self.loss_and_gradient = model.parameters, model.loss_and_gradient
 
 
-def cut_problem(mesh, cuts):
-    """A model that makes `cuts` micro-batches of each that it gets, without a word to the loop."""
-    model = nn.GPT(23, 8, 16, 2, 2, dtype=np.float32, seed=3, mesh=mesh, tied=True, microbatches=cuts)
-    return OptimizationProblem.for_model(
-        Plain(model), lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]), **SIZES, micro_batch_size=3, steps=5
-    )
+def cut_problem(mesh):
+    """A model that makes two micro-batches of each that it gets, without a word to the loop."""
+    model = nn.GPT(23, 8, 16, 2, 2, dtype=np.float32, seed=3, mesh=mesh, tied=True, microbatches=2)
+    return OptimizationProblem.for_model(Plain(model), batch_of, **SIZES, micro_batch_size=3, steps=5)
 
 
 def test_what_a_model_makes_of_one_micro_batch_adds_up(mesh):
-    make = functools.partial(cut_problem, cuts=2)
-    expected = alone(make)
     for strategy in (DDPOptimizer, ZeRO1Optimizer):
-        assert same_bits(run(strategy, mesh, make), expected)
+        assert same_bits(run(strategy, mesh, cut_problem), alone(cut_problem))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 def test_a_model_that_takes_several_micro_batches_cuts_none(mesh, strategy):
     make = functools.partial(gpt_problem, micro_batch_size=3, steps=5)
     cutting = functools.partial(make, model={"microbatches": 2})
     assert same_bits(run(strategy, mesh, cutting), alone(make))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_device_arrays(mesh, device, strategy):
-    """Staged through the host, and added up where they are."""
-    terms = np.random.default_rng(2).standard_normal((mesh.size, 600)).astype(np.float32)
-    results = []
-    for on_device in (False, True):
-        flat = np.zeros(600, np.float32)
-        optimizer = strategy(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True))
-        if on_device:
-            flat = device.put(flat)
-        for _ in range(2):
-            gradient = terms[mesh.rank].copy()
-            optimizer.step(flat, device.put(gradient) if on_device else gradient)
-        results.append(arrays.to_host(flat))
-    assert np.array_equal(*results)
+@pytest.fixture
+def resumed(mesh, folder):
+    """A run of some steps in all, from where the last one ended."""
+
+    def resumed(steps, size=3, **options):
+        optimizer = ZeRO1Optimizer(SGD(lr=0.01), ShardingConfiguration(mesh, reproducible=True, **options))
+        with mpishard.Checkpoints(folder, mesh) as checkpoints:
+            problem = own_problem(mesh, steps=steps, micro_batch_size=size)
+            result = optimizer.optimize(problem, checkpoints=checkpoints, resume=True, progress=False)
+        return optimizer.state.facts, result.resumed_steps
+
+    return resumed
 
 
-def test_a_resume_with_other_micro_batches_is_refused_or_recorded(comm, mesh, capsys):
+def test_a_resume_with_other_micro_batches_is_refused_or_recorded(mesh, resumed, capsys):
     """On all ranks, and before anything changes."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = comm.bcast(name)
-
-        def resumed(steps, size, **options):
-            config = ShardingConfiguration(mesh, reproducible=True, **options)
-            optimizer = ZeRO1Optimizer(SGD(lr=0.01), config)
-            with mpishard.Checkpoints(folder, mesh) as checkpoints:
-                problem = own_problem(mesh, steps=steps, micro_batch_size=size)
-                result = optimizer.optimize(problem, checkpoints=checkpoints, resume=True, progress=False)
-            return optimizer, result
-
-        resumed(2, 3)
-        with pytest.raises(ValueError, match="micro_batch_size is 3 there and 2 here; give the problem micro_batch_s"):
-            resumed(4, 2)
-        assert resumed(3, 3)[1].resumed_steps == 2
-        capsys.readouterr()
-        resumed(4, 2, allow_different_bits=True)
-        assert ("micro_batch_size is 3 there" in capsys.readouterr().err) == (mesh.rank == 0)
-        # It is in the checkpoint from then on.
-        optimizer, _ = resumed(5, 2)
-        assert optimizer.state.facts["different_bits.json"] == [
-            "from step 3 on other bits than in one run: micro_batch_size is 3 there and 2 here"
-        ]
-        comm.Barrier()
+    resumed(2)
+    with pytest.raises(ValueError, match="micro_batch_size is 3 there and 2 here; give the problem micro_batch_s"):
+        resumed(4, 2)
+    assert resumed(3)[1] == 2
+    capsys.readouterr()
+    resumed(4, 2, allow_different_bits=True)
+    difference = "micro_batch_size is 3 there and 2 here"
+    assert (difference in capsys.readouterr().err) == (mesh.rank == 0)
+    # It is in the checkpoint from then on.
+    facts, _ = resumed(5, 2)
+    assert facts["different_bits.json"] == [f"from step 3 on other bits than in one run: {difference}"]
 
 
-def test_a_checkpoint_of_earlier_kernels_is_refused_or_recorded(comm, mesh, capsys):
+def test_a_checkpoint_of_earlier_kernels_is_refused_or_recorded(mesh, resumed, capsys):
     """One without their number."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = comm.bcast(name)
-
-        def resumed(steps, **options):
-            optimizer = ZeRO1Optimizer(SGD(lr=0.01), ShardingConfiguration(mesh, reproducible=True, **options))
-            with mpishard.Checkpoints(folder, mesh) as checkpoints:
-                result = optimizer.optimize(
-                    own_problem(mesh, steps=steps), checkpoints=checkpoints, resume=True, progress=False
-                )
-            return optimizer, result
-
-        now = settings.arithmetic
-        with pytest.MonkeyPatch.context() as before:
-            before.setattr(settings, "arithmetic", lambda: {name: now()[name] for name in now() if name != "kernels"})
-            resumed(2)
-        with pytest.raises(ValueError, match=f"kernels is 1 there and {KERNELS} here; run it with the release of"):
-            resumed(4)
-        capsys.readouterr()
-        optimizer, result = resumed(4, allow_different_bits=True)
-        assert result.resumed_steps == 2
-        assert (f"kernels is 1 there and {KERNELS} here" in capsys.readouterr().err) == (mesh.rank == 0)
-        assert optimizer.state.facts["arithmetic.json"]["kernels"] == str(KERNELS)
-        assert resumed(5)[1].resumed_steps == 4
-        comm.Barrier()
+    now, difference = settings.arithmetic, f"kernels is 1 there and {KERNELS} here"
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(settings, "arithmetic", lambda: {name: now()[name] for name in now() if name != "kernels"})
+        resumed(2)
+    with pytest.raises(ValueError, match=f"{difference}; run it with the release of"):
+        resumed(4)
+    capsys.readouterr()
+    facts, resumed_steps = resumed(4, allow_different_bits=True)
+    assert (difference in capsys.readouterr().err) == (mesh.rank == 0)
+    assert resumed_steps == 2 and facts["arithmetic.json"]["kernels"] == str(KERNELS)
+    assert resumed(5)[1] == 4
 
 
 @pytest.mark.mpi(min_size=2)
@@ -374,19 +349,10 @@ def run_of_pipeline(mesh, strategy, tied, micro_batch_size=3, wrap=None, model=N
         warnings.filterwarnings("ignore", message=".*micro-batches for .* pipeline stages")
         gpt = nn.GPT(23, 8, 16, 8, 2, dtype=np.float32, seed=3, mesh=mesh, tied=tied, **(model or {}))
     whole = HybridShardedModel(gpt, mesh)
-    problem = OptimizationProblem.for_model(
-        gpt if wrap is None else wrap(gpt),
-        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
-        samples=45,
-        batch_size=20,
-        steps=4,
-        tokens_per_sample=8,
-        micro_batch_size=micro_batch_size,
-    )
-    options = {"max_gradient_norm": 0.5, "minimum_parameter_group_size": 2000} | options
-    optimizer = strategy(AdamW(lr=0.01), ShardingConfiguration(mesh, reproducible=True, **options))
-    result = optimizer.optimize(problem, progress=False)
-    return whole.gather_full_parameters().tobytes(), np.array(result.loss_history).tobytes()
+    trained = gpt if wrap is None else wrap(gpt)
+    sizes = {**SIZES, "steps": 4, "micro_batch_size": micro_batch_size}
+    _, losses = run(strategy, mesh, lambda _: OptimizationProblem.for_model(trained, batch_of, **sizes), **options)
+    return whole.gather_full_parameters().tobytes(), np.array(losses).tobytes()
 
 
 @functools.cache
@@ -405,7 +371,7 @@ def meshes(comm):
         mesh.free()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bits_of_one_rank_of_pipeline(meshes, short, strategy, schedule):
     """With clipping, and batches of 20, 20 and 5 samples in an epoch of 45."""
@@ -415,7 +381,7 @@ def test_the_bits_of_one_rank_of_pipeline(meshes, short, strategy, schedule):
             assert run_of_pipeline(mesh, strategy, tied, model=SCHEDULES[schedule]) == alone_of_pipeline(tied)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_strategy
 def test_data_ranks_with_fewer_micro_batches_or_none(meshes, strategy):
     """Batches of 3, 3 and 1 micro-batches; with buckets of few tensors, one sum at a time."""
     options = {"minimum_parameter_group_size": 100, "overlap_communication": False}
@@ -424,20 +390,11 @@ def test_data_ranks_with_fewer_micro_batches_or_none(meshes, strategy):
         assert found == alone_of_pipeline(True, 8) != alone_of_pipeline(True)
 
 
-class PipelinePlain:
-    """A model that takes one micro-batch in a call."""
-
-    def __init__(self, model):
-        self.parameters, self.loss_and_gradient = model.parameters, model.loss_and_gradient
-
-
 def test_a_model_without_the_method_is_called_for_each_micro_batch(meshes):
     for mesh in meshes:
-        found = run_of_pipeline(mesh, ZeRO1Optimizer, True, wrap=PipelinePlain, model={"microbatches": 1})
-        assert found == alone_of_pipeline(True)
-        assert run_of_pipeline(
-            mesh, ZeRO1Optimizer, True, wrap=functools.partial(mpishard.as_distributed, mesh_or_config=mesh)
-        ) == alone_of_pipeline(True)
+        distributed = functools.partial(mpishard.as_distributed, mesh_or_config=mesh)
+        for wrap, model in ((Plain, {"microbatches": 1}), (distributed, {})):
+            assert run_of_pipeline(mesh, ZeRO1Optimizer, True, wrap=wrap, model=model) == alone_of_pipeline(True)
 
 
 def test_ties_cost_no_message_a_micro_batch(meshes):
