@@ -100,6 +100,14 @@ def test_steps_between_averages_may_change_and_nothing_else(mesh: Mesh) -> None:
             setattr(optimizer, name, getattr(optimizer, name))
 
 
+def test_of_several_errors_before_an_average_the_first_is_raised(mesh: Mesh) -> None:
+    optimizer, parameters = LocalSGDOptimizer(SGD(lr=0.1), mesh, sync_every=3), np.zeros(3)
+    optimizer.step(parameters, np.ones(3))
+    optimizer.step(parameters, np.array([math.nan, 1, 1]))
+    with pytest.raises(FloatingPointError, match="step 2"):
+        optimizer.step(parameters, np.array([math.nan, 1, 1]))
+
+
 def test_arrays_of_an_earlier_capture_outlive_a_rebuild(mesh: Mesh) -> None:
     optimizer = DDPOptimizer(Adam(lr=0.1), mesh)
     parameters = trained(optimizer, 2)
