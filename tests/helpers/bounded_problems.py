@@ -12,7 +12,7 @@ import math
 
 import mgh
 import numpy as np
-from problems import Array, Function, Problem, sum_of_squares
+from problems import Array, Function, Problem, Residuals, sum_of_squares
 
 
 def hs3(x: Array) -> tuple[float, Array]:
@@ -53,42 +53,10 @@ def chained_rosenbrock(x: Array) -> tuple[float, Array]:
     return (x[0] - 1) ** 2 + 4 * rest @ rest, gradient
 
 
-def rosenbrock_pairs(x: Array) -> tuple[float, Array]:
-    """MGH 21 without its Jacobian."""
-    a, b = x[0::2], x[1::2]
-    rest = b - a * a
-    gradient = np.empty_like(x)
-    gradient[0::2], gradient[1::2] = -400 * a * rest - 2 * (1 - a), 200 * rest
-    return 100 * rest @ rest + (1 - a) @ (1 - a), gradient
-
-
-def broyden(x: Array) -> tuple[float, Array]:
-    """MGH 30 without its Jacobian."""
-    r = (3 - 2 * x) * x + 1
-    r[1:] -= x[:-1]
-    r[:-1] -= 2 * x[1:]
-    gradient = 2 * (3 - 4 * x) * r
-    gradient[:-1] -= 2 * r[1:]
-    gradient[1:] -= 4 * r[:-1]
-    return r @ r, gradient
-
-
-def trigonometric(x: Array) -> tuple[float, Array]:
-    """MGH 26 without its Jacobian."""
-    i, sine, cosine = np.arange(1, x.size + 1), np.sin(x), np.cos(x)
-    r = x.size - cosine.sum() + i * (1 - cosine) - sine
-    return r @ r, 2 * (sine * r.sum() + (i * sine - cosine) * r)
-
-
 def dirichlet(weight_x: Array, weight_y: Array, load: Array) -> Function:
     """A quadratic on a grid that is 0 around: half the weighted squares of all differences, less load times values.
 
-    Parameters
-    ----------
-    weight_x : array (rows, columns + 1)
-        Of the differences along rows, those to the boundary included.
-    weight_y : array (rows + 1, columns)
-    load : array (rows, columns)
+    `weight_x` (rows, columns + 1) is of the differences along rows, those to the boundary included.
     """
 
     def function(x: Array) -> tuple[float, Array]:
@@ -128,12 +96,14 @@ def bearing(n: int, eccentricity: float, width: float, minimum: float) -> Proble
     return Problem(name, start, function, minimum, np.zeros(n * n), np.full(n * n, math.inf))
 
 
-def _bounded(
-    name: str, function: Function, start: object, lower: object, upper: object, minimum: float, *others: float
-) -> Problem:
+def _bounded(name: str, function: Function, start: object, lower: object, upper: object, *minima: float) -> Problem:
     start = np.array(start, float)
     lower, upper = (np.broadcast_to(np.array(bound, float), start.shape).copy() for bound in (lower, upper))
-    return Problem(name, start, function, minimum, lower, upper, others)
+    return Problem(name, start, function, minima[0], lower, upper, minima[1:])
+
+
+def _squares(name: str, residuals: Residuals, *given: object) -> Problem:
+    return _bounded(name, sum_of_squares(residuals), *given)
 
 
 _INF = math.inf
@@ -141,55 +111,30 @@ _ODD = np.arange(25) % 2 == 0
 
 # Digits beyond those of Gay's table, and the minima of MINPACK-2's problems in these sizes, are of tight runs of SciPy.
 BOUNDED = [
-    _bounded(
-        "Gay 3 Powell badly scaled", sum_of_squares(mgh.powell_badly_scaled), [0, 1], [0, 1], [1, 9], 1.5125936724e-10
-    ),
-    _bounded(
-        "Gay 4 Brown badly scaled",
-        sum_of_squares(mgh.brown_badly_scaled),
-        [1, 1],
-        [0, 3e-5],
-        [1e6, 100],
-        783.99999929518,
-    ),
-    _bounded("Gay 5 Beale", sum_of_squares(mgh.beale), [1, 1], [0.6, 0.5], [10, 100], 0),
-    _bounded(
-        "Gay 7 helical valley",
-        sum_of_squares(mgh.helical_valley),
-        [-1, 0, 0],
-        [-100, -1, -1],
-        [0.8, 1, 1],
-        0.99042212096,
-    ),
-    _bounded(
-        "Gay 9 Gaussian", sum_of_squares(mgh.gaussian), [0.4, 1, 0], [0.398, 1, -0.5], [4.2, 2, 0.1], 1.1279327696e-8
-    ),
-    _bounded(
-        "Gay 12 Box", sum_of_squares(lambda x: mgh.box(x, 3)), [0, 10, 20], [0, 5, 0], [2, 9.5, 20], 3.0998153432e-6
-    ),
-    _bounded("Gay 14 Wood", sum_of_squares(mgh.wood), [-3, -1, -3, -1], -100, [0, 10, 100, 100], 1.5567008004386),
-    _bounded(
+    _squares("Gay 3 Powell badly scaled", mgh.powell_badly_scaled, [0, 1], [0, 1], [1, 9], 1.5125936724e-10),
+    _squares("Gay 4 Brown badly scaled", mgh.brown_badly_scaled, [1, 1], [0, 3e-5], [1e6, 100], 783.99999929518),
+    _squares("Gay 5 Beale", mgh.beale, [1, 1], [0.6, 0.5], [10, 100], 0),
+    _squares("Gay 7 helical valley", mgh.helical_valley, [-1, 0, 0], [-100, -1, -1], [0.8, 1, 1], 0.99042212096),
+    _squares("Gay 9 Gaussian", mgh.gaussian, [0.4, 1, 0], [0.398, 1, -0.5], [4.2, 2, 0.1], 1.1279327696e-8),
+    _squares("Gay 12 Box", lambda x: mgh.box(x, 3), [0, 10, 20], [0, 5, 0], [2, 9.5, 20], 3.0998153432e-6),
+    _squares("Gay 14 Wood", mgh.wood, [-3, -1, -3, -1], -100, [0, 10, 100, 100], 1.5567008004386),
+    _squares(
         "Gay 16 Brown and Dennis",
-        sum_of_squares(mgh.brown_dennis),
+        mgh.brown_dennis,
         [25, 5, -5, -1],
         [-10, 0, -100, -20],
         [100, 15, 0, 0.2],
         88860.4797675,
     ),
-    _bounded(
-        "Gay 18 Biggs EXP6",
-        sum_of_squares(mgh.biggs_exp6),
-        [1, 2, 1, 1, 1, 1],
-        [0, 0, 0, 1, 0, 0],
-        [2, 8, 1, 7, 5, 5],
-        5.3209865908e-4,
+    _squares(
+        "Gay 18 Biggs EXP6", mgh.biggs_exp6, [1, 2, 1, 1, 1, 1], [0, 0, 0, 1, 0, 0], [2, 8, 1, 7, 5, 5], 5.3209865908e-4
     ),
-    _bounded("HS 1", sum_of_squares(mgh.rosenbrock), [-2, 1], [-_INF, -1.5], _INF, 0),
-    _bounded("HS 2", sum_of_squares(mgh.rosenbrock), [-2, 1], [-_INF, 1.5], _INF, 0.0504261879, 4.941229318),
+    _squares("HS 1", mgh.rosenbrock, [-2, 1], [-_INF, -1.5], _INF, 0),
+    _squares("HS 2", mgh.rosenbrock, [-2, 1], [-_INF, 1.5], _INF, 0.0504261879, 4.941229318),
     _bounded("HS 3", hs3, [10, 1], [-_INF, 0], _INF, 0),
     _bounded("HS 4", hs4, [1.125, 0.125], [1, 0], _INF, 8 / 3),
     _bounded("HS 5", hs5, [0, 0], [-1.5, -3], [4, 3], -math.sqrt(3) / 2 - math.pi / 3),
-    _bounded("HS 38", sum_of_squares(mgh.wood), [-3, -1, -3, -1], -10, 10, 0),
+    _squares("HS 38", mgh.wood, [-3, -1, -3, -1], -10, 10, 0),
     _bounded("HS 45", hs45, [2, 2, 2, 2, 2], 0, [1, 2, 3, 4, 5], 1),
     _bounded("HS 110", hs110, np.full(10, 9.0), 2.001, 9.999, -45.778469707446),
     _bounded("L-BFGS-B driver, 25", chained_rosenbrock, np.full(25, 3.0), np.where(_ODD, 1, -100), 100, 0),
@@ -200,7 +145,15 @@ BOUNDED = [
 ]
 
 LARGE = [
-    Problem("21 extended Rosenbrock, 1000", np.tile([-1.2, 1.0], 500), rosenbrock_pairs, 0),
-    Problem("30 Broyden tridiagonal, 1000", -np.ones(1000), broyden, 0, others=(0.71252790958608,)),
-    Problem("26 trigonometric, 100", np.full(100, 0.01), trigonometric, 0, others=(1.8409625428e-6,)),
+    Problem("21 extended Rosenbrock, 1000", np.tile([-1.2, 1.0], 500), sum_of_squares(mgh.extended_rosenbrock), 0),
+    Problem(
+        "30 Broyden tridiagonal, 1000",
+        -np.ones(1000),
+        sum_of_squares(mgh.broyden_tridiagonal),
+        0,
+        others=(0.71252790958608,),
+    ),
+    Problem(
+        "26 trigonometric, 100", np.full(100, 0.01), sum_of_squares(mgh.trigonometric), 0, others=(1.8409625428e-6,)
+    ),
 ]

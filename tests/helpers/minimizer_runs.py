@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import descent
 import numpy as np
 import problems
 from devices import Device
@@ -13,7 +14,7 @@ from thread_ranks import Team, ThreadSpace
 
 from mpishard.backend.array import to_host
 from mpishard.minimizers.method import Limits, Method, Minimizer, Wanted
-from mpishard.minimizers.space import LocalSpace
+from mpishard.minimizers.space import LocalSpace, Space
 
 Vector = np.ndarray
 ANY = Limits()
@@ -28,23 +29,9 @@ class Problem(NamedTuple):
     start: Vector
 
 
-def rosenbrock(size: int) -> Problem:
+def rosenbrock(size: int, dtype: Any = np.float64) -> Problem:
     """The chained function; its minimum is 0, at ones."""
-
-    def gradient(x: Vector) -> tuple[float, Vector]:
-        bend, short = x[1:] - x[:-1] ** 2, 1 - x[:-1]
-        g = np.zeros_like(x)
-        g[:-1] = -400 * x[:-1] * bend - 2 * short
-        g[1:] += 200 * bend
-        return float(np.sum(100 * bend**2 + short**2)), g
-
-    def product(x: Vector, v: Vector) -> Vector:
-        h = np.zeros_like(x)
-        h[:-1] = (1200 * x[:-1] ** 2 - 400 * x[1:] + 2) * v[:-1] - 400 * x[:-1] * v[1:]
-        h[1:] += 200 * v[1:] - 400 * x[:-1] * v[:-1]
-        return h
-
-    return Problem(gradient, product, np.resize([-1.2, 1.0], size))
+    return Problem(descent.rosenbrock, descent.curvature, np.resize([-1.2, 1.0], size).astype(dtype))
 
 
 def exponentials(size: int, condition: float) -> Problem:
@@ -77,39 +64,50 @@ def excess(problem: problems.Problem, value: float) -> float:
     return min(abs(value - known) / (abs(known) or 1.0) for known in (problem.minimum, *problem.others))
 
 
-def everywhere(size: int, dtype: type = np.float64, bounded: bool = False) -> Limits:
-    """A fixed element and a diagonal, and bounds that hold some elements at the minimum of `rosenbrock`."""
-    bounds = np.linspace(-1.3, 0.9, size), np.linspace(0.8, 2.0, size)
-    lower, upper = (bound.astype(dtype) if bounded else None for bound in bounds)
-    return Limits(lower, upper, fixed=np.arange(size) == 3, scaling=np.linspace(0.5, 2, size).astype(dtype))
+def everywhere(size: int, dtype: Any = np.float64, bounded: bool = False) -> Limits:
+    """A fixed element, weights and a diagonal, and bounds that hold some elements at the minimum of `rosenbrock`."""
+    sides = [np.linspace(*ends, size).astype(dtype) for ends in ((-1.3, 0.9), (0.8, 2.0), (1, 2), (0.5, 2))]
+    lower, upper = sides[:2] if bounded else (None, None)
+    return Limits(lower, upper, fixed=np.arange(size) == 3, weights=sides[2], scaling=sides[3])
 
 
-def started(method: Method, start: Vector, limits: Limits) -> Minimizer:
-    space = LocalSpace(start.size, start)
-    return method.make(space, np.zeros((len(method.slots), start.size), start.dtype), start.copy(), limits)
+def started(
+    method: Method, start: Vector, limits: Limits, space: Space | None = None, put: Callable = np.array
+) -> Minimizer:
+    """Of this start; `put` makes the arrays that the minimizer has."""
+    point = put(start)
+    limits = Limits(
+        **{name: value if callable(value) else put(value) for name, value in vars(limits).items() if value is not None}
+    )
+    vectors = np.zeros((len(method.slots), point.size), start.dtype)
+    vectors = vectors if isinstance(point, np.ndarray) else put(vectors)
+    return method.make(space or LocalSpace(point.size, point), vectors, point, limits)
+
+
+def tell(minimizer: Minimizer, problem: Problem, whole: Callable = np.copy, put: Callable = np.asarray) -> None:
+    """Tell what is wanted at the `whole` point; of the answer the minimizer has what `put` makes."""
+    point = whole(minimizer.point)
+    if minimizer.wanted is Wanted.GRADIENT:
+        value, gradient = problem.gradient(point)
+        minimizer.tell(value, put(gradient))
+    else:
+        minimizer.tell_product(put(problem.product(point, whole(minimizer.direction))))
 
 
 def tell_next(minimizer: Minimizer, problem: Problem) -> None:
-    """Tell what is wanted; whatever row that writes must have another version then."""
+    """Tell what is wanted, at a point within the bounds; whatever row that writes must have another version then."""
+    limits = minimizer.limits
+    moves = slice(None) if limits.fixed is None else ~limits.fixed
+    assert limits.lower is None or (minimizer.point >= limits.lower)[moves].all()
+    assert limits.upper is None or (minimizer.point <= limits.upper)[moves].all()
     rows, versions = [row.tobytes() for row in minimizer.vectors], list(minimizer.versions)
-    _tell(minimizer, problem)
+    tell(minimizer, problem)
     for row, before, version, now in zip(minimizer.vectors, rows, versions, minimizer.versions, strict=True):
         assert now > version or row.tobytes() == before
 
 
-def _tell(minimizer: Minimizer, problem: Problem) -> None:
-    if minimizer.wanted is Wanted.GRADIENT:
-        minimizer.tell(*problem.gradient(minimizer.point.copy()))
-    else:
-        minimizer.tell_product(problem.product(minimizer.point.copy(), minimizer.direction.copy()))
-
-
-def minimized(
-    method: Method, problem: Problem, limits: Limits = ANY, iterates: list[Vector] | None = None
-) -> Minimizer:
-    """The minimisation at its end; `iterates` are added to."""
-    minimizer = started(method, problem.start, limits)
-    minimizer.begin()
+def finished(minimizer: Minimizer, problem: Problem, iterates: list[Vector] | None = None) -> Minimizer:
+    """At its end; `iterates` are added to."""
     while minimizer.wanted is not Wanted.NOTHING:
         tell_next(minimizer, problem)
         if iterates is not None and minimizer.progress.accepted:
@@ -117,64 +115,66 @@ def minimized(
     return minimizer
 
 
-def check_restarts(method: Method, problem: Problem, limits: Limits) -> None:
-    """Go on from copies of the vectors and from metadata as text at every call: the end has the same bits."""
+def minimized(
+    method: Method, problem: Problem, limits: Limits = ANY, iterates: list[Vector] | None = None
+) -> Minimizer:
+    minimizer = started(method, problem.start, limits)
+    minimizer.begin()
+    return finished(minimizer, problem, iterates)
+
+
+def rebuilt(minimizer: Minimizer, method: Method) -> Minimizer:
+    """Another one, from copies of vectors and point and from the metadata as text."""
+    saved = json.loads(json.dumps(minimizer.to_metadata()))
+    vectors, point = minimizer.vectors.copy(), minimizer.point.copy()
+    minimizer = method.make(LocalSpace(point.size, point), vectors, point, minimizer.limits)
+    minimizer.restore(saved)
+    assert json.dumps(minimizer.to_metadata()) == json.dumps(saved)
+    return minimizer
+
+
+def check_restarts(method: Method, problem: Problem, limits: Limits) -> Minimizer:
+    """Go on from the metadata at every call: the end has the same bits."""
     whole = minimized(method, problem, limits)
     minimizer = started(method, problem.start, limits)
     minimizer.begin()
     while minimizer.wanted is not Wanted.NOTHING:
-        saved = json.loads(json.dumps(minimizer.to_metadata()))
-        vectors, point = minimizer.vectors.copy(), minimizer.point.copy()
-        minimizer = method.make(LocalSpace(point.size, point), vectors, point, limits)
-        minimizer.restore(saved)
-        assert json.dumps(minimizer.to_metadata()) == json.dumps(saved)
+        minimizer = rebuilt(minimizer, method)
         tell_next(minimizer, problem)
     assert minimizer.progress == whole.progress
     assert minimizer.stop_reason == whole.stop_reason
     np.testing.assert_array_equal(minimizer.point, whole.point)
     np.testing.assert_array_equal(minimizer.vectors, whole.vectors)
+    return whole
 
 
-def check_ranks(method: Method, problem: Problem, limits: Limits, cuts: Sequence[int]) -> list[ThreadSpace]:
-    """Minimise on a thread for each part between two cuts: the end has the bits of one process; the spaces."""
+def check_ranks(method: Method, problem: Problem, limits: Limits, cuts: Sequence[int]) -> tuple[Minimizer, int]:
+    """Minimise on a thread for each part between two cuts: the bits of one process, and its number of all-reduces."""
     whole, team = minimized(method, problem, limits), Team(len(cuts) - 1)
 
-    def rank_minimizes(rank: int) -> tuple[Minimizer, ThreadSpace]:
+    def rank_minimizes(rank: int) -> tuple[Minimizer, int]:
         space = ThreadSpace(team, rank, cuts, problem.start)
-        own = Limits(**{name: space.own(value) for name, value in vars(limits).items() if value is not None})
-        point = space.own(problem.start)
-        minimizer = method.make(space, np.zeros((len(method.slots), space.size)), point, own)
+        minimizer = started(method, problem.start, limits, space, space.own)
         minimizer.begin()
         while minimizer.wanted is not Wanted.NOTHING:
-            where = space.whole(minimizer.point)
-            if minimizer.wanted is Wanted.GRADIENT:
-                value, gradient = problem.gradient(where)
-                minimizer.tell(value, space.own(gradient))
-            else:
-                minimizer.tell_product(space.own(problem.product(where, space.whole(minimizer.direction))))
-        return minimizer, space
+            tell(minimizer, problem, space.whole, space.own)
+        return minimizer, space.all_reduces
 
     results = team.run(rank_minimizes)
     np.testing.assert_array_equal(np.concatenate([minimizer.point for minimizer, _ in results]), whole.point)
     for minimizer, _ in results:
         assert minimizer.to_metadata() == whole.to_metadata()
-    return [space for _, space in results]
+    (count,) = {all_reduces for _, all_reduces in results}
+    return whole, count
 
 
 def check_device(device: Device, method: Method, problem: Problem, limits: Limits) -> None:
     """Minimise in device memory: the end has the bits of the host."""
     host = minimized(method, problem, limits)
-    own = Limits(**{name: device.put(value) for name, value in vars(limits).items() if value is not None})
-    point = device.put(problem.start)
-    vectors = device.put(np.zeros((len(method.slots), point.size)))
-    minimizer = method.make(LocalSpace(point.size, point), vectors, point, own)
+    minimizer = started(method, problem.start, limits, put=device.put)
     minimizer.begin()
     while minimizer.wanted is not Wanted.NOTHING:
-        where = to_host(minimizer.point)
-        if minimizer.wanted is Wanted.GRADIENT:
-            value, gradient = problem.gradient(where)
-            minimizer.tell(value, device.put(gradient))
-        else:
-            minimizer.tell_product(device.put(problem.product(where, to_host(minimizer.direction))))
-    assert minimizer.progress == host.progress
+        tell(minimizer, problem, lambda there: to_host(there).copy(), device.put)
+    assert minimizer.progress == host.progress and host.progress.evaluations > 10
     np.testing.assert_array_equal(to_host(minimizer.point), host.point)
+    np.testing.assert_array_equal(to_host(minimizer.vectors), host.vectors)

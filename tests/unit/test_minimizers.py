@@ -1,4 +1,4 @@
-"""What methods of minimisation share: ends, units, elements, and L-BFGS beside SciPy's on all problems."""
+"""What methods of minimisation share: ends, elements, units, states, ranks, devices, and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,17 +12,31 @@ import pytest
 from bounded_problems import BOUNDED
 from devices import Device
 from mgh import PROBLEMS
-from minimizer_runs import ANY, Problem, Vector, check_ranks, excess, exponentials, minimized, of_the_set, rosenbrock
+from minimizer_runs import (
+    ANY,
+    Problem,
+    Vector,
+    check_device,
+    check_ranks,
+    check_restarts,
+    everywhere,
+    excess,
+    exponentials,
+    finished,
+    minimized,
+    of_the_set,
+    rosenbrock,
+    started,
+)
 from problems import Problem as ProblemOfSet
 
-from mpishard.backend import array as arrays
 from mpishard.inverse.result import OptimizeResult, result_of
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
 from mpishard.minimizers.elements import element_name, whole_bounds, whole_elements
 from mpishard.minimizers.history import ReducedHistory
-from mpishard.minimizers.line_search import Armijo, MoreThuente
-from mpishard.minimizers.method import Limits, Method, Minimizer, Wanted
+from mpishard.minimizers.line_search import Armijo, HagerZhang, MoreThuente
+from mpishard.minimizers.method import Limits, Method, Minimizer
 from mpishard.minimizers.space import LocalSpace
 
 # How minimisations end, by every method: at the best point that was seen, and for a reason that says what is wrong.
@@ -97,17 +111,30 @@ def test_a_gradient_with_one_wrong_element_is_no_success(start: Start) -> None:
     assert minimizer.progress.value == gradient(minimizer.point)[0] == best
 
 
-@every
-def test_what_is_never_finite_again_ends_at_the_best_point(start: Start) -> None:
+BAD = {f"{name}-{bad}": (METHODS[name], bad) for bad in ("value", "gradient") for name in METHODS}
+
+
+@pytest.mark.parametrize(("start", "bad"), [*BAD.values(), (TruncatedNewton, "product")], ids=[*BAD, "newton-product"])
+@pytest.mark.parametrize("late", [0, 11])
+def test_what_is_never_finite_ends_at_the_best_point(start: Start, bad: str, late: int) -> None:
     good, told = rosenbrock(4), []
 
     def gradient(x: Vector) -> tuple[float, Vector]:
-        told.append(good.gradient(x)[0])
-        return (told[-1] if len(told) < 12 else math.nan), good.gradient(x)[1]
+        value, g = good.gradient(x)
+        told.append(value)
+        g[2] = math.nan if bad == "gradient" and len(told) > late else g[2]
+        return math.inf if bad == "value" and len(told) > late else value, g
 
-    minimizer, best = ended(start(), good._replace(gradient=gradient))
+    def product(x: Vector, v: Vector) -> Vector:
+        return good.product(x, v) * (math.nan if bad == "product" and len(told) > late else 1)
+
+    minimizer, best = ended(start(), Problem(gradient, product, good.start))
     assert minimizer.stop_reason == "not finite"
-    assert minimizer.progress.value == good.gradient(minimizer.point)[0] == best < told[0]
+    if late:
+        assert minimizer.progress.value == good.gradient(minimizer.point)[0] == best < told[0]
+    else:
+        assert minimizer.progress.evaluations == 1
+        np.testing.assert_array_equal(minimizer.point, good.start)
 
 
 FALLING = {
@@ -139,15 +166,34 @@ def test_bounds_limit_what_falls() -> None:
 
 
 @every
+def test_limits_and_tolerances_end_it_at_the_best_point(start: Start) -> None:
+    problem = rosenbrock(10)
+    first = problem.gradient(problem.start)[0]
+    for reason, options in {
+        "iterations": {"maxiter": 5},
+        "evaluations": {"maxfun": 7},
+        "decrease": {"ftol": 0.5},
+        "step": {"xtol": 0.5, "ftol": 0},
+    }.items():
+        minimizer, best = ended(start(**options), problem)
+        assert minimizer.stop_reason == reason
+        assert reason in ("decrease", "step") or getattr(minimizer.progress, reason) in options.values()
+        assert minimizer.progress.value == problem.gradient(minimizer.point)[0] == best < first
+    with pytest.raises(ValueError, match="has ended"):
+        minimizer.tell(0.0, minimizer.point)
+    assert ended(start(maxiter=0), problem)[0].progress.evaluations == 1
+    for known in (np.ones(4), np.empty(0)):
+        assert ended(start(), problem._replace(start=known))[0].stop_reason == "gradient"
+
+
+@every
 def test_the_last_evaluation_loses_nothing(start: Start) -> None:
     for problem in (rosenbrock(4), exponentials(5, 100.0), FALLING["line"]):
         for most in range(1, 14):
             minimizer, best = ended(start(maxfun=most, gtol=0, ftol=0), problem)
             assert minimizer.progress.value == problem.gradient(minimizer.point)[0] == best
-            assert (
-                minimizer.stop_reason in ("evaluations", "decrease", "gradient")
-                and minimizer.progress.evaluations <= most
-            )
+            assert minimizer.stop_reason in ("evaluations", "decrease", "gradient")
+            assert minimizer.progress.evaluations <= most
 
 
 @pytest.mark.parametrize("search", [MoreThuente(maxls=2, gtol=0.01), Armijo(maxls=1)], ids=["more-thuente", "armijo"])
@@ -188,7 +234,44 @@ def test_float32_ends_where_its_digits_end(method: Any) -> None:
         assert minimizer.stop_reason in ("gradient", "decrease", "step")
 
 
-# Unknowns of very different units: every method takes the steps that it takes in units that fit.
+# Fixed elements, starts outside of bounds, and unknowns of very different units.
+
+
+@every
+def test_fixed_elements_keep_their_value_and_count_for_nothing(start: Start) -> None:
+    inner, fixed = rosenbrock(6), np.array([False, True, False, False, False, True])
+    poison, blurred = [1, math.nan, 1, 1, 1, 1e300], np.eye(6) + 0.2
+    problem = Problem(
+        lambda x: (inner.gradient(x)[0], np.where(fixed, poison, inner.gradient(x)[1])),
+        lambda x, v: np.where(fixed, math.nan, inner.product(x, v)),
+        inner.start,
+    )
+    scaled = {"scaling": np.array([1.0, 2.0, 0.5, 1.0, 3.0, 1.0])}
+    for own in ({}, scaled, {"precondition": lambda vector: blurred @ vector}):
+        if start is LBFGSB and "precondition" in own:
+            continue
+        minimizer = minimized(start(gtol=1e-5, ftol=0), problem, Limits(fixed=fixed, **own))
+        assert minimizer.stop_reason == "gradient"
+        np.testing.assert_array_equal(minimizer.point[fixed], inner.start[fixed])
+        assert np.max(np.abs(inner.gradient(minimizer.point)[1][~fixed])) <= 1e-5
+
+
+@pytest.mark.parametrize("method", [LBFGSB(), TruncatedNewton()], ids=repr)
+def test_a_start_outside_of_its_bounds_is_projected_but_for_fixed_elements(method: Any) -> None:
+    fixed, goal = np.array([True, False, True, False, False]), np.array([9, 3, 9, 0.25, -2])
+    problem = Problem(
+        lambda x: (float(((x - goal) ** 2).sum()), 2 * (x - goal)),
+        lambda x, v: 2 * v,
+        np.array([5.0, 5.0, -5.0, -5.0, 0.5]),
+    )
+    minimizer = started(method, problem.start, Limits(np.zeros(5), np.ones(5), fixed=fixed))
+    assert minimizer.begin() == 2
+    for point in (minimizer.point, minimizer.best):
+        np.testing.assert_array_equal(point, [5, 1, -5, 0, 0.5])
+    finished(minimizer, problem)
+    np.testing.assert_allclose(minimizer.point, [5, 1, -5, 0.25, 0], atol=1e-5)
+    assert minimizer.progress.projected_norm <= 1e-5 < minimizer.progress.gradient_norm
+
 
 UNITS = 2.0 ** np.linspace(-43, 23, 8).round()  # from 1e-13 to 1e7, without rounding
 
@@ -205,12 +288,14 @@ def in_units(problem: Problem, units: Any) -> Problem:
 
 @pytest.mark.parametrize("method", [LBFGS, LBFGSB, TruncatedNewton])
 def test_values_do_not_depend_on_units(method: type[Method]) -> None:
-    problem, bounded = rosenbrock(UNITS.size), method is LBFGSB
+    """Every method takes the steps that it takes in units that fit."""
     values: list[list[float]] = []
-    for units in (np.ones(UNITS.size), UNITS):
-        moved = in_units(problem, units)
+    for units, called in ((np.ones(UNITS.size), False), (UNITS, False), (UNITS, method is not LBFGSB)):
+        moved = in_units(rosenbrock(UNITS.size), units)
         limits = Limits(scaling=units**2)
-        if bounded:
+        if called:
+            limits = Limits(precondition=lambda vector, units=units: units**2 * vector)
+        elif method is LBFGSB:
             limits = Limits(-1.5 * units, np.linspace(0.5, 1.5, units.size) * units, scaling=units**2)
         values.append([])
 
@@ -221,13 +306,15 @@ def test_values_do_not_depend_on_units(method: type[Method]) -> None:
         minimizer = minimized(method(gtol=0, maxiter=8), moved._replace(gradient=told), limits)
         assert minimizer.stop_reason == "iterations"
     # All powers of two are exact; but sums have other quanta.
-    np.testing.assert_allclose(values[0], values[1], rtol=1e-9)
+    np.testing.assert_allclose(values[1:], [values[0]] * 2, rtol=1e-9)
 
 
 def test_conjugate_gradients_begin_with_another_step_but_get_there() -> None:
-    problem = in_units(rosenbrock(UNITS.size), UNITS)
-    minimizer = minimized(NonlinearCG(gtol=0, ftol=1e-14, maxiter=500), problem, Limits(scaling=UNITS**2))
-    np.testing.assert_allclose(minimizer.point / UNITS, 1, rtol=1e-5)
+    problem, method = in_units(rosenbrock(UNITS.size), UNITS), NonlinearCG(gtol=0, ftol=1e-14, maxiter=500)
+    scaled = minimized(method, problem, Limits(scaling=UNITS**2))
+    called = minimized(method, problem, Limits(precondition=lambda vector: UNITS**2 * vector))
+    np.testing.assert_allclose(scaled.point / UNITS, 1, rtol=1e-5)
+    np.testing.assert_array_equal(called.point, scaled.point)
 
 
 def test_pairs_whose_largest_elements_do_not_meet() -> None:
@@ -270,63 +357,41 @@ REAL = np.dtype(np.float64)
 INF = np.inf
 
 
-def test_one_number_is_for_all_elements():
-    lower, upper = whole_bounds((0, None), SPECS, REAL)
-    np.testing.assert_array_equal(lower, np.zeros(10))
-    assert upper is None
+def test_bounds_and_masks_of_tensors() -> None:
+    for given, lower, upper in (
+        ((0, None), [0] * 10, None),
+        ((np.arange(10.0), np.arange(10.0) + 1), range(10), range(1, 11)),
+        ({"b": (0, [1, 2, 3, 4])}, [-INF] * 6 + [0] * 4, [INF] * 6 + [1, 2, 3, 4]),  # none for those without a name
+    ):
+        found = whole_bounds(given, SPECS, REAL)
+        assert found[0].tolist() == list(lower) and (found[1] is upper or found[1].tolist() == list(upper))
+    mask = {"a": np.array([[True, False, False], [False, False, True]])}
+    assert np.flatnonzero(whole_elements("fixed", mask, SPECS, np.dtype(bool), missing=False)).tolist() == [0, 5]
+    assert [element_name(5, SPECS), element_name(6, SPECS)] == ["element (1, 2) of 'a'", "element (0) of 'b'"]
 
 
-def test_a_flat_array_is_in_the_order_of_the_tensors():
-    given = np.arange(10.0)
-    lower, upper = whole_bounds((given, given + 1), SPECS, REAL)
-    np.testing.assert_array_equal(lower, given)
-    np.testing.assert_array_equal(upper, given + 1)
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ((1.0, {"b": 0.5}), r"the bounds of 4 elements cross: element \(0\)"),
+        ((INF, INF), "10 elements cross: .* lower bound inf and the upper"),
+        (({"b": INF}, None), r"4 elements cross: element \(0\) of 'b'"),
+        ((None, -INF), "10 elements cross"),
+        ((np.full(10, np.nan), None), "contain NaN"),
+        ((1.0,), "must be a pair"),
+        ({"a": 1.0}, "bounds of 'a' must be a pair"),
+        ((np.zeros(9), None), r"have the shape \(9,\)"),
+        ({"a": (np.zeros((3, 2)), 1)}, r"have the shape \(3, 2\)"),
+        ({"c": (0, 1)}, "there is no tensor 'c'; there are a, b"),
+        (("low", None), "lower bounds must be numbers"),
+    ],
+)
+def test_bounds_that_do_not_fit_are_named(bounds: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        whole_bounds(bounds, SPECS, REAL)
 
 
-def test_tensors_that_are_not_named_have_no_bounds():
-    lower, upper = whole_bounds({"b": (0, [1, 2, 3, 4])}, SPECS, REAL)
-    np.testing.assert_array_equal(lower, [-INF] * 6 + [0] * 4)
-    np.testing.assert_array_equal(upper, [INF] * 6 + [1, 2, 3, 4])
-
-
-def test_an_array_of_a_tensors_shape():
-    mask = np.array([[True, False, False], [False, False, True]])
-    fixed = whole_elements("fixed", {"a": mask}, SPECS, np.dtype(bool), missing=False)
-    np.testing.assert_array_equal(np.flatnonzero(fixed), [0, 5])
-
-
-def test_an_element_is_named_by_its_tensor():
-    assert element_name(5, SPECS) == "element (1, 2) of 'a'"
-    assert element_name(6, SPECS) == "element (0) of 'b'"
-
-
-WRONG = {
-    "crossed": (lambda: whole_bounds((1.0, {"b": 0.5}), SPECS, REAL), r"the bounds of 4 elements cross: element \(0\)"),
-    "infinite": (lambda: whole_bounds((INF, INF), SPECS, REAL), "10 elements cross: .* lower bound inf and the upper"),
-    "no lower": (lambda: whole_bounds(({"b": INF}, None), SPECS, REAL), r"4 elements cross: element \(0\) of 'b'"),
-    "below": (lambda: whole_bounds((None, -INF), SPECS, REAL), "10 elements cross"),
-    "nan": (lambda: whole_bounds((np.full(10, np.nan), None), SPECS, REAL), "contain NaN"),
-    "no pair": (lambda: whole_bounds((1.0,), SPECS, REAL), "must be a pair"),
-    "no pair by name": (lambda: whole_bounds({"a": 1.0}, SPECS, REAL), "bounds of 'a' must be a pair"),
-    "size": (lambda: whole_bounds((np.zeros(9), None), SPECS, REAL), r"have the shape \(9,\)"),
-    "shape": (lambda: whole_bounds({"a": (np.zeros((3, 2)), 1)}, SPECS, REAL), r"have the shape \(3, 2\)"),
-    "tensor": (lambda: whole_bounds({"c": (0, 1)}, SPECS, REAL), "there is no tensor 'c'; there are a, b"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_named(case):
-    attempt, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
-        attempt()
-
-
-def test_what_is_no_number_is_refused():
-    with pytest.raises(TypeError, match="lower bounds must be numbers"):
-        whole_bounds(("low", None), SPECS, REAL)
-
-
-# L-BFGS with and without bounds: as good as SciPy's L-BFGS-B on all test problems, and the same bits on any ranks.
+# L-BFGS with and without bounds beside SciPy's.
 
 OPTIONS: dict[str, Any] = {"gtol": 1e-9, "ftol": 0.0, "maxiter": 3000, "maxfun": 3000}
 
@@ -335,48 +400,83 @@ OPTIONS: dict[str, Any] = {"gtol": 1e-9, "ftol": 0.0, "maxiter": 3000, "maxfun":
 def test_as_good_as_scipy_in_as_many_evaluations(problems: Sequence[ProblemOfSet], method: type[LBFGS]) -> None:
     optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
     worse, ours, theirs = [], 0, 0
+    scipys = {"jac": True, "method": "L-BFGS-B", "options": {**OPTIONS, "maxcor": 10}}
     for problem in problems:
-        limits = Limits(lower=problem.lower, upper=problem.upper)
         with np.errstate(all="ignore"):
-            expected = optimize.minimize(
-                problem.function,
-                problem.start,
-                jac=True,
-                bounds=problem.bounds,
-                method="L-BFGS-B",
-                options={**OPTIONS, "maxcor": 10},
-            )
-            minimizer = minimized(method(**OPTIONS), of_the_set(problem)[0], limits)
+            expected = optimize.minimize(problem.function, problem.start, bounds=problem.bounds, **scipys)
+            inner = of_the_set(problem)[0]
+            minimizer = minimized(method(**OPTIONS), inner, Limits(lower=problem.lower, upper=problem.upper))
         value = minimizer.progress.value
         ours, theirs = ours + minimizer.progress.evaluations, theirs + expected.nfev
         if value > expected.fun + 1e-8 * max(abs(expected.fun), 1e-8) or excess(problem, value) > 1e-8:
             worse.append(f"{problem.name}: {value:.9g} after SciPy's {expected.fun:.9g}")
-        if problem.lower is not None:
-            assert ((minimizer.point >= problem.lower) & (minimizer.point <= problem.upper)).all()
     assert not worse
     assert ours <= 1.25 * theirs
 
 
-@pytest.mark.parametrize("cuts", [[0, 9, 17], [0, 1, 1, 5, 17]])
-@pytest.mark.parametrize("search", ["more-thuente", "hager-zhang", "armijo"])
-@pytest.mark.parametrize("bounded", [False, True])
-def test_same_bits_on_any_ranks(cuts: list[int], search: str, bounded: bool) -> None:
-    size = cuts[-1]
-    limits = Limits(fixed=np.arange(size) == 3, scaling=np.linspace(0.5, 2, size), weights=np.linspace(1, 2, size))
-    method = LBFGS(history=4, maxiter=25, line_search=search)
-    if bounded:
-        limits = Limits(lower=np.full(size, -1.5), upper=np.linspace(0.5, 1.5, size), scaling=limits.scaling)
-        method = LBFGSB(history=4, maxiter=25, line_search=search)
-    spaces = check_ranks(method, rosenbrock(size), limits, cuts)
-    assert len({space.all_reduces for space in spaces}) == 1
-    steps = minimized(method, rosenbrock(size), limits).progress
-    # Two an evaluation, four an iteration and those of the start; for the generalised Cauchy point one, and two for
-    # each division of breakpoints into bins, of which there are few.
-    for_path = 5 * (steps.iterations + 1) if bounded else 0
-    assert spaces[0].all_reduces <= 2 * steps.evaluations + 4 * (steps.iterations + 1) + for_path
+# The same bits from metadata at every call, on any ranks, and in device memory.
+
+SEARCHES = ["more-thuente", "hager-zhang", HagerZhang(sigma=0.1)]
+WEIGHTS = np.linspace(0.5, 2, 10)
+RESTARTED = {
+    "lbfgs": (LBFGS(maxiter=30), lambda dtype: ANY),
+    "lbfgs scaled": (LBFGS(maxiter=30, history=2), lambda dtype: Limits(scaling=WEIGHTS.astype(dtype))),
+    "lbfgs preconditioned": (
+        LBFGS(maxiter=30, damping="powell"),
+        lambda dtype: Limits(precondition=lambda vector: WEIGHTS.astype(dtype) * vector),
+    ),
+    "lbfgs fixed": (LBFGS(maxiter=30, initial_scaling=1e-3), lambda dtype: everywhere(10, dtype)),
+    "newton": (TruncatedNewton(gtol=1e-3, maxiter=9), lambda dtype: ANY),
+    "newton fixed": (TruncatedNewton(gtol=1e-3, maxiter=12), lambda dtype: everywhere(10, dtype)),
+    "newton bounded": (TruncatedNewton(gtol=1e-3, maxiter=12), lambda dtype: everywhere(10, dtype, bounded=True)),
+    **{
+        f"cg {search}": (NonlinearCG(gtol=1e-3, restart=7, line_search=search), lambda dtype: everywhere(10, dtype))
+        for search in SEARCHES
+    },
+}
 
 
-@pytest.mark.parametrize("cuts", [[0, 7, 600], [0, 400, 400, 600], [0, 100, 251, 400, 400, 600]])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("case", RESTARTED)
+def test_it_goes_on_from_its_metadata_at_every_call(case: str, dtype: Any) -> None:
+    method, limits = RESTARTED[case]
+    assert check_restarts(method, rosenbrock(10, dtype), limits(dtype)).progress.iterations > 5
+
+
+BOX = Limits(np.full(17, -1.5), np.linspace(0.5, 1.5, 17), scaling=np.linspace(0.5, 2, 17))
+ON_RANKS = {
+    **{
+        f"{kind.__name__} {search}": (
+            kind(history=4, maxiter=25, line_search=search),
+            BOX if kind is LBFGSB else everywhere(17),
+        )
+        for kind in (LBFGS, LBFGSB)
+        for search in ("more-thuente", "hager-zhang", "armijo")
+    },
+    "newton": (TruncatedNewton(forcing=0.1, gtol=1e-3), everywhere(17)),
+    "newton bounded": (TruncatedNewton(forcing=0.1, gtol=1e-3), everywhere(17, bounded=True)),
+    "cg": (NonlinearCG(gtol=1e-4), everywhere(17)),
+}
+
+
+@pytest.mark.parametrize("cuts", [[0, 9, 17], [0, 0, 1, 2, 7, 17, 17]], ids=len)
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_same_bits_on_any_ranks(cuts: list[int], case: str) -> None:
+    method, limits = ON_RANKS[case]
+    bounded = limits.lower is not None
+    minimizer, all_reduces = check_ranks(method, rosenbrock(17), limits, cuts)
+    done = minimizer.progress
+    if "newton" in case:
+        # Two for a product, three for an evaluation, and a few for bounds and for sums that have lost digits.
+        most = 2.1 * done.products + (3 + bounded) * done.evaluations + bounded
+    else:
+        # Two an evaluation, four an iteration and those of the start (conjugate gradients with weights five); for the
+        # generalised Cauchy point one, and two for each division of breakpoints into bins, of which there are few.
+        most = 2 * done.evaluations + (9 if bounded else 5 if case == "cg" else 4) * (done.iterations + 1)
+    assert all_reduces <= most
+
+
+@pytest.mark.parametrize("cuts", [[0, 7, 600], [0, 100, 251, 400, 400, 600]], ids=len)
 def test_same_bits_where_many_elements_meet_their_bounds(cuts: list[int]) -> None:
     """Breakpoints by hundreds, of which many coincide, on parts of different sizes, one of them empty."""
     size = 600
@@ -388,36 +488,73 @@ def test_same_bits_where_many_elements_meet_their_bounds(cuts: list[int]) -> Non
         g[::3] += 0.1 * shared
         return float(0.5 * np.sum(form * rest * rest) + 0.05 * shared**2), g
 
-    problem = Problem(gradient, lambda x, v: form * v, np.zeros(size))
     limits = Limits(lower=np.resize([-1.0, -np.inf, 0.0], size), upper=np.resize([1.0, 2.0], size))
     method = LBFGSB(history=5, maxiter=30, ftol=0, gtol=0)
-    check_ranks(method, problem, limits, cuts)
-    point = minimized(method, problem, limits).point
+    point = check_ranks(method, Problem(gradient, None, np.zeros(size)), limits, cuts)[0].point
     assert ((point == limits.lower) | (point == limits.upper)).sum() > size // 3
 
 
+ON_DEVICE = {
+    "lbfgs": (LBFGS(history=4, maxiter=12, damping="powell", xtol=1e-30), False),
+    "lbfgsb": (LBFGSB(history=4, maxiter=12), True),
+    "newton": (TruncatedNewton(maxiter=12), True),
+    "cg": (NonlinearCG(maxiter=12), False),
+}
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("bounded", [False, True])
-def test_same_bits_on_a_device(device: Device, dtype: Any, bounded: bool) -> None:
-    problem, size = rosenbrock(17), 17
-    method: LBFGS = LBFGS(history=4, maxiter=12, damping="powell", xtol=1e-30)
-    limits: dict[str, Any] = {"weights": np.linspace(1, 2, size), "scaling": np.linspace(0.5, 2, size)}
-    if bounded:
-        method = LBFGSB(history=4, maxiter=12)
-        limits.update(lower=np.full(size, -1.5), upper=np.linspace(0.5, 1.5, size))
-    limits = {name: value.astype(dtype) for name, value in limits.items()}
-    limits["fixed"] = np.arange(size) == 3
-    points: list[list[bytes]] = []
-    for move in (np.array, device.put):
-        point, vectors = move(problem.start.astype(dtype)), move(np.zeros((len(method.slots), size), dtype))
-        parts: dict[str, Any] = {name: move(value) for name, value in limits.items()}
-        minimizer = method.make(LocalSpace(size, point), vectors, point, Limits(**parts))
-        minimizer.begin()
-        points.append([])
-        while minimizer.wanted is not Wanted.NOTHING:
-            host = np.array(arrays.to_host(point))
-            points[-1].append(host.tobytes())
-            value, gradient = problem.gradient(host.astype(np.float64))
-            minimizer.tell(value, move(gradient.astype(dtype)))
-    assert points[0] == points[1]
-    assert len(points[0]) > 10
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("case", ON_DEVICE)
+def test_same_bits_on_a_device(device: Device, dtype: Any, case: str, limited: bool) -> None:
+    method, bounded = ON_DEVICE[case]
+    check_device(device, method, rosenbrock(17, dtype), everywhere(17, dtype, bounded) if limited else ANY)
+
+
+# What they refuse.
+
+
+@every
+def test_a_state_of_something_else_is_refused(start: Start) -> None:
+    minimizer = started(start(), np.ones(3), ANY)
+    with pytest.raises(ValueError, match="cannot be restored: KeyError"):
+        minimizer.restore({"wanted": "gradient"})
+
+
+@pytest.mark.parametrize(
+    ("method", "limits", "words"),
+    [
+        (LBFGS, {"lower": np.zeros(3)}, "LBFGS takes no bounds; use LBFGSB"),
+        (NonlinearCG, {"upper": np.zeros(3)}, "takes no bounds; use LBFGSB"),
+        (LBFGS, {"precondition": lambda vector: -vector}, "preconditioner must be positive definite"),
+        (NonlinearCG, {"precondition": lambda vector: -vector}, "preconditioner must be positive definite"),
+        (LBFGSB, {"lower": np.zeros(3), "precondition": np.copy}, "takes no function as preconditioner"),
+        (TruncatedNewton, {"scaling": np.ones(3), "precondition": np.copy}, "leave one of them out"),
+    ],
+)
+def test_limits_that_do_not_fit_are_refused(method: Start, limits: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        minimized(method(), rosenbrock(3), Limits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "value", "words"),
+    [
+        (LBFGS, "history", 0, "LBFGS: history=0 must be a whole number of at least 1"),
+        (LBFGS, "maxls", 0, "maxls=0"),
+        (LBFGS, "line_search", "wolfe", "line_search='wolfe' must be 'more-thuente'"),
+        (LBFGS, "damping", "none", "damping='none' must be one of 'skip', 'powell'"),
+        (LBFGS, "initial_scaling", 0.0, "initial_scaling=0.0"),
+        (TruncatedNewton, "forcing", 1.0, "forcing"),
+        (TruncatedNewton, "forcing", 0, "forcing"),
+        (TruncatedNewton, "forcing_power", -1, "forcing_power"),
+        (TruncatedNewton, "maxcg", 0, "maxcg"),
+        (TruncatedNewton, "initial_radius", 0, "initial_radius"),
+        (NonlinearCG, "eta", 0.0, "eta"),
+        (NonlinearCG, "restart", 0, "restart"),
+        (NonlinearCG, "maxls", 0, "maxls"),
+        (NonlinearCG, "line_search", "golden", "line_search"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(method: Start, option: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        method(**{option: value})
