@@ -72,9 +72,8 @@ def test_scaling_and_shifts_have_no_other_error():
     scaled = found.scaled(factors).with_diagonal(factors)
     for i in range(4):
         for j in range(4):
-            exact = (
-                (Fraction(found.high[i, j]) + Fraction(found.low[i, j])) * Fraction(factors[i]) * Fraction(factors[j])
-            )
+            high, low = Fraction(found.high[i, j]), Fraction(found.low[i, j])
+            exact = (high + low) * Fraction(factors[i]) * Fraction(factors[j])
             exact += Fraction(factors[i]) if i == j else 0
             error = abs(Fraction(scaled.high[i, j]) + Fraction(scaled.low[i, j]) - exact)
             assert error <= abs(exact) * Fraction(2) ** -98
@@ -223,44 +222,6 @@ def test_a_history_that_is_filled_again_has_the_same_bits_on_a_device_too(device
     gram.update(free)
     again.update(device.put(free))
     assert same(again, gram)
-
-
-class Rank(LocalSpace):
-    """One of several ranks: its part of the words, and after a first turn the sum over the ranks."""
-
-    def __init__(self, part):
-        super().__init__(part.shape[1], part[0])
-        middle = part.shape[1] // 2
-        self.spans = ((0, middle), (middle, part.shape[1]))
-        self.words = self.total_words = None
-
-    def add(self, numbers):
-        self.words = numbers.copy()
-        if self.total_words is not None:
-            numbers[...] = self.total_words
-
-
-def test_cuts_into_spans_and_ranks_give_the_same_bits():
-    rows, random = history(900), np.random.default_rng(3)
-    free = random.random(900) < 0.8
-    cuts = [slice(0, 200), slice(200, 201), slice(201, 900)]
-    spaces = [Rank(rows[:, cut].copy()) for cut in cuts]
-    before = gram_of(rows, [1, 2, 0])
-    for mask in (None, free):
-        whole = gram_of(rows, [1, 2, 0])
-        whole.update(mask)
-        for _ in range(2):
-            for space, cut in zip(spaces, cuts, strict=True):
-                rank = Gram(space, rows[:, cut].copy(), S_ROWS, Y_ROWS)
-                for pair in before.order:
-                    rank.add(pair, before.s_tops[pair], before.y_tops[pair])
-                rank.update(None if mask is None else mask[cut])
-            total_words = sum(space.words for space in spaces)
-            for space in spaces:
-                space.total_words = total_words
-        assert same(rank, whole)
-        for space in spaces:
-            space.total_words = None
 
 
 def test_what_is_not_finite_is_shown():

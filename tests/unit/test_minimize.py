@@ -13,11 +13,10 @@ from descent import CENTER, Descent, bowl, curvature, rosenbrock
 
 import mpishard
 from mpishard import FlatParameters, OptimizeResult, ParameterSpec, ReverseCommunication, minimize
-from mpishard.inverse.minimization import elastic_options
 from mpishard.inverse.result import make_method, pair_of_bounds
 from mpishard.layout.tensors import ModelParallelRank
 
-# `minimize` on one process: SciPy's conventions, and bad input.
+# `minimize` on one process: SciPy's conventions.
 
 
 def test_the_result_has_scipys_fields_by_attribute_and_by_item():
@@ -33,33 +32,24 @@ def test_the_result_has_scipys_fields_by_attribute_and_by_item():
         result.hess_inv  # noqa: B018
 
 
-def test_the_start_is_neither_changed_nor_kept():
-    start = np.arange(3)
-    start.flags.writeable = False
-    seen = []
+@pytest.mark.parametrize(
+    ("start", "dtype"),
+    [([0, 0, 0], "f8"), (np.zeros((3, 1)), "f8"), (np.zeros(3, "f4"), "f4"), (np.zeros(3, ">f8"), "f8")],
+)
+def test_starts_are_flat_and_real_and_neither_changed_nor_kept(start, dtype):
+    before, seen = np.copy(start), []
 
     def spoils(x):
-        assert x.dtype == np.float64 and x.flags.writeable
+        assert x.shape == (3,) and x.dtype == np.dtype(dtype) and x.flags.writeable
         answer = bowl(x)
         seen.append(x)
         x[:] = 7
         return answer
 
-    result = minimize(spoils, start, method=Descent())
-    assert result.success and np.array_equal(start, [0, 1, 2]) and start.dtype.kind == "i"
-    assert len({id(x) for x in seen}) == len(seen)
-
-
-@pytest.mark.parametrize(
-    ("start", "dtype"),
-    [([0, 0, 0], "f8"), (np.zeros((3, 1)), "f8"), (np.zeros(3, "f4"), "f4"), (np.zeros(3, ">f8"), "f8")],
-)
-def test_starts_are_flat_and_real(start, dtype):
-    def checked(x):
-        assert x.shape == (3,) and x.dtype == np.dtype(dtype)
-        return bowl(x)
-
-    assert np.allclose(minimize(checked, start, method=Descent(), tol=1e-3).x, CENTER, atol=1e-3)
+    if isinstance(start, np.ndarray):
+        start.flags.writeable = False
+    assert np.allclose(minimize(spoils, start, method=Descent(), tol=1e-3).x, CENTER, atol=1e-3)
+    assert np.array_equal(start, before) and len({id(x) for x in seen}) == len(seen)
 
 
 def test_fun_and_jac_apart_with_arguments():
@@ -74,24 +64,6 @@ def test_fun_and_jac_apart_with_arguments():
     assert minimize(lambda x, a: bowl(x + a), np.zeros(3), 1.0, Descent()).success
 
 
-@pytest.mark.parametrize(
-    ("callback", "nit", "status"),
-    [
-        (lambda x: x.sum() > 0, 60, 0),  # np.True_ is an answer, the value of an expression
-        (lambda x: 1, 60, 0),
-        (lambda x: None, 60, 0),
-    ],
-)
-def test_callbacks_that_go_on_and_stop(callback, nit, status):
-    result = minimize(bowl, np.zeros(3), method=Descent(), callback=callback)
-    if callback(np.ones(3)) is np.True_:
-        assert (result.nit, result.status) == (1, 99) and not result.success
-        assert np.allclose(result.x, 0.2 * CENTER) and np.allclose(result.jac, -1.6 * CENTER)
-        assert result.fun == pytest.approx(bowl(result.x)[0])
-    else:
-        assert result.status == 0
-
-
 def test_callbacks_as_scipy_tells_them_apart():
     points, results = [], []
 
@@ -100,16 +72,19 @@ def test_callbacks_as_scipy_tells_them_apart():
         if len(results) == 4:
             raise StopIteration
 
-    minimize(bowl, np.zeros(3), method=Descent(), callback=points.append)
+    for seen in (lambda x: points.append(x), lambda x: 1):  # what is not True stops nothing
+        assert minimize(bowl, np.zeros(3), method=Descent(), callback=seen).status == 0
     result = minimize(bowl, np.zeros(3), method=Descent(), callback=keyword)
     assert result.status == 99 and result.nit == 4 and "StopIteration" in result.message
     for number, (point, intermediate) in enumerate(zip(points, results, strict=False), 1):
         assert np.array_equal(point, intermediate.x)
         assert (intermediate.nit, intermediate.fun) == (number, bowl(point)[0])
     assert np.array_equal(result.x, points[3])
-
-
-def test_the_callback_of_the_last_iteration_changes_no_outcome():
+    result = minimize(bowl, np.zeros(3), method=Descent(), callback=lambda x: x.sum() > 0)  # np.True_, of an expression
+    assert (result.nit, result.status) == (1, 99) and not result.success
+    assert np.allclose(result.x, 0.2 * CENTER) and np.allclose(result.jac, -1.6 * CENTER)
+    assert result.fun == pytest.approx(bowl(result.x)[0])
+    # That of the last iteration changes no outcome.
     result = minimize(bowl, np.zeros(3), method=Descent(maxiter=3), callback=lambda xk: True if xk[0] > 0.4 else None)
     assert (result.nit, result.status) == (3, 1) and "maxiter=3" in result.message
 
@@ -118,33 +93,27 @@ def test_errors_of_the_user_come_through():
     def fails(*_, **__):
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
-        minimize(fails, np.zeros(3), method=Descent())
-    with pytest.raises(KeyError, match="mine"):
-        minimize(bowl, np.zeros(3), method=Descent(), callback=fails)
+    for given in ({"fun": fails}, {"fun": bowl, "callback": fails}):
+        with pytest.raises(KeyError, match="mine"):
+            minimize(x0=np.zeros(3), method=Descent(), **given)
 
 
-def test_limits_on_iterations_evaluations_and_time():
-    for options, status, words in (
-        ({"maxiter": 2}, 1, "iterations reached maxiter=2"),
-        ({"maxfun": 4}, 1, "evaluations reached maxfun=4"),
-        ({"maxtime": 0}, 1, "maxtime"),
+def test_ends_without_success():
+    for options, fun, status, words in (
+        ({"maxiter": 2}, bowl, 1, "iterations reached maxiter=2"),
+        ({"maxfun": 4}, bowl, 1, "evaluations reached maxfun=4"),
+        ({"maxtime": 0}, bowl, 1, "maxtime"),
+        ({}, lambda x: (math.nan, x), 2, "NaN or infinite"),
+        ({}, lambda x: (bowl(x)[0], -bowl(x)[1]), 2, "mpishard.check_gradient"),
     ):
-        result = minimize(bowl, np.zeros(3), method=Descent(), options=options)
+        result = minimize(fun, np.zeros(3), method=Descent(), options=options)
         assert (result.status, result.success) == (status, False) and words in result.message
-        assert result.fun == bowl(result.x)[0]
-
-
-def test_a_value_that_is_never_finite():
-    result = minimize(lambda x: (math.nan, x), np.zeros(3), method=Descent())
-    assert (result.status, result.nit, result.nfev) == (2, 0, 1) and "NaN or infinite" in result.message
-    assert np.array_equal(result.x, np.zeros(3)) and np.isnan(result.jac).all()
-
-
-def test_a_wrong_gradient_is_named():
-    result = minimize(lambda x: (bowl(x)[0], -bowl(x)[1]), np.zeros(3), method=Descent())
-    assert result.status == 2 and "mpishard.check_gradient" in result.message
-    assert result.fun == bowl(result.x)[0] and np.array_equal(result.x, np.zeros(3))
+        if status == 2:
+            assert result.nit == 0 and np.array_equal(result.x, np.zeros(3))
+        if "NaN" in words:
+            assert result.nfev == 1 and np.isnan(result.jac).all()
+        else:
+            assert result.fun == bowl(result.x)[0]
 
 
 class Bounds:
@@ -179,26 +148,6 @@ def test_two_pairs_for_two_elements_are_read_as_scipy_does():
     assert pair_of_bounds(None, 2) is None
 
 
-@pytest.mark.parametrize(
-    ("bounds", "error", "words"),
-    [
-        ([(0, 1), (2, 1), (0, 1)], ValueError, r"element \(1\) of 'x' has the lower bound 2 and the upper bound 1"),
-        ([(0, 1)] * 4, ValueError, "bounds have 4 entries, but x0 has 3 elements"),
-        (([0, 0], 1), ValueError, r"lower bounds have the shape \(2,\), but the parameters \(3,\)"),
-        (Bounds(np.zeros(4), 1), ValueError, r"lower bounds have the shape \(4,\)"),
-        ([(0, "a"), (0, 1), (0, 1)], TypeError, "bounds of element 0 must be numbers or None, got 'a'"),
-        ((math.nan, 1), ValueError, "lower bounds contain NaN"),
-        ("ab", TypeError, "must be a pair"),
-        (3, TypeError, "must be a pair"),
-        ({"y": (0, 1)}, ValueError, "there is no tensor 'y'; there are x"),
-        ({"x": 1}, ValueError, r"bounds of 'x' must be a pair \(lower, upper\)"),
-    ],
-)
-def test_bounds_that_do_not_fit(bounds, error, words):
-    with pytest.raises(error, match=words):
-        minimize(bowl, np.zeros(3), method=Descent(), bounds=bounds)
-
-
 def test_a_start_outside_of_its_bounds_is_projected_and_said_once(capsys):
     first = []
     minimize(lambda x: (first.append(x.copy()), bowl(x))[1], [9, 0, -9], method=Descent(), bounds=(-1, 0.5))
@@ -217,11 +166,6 @@ def test_a_start_outside_of_its_bounds_is_projected_and_said_once(capsys):
 def test_fixed_elements_and_scales():
     result = minimize(bowl, np.zeros(3), method=Descent(), fixed=[False, True, False], inner_product=[1, 1, 0.5])
     assert np.allclose(result.x, [1, 0, 3], atol=1e-4)
-    for name in ("inner_product", "preconditioner"):
-        with pytest.raises(ValueError, match=rf"{name} must be positive and finite, but element \(1\) of 'x' is 0"):
-            minimize(bowl, np.zeros(3), method=Descent(), **{name: [1, 0, 1]})
-    with pytest.raises(TypeError, match="minimize got an unexpected keyword argument 'mask'"):
-        minimize(bowl, np.zeros(3), method=Descent(), mask=1)
 
 
 def test_a_start_with_names():
@@ -237,12 +181,8 @@ def test_a_start_with_names():
     result = minimize(named, start, method=Descent(), bounds=bounds, fixed={"b": False})
     assert result.x is start and start.flat is start_flat
     assert np.allclose(start.flat, [0.5, -2, 2], atol=1e-5) and result.jac.shape == (3,)
-    for wrong, error, words in (
-        ({"a": np.zeros(2)}, ValueError, "must have all tensors; 'b' is missing"),
-        ({"a": np.zeros(3), "b": 0}, ValueError, "gradient of 'a' has 3 elements of shape"),
-    ):
-        with pytest.raises(error, match=words):
-            minimize(lambda p, wrong=wrong: (0.0, wrong), start, method=Descent())
+    free = minimize(named, start, method="trust-ncg", hess=lambda p: 2 * np.eye(3))
+    assert free.x is start and np.allclose(start.flat, [1, -2, 3], atol=1e-5)
 
 
 def hessian(x):
@@ -252,19 +192,14 @@ def hessian(x):
 
 @pytest.mark.parametrize("form", ["array", "list", "csr", "operator"])
 def test_a_hessian_as_scipy_takes_it(form):
-    sparse = pytest.importorskip("scipy.sparse")
-    linalg = pytest.importorskip("scipy.sparse.linalg")
-    forms = {
-        "array": np.asarray,
-        "list": np.ndarray.tolist,
-        "csr": sparse.csr_array,
-        "operator": linalg.aslinearoperator,
-    }
+    sparse, linalg = (pytest.importorskip(f"scipy.sparse{inner}") for inner in ("", ".linalg"))
+    forms = {"array": np.asarray, "list": np.ndarray.tolist}
+    made = {**forms, "csr": sparse.csr_array, "operator": linalg.aslinearoperator}[form]
     points = []
 
     def hess(x, scale):
         points.append(x.copy())
-        return forms[form](scale * hessian(x))
+        return made(scale * hessian(x))
 
     options = {"method": "trust-ncg", "args": (1.0,)}
     start = np.full(8, -1.2)
@@ -272,20 +207,6 @@ def test_a_hessian_as_scipy_takes_it(form):
     products = minimize(lambda x, s: rosenbrock(x), start, hessp=lambda x, d, s: hessian(x) @ d, **options)
     assert result.success and np.allclose(result.x, products.x, atol=1e-6) and result.nhev > 2 * len(points)
     assert len({point.tobytes() for point in points}) == len(points)
-
-
-def test_a_hessian_of_a_tree_and_of_names():
-    diagonal = np.arange(1.0, 6.0)
-
-    def fun(x):
-        return 0.5 * (x["a"] @ (diagonal[:2] * x["a"]) + x["b"] @ (diagonal[2:] * x["b"])) - x["b"].sum(), {
-            "a": diagonal[:2] * x["a"],
-            "b": diagonal[2:] * x["b"] - 1,
-        }
-
-    for start in ({"a": np.ones(2), "b": np.ones(3)}, FlatParameters.of({"a": np.ones(2), "b": np.ones(3)})):
-        found = minimize(fun, start, method="trust-ncg", hess=lambda x: np.diag(diagonal)).x
-        assert np.allclose(found["b"], 1 / diagonal[2:]) and np.allclose(found["a"], 0, atol=1e-6)
 
 
 class Pair(NamedTuple):
@@ -306,6 +227,16 @@ def of_tree(x):
     return value, {"offset": residual[3], "layers": (residual[0], (residual[1], residual[2]))}
 
 
+def joined(tree):
+    return np.concatenate([np.ravel(each) for each in (tree["layers"][0], *tree["layers"][1], tree["offset"])])
+
+
+def flattened(x):
+    """`of_tree` of a flat array."""
+    value, gradient = of_tree({"layers": [x[:4].reshape(2, 2), Pair(x[4:5], x[5:7])], "offset": x[7]})
+    return value, joined(gradient)
+
+
 def test_a_start_that_is_a_tree():
     points = []
 
@@ -315,17 +246,10 @@ def test_a_start_that_is_a_tree():
         x["offset"][...] = 9  # a copy
         return answer
 
-    bounds = {"layers": [None, (None, (0, [5.5, 5.5]))]}
-    options = {"bounds": bounds, "fixed": {"offset": True}, "callback": points.append}
-    result = minimize(fun, TREE, method=Descent(), inner_product=2.0, **options)
-    flat = minimize(
-        lambda x: flattened(x),
-        np.zeros(8),
-        method=Descent(),
-        inner_product=np.full(8, 2.0),
-        bounds=FLAT,
-        fixed=np.arange(8) == 7,
-    )
+    given = {"bounds": {"layers": [None, (None, (0, [5.5, 5.5]))]}, "fixed": {"offset": True}, "inner_product": 2.0}
+    of_flat = {"bounds": [(None, None)] * 5 + [(0, 5.5)] * 2 + [(None, None)], "fixed": np.arange(8) == 7}
+    result = minimize(fun, TREE, method=Descent(), callback=points.append, **given)
+    flat = minimize(flattened, np.zeros(8), method=Descent(), inner_product=np.full(8, 2.0), **of_flat)
     assert (result.nit, result.nfev, result.message) == (flat.nit, flat.nfev, flat.message)
     for tree, array in ((result.x, flat.x), (result.jac, flat.jac), (points[-1], flat.x)):
         assert type(tree["layers"][1]) is Pair and np.array_equal(joined(tree), array)
@@ -335,65 +259,11 @@ def test_a_start_that_is_a_tree():
     assert np.allclose(joined(scaled), np.arange(8))
     assert np.array_equal(joined(everywhere), np.minimum(np.arange(8), 2))
     newton = minimize(of_tree, TREE, method="trust-ncg", hessp=lambda x, d: {**d, "offset": 2 * d["offset"] / 2}).x
-    assert np.allclose(joined(newton), np.arange(8)) and mpishard.check_gradient(of_tree, TREE, disp=False)
+    matrix = minimize(of_tree, TREE, method="trust-ncg", hess=lambda x: np.eye(8)).x
+    assert np.allclose(joined(newton), np.arange(8)) and np.allclose(joined(matrix), np.arange(8))
+    assert mpishard.check_gradient(of_tree, TREE, disp=False)
     single = {"a": np.zeros(3, "f4"), "b": 1.0}  # a number of Python takes the dtype of the others
     assert minimize(lambda x: (x["b"] ** 2, {"a": x["a"], "b": 2 * x["b"]}), single).x["b"].dtype == np.float32
-
-
-def joined(tree):
-    return np.concatenate([np.ravel(each) for each in (tree["layers"][0], *tree["layers"][1], tree["offset"])])
-
-
-FLAT = [(None, None)] * 5 + [(0, 5.5)] * 2 + [(None, None)]
-
-
-def flattened(x):
-    """`of_tree` of a flat array."""
-    value, gradient = of_tree({"layers": [x[:4].reshape(2, 2), Pair(x[4:5], x[5:7])], "offset": x[7]})
-    return value, joined(gradient)
-
-
-@pytest.mark.parametrize(
-    ("gradient", "error", "words"),
-    [
-        (np.zeros(8), ValueError, "x0 is a dictionary of 'layers', 'offset', here an array of shape .8,"),
-        ({"offset": 0.0}, ValueError, "the gradient must have the structure of x0: .* here 'layers' missing"),
-        ({"offset": 0.0, "layers": [1.0]}, ValueError, "x0 of 'layers' is a list of 2, here 1"),
-        (
-            {"offset": 0.0, "layers": [np.zeros((2, 2)), (0.0, [0, 0])]},
-            ValueError,
-            r"the gradient of 'layers.1.0' has the shape \(\), but x0 has \(1,\) there",
-        ),
-        (
-            {"offset": 1j, "layers": [np.zeros((2, 2)), ([0.0], [0, 0])]},
-            TypeError,
-            "the gradient of 'offset' is complex128, but x0 has real numbers there; take the real part",
-        ),
-    ],
-)
-def test_gradients_unlike_a_tree(gradient, error, words):
-    with pytest.raises(error, match=words):
-        minimize(lambda x: (0.0, gradient), TREE)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"bounds": {"ofset": (0, 1)}}, ValueError, "bounds must have the structure of x0.* here 'ofset' unknown"),
-        ({"bounds": [(0, 1)] * 8}, ValueError, "bounds must have the structure of x0"),
-        ({"bounds": {"offset": 1}}, ValueError, r"bounds of 'offset' must be a pair \(lower, upper\), got 1"),
-        ({"bounds": {"layers": [(np.zeros(3), 1), None]}}, ValueError, r"bounds of 'layers.0' have the shape \(3,\)"),
-        ({"fixed": np.ones(8, bool)}, ValueError, "fixed must have the structure of x0"),
-        (
-            {"method": "CG", "preconditioner": lambda x: 1.0},
-            ValueError,
-            "the result of preconditioner must have the structure of x0",
-        ),
-    ],
-)
-def test_options_unlike_a_tree(options, error, words):
-    with pytest.raises(error, match=words):
-        minimize(of_tree, TREE, **options)
 
 
 MODES = np.array([1 + 2j, -1j])
@@ -414,77 +284,113 @@ def test_complex_unknowns(dtype, real):
     pairs = minimize(parts, np.zeros(4, real), options={"gtol": 1e-6})
     assert result.x.dtype == result.jac.dtype == dtype and np.array_equal(result.x.view(real), pairs.x)
     assert np.allclose(result.x, MODES, atol=1e-4) and result.nfev == pairs.nfev
-    tree = minimize(
-        lambda x: (modes(x["z"])[0], {"z": modes(x["z"])[1]}), {"z": np.zeros(2, dtype)}, fixed={"z": [False, True]}
-    )
+    of_tree = lambda x: (modes(x["z"])[0], {"z": modes(x["z"])[1]})  # noqa: E731
+    tree = minimize(of_tree, {"z": np.zeros(2, dtype)}, fixed={"z": [False, True]})
     assert np.allclose(tree.x["z"], [MODES[0], 0], atol=1e-4)
     found = minimize(modes, [0j, 0j], method="trust-ncg", hessp=lambda z, d: 2 * d)
     assert np.allclose(found.x, MODES) and found.x.dtype == np.complex128
-
-
-def test_what_is_wrong_of_complex_unknowns_is_said():
     conjugate = minimize(lambda z: (modes(z)[0], modes(z)[1].conj()), np.zeros(2, complex))
     assert conjugate.status == 2 and "df/da + i df/db, as of PyTorch; JAX gives its conjugate" in conjugate.message
     assert not mpishard.check_gradient(lambda z: (modes(z)[0], modes(z)[1].conj()), np.ones(2, complex), disp=False)
-    with pytest.raises(ValueError, match="bounds are for real numbers, and x0 is complex; give its real and imaginary"):
-        minimize(modes, np.zeros(2, complex), bounds=(0, 1))
-    with pytest.raises(TypeError, match="the gradient of 'x' is float64, but x0 has complex numbers there; the gradi"):
-        minimize(lambda z: (0.0, z.real), np.zeros(2, complex))
 
 
-@pytest.mark.parametrize(
-    ("answer", "error", "words"),
-    [
-        (1.0, TypeError, r"must return \(value, gradient\), as jac=True says; it returned a float"),
-        ((1.0, np.zeros(3), 2), TypeError, "it returned a tuple"),
-        (("a", np.zeros(3)), TypeError, "value as one real number, got 'a'"),
-        ((np.ones(2), np.zeros(3)), TypeError, "value as one real number"),
-        ((1j, np.zeros(3)), TypeError, "value as one real number"),
-        ((1.0, np.zeros(2)), ValueError, r"the gradient has 2 elements of shape \(2,\), but x0 has 3"),
-        ((1.0, None), TypeError, "the gradient must be an array of real numbers, got None"),
-        ((1.0, np.zeros(3, complex)), TypeError, "real numbers"),
-        ((1.0, {"x": np.zeros(3)}), TypeError, "like x0, which has no names"),
-    ],
-)
-def test_functions_that_return_something_else(answer, error, words):
-    with pytest.raises(error, match=words):
-        minimize(lambda x: answer, np.zeros(3), method=Descent())
+# What is refused.
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"x0": []}, ValueError, "x0 is empty"),
-        ({"x0": [0, math.nan, 0]}, ValueError, "x0 must be finite, but element 1 is nan"),
-        ({"x0": ["a"]}, TypeError, "x0 must be an array of real numbers"),
-        ({"x0": [[1, 2], [3]]}, TypeError, r"x0 must be an array of numbers, got \[\[1, 2\], \[3\]\]$"),
-        ({"x0": {}}, ValueError, "x0 is empty: there are no arrays in this dict"),
-        ({"x0": {"a": np.ones(2), "b": None}}, TypeError, "x0 of 'b' must be an array of numbers, got None"),
-        ({"x0": {"a": {"b": np.ones(2)}, "a.b": 1.0}}, ValueError, "x0 has two arrays of the name 'a.b'"),
-        ({"x0": {"a": [[1, 2], [3]]}}, TypeError, "x0 of 'a' must be an array of numbers"),
-        ({"x0": [np.ones(2), np.full(2, math.inf)]}, ValueError, r"finite, but element \(0\) of '1' is inf"),
-        ({"x0": [np.ones(1), np.ones(1, "f4")]}, TypeError, "one precision, but '0' is float64 and '1' is float32"),
-        ({"fun": 3}, TypeError, "fun=3 must be a function"),
-        ({"jac": None}, ValueError, "jac=None: a gradient is needed"),
-        ({"jac": "2-point"}, ValueError, "a gradient is needed"),
-        ({"hessp": 1}, TypeError, "hessp=1 must be a function"),
-        (
-            {"constraints": {"type": "eq", "fun": bowl}},
-            ValueError,
-            r"no constraints: c\(x\) = 0 is for mpishard.augmented_lagrangian\(fun, x0, constraints, adjoint\)",
-        ),
-        ({"callback": 1}, TypeError, "callback=1 must be a function"),
-        ({"method": "SLSQP"}, ValueError, "there is no method 'SLSQP'; there are L-BFGS-B, L-BFGS, CG"),
-        ({"method": None}, TypeError, "method=None must be one of"),
-        ({"options": {"eps": 1}}, ValueError, "Descent has no option 'eps'; its options are disp, ftol, gtol"),
-        ({"options": {"bounds": 1}}, ValueError, "has no option 'bounds'"),
-        ({"options": 3}, TypeError, "options=3 must be a dictionary"),
-        ({"options": {"maxtime": -1}}, ValueError, "maxtime=-1 must be a number of at least 0"),
-        ({"tol": -1}, ValueError, "tol=-1 must be"),
-        ({"reduction": "sum"}, ValueError, "reduction='sum' is for functions on a mesh"),
-    ],
-)
-def test_arguments_that_are_refused(change, error, words):
+def answers(*answer):
+    """A function that returns this."""
+    return {"fun": lambda x: answer if len(answer) > 1 else answer[0]}
+
+
+def of_trees(gradient):
+    return {**answers(0.0, gradient), "x0": TREE}
+
+
+NAMED = FlatParameters.of({"a": np.zeros((2, 1)), "b": np.zeros(())})
+BLOCK = np.zeros((2, 2))
+NEWTON = {"fun": rosenbrock, "method": "trust-ncg"}
+PRECONDITIONED = {"fun": of_tree, "x0": TREE, "method": "CG"}
+COMPLEX = {"fun": modes, "x0": np.zeros(2, complex)}
+REFUSED = [
+    # The start, and what belongs to it.
+    ({"x0": []}, ValueError, "x0 is empty"),
+    ({"x0": [0, math.nan, 0]}, ValueError, "x0 must be finite, but element 1 is nan"),
+    ({"x0": ["a"]}, TypeError, "x0 must be an array of real numbers"),
+    ({"x0": [[1, 2], [3]]}, TypeError, r"x0 must be an array of numbers, got \[\[1, 2\], \[3\]\]$"),
+    ({"x0": {}}, ValueError, "x0 is empty: there are no arrays in this dict"),
+    ({"x0": {"a": np.ones(2), "b": None}}, TypeError, "x0 of 'b' must be an array of numbers, got None"),
+    ({"x0": {"a": {"b": np.ones(2)}, "a.b": 1.0}}, ValueError, "x0 has two arrays of the name 'a.b'"),
+    ({"x0": {"a": [[1, 2], [3]]}}, TypeError, "x0 of 'a' must be an array of numbers"),
+    ({"x0": [np.ones(2), np.full(2, math.inf)]}, ValueError, r"finite, but element \(0\) of '1' is inf"),
+    ({"x0": [np.ones(1), np.ones(1, "f4")]}, TypeError, "one precision, but '0' is float64 and '1' is float32"),
+    ({"bounds": [(0, 1), (2, 1), (0, 1)]}, ValueError, r"element \(1\) of 'x' has the lower bound 2 and the upper"),
+    ({"bounds": [(0, 1)] * 4}, ValueError, "bounds have 4 entries, but x0 has 3 elements"),
+    ({"bounds": Bounds(np.zeros(4), 1)}, ValueError, r"lower bounds have the shape \(4,\), but the parameters \(3,\)"),
+    ({"bounds": [(0, "a"), (0, 1), (0, 1)]}, TypeError, "of element 0 must be numbers or None, got 'a'"),
+    ({"bounds": "ab"}, TypeError, "must be a pair"),
+    ({"bounds": 3}, TypeError, "must be a pair"),
+    ({"bounds": {"y": (0, 1)}}, ValueError, "there is no tensor 'y'; there are x"),
+    ({"inner_product": [1, 0, 1]}, ValueError, r"inner_product must be .* finite, but element \(1\) of 'x' is 0"),
+    ({"preconditioner": [1, 0, 1]}, ValueError, r"preconditioner must be .* finite, but element \(1\) of 'x' is 0"),
+    ({"mask": 1}, TypeError, "minimize got an unexpected keyword argument 'mask'"),
+    ({"x0": TREE, "bounds": {"ofset": (0, 1)}}, ValueError, "must have the structure of x0.* here 'ofset' unknown"),
+    ({"x0": TREE, "bounds": [(0, 1)] * 8}, ValueError, "bounds must have the structure of x0"),
+    ({"x0": TREE, "bounds": {"offset": 1}}, ValueError, r"of 'offset' must be a pair \(lower, upper\), got 1"),
+    ({"x0": TREE, "bounds": {"layers": [(np.zeros(3), 1), None]}}, ValueError, r"of 'layers.0' have the shape \(3,\)"),
+    ({"x0": TREE, "fixed": np.ones(8, bool)}, ValueError, "fixed must have the structure of x0"),
+    ({**PRECONDITIONED, "preconditioner": lambda x: 1.0}, ValueError, "the result of preconditioner must"),
+    ({**COMPLEX, "bounds": (0, 1)}, ValueError, "bounds are for real numbers, and x0 is"),
+    # What functions return.
+    (answers(1.0), TypeError, r"must return \(value, gradient\), as jac=True says; it returned a float"),
+    (answers(1.0, np.zeros(3), 2), TypeError, "it returned a tuple"),
+    (answers("a", np.zeros(3)), TypeError, "value as one real number, got 'a'"),
+    (answers(np.ones(2), np.zeros(3)), TypeError, "value as one real number"),
+    (answers(1j, np.zeros(3)), TypeError, "value as one real number"),
+    (answers(1.0, np.zeros(2)), ValueError, r"the gradient has 2 elements of shape \(2,\), but x0 has 3"),
+    (answers(1.0, None), TypeError, "the gradient must be an array of real numbers, got None"),
+    (answers(1.0, np.zeros(3, complex)), TypeError, "real numbers"),
+    (answers(1.0, {"x": np.zeros(3)}), TypeError, "like x0, which has no names"),
+    ({**answers(0.0, np.zeros(2)), "x0": np.zeros(2, complex)}, TypeError, "of 'x' is float64, but x0 has complex num"),
+    ({**answers(0.0, {"a": np.zeros(2)}), "x0": NAMED}, ValueError, "must have all tensors; 'b' is missing"),
+    ({**answers(0.0, {"a": np.zeros(3), "b": 0}), "x0": NAMED}, ValueError, "gradient of 'a' has 3 elements of shape"),
+    (of_trees(np.zeros(8)), ValueError, "x0 is a dictionary of 'layers', 'offset', here an array of shape .8,"),
+    (of_trees({"offset": 0.0}), ValueError, "the gradient must have the structure of x0: .* here 'layers' missing"),
+    (of_trees({"offset": 0.0, "layers": [1.0]}), ValueError, "x0 of 'layers' is a list of 2, here 1"),
+    (of_trees({"offset": 0.0, "layers": [BLOCK, (0.0, [0, 0])]}), ValueError, "of .layers.1.0. has the shape"),
+    (of_trees({"offset": 1j, "layers": [BLOCK, ([0.0], [0, 0])]}), TypeError, "take the real part"),
+    # Functions, methods and their options.
+    ({"fun": 3}, TypeError, "fun=3 must be a function"),
+    ({"jac": None}, ValueError, "jac=None: a gradient is needed"),
+    ({"jac": "2-point"}, ValueError, "a gradient is needed"),
+    ({"hessp": 1}, TypeError, "hessp=1 must be a function"),
+    ({"constraints": {"type": "eq"}}, ValueError, "no constraints: .* is for mpishard.augmented_lagrangian"),
+    ({"callback": 1}, TypeError, "callback=1 must be a function"),
+    ({"method": "SLSQP"}, ValueError, "there is no method 'SLSQP'; there are L-BFGS-B, L-BFGS, CG"),
+    ({"method": None}, TypeError, "method=None must be one of"),
+    ({"options": {"eps": 1}}, ValueError, "Descent has no option 'eps'; its options are disp, ftol, gtol"),
+    ({"options": {"bounds": 1}}, ValueError, "has no option 'bounds'"),
+    ({"options": 3}, TypeError, "options=3 must be a dictionary"),
+    ({"options": {"maxtime": -1}}, ValueError, "maxtime=-1 must be a number of at least 0"),
+    ({"tol": -1}, ValueError, "tol=-1 must be"),
+    ({"samples": 3}, ValueError, "samples= .*needs elastic=True.*reduction=.sum."),
+    ({"elastic": True}, ValueError, "give mesh="),
+    ({"elastic": 2}, TypeError, "elastic=2 must be True, or a dictionary"),
+    ({"reduction": "sum"}, ValueError, "reduction='sum' is for functions on a mesh"),
+    ({"method": "L-BFGS-B", "options": {"maxcor": 0}}, ValueError, "LBFGSB: history=0 must be a whole number of at le"),
+    ({"method": "L-BFGS-B", "options": {"gtol": math.nan}}, ValueError, "LBFGSB: gtol=nan must be"),
+    ({"method": "L-BFGS-B", "options": {"norm": 2}}, ValueError, "'L-BFGS-B' has no option 'norm'.*disp, .*maxcor"),
+    ({"method": "L-BFGS", "bounds": (0, 1)}, ValueError, "takes no bounds; method='L-BFGS-B' does"),
+    ({"method": "Newton-CG"}, ValueError, "this method needs products with the Hessian: give hessp.* or hess="),
+    ({"hess": "2-point"}, TypeError, "hess='2-point' must be a function; there are no finite differences"),
+    ({"hess": hessian, "hessp": curvature}, ValueError, "hess and hessp are both the Hessian; give one"),
+    ({**NEWTON, "hess": lambda x: np.eye(2)}, ValueError, r"shape \(2, 2\), but x0 has 3 elements"),
+    ({**NEWTON, "hess": lambda x: "a"}, TypeError, "hess must return a matrix"),
+    ({**COMPLEX, "method": "trust-ncg", "hess": hessian}, ValueError, "real numbers, and x0 is complex"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), REFUSED, ids=[words[:30] for *_, words in REFUSED])
+def test_what_is_refused(change, error, words):
     with pytest.raises(error, match=words):
         minimize(**{"fun": bowl, "x0": np.zeros(3), "method": Descent(), **change})
 
@@ -498,24 +404,7 @@ def test_a_part_of_split_parameters_needs_a_mesh():
         minimize(lambda p: (0.0, p.flat), part, hess=lambda p: np.eye(10))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"samples": 3}, ValueError, "samples= .*needs elastic=True.*reduction='sum'"),
-        ({"elastic": True}, ValueError, "give mesh="),
-        ({"elastic": 2}, TypeError, "elastic=2 must be True, or a dictionary"),
-        ({"elastic": {"scaling": "linear"}, "mesh": 3}, ValueError, "elastic= has no option 'scaling'; its options"),
-        ({"elastic": True, "mesh": 3, "reduction": "sum"}, ValueError, "give samples=N"),
-        ({"elastic": True, "mesh": 3, "samples": 0}, ValueError, "samples=0"),
-    ],
-)
-def test_arguments_of_elastic_runs(change, error, words):
-    elastic, samples, reduction, mesh = (change.get(name) for name in ("elastic", "samples", "reduction", "mesh"))
-    with pytest.raises(error, match=words):
-        elastic_options(elastic or False, samples, reduction, mesh)
-    if "mesh" not in change:
-        with pytest.raises(error, match=words):
-            minimize(lambda x: (x @ x, 2 * x), np.ones(2), **change)
+# Methods by SciPy's names.
 
 
 def test_the_table(capsys):
@@ -566,48 +455,11 @@ def test_limits_are_those_of_scipy(method, limit):
 
 def test_products_that_are_not_symmetric_are_named():
     twist = np.triu(np.ones((8, 8)))
-    found = minimize(
-        lambda x: (0.5 * x @ x - x.sum(), x - 1),
-        np.linspace(-3, 4, 8),
-        method="trust-ncg",
-        hessp=lambda x, p: 5 * twist @ p,
-        options={"maxiter": 3},
-    )
+    given, few = np.linspace(-3, 4, 8), {"method": "trust-ncg", "options": {"maxiter": 3}}
+    found = minimize(lambda x: (0.5 * x @ x - x.sum(), x - 1), given, hessp=lambda x, p: 5 * twist @ p, **few)
     assert "not symmetric" in found.message and "check_gradient(fun, x, hessp=hessp)" in found.message
-    right = minimize(rosenbrock, np.full(8, -1.2), method="trust-ncg", hessp=curvature, options={"maxiter": 3})
+    right = minimize(rosenbrock, np.full(8, -1.2), hessp=curvature, **few)
     assert "symmetric" not in right.message
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"options": {"maxcor": 0}}, ValueError, "LBFGSB: history=0 must be a whole number of at least 1"),
-        ({"options": {"gtol": math.nan}}, ValueError, "LBFGSB: gtol=nan must be"),
-        (
-            {"options": {"history": 3, "norm": 2}},
-            ValueError,
-            "'L-BFGS-B' has no option 'norm'.*disp, .*maxcor",
-        ),
-        (
-            {"method": "L-BFGS", "bounds": (0, 1)},
-            ValueError,
-            "takes no bounds; method='L-BFGS-B' does",
-        ),
-        ({"method": "Newton-CG"}, ValueError, "this method needs products with the Hessian: give hessp.* or hess="),
-        ({"hess": "2-point"}, TypeError, "hess='2-point' must be a function; there are no finite differences"),
-        ({"hess": hessian, "hessp": curvature}, ValueError, "hess and hessp are both the Hessian; give one"),
-        ({"method": "trust-ncg", "hess": lambda x: np.eye(2)}, ValueError, r"shape \(2, 2\), but x0 has 3 elements"),
-        ({"method": "trust-ncg", "hess": lambda x: "a"}, TypeError, "hess must return a matrix"),
-        (
-            {"method": "trust-ncg", "hess": hessian, "x0": np.zeros(2, complex), "fun": lambda z: modes(z)},
-            ValueError,
-            "hess= is for real numbers, and x0 is complex",
-        ),
-    ],
-)
-def test_options_of_methods_that_are_refused(change, error, words):
-    with pytest.raises(error, match=words):
-        minimize(**{"fun": rosenbrock, "x0": np.zeros(3), **change})
 
 
 def test_tolerances_of_zero_end_with_the_last_bit():
@@ -632,10 +484,6 @@ print(mpishard.minimize(lambda x: (x @ x, 2 * x), np.ones(3)).success, "h5py" in
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.split() == ["True", "False"], output
-
-
-def test_public_names():
-    assert mpishard.minimize is minimize and mpishard.ReverseCommunication is ReverseCommunication
 
 
 # Minimisation by reverse communication on one process: requests, answers, and states that go on.
