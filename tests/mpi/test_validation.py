@@ -90,14 +90,9 @@ def test_losses_go_on_from_a_checkpoint_and_are_in_the_record(mesh, folder, caps
     expected = alone()
     for steps, strategy in ((5, STRATEGIES[1]), (STEPS, STRATEGIES[2])):
         with Checkpoints(folder / "checkpoints", mesh) as checkpoints, RunRecord(folder, mesh) as record:
-            result = optimizer(strategy, mesh).optimize(
-                problem(steps),
-                progress=False,
-                checkpoints=checkpoints,
-                resume=True,
-                record=record,
-                evaluate=Evaluation(validation, 17, every=EVERY),
-            )
+            options = {"checkpoints": checkpoints, "resume": True, "record": record, "progress": False}
+            evaluate = Evaluation(validation, 17, every=EVERY)
+            result = optimizer(strategy, mesh).optimize(problem(steps), evaluate=evaluate, **options)
     assert bits(result) == bits(expected)
     mesh.world.barrier()
     steps, losses = Run.read(folder).logged["validation_loss"]
@@ -106,13 +101,10 @@ def test_losses_go_on_from_a_checkpoint_and_are_in_the_record(mesh, folder, caps
     for evaluate, found in ((None, 4), (Evaluation(validation, 9, every=10), 0)):
         capsys.readouterr()
         with Checkpoints(folder / "checkpoints", mesh) as checkpoints:
-            result = optimizer(STRATEGIES[0], mesh).optimize(
-                problem(STEPS + 1), progress=False, checkpoints=checkpoints, resume=True, evaluate=evaluate
-            )
-        said = "the validation set is another one, {'samples': 9, 'tokens_per_sample': 1} in place of" in (
-            capsys.readouterr().err
-        )
-        assert said == (evaluate is not None and mesh.rank == 0)
+            options = {"checkpoints": checkpoints, "resume": True, "evaluate": evaluate, "progress": False}
+            result = optimizer(STRATEGIES[0], mesh).optimize(problem(STEPS + 1), **options)
+        words = "the validation set is another one, {'samples': 9, 'tokens_per_sample': 1} in place of"
+        assert (words in capsys.readouterr().err) == (evaluate is not None and mesh.rank == 0)
         assert len(result.validation_losses) == found
 
 
@@ -155,9 +147,8 @@ def test_the_best_checkpoint_is_kept(mesh, folder, asynchronous):
     """Also by a run that goes on, and beside those that `keep` counts."""
     options = {"progress": False, "evaluate": Evaluation(falling_until(4), 3, every=2), "resume": True}
     for steps, strategy in ((5, STRATEGIES[0]), (9, STRATEGIES[1])):
-        with Checkpoints(
-            folder, mesh, every=3, keep=1, asynchronous=asynchronous, best="validation loss"
-        ) as checkpoints:
+        kept = {"every": 3, "keep": 1, "asynchronous": asynchronous, "best": "validation loss"}
+        with Checkpoints(folder, mesh, **kept) as checkpoints:
             strategy(SGD(lr=1.0), mesh).optimize(counting(steps), checkpoints=checkpoints, **options)
         mesh.world.barrier()
         assert (folder / "best").resolve().name == "step-00000004"
@@ -191,15 +182,14 @@ def test_a_run_that_goes_on_keeps_the_best_that_it_begins_with(mesh, folder, how
 
 def test_a_run_stops_early_wherever_it_goes_on(mesh, folder, capsys):
     options = {"evaluate": Evaluation(falling_until(4), 3, every=2), "stop_early": EarlyStopping(patience=3)}
+    options |= {"resume": True, "progress": False}
     for steps, strategy, taken, reason in (
         (7, STRATEGIES[0], 7, "steps"),
         (20, STRATEGIES[1], 10, "patience"),
         (20, STRATEGIES[2], 10, "patience"),
     ):
         with Checkpoints(folder, mesh) as checkpoints:
-            result = strategy(SGD(lr=1.0), mesh).optimize(
-                counting(steps), checkpoints=checkpoints, resume=True, progress=False, **options
-            )
+            result = strategy(SGD(lr=1.0), mesh).optimize(counting(steps), checkpoints=checkpoints, **options)
         assert (result.steps, result.stop_reason) == (taken, reason)
         assert result.validation_losses.tolist() == [2, 0, 2, 4, 6][: taken // 2]
     assert ("is already finished: it reached patience=3 at step 10" in capsys.readouterr().err) == (mesh.rank == 0)
@@ -213,16 +203,11 @@ def test_an_elastic_run_stops_early_with_its_best_checkpoint(mesh, folder):
     def resize(state):
         elastic.resize(1 + state.step % mesh.world.comm.size)
 
+    ends = {"stop_early": EarlyStopping(patience=2, min_delta=0.5), "progress": False, "callback": resize}
+    evaluate = Evaluation(falling_until(4), 3, every=2)
     with Checkpoints(folder, mesh, best="validation loss") as checkpoints, RunRecord(folder, mesh) as record:
-        result = elastic.optimize(
-            counting(20),
-            checkpoints=checkpoints,
-            callback=resize,
-            record=record,
-            progress=False,
-            evaluate=Evaluation(falling_until(4), 3, every=2),
-            stop_early=EarlyStopping(patience=2, min_delta=0.5),
-        )
+        files = {"checkpoints": checkpoints, "record": record}
+        result = elastic.optimize(counting(20), evaluate=evaluate, **files, **ends)
     assert (result.steps, result.stop_reason) == (8, "patience")
     assert (folder / "best").resolve().name == "step-00000004"
     mesh.world.barrier()
@@ -249,90 +234,74 @@ def test_when_a_run_stops_early(losses, options, stops):
     assert EarlyStopping(patience=2, **options).stops(losses) is stops
 
 
-def test_what_needs_validation_losses(mesh, folder):
-    with pytest.raises(ValueError, match="stop_early needs validation losses; give evaluate="):
-        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, stop_early=EarlyStopping(2))
-    with Checkpoints(folder, mesh, best="validation loss") as checkpoints:
-        with pytest.raises(ValueError, match="best=...[)] needs validation losses"):
-            optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, checkpoints=checkpoints)
-    with pytest.raises(TypeError, match="stop_early must be EarlyStopping"):
-        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, stop_early=2)
-    with pytest.raises(ValueError, match="best='loss' must be 'validation loss'"):
-        Checkpoints(folder, mesh, best="loss")
-    for wrong, message in (
-        ({"patience": 0}, "patience=0 must"),
-        ({"patience": 1, "min_delta": -1}, "min_delta=-1 must"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            EarlyStopping(**wrong)
+def optimized(mesh, **options):
+    return optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, **options)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(mesh, value):
-    def broken(parameters, samples):
-        return value if 3 in samples else validation(parameters, samples)
-
-    with pytest.raises(FloatingPointError, match="after step 2 is not finite: (nan|inf) of validation samples 2, 3;"):
-        optimizer(DDPOptimizer, mesh).optimize(
-            problem(), progress=False, evaluate=Evaluation(broken, 17, every=2, micro_batch_size=2)
-        )
+def broken(value):
+    return lambda parameters, samples: value if 3 in samples else validation(parameters, samples)
 
 
-def test_a_function_that_changes_the_parameters_is_refused_on_all_ranks(mesh):
-    def changing(parameters, samples):
-        parameters += 1
-        return 0.0
-
-    with pytest.raises(ValueError, match="the function changes the parameters that it is given"):
-        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, evaluate=Evaluation(changing, 1, every=2))
+def changing(parameters, samples):
+    parameters += 1
+    return 0.0
 
 
-def test_an_error_of_the_function_on_one_rank_is_raised_on_all(mesh):
-    def failing(parameters, samples):
-        if 16 in samples:  # of the last micro-batch
-            raise KeyError("no such sample")
-        return validation(parameters, samples)
-
-    with pytest.raises((KeyError, RuntimeError), match="no such sample"):
-        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, evaluate=Evaluation(failing, 17, every=2))
+def failing(parameters, samples):
+    if 16 in samples:  # of the last micro-batch
+        raise KeyError("no such sample")
+    return validation(parameters, samples)
 
 
 @pytest.mark.parametrize(
-    ("evaluate", "error", "message"),
+    ("function", "error", "words"),
     [
-        (
-            lambda: Evaluation(validation, 17, every=0),
-            ValueError,
-            "Evaluation: every=0 must be a whole number",
-        ),
-        (lambda: Evaluation(validation, 0, every=1), ValueError, "Evaluation: samples=0"),
-        (lambda: Evaluation(17, 17, every=1), TypeError, "function must be callable, got int"),
-        (lambda: validation, TypeError, "evaluate must be an Evaluation.*got function"),
-        (
-            lambda: Evaluation.for_model(lambda samples: (), 17, every=1),
-            TypeError,
-            "needs a model with loss",
-        ),
-        (
-            lambda: Evaluation(lambda *_: None, 17, every=1),
-            TypeError,
-            "function of an Evaluation must return the summed loss of its samples as one number, got None",
-        ),
-        (lambda: Evaluation(lambda *_: np.zeros(2), 17, every=1), TypeError, "as one number, got a ndarray"),
+        (broken(np.nan), FloatingPointError, "after step 2 is not finite: nan of validation samples 2, 3;"),
+        (broken(np.inf), FloatingPointError, "after step 2 is not finite: inf of validation samples 2, 3;"),
+        (changing, ValueError, "the function changes the parameters that it is given"),
+        (failing, (KeyError, RuntimeError), "no such sample"),
+        (lambda *_: None, TypeError, "must return the summed loss of its samples as one number, got None"),
+        (lambda *_: np.zeros(2), TypeError, "as one number, got a ndarray"),
+    ],
+    ids=["nan", "inf", "changes", "raises", "none", "array"],
+)
+def test_what_a_function_does_wrong_is_raised_on_all_ranks(mesh, function, error, words):
+    with pytest.raises(error, match=words):
+        optimized(mesh, evaluate=Evaluation(function, 17, every=2, micro_batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (lambda: {"evaluate": Evaluation(validation, 17, every=0)}, ValueError, "every=0 must be a whole number"),
+        (lambda: {"evaluate": Evaluation(validation, 0, every=1)}, ValueError, "Evaluation: samples=0"),
+        (lambda: {"evaluate": Evaluation(17, 17, every=1)}, TypeError, "function must be callable, got int"),
+        (lambda: {"evaluate": validation}, TypeError, "evaluate must be an Evaluation.*got function"),
+        (lambda: {"evaluate": Evaluation.for_model(tuple, 17, every=1)}, TypeError, "needs a model with loss"),
+        (lambda: {"stop_early": EarlyStopping(2)}, ValueError, "stop_early needs validation losses; give evaluate="),
+        (lambda: {"stop_early": 2}, TypeError, "stop_early must be EarlyStopping"),
+        (lambda: {"stop_early": EarlyStopping(0)}, ValueError, "patience=0 must"),
+        (lambda: {"stop_early": EarlyStopping(1, min_delta=-1)}, ValueError, "min_delta=-1 must"),
     ],
 )
-def test_what_cannot_be_evaluated(mesh, evaluate, error, message):
-    with pytest.raises(error, match=message):
-        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, evaluate=evaluate())
+def test_what_cannot_be_evaluated(mesh, given, error, words):
+    with pytest.raises(error, match=words):
+        optimized(mesh, **given())
+
+
+def test_a_best_checkpoint_needs_validation_losses(mesh, folder):
+    with Checkpoints(folder, mesh, best="validation loss") as checkpoints:
+        with pytest.raises(ValueError, match="best=...[)] needs validation losses"):
+            optimized(mesh, checkpoints=checkpoints)
+    with pytest.raises(ValueError, match="best='loss' must be 'validation loss'"):
+        Checkpoints(folder, mesh, best="loss")
 
 
 def test_what_ranks_must_have_alike(mesh):
     if mesh.size == 1:
         pytest.skip("one rank differs from none")
     with pytest.raises(ValueError, match="evaluation is .*'every': 3.* on rank 0"):
-        optimizer(DDPOptimizer, mesh).optimize(
-            problem(), progress=False, evaluate=Evaluation(validation, 17, every=3 if mesh.rank == 0 else 2)
-        )
+        optimized(mesh, evaluate=Evaluation(validation, 17, every=3 if mesh.rank == 0 else 2))
 
 
 def test_a_method_has_line_searches_between_its_iterates(mesh):
