@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from layouts import filled, lower_bound, random_layout, random_model, tensors_of, view
 
 from mpishard.comm.reshard import Holders, transfers
-from mpishard.layout.boxes import box_shape, box_size, boxes_of_range, inside, nested_split, split, subtract, whole_box
+from mpishard.layout.boxes import (
+    box_shape,
+    box_size,
+    boxes_of_range,
+    inside,
+    intersect,
+    nested_split,
+    split,
+    subtract,
+    whole_box,
+)
 from mpishard.layout.tensors import WHOLE, ModelParallelRank, ParameterSpec, Piece, cut_holding, merge_ties
 
 shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
@@ -71,6 +81,35 @@ def cut(data, size, ranks):
     for start, stop in pairwise(cuts):
         ranges[data.draw(st.integers(0, ranks - 1))].append((start, stop))
     return ranges
+
+
+@settings(max_examples=300)
+@given(st.lists(shapes, min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 5), st.data())
+def test_moves_put_every_element_in_its_place_once(some_shapes, before, after, data):
+    specs = [ParameterSpec(f"t{index}", shape) for index, shape in enumerate(some_shapes)]
+    size = sum(spec.size for spec in specs)
+    values = iter(np.split(np.arange(size, dtype=float), np.cumsum([spec.size for spec in specs])[:-1]))
+    tensors = {spec.name: next(values).reshape(spec.shape) for spec in specs}
+    source = [cut_holding(WHOLE.holding(specs), ranges) for ranges in cut(data, size, before)]
+    target = [cut_holding(WHOLE.holding(specs), ranges) for ranges in cut(data, size, after)]
+    if data.draw(st.booleans()):  # a replica of everything on one more rank
+        source.append(WHOLE.holding(specs))
+    sent = [fill(holding, tensors) for holding in source]
+    written = [np.zeros(sum(piece.size for piece in holding), int) for holding in target]
+    result = [np.full(len(count), np.nan) for count in written]
+    for move in transfers(source, target):
+        out = view(result[move.target_rank], move.target, move.box)
+        out[...] = view(sent[move.source_rank], move.source, move.box)
+        view(written[move.target_rank], move.target, move.box)[...] += 1
+        if move.source_rank != move.target_rank and move.target_rank < len(source):
+            assert not holds(source[move.target_rank], move)  # what lies in place does not travel
+    for holding, buffer, count in zip(target, result, written, strict=True):
+        assert np.array_equal(buffer, fill(holding, tensors))
+        assert (count == 1).all()
+
+
+def holds(holding, move):
+    return any(piece.name == move.name and intersect(piece.box, move.box) for piece in holding)
 
 
 @pytest.mark.parametrize("block", range(20))

@@ -32,15 +32,19 @@ KINDS = [SGD, Adam, AdamW, RMSprop, Adagrad, Lion, LAMB]
 
 # Every kernel, and every option of every rule at least once, alone and together.
 RULES: dict[str, Rule] = {
-    "SGD": SGD(lr=0.1, weight_decay=0.05),
+    "SGD": SGD(lr=0.1),
+    "SGD-decay": SGD(lr=0.1, weight_decay=0.05),
+    "SGD-momentum": SGD(lr=0.1, momentum=0.9),
     "SGD-dampening": SGD(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.05),
     "SGD-nesterov": SGD(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.05),
-    "Adam": Adam(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05),
+    "Adam": Adam(),
+    "Adam-decay": Adam(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05),
     "Adam-amsgrad": Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.05, amsgrad=True),
     "AdamW": AdamW(lr=0.01),
     "AdamW-betas": AdamW(lr=0.01, betas=(0.0, 0.5), eps=1e-3, weight_decay=0.3),
     "AdamW-amsgrad": AdamW(lr=0.01, betas=(0.8, 0.9), amsgrad=True),
-    "RMSprop": RMSprop(alpha=0.9, eps=1e-6, weight_decay=0.05),
+    "RMSprop": RMSprop(),
+    "RMSprop-decay": RMSprop(alpha=0.9, eps=1e-6, weight_decay=0.05),
     "RMSprop-momentum": RMSprop(lr=0.001, momentum=0.9),
     "RMSprop-centered": RMSprop(lr=0.001, centered=True),
     "RMSprop-all": RMSprop(lr=0.001, momentum=0.5, centered=True, weight_decay=0.05),
