@@ -8,9 +8,6 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,22 +27,18 @@ from mpishard.data import (
 )
 from mpishard.data import text as module
 from mpishard.data.text import standard_library_text, windows
-from mpishard.data.text import windows as windows_of
 from mpishard.data.token_data import SampleMap, apportioned
-
-# Token data, texts, and reading ahead.
 
 # Tokens from files: what is read, how sources are mixed, and what is wrong with a file.
 
 
-def token_file(path: Path, values: object, dtype: str = "<u2", header: bytes = b"") -> TokenFile:
+def token_file(path, values, dtype="<u2", header=b""):
     path.write_bytes(header + np.asarray(values).astype(dtype).tobytes())
     return TokenFile(path, dtype, len(header))
 
 
-@pytest.mark.parametrize("dtype", ["<u2", ">u4", "i8"])
-@pytest.mark.parametrize("header", [b"", bytes(10)])
-def test_windows_are_those_of_the_stream(tmp_path: Path, dtype: str, header: bytes) -> None:
+@pytest.mark.parametrize(("dtype", "header"), [("<u2", b""), (">u4", bytes(10)), ("i8", bytes(10))])
+def test_windows_are_those_of_the_stream(tmp_path, dtype, header):
     stream = np.random.default_rng(0).integers(0, 30_000, 1000)
     data = TokenData(token_file(tmp_path / "a.bin", stream, dtype, header), 50)
     assert len(data) == 19 and data.tokens_per_sample == 50
@@ -56,10 +49,10 @@ def test_windows_are_those_of_the_stream(tmp_path: Path, dtype: str, header: byt
     assert data.batch(np.empty(0, np.int64))[1].shape == (0, 50)
 
 
-def test_what_a_map_has_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_map_has_read_is_let_go_of(tmp_path, monkeypatch):
     """And read again where it is wanted again."""
     monkeypatch.setattr(token_files, "RESIDENT", 10_000)
-    asked: list[str] = []
+    asked = []
     monkeypatch.setattr(token_files.MappedTokens, "_advise", lambda self, advice, *extent: asked.append(advice))
     stream = np.arange(60_000)
     data = TokenData(token_file(tmp_path / "a.bin", stream), 100)
@@ -67,19 +60,16 @@ def test_what_a_map_has_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.Mo
     assert asked[0] == "MADV_RANDOM" and asked.count("MADV_DONTNEED") == asked.count("MADV_WILLNEED") == 599
 
 
-def test_several_files_have_each_window_once(tmp_path: Path) -> None:
-    first, second = (token_file(tmp_path / f"{n}.bin", np.arange(n)) for n in (101, 55))
-    data = TokenData([first, second], 10)
+def test_several_files_have_each_window_once(tmp_path):
+    data = TokenData([token_file(tmp_path / f"{n}.bin", np.arange(n)) for n in (101, 55)], 10)
     assert len(data) == 15
     assert data.batch(np.arange(15))[0][:, 0].tolist() == [*range(0, 100, 10), *range(0, 50, 10)]
 
 
-def test_a_mixture_has_its_fractions_and_every_window(tmp_path: Path) -> None:
-    large, small = (
-        token_file(tmp_path / "a.bin", np.arange(1001)),
-        token_file(tmp_path / "b.bin", np.arange(2000, 2041)),
-    )
-    data = TokenData(Mixture([large, small], [0.8, 0.2]), 10)
+def test_a_mixture_has_its_fractions_and_every_window(tmp_path):
+    large, small = np.arange(1001), np.arange(2000, 2041)
+    sources = [token_file(tmp_path / f"{len(each)}.bin", each) for each in (large, small)]
+    data = TokenData(Mixture(sources, [0.8, 0.2]), 10)
     starts = data.batch(np.arange(len(data)))[0][:, 0]
     assert sorted(starts[starts < 2000].tolist()) == list(range(0, 1000, 10))  # once, as few samples as can be
     again = starts[starts >= 2000]
@@ -89,144 +79,64 @@ def test_a_mixture_has_its_fractions_and_every_window(tmp_path: Path) -> None:
     assert len({tuple(again[4 * turn : 4 * turn + 4]) for turn in range(6)}) > 1
 
 
-def test_a_mixture_of_fewer_samples_and_its_seed(tmp_path: Path) -> None:
+def test_a_mixture_of_fewer_samples_and_its_seed(tmp_path):
     sources = [token_file(tmp_path / f"{n}.bin", np.arange(1001)) for n in "ab"]
-    starts = {
-        seed: TokenData(Mixture(sources, [0.6, 0.4], samples=40, seed=seed), 10).batch(np.arange(40))[0][:, 0]
-        for seed in (1, 2)
-    }
-    assert all(len(set(found[:24].tolist())) == 24 and len(set(found[24:].tolist())) == 16 for found in starts.values())
-    assert not np.array_equal(starts[1], starts[2])
+    mixtures = [TokenData(Mixture(sources, [0.6, 0.4], samples=40, seed=seed), 10) for seed in (1, 2)]
+    starts = [data.batch(np.arange(40))[0][:, 0] for data in mixtures]
+    assert all(len(set(found[:24].tolist())) == 24 and len(set(found[24:].tolist())) == 16 for found in starts)
+    assert not np.array_equal(*starts)
 
 
-def test_sample_by_sample_is_as_all_together() -> None:
+def test_sample_by_sample_is_as_all_together():
     samples = SampleMap((7, 3, 1), (10, 3, 5), seed=4)
     together = np.empty((18, 2), int)
     for source, places, cuts in samples.parts(np.arange(18)):
         together[places] = np.stack([np.full(len(cuts), source), cuts], 1)
     for sample in range(18):
-        ((source, _, windows),) = samples.parts(np.array([sample]))
-        assert together[sample].tolist() == [source, *windows]
+        ((source, _, cuts),) = samples.parts(np.array([sample]))
+        assert together[sample].tolist() == [source, *cuts]
+
+
+def gpt(vocabulary=50, context=10):
+    return nn.GPT(vocabulary, context, width=8, layers=1, heads=2)
+
+
+def training(batch, samples=20, model=None):
+    return OptimizationProblem.for_model(model or gpt(), batch, samples=samples, batch_size=4, steps=1)
+
+
+def evaluated(problem, batch, samples):
+    with Mesh(MPI.COMM_SELF) as mesh:
+        evaluate = batch and Evaluation.for_model(batch, samples, every=1)
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem, progress=False, evaluate=evaluate)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_samples_that_are_not_there(tmp_path: Path, mixed: bool) -> None:
+def test_samples_that_are_not_there(tmp_path, mixed):
     """Whatever the sources are; and a problem that has more is refused before it is run."""
     sources = [token_file(tmp_path / f"{name}.bin", np.arange(101) % 50) for name in "ab"]
     data = TokenData(Mixture(sources, [0.6, 0.4], samples=20) if mixed else sources, 10)
     for sample in (20, -1, 10**6):
         with pytest.raises(IndexError, match=f"sample {sample} does not exist: the data has 20, from 0 to 19"):
             data.batch(np.array([3, sample]))
-    assert [rows.shape for rows in data.batch([])] == [(0, 10)] * 2  # type: ignore[arg-type]
+    assert [rows.shape for rows in data.batch([])] == [(0, 10)] * 2
     for samples in (np.array([0.5]), 3, np.array([[1]]), np.array([True])):
         with pytest.raises(TypeError, match="must be a one-dimensional array of sample indices"):
-            data.batch(samples)  # type: ignore[arg-type]
-    model = nn.GPT(50, 10, width=8, layers=1, heads=2)
-    text = windows_of(np.zeros(201, np.uint8), 10)
-    for batch in (data.batch, ReadAhead(data.batch), text.batch):
-        with pytest.raises(ValueError, match="samples=21, but the data has 20: give samples=len.data., or less"):
-            OptimizationProblem.for_model(model, batch, samples=21, batch_size=4, steps=1)
-    problem = OptimizationProblem.for_model(model, data.batch, samples=20, batch_size=4, steps=1)
-    with Mesh(MPI.COMM_SELF) as mesh, pytest.raises(ValueError, match="samples=21, but the data has 20"):
-        DDPOptimizer(SGD(lr=0.1), mesh).optimize(
-            problem, progress=False, evaluate=Evaluation.for_model(data.batch, 21, every=1)
-        )
+            data.batch(samples)
+    message = "samples=21, but the data has 20: give samples=len.data., or less"
+    for batch in (data.batch, ReadAhead(data.batch), windows(np.zeros(201, np.uint8), 10).batch):
+        with pytest.raises(ValueError, match=message):
+            training(batch, 21)
+    with pytest.raises(ValueError, match="samples=21, but the data has 20"):
+        evaluated(training(data.batch), data.batch, 21)
 
 
-def test_a_batch_that_is_none_is_named() -> None:
-    model = nn.GPT(50, 10, width=8, layers=1, heads=2)
-    rows = np.zeros((4, 11), np.int64)
-    message = r"batch\(samples\) must return the arguments of the model's loss, as \(tokens, targets\), got None"
-    options = dict(samples=4, batch_size=4, steps=1)
-
-    def none(samples: np.ndarray) -> None:
-        return None
-
-    good = OptimizationProblem.for_model(model, lambda samples: (rows[samples, :-1], rows[samples, 1:]), **options)
-    with Mesh(MPI.COMM_SELF) as mesh:
-        for problem, evaluate in (
-            (OptimizationProblem.for_model(model, none, **options), None),  # type: ignore[arg-type]
-            (good, Evaluation.for_model(none, 4, every=1)),  # type: ignore[arg-type]
-        ):
-            with pytest.raises(TypeError, match=message):
-                DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem, progress=False, evaluate=evaluate)
-
-
-@pytest.mark.parametrize("total", [0, 1, 7, 100, 10**13 + 1])
-def test_parts_sum_to_the_whole(total: int) -> None:
-    parts = apportioned(total, [0.5, 0.3, 0.1, 0.1])
-    assert sum(parts) == total
-    assert all(abs(part - total * weight) < 1.01 for part, weight in zip(parts, [0.5, 0.3, 0.1, 0.1], strict=True))
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([0.5, 0.6], r"sum to 1.1, not to 1: as fractions they would be \[0.4545, 0.5455\]"),
-        ([1.5, -0.5], r"weights\[1\]=-0.5 must be a finite number above 0"),
-        ([1.0, 0.0], r"weights\[1\]=0.0 must be"),
-        ([1.0, float("nan")], r"weights\[1\]=nan must be"),
-        ([1.0], "1 weights for 2 sources"),
-    ],
-)
-def test_wrong_weights(weights: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Mixture([TokenFile("a"), TokenFile("b")], weights)
-
-
-def test_mixtures_of_what_is_no_list() -> None:
-    files = [TokenFile("a"), TokenFile("b")]
-    for sources, weights, message in (
-        (files, None, "weights=None must be"),
-        (files[0], [1.0], "sources=TokenFile.* must"),
-    ):
-        with pytest.raises(TypeError, match=rf"{message}.* a list: Mixture\(\[first, second\], \[0.7, 0.3\]\)"):
-            Mixture(sources, weights)  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="the file of a map cannot be cut short")
-def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
-    data = TokenData(token_file(tmp_path / "a.bin", np.arange(5000), header=bytes(10)), 10)
-    os.truncate(tmp_path / "a.bin", 2010)
-    with pytest.raises(OSError, match=r"a\.bin has 2010 bytes, and had 10010: it was cut short after it was opened"):
-        data.batch(np.array([450]))
-
-
-def test_wrong_files(tmp_path: Path) -> None:
-    def refused(source: object, kind: type[Exception], message: str, **options: object) -> None:
-        with pytest.raises(kind, match=message):
-            TokenData(source, 10, **options)  # type: ignore[arg-type]
-
-    refused(TokenFile(tmp_path / "none.bin"), FileNotFoundError, "none.bin does not exist")
-    refused(TokenFile(tmp_path), IsADirectoryError, "is a folder")
-    (tmp_path / "odd.bin").write_bytes(bytes(2001))
-    refused(TokenFile(tmp_path / "odd.bin"), ValueError, "odd.bin has 2001 bytes of tokens, no multiple of the 2 of u")
-    refused(TokenFile(tmp_path / "odd.bin", offset=2001), ValueError, "odd.bin has 2001 bytes, so no token after an")
-    (tmp_path / "empty.bin").write_bytes(b"")
-    refused(TokenFile(tmp_path / "empty.bin"), ValueError, "empty.bin has 0 bytes")
-    short = token_file(tmp_path / "short.bin", np.arange(10))
-    refused([short], ValueError, "short.bin has 10 tokens: a sample of context_length=10 needs 11")
-    refused(str(tmp_path / "odd.bin"), TypeError, "must be such as TokenFile")
-    refused([tmp_path / "odd.bin"], TypeError, "is no source of tokens")
-    refused([], ValueError, "sources is empty")
-    refused(short, TypeError, "mesh=3 must be", mesh=3)
-    refused(short, ValueError, "vocabulary_size=0 must be a whole number of at least 1", vocabulary_size=0)
-    with pytest.raises(TypeError, match="dtype='float32' must be an integer type"):
-        TokenFile("a.bin", "float32")
-    with pytest.raises(TypeError, match="path=3 must be a path"):
-        TokenFile(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="offset=-1"):
-        TokenFile("a.bin", offset=-1)
-
-
-@pytest.mark.parametrize(("dtype", "wrong"), [("u2", 50), ("i4", -1), ("u8", 2**63)])
-@pytest.mark.parametrize("check", [True, False])
-def test_tokens_outside_of_the_vocabulary(tmp_path: Path, dtype: str, wrong: int, check: bool) -> None:
-    values = np.full(500, 49, dtype)
-    values[321] = wrong
-    source = token_file(tmp_path / "a.bin", values, dtype)
-    with pytest.raises(ValueError, match=rf"a.bin: token {wrong} at position 321, but vocabulary_size=50 has tokens"):
-        TokenData(source, 10, vocabulary_size=50, check=check).batch(np.array([3, 32]))
+def test_a_batch_that_is_none_is_named():
+    rows = np.zeros((20, 11), np.int64)
+    good = training(lambda samples: (rows[samples, :-1], rows[samples, 1:]))
+    for problem, batch in ((training(lambda samples: None), None), (good, lambda samples: None)):
+        with pytest.raises(TypeError, match=r"arguments of the model's loss, as \(tokens, targets\), got None"):
+            evaluated(problem, batch, 4)
 
 
 @pytest.mark.parametrize(
@@ -236,31 +146,102 @@ def test_tokens_outside_of_the_vocabulary(tmp_path: Path, dtype: str, wrong: int
         ((49, 10), "the data is for vocabulary_size=50, but the model's is 49: give the model at least as large"),
     ],
 )
-def test_data_that_a_model_cannot_take(tmp_path: Path, sizes: tuple[int, int], message: str) -> None:
+def test_data_that_a_model_cannot_take(tmp_path, sizes, message):
     """It is refused before training begins, also as a validation set."""
     data = TokenData(token_file(tmp_path / "a.bin", np.arange(1000) % 50), 10, vocabulary_size=50)
-    model = nn.GPT(*sizes, width=8, layers=1, heads=2)
     for batch in (data.batch, ReadAhead(data.batch)):
         with pytest.raises(ValueError, match=message):
-            OptimizationProblem.for_model(model, batch, samples=len(data), batch_size=4, steps=1)
-    problem = OptimizationProblem.for_model(
-        model, lambda samples: (np.zeros((len(samples), 2), int),) * 2, samples=4, batch_size=4, steps=1
-    )
-    with Mesh(MPI.COMM_SELF) as mesh, pytest.raises(ValueError, match=message):
-        DDPOptimizer(SGD(lr=0.1), mesh).optimize(
-            problem, progress=False, evaluate=Evaluation.for_model(data.batch, len(data), every=1)
-        )
+            training(batch, model=gpt(*sizes))
+    problem = training(lambda samples: (np.zeros((len(samples), 2), int),) * 2, model=gpt(*sizes))
+    with pytest.raises(ValueError, match=message):
+        evaluated(problem, data.batch, len(data))
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 100, 10**13 + 1])
+def test_parts_sum_to_the_whole(total):
+    parts = apportioned(total, [0.5, 0.3, 0.1, 0.1])
+    assert sum(parts) == total
+    assert all(abs(part - total * weight) < 1.01 for part, weight in zip(parts, [0.5, 0.3, 0.1, 0.1], strict=True))
+
+
+FILES = [TokenFile("a"), TokenFile("b")]
+
+
+@pytest.mark.parametrize(
+    ("sources", "weights", "kind", "message"),
+    [
+        (FILES, [0.5, 0.6], ValueError, r"sum to 1.1, not to 1: as fractions they would be \[0.4545, 0.5455\]"),
+        (FILES, [1.5, -0.5], ValueError, r"weights\[1\]=-0.5 must be a finite number above 0"),
+        (FILES, [1.0, 0.0], ValueError, r"weights\[1\]=0.0 must be"),
+        (FILES, [1.0, float("nan")], ValueError, r"weights\[1\]=nan must be"),
+        (FILES, [1.0], ValueError, "1 weights for 2 sources"),
+        (FILES, None, TypeError, r"weights=None must be.* a list: Mixture\(\[first, second\], \[0.7, 0.3\]\)"),
+        (FILES[0], [1.0], TypeError, r"sources=TokenFile.* must.* a list: Mixture\(\[first, second\], \[0.7, 0.3\]\)"),
+    ],
+)
+def test_wrong_mixtures(sources, weights, kind, message):
+    with pytest.raises(kind, match=message):
+        Mixture(sources, weights)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the file of a map cannot be cut short")
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
+    data = TokenData(token_file(tmp_path / "a.bin", np.arange(5000), header=bytes(10)), 10)
+    os.truncate(tmp_path / "a.bin", 2010)
+    with pytest.raises(OSError, match=r"a\.bin has 2010 bytes, and had 10010: it was cut short after it was opened"):
+        data.batch(np.array([450]))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda at: TokenData(TokenFile(at / "none.bin"), 10), FileNotFoundError, "none.bin does not exist"),
+        (lambda at: TokenData(TokenFile(at), 10), IsADirectoryError, "is a folder"),
+        (lambda at: TokenData(TokenFile(at / "odd.bin"), 10), ValueError, "has 2001 bytes of tokens, no multiple of"),
+        (lambda at: TokenData(TokenFile(at / "odd.bin", offset=2001), 10), ValueError, "has 2001 bytes, so no token"),
+        (lambda at: TokenData(TokenFile(at / "empty.bin"), 10), ValueError, "empty.bin has 0 bytes"),
+        (lambda at: TokenData([TokenFile(at / "short.bin")], 10), ValueError, "has 10 tokens: a sample of.* needs 11"),
+        (lambda at: TokenData(str(at / "odd.bin"), 10), TypeError, "must be such as TokenFile"),
+        (lambda at: TokenData([at / "odd.bin"], 10), TypeError, "is no source of tokens"),
+        (lambda at: TokenData([], 10), ValueError, "sources is empty"),
+        (lambda at: TokenData(TokenFile(at / "short.bin"), 9, mesh=3), TypeError, "mesh=3 must be"),
+        (
+            lambda at: TokenData(TokenFile(at / "short.bin"), 9, vocabulary_size=0),
+            ValueError,
+            "vocabulary_size=0 must be a whole number of at least 1",
+        ),
+        (lambda at: TokenData(TokenFile(at / "short.bin"), 9, padding=0), ValueError, "bin has no index of documents"),
+        (lambda at: TokenFile("a.bin", "float32"), TypeError, "dtype='float32' must be an integer type"),
+        (lambda at: TokenFile(3), TypeError, "path=3 must be a path"),
+        (lambda at: TokenFile("a.bin", offset=-1), ValueError, "offset=-1"),
+    ],
+)
+def test_wrong_files(tmp_path, make, kind, message):
+    for name, size in (("odd.bin", 2001), ("empty.bin", 0), ("short.bin", 20)):
+        (tmp_path / name).write_bytes(bytes(size))
+    with pytest.raises(kind, match=message):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("u2", 50), ("i4", -1), ("u8", 2**63)])
+@pytest.mark.parametrize("check", [True, False])
+def test_tokens_outside_of_the_vocabulary(tmp_path, dtype, wrong, check):
+    values = np.full(500, 49, dtype)
+    values[321] = wrong
+    source = token_file(tmp_path / "a.bin", values, dtype)
+    with pytest.raises(ValueError, match=rf"a.bin: token {wrong} at position 321, but vocabulary_size=50 has tokens"):
+        TokenData(source, 10, vocabulary_size=50, check=check).batch(np.array([3, 32]))
 
 
 # The text data set: the standard library's source, and windows over a text.
 
 
-def library_at(monkeypatch: pytest.MonkeyPatch, folder: Path, archive: Path | None = None) -> None:
+def library_at(monkeypatch, folder, *archives):
     monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
-    monkeypatch.setattr(sys, "path", [*([str(archive)] if archive else [])])
+    monkeypatch.setattr(sys, "path", list(map(str, archives)))
 
 
-def test_standard_library_is_text_and_repeats() -> None:
+def test_standard_library_is_text_and_repeats():
     text = standard_library_text(500_000)
     assert text.dtype == np.uint8 and text.shape == (500_000,)
     assert np.array_equal(text, standard_library_text(500_000))
@@ -269,63 +250,56 @@ def test_standard_library_is_text_and_repeats() -> None:
     assert "import " in source and "def __init__(self" in source
 
 
-def test_order_is_by_path_and_skips_what_is_not_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_is_by_path_and_skips_what_is_not_library(tmp_path, monkeypatch):
     for name in ("b.py", "a/z.py", "a/b/c.py", "test/x.py", "a/tests/y.py", "site-packages/p/q.py", "c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name};")
-    monkeypatch.setattr(module, "LEAST", 1)
     library_at(monkeypatch, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"21 bytes of Python source in .* 100000 are needed"):
+        standard_library_text()
+    monkeypatch.setattr(module, "LEAST", 1)
     assert standard_library_text().tobytes() == b"a/b/c.py;a/z.py;b.py;"
 
 
-def test_zipped_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zipped_library(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "library.zip", "w") as archive:
-        archive.writestr("b.py", "b" * module.LEAST)
-        archive.writestr("a/test/t.py", "t")
-        archive.writestr("a/a.py", "a")
-        archive.writestr("c.pyc", "c")
+        for name, text in (("b.py", "b" * module.LEAST), ("a/test/t.py", "t"), ("a/a.py", "a"), ("c.pyc", "c")):
+            archive.writestr(name, text)
     library_at(monkeypatch, tmp_path / "missing", tmp_path / "library.zip")
     assert standard_library_text().tobytes() == b"a" + b"b" * module.LEAST
     assert standard_library_text(3).tobytes() == b"abb"
 
 
-def test_library_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.py").write_text("pass")
-    library_at(monkeypatch, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"4 bytes of Python source in .* 100000 are needed"):
-        standard_library_text()
-
-
-def test_windows_are_views_shifted_by_one() -> None:
+def test_windows_are_views_shifted_by_one():
     text = np.arange(23, dtype=np.uint8)
     cut = windows(text, 5)
     assert len(cut) == 4
     assert np.array_equal(cut.inputs.ravel(), np.arange(20)) and np.array_equal(cut.targets, cut.inputs + 1)
     assert np.shares_memory(cut.inputs, text) and not cut.inputs.flags.writeable and text.flags.writeable
     assert len(windows(text, 22)) == 1 and len(windows(text, 1)) == 22
-
-
-def test_batch_and_split() -> None:
-    cut = windows(np.arange(101, dtype=np.uint8), 10)
-    train, held_out = cut.split(0.25)
+    train, held_out = windows(np.arange(101, dtype=np.uint8), 10).split(0.25)
     assert (len(train), len(held_out)) == (8, 2) and held_out.inputs[0, 0] == 80
-    inputs, targets = cut.batch(np.array([7, 2]))
+    inputs, targets = train.batch(np.array([7, 2]))
     assert inputs[:, 0].tolist() == [70, 20] and targets[:, -1].tolist() == [80, 30]
 
 
-@pytest.mark.parametrize("length", [0, -1, 10, 11])
-def test_windows_of_a_wrong_length(length: int) -> None:
-    with pytest.raises(ValueError, match=f"windows of {length} bytes from a text of 10"):
-        windows(np.zeros(10, np.uint8), length)
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(TypeError, match="1-D array of uint8, not 2-D of float64"):
-        windows(np.zeros((2, 2)), 1)
-    with pytest.raises(ValueError, match="limit_bytes is 0"):
-        standard_library_text(0)
-    with pytest.raises(ValueError, match="leaves one side of 9 windows empty"):
-        windows(np.zeros(10, np.uint8), 1).split(1.0)
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: windows(np.zeros(10, np.uint8), 0), ValueError, "windows of 0 bytes from a text of 10"),
+        (lambda: windows(np.zeros(10, np.uint8), 10), ValueError, "windows of 10 bytes from a text of 10"),
+        (lambda: windows(np.zeros((2, 2)), 1), TypeError, "1-D array of uint8, not 2-D of float64"),
+        (lambda: windows(np.zeros(10, np.uint8), 1).split(1.0), ValueError, "leaves one side of 9 windows empty"),
+        (lambda: standard_library_text(0), ValueError, "limit_bytes is 0"),
+        (lambda: ReadAhead(3), TypeError, "batch=3 must be a function of sample indices"),
+        (lambda: ReadAhead(lambda samples: (), max_bytes=-1), ValueError, "max_bytes=-1 must be a whole number of at"),
+        (lambda: TextFile("a.txt", 3), TypeError, "tokenize=3 must be a function"),
+        (lambda: TextFile("a.txt", list, ""), ValueError, "separator is empty"),
+    ],
+)
+def test_bad_arguments(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
 
 
 # Micro-batches that a thread reads ahead: what is read, how much of it waits, and errors.
@@ -337,12 +311,10 @@ BYTES = 4 * 1000
 class Source:
     """Reads a kilobyte for a sample, and counts."""
 
-    def __init__(self) -> None:
-        self.read: list[int] = []
-        self.threads: set[str] = set()
-        self.done = threading.Condition()
+    def __init__(self):
+        self.read, self.threads, self.done = [], set(), threading.Condition()
 
-    def __call__(self, samples: np.ndarray) -> tuple[Any, ...]:
+    def __call__(self, samples):
         if samples[0] == 36:
             raise ValueError("sample 36 is corrupt")
         with self.done:
@@ -351,13 +323,13 @@ class Source:
             self.done.notify_all()
         return np.repeat(samples[:, None].astype(np.uint8), 500, 1), np.zeros((len(samples), 500), np.uint8)
 
-    def wait_for(self, count: int) -> None:
+    def wait_for(self, count):
         with self.done:
             assert self.done.wait_for(lambda: len(self.read) >= count, timeout=60)
 
 
 @pytest.mark.faults
-def test_what_is_expected_is_read_ahead_within_the_bound() -> None:
+def test_what_is_expected_is_read_ahead_within_the_bound():
     source = Source()
     with ReadAhead(source, max_bytes=3 * BYTES) as batch:
         batch.expect(MICRO[:9])
@@ -372,7 +344,7 @@ def test_what_is_expected_is_read_ahead_within_the_bound() -> None:
     assert batch.most_bytes == 3 * BYTES and batch.calls == 9
 
 
-def test_a_step_that_changes_its_mind_reads_what_it_asks_for() -> None:
+def test_a_step_that_changes_its_mind_reads_what_it_asks_for():
     source = Source()
     with ReadAhead(source, max_bytes=2 * BYTES) as batch:
         batch.expect(MICRO[:4])
@@ -384,9 +356,8 @@ def test_a_step_that_changes_its_mind_reads_what_it_asks_for() -> None:
     assert source.read == [0, 1, 7, 5, 6]
 
 
-def test_nothing_is_read_ahead_that_has_no_room() -> None:
-    source = Source()
-    with ReadAhead(source, max_bytes=BYTES - 1) as batch:
+def test_nothing_is_read_ahead_that_has_no_room():
+    with ReadAhead(Source(), max_bytes=BYTES - 1) as batch:
         for _ in range(3):
             for number in range(3):
                 batch.expect(MICRO[number : number + 3])
@@ -395,7 +366,7 @@ def test_nothing_is_read_ahead_that_has_no_room() -> None:
     assert batch.calls == 9
 
 
-def test_an_error_is_raised_where_the_samples_are_asked_for() -> None:
+def test_an_error_is_raised_where_the_samples_are_asked_for():
     source = Source()
     with ReadAhead(source) as batch:
         batch.expect([MICRO[0], MICRO[9], MICRO[1]])
@@ -408,13 +379,6 @@ def test_an_error_is_raised_where_the_samples_are_asked_for() -> None:
     assert threading.current_thread().name in source.threads
 
 
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match="batch=3 must be a function of sample indices"):
-        ReadAhead(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_bytes=-1 must be a whole number of at least 0"):
-        ReadAhead(lambda samples: (), max_bytes=-1)
-
-
 # Tokens of Megatron-LM, HDF5, Zarr and texts, documents as samples, and what is wrong with such files.
 
 LENGTHS = [3, 0, 12, 5, 1]
@@ -422,11 +386,10 @@ DOCUMENTS = [0, 1, 2, 4, 5]  # the fourth has two sequences
 STREAM = np.arange(21)
 
 
-def megatron(folder: Path, code: int = 8, dtype: str = "<u2", **parts: Any) -> Path:
+def megatron(folder, code=8, dtype="<u2", **parts):
     """Files as Megatron-LM writes them; `parts` replaces some of them."""
     lengths, documents = np.array(parts.get("lengths", LENGTHS)), parts.get("documents", DOCUMENTS)
-    size = np.dtype(dtype).itemsize
-    places = parts.get("places", (np.cumsum(lengths) - lengths) * size)
+    places = parts.get("places", (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize)
     header = parts.get("magic", b"MMIDIDX\x00\x00") + struct.pack("<QBQQ", 1, code, len(lengths), len(documents))
     index = [lengths.astype("<i4"), np.asarray(places, "<i8"), np.asarray(documents, "<i8")]
     (folder / "m.idx").write_bytes((header + b"".join(part.tobytes() for part in index))[: parts.get("cut")])
@@ -434,9 +397,11 @@ def megatron(folder: Path, code: int = 8, dtype: str = "<u2", **parts: Any) -> P
     return folder / "m"
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4"), (1, "u1"), (5, "<i8")])
-@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
-def test_megatron_packed_and_by_document(tmp_path: Path, code: int, dtype: str, ending: str) -> None:
+MEGATRON = [(8, "<u2", ""), (4, "<i4", ".bin"), (1, "u1", ".idx"), (5, "<i8", "")]
+
+
+@pytest.mark.parametrize(("code", "dtype", "ending"), MEGATRON)
+def test_megatron_packed_and_by_document(tmp_path, code, dtype, ending):
     source = MegatronFile(str(megatron(tmp_path, code, dtype)) + ending)
     packed = TokenData(source, 10)
     assert np.array_equal(packed.batch(np.array([1, 0]))[1], [STREAM[11:21], STREAM[1:11]])
@@ -444,6 +409,8 @@ def test_megatron_packed_and_by_document(tmp_path: Path, code: int, dtype: str, 
     inputs, targets = each.batch(np.arange(4))
     assert inputs.tolist() == [[0, 1, 2, 99], [99] * 4, [3, 4, 5, 6], [20, 99, 99, 99]]
     assert targets.tolist() == [[1, 2, 99, 99], [99] * 4, [4, 5, 6, 7], [99] * 4]
+    with pytest.raises(ValueError, match="padding=50 is no token of vocabulary_size=50"):
+        TokenData(source, 4, vocabulary_size=50, padding=50)
 
 
 @pytest.mark.parametrize(
@@ -461,109 +428,102 @@ def test_megatron_packed_and_by_document(tmp_path: Path, code: int, dtype: str, 
         ({"documents": []}, "it is cut short or corrupt"),
     ],
 )
-def test_wrong_megatron_files(tmp_path: Path, parts: dict[str, Any], message: str) -> None:
+def test_wrong_megatron_files(tmp_path, parts, message):
     with pytest.raises(ValueError, match=message):
         TokenData(MegatronFile(megatron(tmp_path, **parts)), 4)
 
 
-def test_absent_megatron_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["m.bin", "m.idx"])
+def test_absent_megatron_files(tmp_path, name):
     path = megatron(tmp_path)
-    (tmp_path / "m.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"m\.bin does not exist"):
-        TokenData(MegatronFile(path), 4)
-    (tmp_path / "m.idx").unlink()
-    with pytest.raises(FileNotFoundError, match=r"m\.idx does not exist"):
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name} does not exist"):
         TokenData(MegatronFile(path), 4)
 
 
-def hdf5(folder: Path, values: Any) -> HDF5Tokens:
+def hdf5(folder, values):
     h5py = pytest.importorskip("h5py")
     with h5py.File(folder / "a.h5", "w") as file:
         file.create_dataset("group/ids", data=values, chunks=True, compression="gzip")
     return HDF5Tokens(folder / "a.h5", "group/ids")
 
 
-def zarr_array(folder: Path, values: Any) -> ZarrTokens:
+def zarr_array(folder, values):
     zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra: zarr)")
     zarr.create_array(str(folder / "a.zarr"), data=np.asarray(values))
     return ZarrTokens(folder / "a.zarr")
 
 
 @pytest.mark.parametrize("make", [hdf5, zarr_array])
-def test_arrays_on_disk(tmp_path: Path, make: Callable[[Path, Any], Any]) -> None:
+def test_arrays_on_disk(tmp_path, make):
     stream = np.random.default_rng(0).integers(0, 50, 5000)
     source = make(tmp_path, stream.astype(np.uint16))
     data = TokenData(source, 100, vocabulary_size=50)
     inputs, targets = data.batch(np.array([48, 3]))
     assert np.array_equal(inputs, [stream[4800:4900], stream[300:400]]) and targets[0, 0] == stream[4801]
-    largest = stream.max()
-    with pytest.raises(
-        ValueError, match=f"token {largest} at position {stream.argmax()}, but vocabulary_size={largest}"
-    ):
-        TokenData(source, 100, vocabulary_size=int(largest))
+    largest = int(stream.max())
+    message = f"token {largest} at position {stream.argmax()}, but vocabulary_size={largest}"
+    with pytest.raises(ValueError, match=message):
+        TokenData(source, 100, vocabulary_size=largest)
     with pytest.raises(ValueError, match="has no index of documents, so they cannot be samples"):
         TokenData(source, 100, padding=0)
 
 
 @pytest.mark.parametrize("make", [hdf5, zarr_array])
-@pytest.mark.parametrize("values", [np.ones(5), np.ones((2, 3), int)])
-def test_arrays_that_are_no_tokens(tmp_path: Path, make: Callable[[Path, Any], Any], values: np.ndarray) -> None:
+@pytest.mark.parametrize("values", [np.ones(5), np.ones((2, 3), int)], ids=["float", "matrix"])
+def test_arrays_that_are_no_tokens(tmp_path, make, values):
     with pytest.raises(ValueError, match="tokens are a one-dimensional array of integers"):
         TokenData(make(tmp_path, values), 2)
 
 
-def test_wrong_hdf5_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.h5 has no data set 'ids' of tokens: /ids is missing; it has \['group'\]"):
-        TokenData(HDF5Tokens(hdf5(tmp_path, [1, 2]).path, "ids"), 1)
-    for name, message in (("group", "it is a group"), ("group/ids/x", ".*"), ("", ".*")):
-        with pytest.raises(ValueError, match=f"a\\.h5 has no data set '{name}' of tokens: {message}; it has"):
-            TokenData(HDF5Tokens(tmp_path / "a.h5", name), 1)
-    (tmp_path / "b.h5").write_bytes((tmp_path / "a.h5").read_bytes()[:700])
-    with pytest.raises(OSError, match=r"b\.h5 is no HDF5 file, or is cut short"):
-        TokenData(HDF5Tokens(tmp_path / "b.h5"), 1)
-    with pytest.raises(FileNotFoundError, match=r"c\.h5 does not exist"):
-        TokenData(HDF5Tokens(tmp_path / "c.h5"), 1)
-
-
-def unlike_tokens(file: Any, kind: str) -> None:
-    """A data set `tokens` whose values are too far apart, elsewhere, or nowhere."""
-    h5py = pytest.importorskip("h5py")
-    if kind == "chunks":
-        file.create_dataset("tokens", (2**40,), np.uint16, chunks=(2**28,))
-    elif kind == "unwritten chunks":
-        file.create_dataset("tokens", (2**40,), np.uint16, chunks=(2**16,))[:10] = 1
-    elif kind == "unwritten":
-        file.create_dataset("tokens", (2**40,), np.uint16)
-    elif kind == "virtual":
-        layout = h5py.VirtualLayout((10,), np.uint16)
-        layout[:] = h5py.VirtualSource("other.h5", "tokens", (10,))
-        file.create_virtual_dataset("tokens", layout)
-    elif kind == "external":
-        file.create_dataset("tokens", (10,), np.uint16, external=[("/dev/zero", 0, 20)])
-    else:
-        file["tokens"] = h5py.ExternalLink("other.h5", "tokens")
+@pytest.mark.parametrize(
+    ("file", "name", "kind", "message"),
+    [
+        ("a.h5", "ids", ValueError, r"has no data set 'ids' of tokens: /ids is missing; it has \['group'\]"),
+        ("a.h5", "group", ValueError, "has no data set 'group' of tokens: it is a group; it has"),
+        ("a.h5", "group/ids/x", ValueError, "has no data set 'group/ids/x' of tokens: .*; it has"),
+        ("a.h5", "", ValueError, "has no data set '' of tokens: .*; it has"),
+        ("b.h5", "ids", OSError, "is no HDF5 file, or is cut short"),
+        ("c.h5", "ids", FileNotFoundError, "does not exist"),
+    ],
+)
+def test_wrong_hdf5_files(tmp_path, file, name, kind, message):
+    data = hdf5(tmp_path, [1, 2]).path.read_bytes()
+    (tmp_path / "b.h5").write_bytes(data[:700])
+    with pytest.raises(kind, match=rf"{file} {message}"):
+        TokenData(HDF5Tokens(tmp_path / file, name), 1)
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("size", "options", "message"),
     [
-        ("chunks", "its chunks are 536870912 bytes; this mpishard reads chunks of at most 67108864"),
-        ("unwritten chunks", "it has 1 of its 16777216 chunks"),
-        ("unwritten", "some of its values were never written"),
-        ("virtual", "the values are those of another, virtual data set"),
-        ("external", "the values lie in a file outside"),
-        ("link", "/tokens is a link to elsewhere"),
+        (2**40, {"chunks": (2**28,)}, "its chunks are 536870912 bytes; this mpishard reads chunks of at most 67108864"),
+        (2**40, {"chunks": (2**16,)}, "it has 1 of its 16777216 chunks"),
+        (2**40, {}, "some of its values were never written"),
+        (10, {"external": [("/dev/zero", 0, 20)]}, "the values lie in a file outside"),
+        (10, "virtual", "the values are those of another, virtual data set"),
+        (10, "link", "/tokens is a link to elsewhere"),
     ],
 )
-def test_hdf5_tokens_are_all_in_their_file(tmp_path: Path, kind: str, message: str) -> None:
+def test_hdf5_tokens_are_all_in_their_file(tmp_path, size, options, message):
+    """And not too far apart, elsewhere, or nowhere."""
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        unlike_tokens(file, kind)
+        if options == "virtual":
+            layout = h5py.VirtualLayout((size,), np.uint16)
+            layout[:] = h5py.VirtualSource("other.h5", "tokens", (size,))
+            file.create_virtual_dataset("tokens", layout)
+        elif options == "link":
+            file["tokens"] = h5py.ExternalLink("other.h5", "tokens")
+        else:
+            tokens = file.create_dataset("tokens", (size,), np.uint16, **options)
+            if options == {"chunks": (2**16,)}:
+                tokens[:10] = 1
     with pytest.raises(ValueError, match=rf"a\.h5 has no data set 'tokens' of tokens: {message}"):
         TokenData(HDF5Tokens(tmp_path / "a.h5"), 4)
 
 
-def test_a_damaged_hdf5_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_hdf5_file_is_named(tmp_path):
     """Before the training: all tokens are read to compare them with the vocabulary."""
     h5py = pytest.importorskip("h5py")
     source = hdf5(tmp_path, np.random.default_rng(0).integers(0, 50, 5000))
@@ -576,14 +536,6 @@ def test_a_damaged_hdf5_file_is_named(tmp_path: Path) -> None:
         TokenData(source, 100, vocabulary_size=50)
 
 
-def test_wrong_zarr_folders(tmp_path: Path) -> None:
-    pytest.importorskip("zarr", reason="zarr is not installed (extra: zarr)")
-    with pytest.raises(ValueError, match="is no Zarr array"):
-        TokenData(ZarrTokens(tmp_path), 1)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        TokenData(ZarrTokens(tmp_path / "none"), 1)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -592,18 +544,22 @@ def test_wrong_zarr_folders(tmp_path: Path) -> None:
         ({"chunks": (2**20,), "shards": (2**24,)}, "it has 1 of its 65536 files of chunks"),
     ],
 )
-def test_zarr_tokens_are_all_in_their_folder(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_zarr_tokens_are_all_in_their_folder(tmp_path, options, message):
     zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra: zarr)")
     zarr.create_array(str(tmp_path / "a.zarr"), shape=(2**40,), dtype="u2", **options)
     with pytest.raises(ValueError, match=rf"a\.zarr: {message}"):
         TokenData(ZarrTokens(tmp_path / "a.zarr"), 4)
+    with pytest.raises(ValueError, match="is no Zarr array"):
+        TokenData(ZarrTokens(tmp_path), 1)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        TokenData(ZarrTokens(tmp_path / "none"), 1)
 
 
-def test_texts(tmp_path: Path) -> None:
+def test_texts(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("abc\n\ndefgh\n\n\n\ni")
 
-    def tokenize(text: str) -> list[int]:
+    def tokenize(text):
         return [ord(letter) - 97 for letter in text]
 
     packed = TokenData(TextFile(path, tokenize, separator="\n\n"), 8)
@@ -613,28 +569,11 @@ def test_texts(tmp_path: Path) -> None:
     assert len(TokenData(TextFile(path, lambda text: list(text.encode())), 4, padding=0)) == 1
     with pytest.raises(ValueError, match="token -87 at position 3"):
         TokenData(TextFile(path, tokenize), 4, vocabulary_size=26)
-
-
-def test_wrong_texts(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"abc\xff")
-    with pytest.raises(ValueError, match=r"a\.txt is no text in UTF-8"):
-        TokenData(TextFile(path, list), 1)
-    path.write_bytes(b"abc")
-    with pytest.raises(TypeError, match=r"tokenize returned array.* for a text of .*a\.txt, not a list of integers"):
-        TokenData(TextFile(path, list), 1)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a\.txt has no token"):
-        TokenData(TextFile(path, list), 1)
-    with pytest.raises(TypeError, match="tokenize=3 must be a function"):
-        TextFile(path, 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="separator is empty"):
-        TextFile(path, list, "")
-
-
-def test_wrong_paddings(tmp_path: Path) -> None:
-    source = MegatronFile(megatron(tmp_path))
-    with pytest.raises(ValueError, match="padding=50 is no token of vocabulary_size=50"):
-        TokenData(source, 4, vocabulary_size=50, padding=50)
-    with pytest.raises(ValueError, match=r"m\.bin has no index of documents"):
-        TokenData(TokenFile(tmp_path / "m.bin"), 4, padding=0)
+    for data, kind, message in (
+        (b"abc\xff", ValueError, r"a\.txt is no text in UTF-8"),
+        (b"abc", TypeError, r"tokenize returned array.* for a text of .*a\.txt, not a list of integers"),
+        (b"", ValueError, r"a\.txt has no token"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(kind, match=message):
+            TokenData(TextFile(path, list), 1)

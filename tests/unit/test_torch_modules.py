@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,16 +16,12 @@ from mpishard.torch import buffers as torch_buffers  # noqa: E402
 from mpishard.torch import distributed, torch_rule  # noqa: E402
 from mpishard.torch import module as module_state  # noqa: E402
 from mpishard.torch.buffers import Buffers  # noqa: E402
-from mpishard.torch.module import (  # noqa: E402
-    ModuleTensors,
-    check_unchanged,
-    state_of,
-)
+from mpishard.torch.module import ModuleTensors, check_unchanged, state_of  # noqa: E402
 from mpishard.torch.problem import problem  # noqa: E402
 from mpishard.torch.torch_rule import rule_of, rule_of_optimizer  # noqa: E402
 
 
-def module(**parameters: Any) -> Any:
+def module(**parameters):
     """A linear layer with other parameters besides."""
     made = torch.nn.Linear(3, 2)
     for name, p in parameters.items():
@@ -36,15 +29,18 @@ def module(**parameters: Any) -> Any:
     return made
 
 
-def parameter(*shape: int, **options: Any) -> Any:
+def parameter(*shape, **options):
     return torch.nn.Parameter(torch.zeros(*shape, **options))
 
 
-def frozen(made: Any) -> Any:
-    return made.requires_grad_(False)
+BATCH_NORM = r".1. is a torch.nn.SyncBatchNorm, which sums over .* torch.distributed.*call mpishard.torch.convert_sync"
 
 
-def sharing() -> Any:
+def transposed():
+    return module(t=torch.nn.Parameter(torch.zeros(3, 2).t()))
+
+
+def sharing():
     memory = torch.zeros(4)
     return module(one=torch.nn.Parameter(memory[:3]), other=torch.nn.Parameter(memory[2:]))
 
@@ -55,73 +51,50 @@ def sharing() -> Any:
         (lambda: torch.nn.Linear, TypeError, "needs a torch.nn.Module, got the class Linear"),
         (lambda: np.zeros(3), TypeError, "needs a torch.nn.Module, got a ndarray"),
         (lambda: torch.nn.ReLU(), ValueError, "this ReLU has no parameter to train: it has none"),
-        (lambda: frozen(module()), ValueError, "all of its 2 parameters are frozen"),
-        (
-            lambda: module(c=parameter(2, dtype=torch.complex32)),
-            TypeError,
-            "must be of bfloat16, .* complex128, but 'c' is complex32; use module.float",
-        ),
+        (lambda: module().requires_grad_(False), ValueError, "all of its 2 parameters are frozen"),
+        (lambda: module(c=parameter(2, dtype=torch.complex32)), TypeError, ".*complex128, but .c. is complex32; use"),
         (lambda: module().to(torch.float8_e5m2), TypeError, "'weight' is float8_e5m2; use module.float.., and a lower"),
-        (
-            lambda: module(m=parameter(2, device="meta")),
-            ValueError,
-            "'m' is on the device meta and has no values",
-        ),
+        (lambda: module(m=parameter(2, device="meta")), ValueError, "'m' is on the device meta and has no values"),
         (lambda: torch.nn.LazyLinear(3), ValueError, "'weight' is not initialized: run one batch"),
-        (
-            lambda: module(t=torch.nn.Parameter(torch.zeros(3, 2).t())),
-            ValueError,
-            r"'t' is not contiguous: shape \(2, 3\), strides \(1, 2\)",
-        ),
+        (transposed, ValueError, r"'t' is not contiguous: shape \(2, 3\), strides \(1, 2\)"),
         (sharing, ValueError, "'one' and 'other' are two that share memory"),
-        (
-            lambda: torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.SyncBatchNorm(2)),
-            ValueError,
-            r"'1' is a torch.nn.SyncBatchNorm, which sums over .* torch.distributed.*call mpishard.torch.convert_sync",
-        ),
+        (lambda: torch.nn.Sequential(module(), torch.nn.SyncBatchNorm(2)), ValueError, BATCH_NORM),
     ],
 )
-def test_a_module_that_cannot_be_trained_is_unchanged(
-    make: Callable[[], Any], kind: type[Exception], message: str
-) -> None:
+def test_a_module_that_cannot_be_trained_is_unchanged(make, kind, message):
     made = make()
     with pytest.raises(kind, match=message):
         ModuleTensors.of(made)
 
 
-def test_an_older_pytorch_sums_no_gradients_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_pytorch_sums_no_gradients_of_another_dtype(monkeypatch):
     monkeypatch.setattr(module_state, "_HAS_GRAD_DTYPE", False)
     with pytest.raises(TypeError, match="'weight' is bfloat16, whose gradients are summed in float32: that needs a Py"):
         ModuleTensors.of(module().bfloat16())
     assert ModuleTensors.of(module(c=parameter(2, dtype=torch.complex64))).trained
 
 
-def test_integers_that_are_frozen_are_no_obstacle() -> None:
+def test_integers_that_are_frozen_are_no_obstacle():
     made = module(table=torch.nn.Parameter(torch.arange(3), requires_grad=False))
     made.register_buffer("scratch", torch.zeros(2), persistent=False)
     made.register_buffer("steps", torch.tensor(7))
     found = ModuleTensors.of(torch.nn.Sequential(made, made))
-    assert (list(found.trained), list(found.frozen), list(found.buffers)) == (
-        ["0.weight", "0.bias"],
-        ["0.table"],
-        ["0.steps"],
-    )
+    names = [list(each) for each in (found.trained, found.frozen, found.buffers)]
+    assert names == [["0.weight", "0.bias"], ["0.table"], ["0.steps"]]
 
 
-def test_names_are_those_before_compilation() -> None:
+def test_names_are_those_before_compilation():
     inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     inner[0] = torch.compile(inner[0], backend="eager")
-    found, plain = ModuleTensors.of(torch.compile(inner, backend="eager")), ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert list(found.trained) == plain
+    found = ModuleTensors.of(torch.compile(inner, backend="eager"))
+    assert list(found.trained) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert list(found.buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "bool", "int64", "complex64"])
-def test_buffers_of_all_dtypes_are_saved(dtype: str) -> None:
-    tensors = {
-        "odd": torch.tensor([[1, 0, 3]]).to(getattr(torch, dtype)),
-        "scalar": torch.tensor(1).to(getattr(torch, dtype)),
-    }
+def test_buffers_of_all_dtypes_are_saved(dtype):
+    values = {"odd": [[1, 0, 3]], "scalar": 1}
+    tensors = {name: torch.tensor(value).to(getattr(torch, dtype)) for name, value in values.items()}
     wanted = {name: tensor.clone() for name, tensor in tensors.items()}
     buffers = Buffers(tensors, "broadcast")
     saved = buffers.facts
@@ -143,14 +116,14 @@ def test_buffers_of_all_dtypes_are_saved(dtype: str) -> None:
         (None, TypeError, "losses must be a function of the module and sample indices, got NoneType"),
     ],
 )
-def test_losses_are_one_for_each_sample(losses: Any, kind: type[Exception], message: str) -> None:
+def test_losses_are_one_for_each_sample(losses, kind, message):
     with pytest.raises(kind, match=message):
         made = problem(module(), losses, samples=4, batch_size=4, steps=1)
         made.function(made.start, np.arange(4), made.start.gradients)
 
 
 @pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Rprop", "SGD"])
-def test_rules_of_pytorch_take_its_steps(name: str) -> None:
+def test_rules_of_pytorch_take_its_steps(name):
     """On two pieces of the parameters, with state in arrays of mpishard."""
     kind, random = getattr(torch.optim, name), np.random.default_rng(3)
     options = {"SGD": {"momentum": 0.9, "dampening": 0.5}, "Adam": {"amsgrad": True}}.get(name, {})
@@ -168,9 +141,9 @@ def test_rules_of_pytorch_take_its_steps(name: str) -> None:
     assert np.allclose(values, wanted.numpy(), rtol=1e-12, atol=0)
 
 
-def test_a_stream_of_the_user_finishes_the_step_of_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_the_user_finishes_the_step_of_a_rule(monkeypatch):
     """On a GPU CuPy sends the values, and does not wait for it."""
-    finished: list[tuple[Any, Any]] = []
+    finished = []
     rule, values, slots = rule_of(torch.optim.SGD, 0.1, momentum=0.9), np.ones(3), [np.full(3, np.nan)]
     monkeypatch.setattr(torch_rule, "finish_stream", lambda tensor: finished.append((tensor.clone(), slots[0].copy())))
     rule.update(values, np.ones(3), slots, 1)
@@ -182,17 +155,13 @@ def test_a_stream_of_the_user_finishes_the_step_of_a_rule(monkeypatch: pytest.Mo
     [
         (lambda: rule_of(torch.optim.Adafactor, 0.1), ValueError, "Adafactor cannot be divided over ranks"),
         (lambda: rule_of(torch.optim.NAdam, 0.1), ValueError, "it keeps 'mu_product' besides"),
-        (
-            lambda: rule_of(torch.optim.LBFGS, 0.1),
-            TypeError,
-            "LBFGS cannot take a step of a .*; use an element-wise",
-        ),
+        (lambda: rule_of(torch.optim.LBFGS, 0.1), TypeError, "LBFGS cannot take a step of a .*; use an element-wise"),
         (lambda: rule_of(torch.optim.RAdam, 0.1, beta=0.9), TypeError, "RAdam has no argument 'beta'"),
         (lambda: rule_of(torch.nn.Linear, 0.1), TypeError, "needs a class of torch.optim such as"),
         (lambda: rule_of(torch.optim.RAdam, -1.0), ValueError, "lr"),
     ],
 )
-def test_optimizers_that_are_no_rules(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
+def test_optimizers_that_are_no_rules(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
 
@@ -201,17 +170,14 @@ def test_optimizers_that_are_no_rules(make: Callable[[], Any], kind: type[Except
     ("change", "message"),
     [
         (lambda groups: groups.pop(), "parameter 'bias' of the module is not in the optimizer"),
-        (
-            lambda groups: groups[1].update(amsgrad=True),
-            r"\[1\] .* keeps .*, max_exp_avg_sq, and param_groups\[0\] exp",
-        ),
+        (lambda groups: groups[1].update(amsgrad=True), "keeps .*, max_exp_avg_sq, and param_groups.0. exp"),
         (lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1))), "has 1 parameters that the"),
         (lambda groups: groups[0].pop("lr"), "has no learning rate 'lr'"),
     ],
 )
-def test_an_optimizer_of_other_parameters_is_refused(change: Callable[[Any], Any], message: str) -> None:
+def test_an_optimizer_of_other_parameters_is_refused(change, message):
     made = module()
-    optimizer = torch.optim.AdamW([{"params": [made.weight]}, {"params": [made.bias], "weight_decay": 0.0}], lr=0.1)
+    optimizer = adamw(made)
     names = {id(p): name for name, p in made.named_parameters()}
     rule_of_optimizer(optimizer, names)
     change(optimizer.param_groups)
@@ -219,25 +185,25 @@ def test_an_optimizer_of_other_parameters_is_refused(change: Callable[[Any], Any
         rule_of_optimizer(optimizer, names)
 
 
-def adamw(made: Any) -> Any:
+def adamw(made):
     return torch.optim.AdamW([{"params": [made.weight]}, {"params": [made.bias], "weight_decay": 0.0}], lr=0.1)
 
 
-def adagrad(made: Any) -> Any:
+def adagrad(made):
     """Which makes its state before the first step."""
     return torch.optim.Adagrad([{"params": [made.weight]}, {"params": [made.bias]}], 0.1, initial_accumulator_value=0.1)
 
 
-def sgd(made: Any) -> Any:
+def sgd(made):
     return torch.optim.SGD([{"params": [made.bias]}, {"params": [made.weight], "momentum": 0.5}], lr=0.1, momentum=0.9)
 
 
-def backward(made: Any) -> None:
+def backward(made):
     made(torch.ones(4, 3)).square().mean().backward()
 
 
 @pytest.mark.parametrize("make", [adamw, adagrad, sgd])
-def test_each_group_of_an_optimizer_follows_its_own_values(make: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_each_group_of_an_optimizer_follows_its_own_values(make, tmp_path):
     """As in PyTorch alone: two schedules, the first from 0, and options that are set; also after a checkpoint."""
     made = [module(), module()]
     made[1].load_state_dict(made[0].state_dict())
@@ -252,19 +218,17 @@ def test_each_group_of_an_optimizer_follows_its_own_values(make: Callable[[Any],
                     theirs.param_groups[1].update(weight_decay=0.5, eps=1e-3)
                 if step == 3 and own is made[1]:
                     optimizer.save_checkpoint(tmp_path)
-                    saved, state = theirs.param_groups, optimizer.state_dict()
+                    saved, state = [{**each, "params": 0} for each in theirs.param_groups], optimizer.state_dict()
                     theirs = make(own)
                     optimizer = mpishard.torch.as_distributed(own, mesh, theirs)
                     optimizer.load_state_dict(state)
                     assert [group["lr"] for group in theirs.param_groups] == [group["lr"] for group in saved]
                     theirs.param_groups[0]["lr"] = 1.0
                     optimizer.load_checkpoint(tmp_path)
-                    assert [{**each, "params": 0} for each in theirs.param_groups] == [
-                        {**each, "params": 0} for each in saved
-                    ]
-                    again = torch.optim.lr_scheduler.LambdaLR(theirs, scheduler.lr_lambdas, last_epoch=2)
-                    again.load_state_dict(scheduler.state_dict())
-                    scheduler = again
+                    assert [{**each, "params": 0} for each in theirs.param_groups] == saved
+                    state = scheduler.state_dict()
+                    scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, scheduler.lr_lambdas, last_epoch=2)
+                    scheduler.load_state_dict(state)
                 backward(own)
                 optimizer.step()
                 scheduler.step()
@@ -273,7 +237,7 @@ def test_each_group_of_an_optimizer_follows_its_own_values(make: Callable[[Any],
         assert torch.allclose(p, made[1].get_parameter(name), atol=1e-7), name
 
 
-def test_what_a_loaded_state_changes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_loaded_state_changes_is_said(capsys):
     made = module()
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         optimizer = mpishard.torch.as_distributed(made, mesh, adamw(made))
@@ -298,19 +262,13 @@ def test_what_a_loaded_state_changes_is_said(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda theirs: theirs.add_param_group({"params": [parameter(1)]}),
-            r"groups of \[1, 1, 1\] .*, and had \[1, 1\]",
-        ),
+        (lambda theirs: theirs.add_param_group({"params": [parameter(1)]}), r"of \[1, 1, 1\] .*, and had \[1, 1\]"),
         (lambda theirs: theirs.param_groups[1].update(lr=float("nan")), r"lr of param_groups\[1\] .* finite, got nan"),
-        (
-            lambda theirs: theirs.param_groups[1].update(amsgrad=True),
-            "and needs max_exp_avg_sq now, which did not exist",
-        ),
+        (lambda theirs: theirs.param_groups[1].update(amsgrad=True), "needs max_exp_avg_sq now, which did not exist"),
         (lambda theirs: theirs.state[theirs.param_groups[0]["params"][0]].update(step=1), "has got a state of its own"),
     ],
 )
-def test_an_optimizer_that_was_changed_is_refused(change: Callable[[Any], Any], message: str) -> None:
+def test_an_optimizer_that_was_changed_is_refused(change, message):
     made = module()
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         theirs = adamw(made)
@@ -321,7 +279,7 @@ def test_an_optimizer_that_was_changed_is_refused(change: Callable[[Any], Any], 
             optimizer.step()
 
 
-def test_an_optimizer_takes_no_step_by_itself() -> None:
+def test_an_optimizer_takes_no_step_by_itself():
     made = module()
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         theirs = adamw(made)
@@ -329,9 +287,7 @@ def test_an_optimizer_takes_no_step_by_itself() -> None:
         settings = optimizer.optimizer.settings
         assert optimizer.param_groups is theirs.param_groups
         assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults is theirs.defaults
-        with pytest.raises(
-            RuntimeError, match="cannot be added .* call close.., make a torch optimizer with all groups"
-        ):
+        with pytest.raises(RuntimeError, match="cannot be added .* call close.., make a torch optimizer with all gr"):
             optimizer.add_param_group({"params": [parameter(1)]})
         with pytest.raises(TypeError, match="belongs to its mesh and cannot be copied or pickled; save its state_dict"):
             copy.deepcopy(optimizer)
@@ -346,13 +302,13 @@ def test_an_optimizer_takes_no_step_by_itself() -> None:
         assert settings.by_name()["lr of param_groups[1]"] == "0.5"
 
 
-def with_buffer() -> tuple[Any, Any]:
+def with_buffer():
     made = module()
     made.register_buffer("seen", torch.zeros(1))
     return made, state_of(made, ModuleTensors.of(made), "broadcast")
 
 
-def test_a_tensor_in_the_place_of_a_buffer_gives_its_values() -> None:
+def test_a_tensor_in_the_place_of_a_buffer_gives_its_values():
     """As ``self.seen = self.seen + 1`` in a forward pass leaves it."""
     made, state = with_buffer()
     ours = made.seen
@@ -366,19 +322,19 @@ def test_a_tensor_in_the_place_of_a_buffer_gives_its_values() -> None:
     state.check_intact()
 
 
-def test_streams_of_the_user_finish_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_the_user_finish_buffers(monkeypatch):
     """On a GPU CuPy sends them, and does not wait for the copy of a tensor that was in the place of one."""
     made, state = with_buffer()
-    finished: list[list[float]] = []
+    finished = []
     monkeypatch.setattr(torch_buffers, "finish_stream", lambda tensor: finished.append(tensor.tolist()))
     made.seen = made.seen + 1
     state.check_intact()
     assert finished == [[1]]
 
 
-def test_streams_of_the_user_get_what_ranks_have_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_the_user_get_what_ranks_have_spread(monkeypatch):
     """On a GPU they do not wait for CuPy."""
-    waited: list[Any] = []
+    waited = []
     spy = SimpleNamespace(ready=lambda array: waited.append(array.tobytes()))
     for each in (distributed, module_state):
         monkeypatch.setattr(each, "arrays", spy)
@@ -388,7 +344,7 @@ def test_streams_of_the_user_get_what_ranks_have_spread(monkeypatch: pytest.Monk
         assert waited == [optimizer.parameters.held.tobytes()]
     made = module(still=parameter(2))
     made.still.requires_grad_(False)
-    axis: Any = SimpleNamespace(size=2, broadcast=lambda array, **_: array.fill(0xFF))
+    axis = SimpleNamespace(size=2, broadcast=lambda array, **_: array.fill(0xFF))
     state_of(made, ModuleTensors.of(made), "local").broadcast(axis)
     assert waited[1:] == [b"\xff" * 8]
 
@@ -396,21 +352,15 @@ def test_streams_of_the_user_get_what_ranks_have_spread(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda made: setattr(made, "seen", torch.zeros(2)),
-            r"'seen' was float32 \(1,\) on .* is float32 \(2,\)",
-        ),
-        (
-            lambda made: setattr(made, "seen", torch.zeros(1, dtype=torch.int64)),
-            r"is int64 \(1,\) on cpu now; change",
-        ),
+        (lambda made: setattr(made, "seen", torch.zeros(2)), r"'seen' was float32 \(1,\) on .* is float32 \(2,\)"),
+        (lambda made: setattr(made, "seen", torch.zeros(1, dtype=torch.int64)), r"is int64 \(1,\) on cpu now; change"),
         (lambda made: delattr(made, "seen"), "buffer 'seen' is gone"),
         (lambda made: made.register_buffer("more", torch.zeros(1)), "'more' is new .*, or register it with persistent"),
         (lambda made: setattr(made.weight, "data", made.weight.data.view(3, 2)), "memory of parameter 'weight' was"),
         (lambda made: setattr(made.weight, "data", made.weight.data.view(torch.int32)), "of parameter 'weight' was"),
     ],
 )
-def test_a_module_that_was_changed_is_refused(change: Callable[[Any], Any], message: str) -> None:
+def test_a_module_that_was_changed_is_refused(change, message):
     made, state = with_buffer()
     with torch.no_grad():
         made.weight.requires_grad_(False)
@@ -423,7 +373,7 @@ def test_a_module_that_was_changed_is_refused(change: Callable[[Any], Any], mess
         check_unchanged(made)
 
 
-def test_gradients_of_another_dtype_wait_for_the_error_of_the_step() -> None:
+def test_gradients_of_another_dtype_wait_for_the_error_of_the_step():
     made = module()
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         optimizer = mpishard.torch.as_distributed(made, mesh, mpishard.SGD(lr=0.1))
@@ -438,7 +388,7 @@ class ThreeRanks:
 
     rank, size, others = 0, 3, 0.0
 
-    def all_reduce(self, buffer: Any, op: str = "sum", label: str = "") -> Any:
+    def all_reduce(self, buffer, op="sum", label=""):
         if op == "sum":
             buffer[...] += buffer + (buffer + 2 * self.others)
         elif self.others:
@@ -446,21 +396,21 @@ class ThreeRanks:
         return buffer
 
 
-def test_equal_buffers_are_not_averaged_again() -> None:
+def test_equal_buffers_are_not_averaged_again():
     """By a save, which must not change the run: the rounded mean of equal numbers may be another number."""
     tensor = torch.rand(100, generator=torch.Generator().manual_seed(0))
     before, axis = tensor.clone(), ThreeRanks()
     buffers = Buffers({"x": tensor}, "average")
-    buffers.synchronize(axis)  # type: ignore[arg-type]
+    buffers.synchronize(axis)
     assert not torch.equal(tensor, before)
     before = tensor.clone()
-    buffers.consolidate(axis)  # type: ignore[arg-type]
+    buffers.consolidate(axis)
     assert torch.equal(tensor, before)
     axis.others = 3.0
-    buffers.consolidate(axis)  # type: ignore[arg-type]
+    buffers.consolidate(axis)
     assert torch.allclose(tensor, before + 2)
 
 
-def test_a_tensor_of_several_dimensions_can_be_the_start_of_a_minimisation() -> None:
+def test_a_tensor_of_several_dimensions_can_be_the_start_of_a_minimisation():
     result = mpishard.minimize(lambda x: (float((x - 1) @ (x - 1)), 2 * (x - 1)), torch.zeros(2, 3))
     assert result.success and np.allclose(result.x, 1)

@@ -45,26 +45,16 @@ def condition(**goals):
 )
 def test_goals(goals, steps, norm, goal):
     stop = condition(**goals)
-    assert stop.goal(steps, norm) == goal
-    assert stop.reason(StopRequest.NONE, steps, norm) == goal
+    assert stop.goal(steps, norm) == stop.reason(StopRequest.NONE, steps, norm) == goal
 
 
-@pytest.mark.parametrize(("strongest", "reason"), [(1, "seconds"), (2, "callback"), (3, "signal")])
-def test_a_request_comes_before_a_goal(strongest, reason):
-    assert condition(steps=3).reason(strongest, 3, math.nan) == reason
-
-
-def test_the_strongest_request_is_the_largest():
-    assert max(StopRequest.SECONDS, StopRequest.NONE, StopRequest.CALLBACK) == StopRequest.CALLBACK
-    assert sorted(StopRequest)[-2:] == [StopRequest.SIGNAL, StopRequest.FAILED]
-
-
-def test_the_end_of_a_method_comes_first_and_patience_last():
+def test_the_end_of_a_method_comes_first_then_the_strongest_request_a_goal_and_patience():
     stop = StopCondition(condition(steps=3).problem, EarlyStopping(patience=2))
     worse = [1.0, 2.0, 1.0]
     assert stop.reason(StopRequest.SIGNAL, 3, math.nan, method_ended="ftol", validated=worse) == "ftol"
-    assert stop.reason(StopRequest.SIGNAL, 3, math.nan, validated=worse) == "signal"
-    assert stop.reason(StopRequest.NONE, 3, math.nan, validated=worse) == "steps"
+    for strongest, reason in enumerate(("steps", "seconds", "callback", "signal")):
+        assert stop.reason(strongest, 3, math.nan, validated=worse) == reason
+    assert sorted(StopRequest)[-2:] == [StopRequest.SIGNAL, StopRequest.FAILED]
     assert stop.reason(StopRequest.NONE, 2, math.nan, validated=worse) == "patience"
     assert stop.reason(StopRequest.NONE, 2, math.nan, validated=worse[:2]) == ""
     assert [stop.described(reason) for reason in ("steps", "patience")] == ["steps=3", "patience=2"]
@@ -72,14 +62,7 @@ def test_the_end_of_a_method_comes_first_and_patience_last():
 
 # Batch and learning rate by the number of workers: the policies, and rules with another rate.
 
-RULES = [
-    SGD(lr=0.25, momentum=0.9),
-    Adam(lr=0.25),
-    AdamW(lr=0.25, weight_decay=0.5),
-    RMSprop(lr=0.25),
-    Adagrad(lr=0.25),
-    Lion(lr=0.25),
-]
+RULES = [SGD(0.25, momentum=0.9), Adam(0.25), AdamW(0.25, weight_decay=0.5), RMSprop(0.25), Adagrad(0.25), Lion(0.25)]
 
 
 @pytest.mark.parametrize(
@@ -90,13 +73,10 @@ def test_policies(policy, sizes, factor):
     scaling = Scaling(policy, 3)
     assert [scaling.batch_size(16, workers) for workers in (1, 2, 12)] == sizes
     assert (scaling.rate_factor(1.0), scaling.rate_factor(4.0)) == (1.0, factor)
+    assert Scaling(policy, 8).batch_size(4, 1) == (4 if policy == "constant" else 1)  # not empty
 
 
-def test_a_batch_is_not_empty():
-    assert Scaling("linear", 8).batch_size(4, 1) == 1
-
-
-@pytest.mark.parametrize("policy", ["cubic", "", None])
+@pytest.mark.parametrize("policy", ["cubic", None])
 def test_other_policies_are_refused(policy):
     with pytest.raises(ValueError, match="is none of 'constant', 'linear', 'square_root'"):
         Scaling(policy, 1)
@@ -124,41 +104,31 @@ def test_schedules_are_multiplied():
 # How far a run has come, as its checkpoints keep it.
 
 SAMPLER = Sampler(10, 4)  # steps of 4, 4 and 2 samples
-OPTIMIZER = {"steps": 4, "skipped_steps": 1}
 LOSSES = np.array([3.0, 2.0, 1.0])
+KEPT = RunProgress(LOSSES, 12, 2, 2, 0, 1, 9).to_metadata()
+NUMBERS = "samples_consumed first_workers steps_before skipped_before resumed_steps samples_before".split()
 
 
 def resumed(**facts):
-    return RunProgress.from_metadata({**OPTIMIZER, **facts}, SAMPLER, first_workers=7, batches=5)
+    return RunProgress.from_metadata({"steps": 4, "skipped_steps": 1, **facts}, SAMPLER, first_workers=7, batches=5)
 
 
-def values(progress):
-    return (
-        progress.losses.tolist(),
-        progress.samples_consumed,
-        progress.first_workers,
-        progress.steps_before,
-        progress.skipped_before,
-        progress.resumed_steps,
-        progress.samples_before,
-    )
-
-
-def test_what_a_checkpoint_keeps():
-    kept = RunProgress(LOSSES, 12, 2, 2, 0, 1, 9).to_metadata()
-    assert list(kept) == ["samples_consumed", "samples_before", "first_workers", "loss"]
-    assert values(resumed(**kept)) == ([3, 2, 1], 12, 2, 2, 1, 3, 9)
-
-
-def test_a_checkpoint_that_does_not_say_how_many_workers_began():
-    assert values(resumed(samples_consumed=12, loss=LOSSES)) == ([3, 2, 1], 12, 7, 2, 1, 3, SAMPLER.consumed(2))
-
-
-@pytest.mark.parametrize("facts", [{}, {"loss": 0.5}, {"loss": LOSSES}, {"samples_consumed": 3}, {"first_workers": 3}])
-def test_a_checkpoint_of_another_training_loop(facts):
-    losses, *numbers = values(resumed(**facts))
-    assert len(losses) == 5 and all(map(math.isnan, losses))
-    assert numbers == [SAMPLER.consumed(5), 7, 0, 1, 5, 0]
+@pytest.mark.parametrize(
+    ("facts", "losses", "numbers"),
+    [
+        (KEPT, [3, 2, 1], [12, 2, 2, 1, 3, 9]),
+        ({"samples_consumed": 12, "loss": LOSSES}, [3, 2, 1], [12, 7, 2, 1, 3, SAMPLER.consumed(2)]),  # first workers?
+        *(
+            (other_loop, [math.nan] * 5, [SAMPLER.consumed(5), 7, 0, 1, 5, 0])
+            for other_loop in ({}, {"loss": 0.5}, {"loss": LOSSES}, {"samples_consumed": 3}, {"first_workers": 3})
+        ),
+    ],
+)
+def test_what_a_checkpoint_keeps_and_another_training_loop_does_not(facts, losses, numbers):
+    assert list(KEPT) == ["samples_consumed", "samples_before", "first_workers", "loss"]
+    found = resumed(**facts)
+    assert np.array_equal(found.losses, losses, equal_nan=True)
+    assert [getattr(found, name) for name in NUMBERS] == numbers
 
 
 @pytest.mark.parametrize(
@@ -176,10 +146,8 @@ def test_wrong_numbers_are_refused(facts, message):
         resumed(**facts)
 
 
-# Progress in a log: often enough to see that it goes on, and seldom enough to be read.
-
-
-def test_lines_of_a_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_day_in_a_log(monkeypatch, capsys):
+    """Often enough to see that the run continues, and seldom enough to be read."""
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     shown = metrics.ProgressBar(86_400, shown=True)
@@ -221,6 +189,7 @@ def test_steps_in_which_ranks_meet(history):
     for loss in (np.array([3.0]), np.array([1.0, 2.0, 4.0])):
         history.append(history.mean_over_ranks(loss, 4))
     history.reduce()
+    history.to_array()[0] = 5  # of a copy
     assert history.to_array().tolist() == [1.5, 3.5]
     assert history._axis.calls == 2  # nothing was left to reduce
 
@@ -228,22 +197,15 @@ def test_steps_in_which_ranks_meet(history):
 def test_steps_in_between_are_reduced_at_their_places(history):
     history.restore(np.array([9.0]))
     for loss, shown in ((1.0, 0.5), (2.0, 1.0)):
-        history._axis.size = 2
         mean = history.mean_of_rank(np.array([loss]), 4)
         assert mean == shown
         history.append(mean)
     history._axis.size = 3  # others had more
     history.append(history.mean_over_ranks(np.array([4.0]), 4))
-    history.reduce()
-    assert history.to_array().tolist() == [9.0, 0.75, 1.5, 3.0]
-    history.reduce()
+    for _ in range(2):
+        history.reduce()
+        assert history.to_array().tolist() == [9.0, 0.75, 1.5, 3.0]
     assert (len(history), history._axis.calls) == (4, 2)
-
-
-def test_the_array_is_a_copy(history):
-    history.append(1.0)
-    history.to_array()[0] = 5
-    assert history.to_array().tolist() == [1.0]
 
 
 # Terms are cut into runs that cost about the same.
@@ -263,13 +225,10 @@ def test_no_other_cuts_are_better(ranks, seed):
     assert (cuts[0], cuts[-1], len(cuts)) == (0, 8, ranks + 1)
     assert cuts == sorted(cuts)
     assert most(costs, cuts) == pytest.approx(best, rel=1e-9)
+    assert most([1.0] * 9, balanced_cuts([1.0] * 9, ranks)) == most([1.0] * 9, split(9, ranks))
 
 
-def test_equal_costs_are_cut_evenly():
-    assert most([1.0] * 9, balanced_cuts([1.0] * 9, 4)) == most([1.0] * 9, split(9, 4))
-
-
-def test_costs_are_used_once_all_are_known():
+def test_costs_are_used_once_all_are_known_and_cuts_stay_while_others_gain_little():
     costs = TermCosts()
     assert costs.cuts(2) is None
     costs.begin(4)
@@ -277,14 +236,7 @@ def test_costs_are_used_once_all_are_known():
         pass
     assert costs.cuts(2) is None
     costs.seconds[:] = [3.0, 1.0, 1.0, 1.0]
-    assert costs.cuts(2) == (0, 1, 4)
-
-
-def test_cuts_stay_while_others_gain_little():
-    costs = TermCosts()
-    costs.begin(4)
-    costs.seconds[:] = [3.0, 1.0, 1.0, 1.0]
-    first = costs.cuts(2)
+    assert (first := costs.cuts(2)) == (0, 1, 4)
     costs.seconds[:] = [2.0, 1.1, 1.0, 1.0]  # (0, 2, 4) would have 3.1 in place of 3.1
     assert costs.cuts(2) is first
     costs.seconds[:] = [1.0, 1.0, 1.0, 1.0]
@@ -317,6 +269,8 @@ def test_permuted_depends_on_seed_and_name_and_not_on_the_slice():
     assert np.array_equal(permuted(np.arange(300, 400), 1000, 1, "a"), whole[300:400])
     for other in ((2, "a"), (1, "b"), (1, "a", 0)):
         assert (permuted(np.arange(1000), 1000, *other) != whole).mean() > 0.9
+    few_of_many = permuted(np.arange(10), 10**15, 0)  # costs as little
+    assert len(set(few_of_many.tolist())) == 10 and 0 <= few_of_many.min() and few_of_many.max() < 10**15
 
 
 def test_permuted_is_even():
@@ -325,29 +279,16 @@ def test_permuted_is_even():
     assert abs(places - 400).max() < 5 * np.sqrt(400 * 0.9)
 
 
-def test_permuted_of_a_large_range_costs_little():
-    indices = permuted(np.arange(10), 10**15, 0)
-    assert len(set(indices.tolist())) == 10
-    assert 0 <= indices.min() and indices.max() < 10**15
-
-
 def test_normal_is_keyed_by_name():
     one = normal(0, "w", (100, 100), 0.5, np.float64)
     assert np.array_equal(normal(0, "w", (100, 100), 0.5, np.float64), one)
     assert np.array_equal(normal(0, "w", (100, 100), 0.5, np.float32), one.astype(np.float32))
-    assert not np.array_equal(normal(0, "v", (100, 100), 0.5, np.float64), one)
-    assert not np.array_equal(normal(1, "w", (100, 100), 0.5, np.float64), one)
-    assert abs(one.mean()) < 0.025
-    assert abs(one.std() - 0.5) < 0.025
+    for key in ((0, "v"), (1, "w")):
+        assert not np.array_equal(normal(*key, (100, 100), 0.5, np.float64), one)
+    assert abs(one.mean()) < 0.025 and abs(one.std() - 0.5) < 0.025
 
 
-@given(
-    st.integers(1, 60),
-    st.integers(1, 20),
-    st.integers(1, 9),
-    st.one_of(st.none(), st.integers(1, 7)),
-    st.integers(1, 9),
-)
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 9), st.none() | st.integers(1, 7), st.integers(1, 9))
 def test_shares_are_the_batch(samples, batch_size, ranks, micro, step):
     batch = Sampler(samples, batch_size, seed=3).batch(step)
     shares = [share(batch, rank, ranks, micro) for rank in range(ranks)]
@@ -367,20 +308,9 @@ def test_sixteen_micro_batches_by_default(samples, sizes):
     assert np.array_equal(np.concatenate(micro), batch)
 
 
-@pytest.mark.parametrize("samples", [1, 9, 10, 11])
-def test_an_epoch_takes_every_sample_once_and_reorders_them(samples):
-    sampler = Sampler(samples, 4)
-    steps = sampler.steps_per_epoch
-    epochs = [np.concatenate([sampler.batch(epoch * steps + place + 1) for place in range(steps)]) for epoch in (0, 1)]
-    assert all(np.array_equal(np.sort(epoch), np.arange(samples)) for epoch in epochs)
-    assert samples < 9 or not np.array_equal(*epochs)
-    assert [sampler.consumed(step) for step in (0, steps, 2 * steps)] == [0, samples, 2 * samples]
-    assert sampler.consumed(1) == min(4, samples)
-
-
 @given(st.integers(1, 60), st.integers(1, 20), st.lists(st.integers(1, 80), max_size=30), st.integers(0, 3))
 def test_batches_of_any_sizes_take_every_sample_once_an_epoch(samples, batch_size, sizes, seed):
-    """In the order of batches of one size, whatever their sizes are."""
+    """In the order of batches of one size, whatever their sizes are; each epoch has another order."""
     sampler = Sampler(samples, batch_size, seed)
     consumed, taken = 0, []
     for size in sizes:
@@ -390,15 +320,9 @@ def test_batches_of_any_sizes_take_every_sample_once_an_epoch(samples, batch_siz
         consumed += len(batch)
         taken += batch.tolist()
     steps = -(-consumed // batch_size) + consumed // samples + 1
-    order = np.concatenate([sampler.batch(step + 1) for step in range(steps)])
-    assert taken == order[:consumed].tolist()
-    for epoch in range(consumed // samples):
-        assert sorted(taken[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
-
-
-@given(st.integers(1, 60), st.integers(1, 80), st.integers(1, 40))
-def test_batches_of_one_size_follow_one_another(samples, batch_size, step):
-    sampler = Sampler(samples, batch_size)
-    consumed = sum(len(sampler.batch(each)) for each in range(1, step))
-    assert consumed == sampler.consumed(step - 1)
-    assert np.array_equal(sampler.following(consumed, batch_size), sampler.batch(step))
+    batches = [sampler.batch(step + 1) for step in range(steps)]
+    assert [sampler.consumed(step) for step in range(steps + 1)] == [0, *np.cumsum([len(each) for each in batches])]
+    assert taken == np.concatenate(batches)[:consumed].tolist()
+    epochs = [taken[first : first + samples] for first in range(0, consumed - samples + 1, samples)]
+    assert all(sorted(epoch) == list(range(samples)) for epoch in epochs)
+    assert samples < 9 or len(set(map(tuple, epochs))) == len(epochs)
