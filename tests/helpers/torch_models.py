@@ -22,15 +22,10 @@ def words():
     return x, (x.sum(1) % 5).long()
 
 
-def convolutional():
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 6, 3),
-        torch.nn.BatchNorm2d(6),
-        torch.nn.ReLU(),
-        torch.nn.AdaptiveAvgPool2d(2),
-        torch.nn.Flatten(),
-        torch.nn.Linear(24, 5),
-    )
+def convolutional(bias=True):
+    """Without the bias that a batch norm takes out, AdamW does not enlarge a gradient that is rounding alone."""
+    layers = [torch.nn.Conv2d(3, 6, 3, bias=bias), torch.nn.BatchNorm2d(6), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(24, 5))
 
 
 class Transformer(torch.nn.Module):
@@ -77,3 +72,15 @@ def samples_of(mesh, step):
     """This rank's samples of a step: equally many on each rank, as DistributedSampler does."""
     order = np.random.default_rng(step).permutation(SAMPLES)
     return order[: SAMPLES // 2 // mesh.size * mesh.size].reshape(mesh.size, -1)[mesh.rank]
+
+
+def assert_same_parameters(one, other, rtol=0.0, atol=1e-12):
+    torch.testing.assert_close(dict(one.named_parameters()), dict(other.named_parameters()), rtol=rtol, atol=atol)
+
+
+def pytorch_ranks(mesh, folder):
+    """A fixture: PyTorch's own ranks, in the same processes."""
+    where = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=mesh.rank, world_size=mesh.size)
+    yield torch.nn.parallel.DistributedDataParallel
+    torch.distributed.destroy_process_group()

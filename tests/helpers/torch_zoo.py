@@ -5,8 +5,11 @@ All are float64 or complex128, and take the same samples: images for the convolu
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import torch
+from torch.nn import Linear, Sequential, Tanh
 from torch.utils.checkpoint import checkpoint
 
 import mpishard
@@ -22,7 +25,7 @@ class Words(torch.nn.Module):
         super().__init__()
         self.tokens = torch.nn.Embedding(11, WIDTH)
         self.inner = inner
-        self.head = torch.nn.Linear(WIDTH, 4)
+        self.head = Linear(WIDTH, 4)
 
     def forward(self, x):
         return self.head(self.inner(self.tokens(x)).mean(1))
@@ -32,46 +35,20 @@ class LSTM(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.lstm = torch.nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=True)
-        self.down = torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.down = Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
         return self.down(self.lstm(x)[0])
 
 
-class Tied(Words):
-    def __init__(self):
-        super().__init__(torch.nn.Tanh())
-        self.head = torch.nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.tokens.weight
-
-
-class SharedTwice(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.layer(torch.tanh(self.layer(x)))
-
-
 class Unused(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.used = torch.nn.Linear(WIDTH, WIDTH)
-        self.unused = torch.nn.Linear(3, 2)
+        self.used = square()
+        self.unused = Linear(3, 2)
 
     def forward(self, x):
         return torch.tanh(self.used(x))
-
-
-class Bags(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag = torch.nn.EmbeddingBag(11, WIDTH, mode="mean")
-        self.head = torch.nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        return self.head(self.bag(x))
 
 
 class Channels(torch.nn.Module):
@@ -97,16 +74,15 @@ class Complex(torch.nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=5, dim=1)
 
 
-class Checkpointed(torch.nn.Module):
+class Checkpointed(Sequential):
     """Computes its activations again in the backward pass."""
 
     def __init__(self, use_reentrant):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(encoder_layer() for _ in range(2))
+        super().__init__(encoder_layer(), encoder_layer())
         self.use_reentrant = use_reentrant
 
     def forward(self, x):
-        for block in self.blocks:
+        for block in self:
             x = checkpoint(block, x, use_reentrant=self.use_reentrant)
         return x
 
@@ -115,52 +91,55 @@ def encoder_layer():
     return torch.nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
 
 
+def square():
+    return Linear(WIDTH, WIDTH)
+
+
 def convolutional():
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(64, 4)
-    )
+    layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), Tanh(), torch.nn.Flatten(), Linear(64, 4)]
+    return Sequential(*layers)
 
 
-def frozen():
-    module = Words(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH)))
-    module.tokens.requires_grad_(False)
-    module.inner[2].weight.requires_grad_(False)
+def tied():
+    module = Words(Tanh())
+    module.head = Linear(WIDTH, 11, bias=False)
+    module.head.weight = module.tokens.weight
     return module
 
 
-def spectral():
-    norm = torch.nn.utils.parametrizations.spectral_norm
-    return Words(torch.nn.Sequential(norm(torch.nn.Linear(WIDTH, WIDTH)), torch.nn.Tanh()))
+def shared_twice():
+    layer = square()
+    return Words(Sequential(layer, Tanh(), layer))
+
+
+def frozen():
+    module = Words(Sequential(square(), Tanh(), square()))
+    module.tokens.requires_grad_(False)
+    module.inner[2].weight.requires_grad_(False)
+    return module
 
 
 MODULES = {
     "batch norm": convolutional,
     "lstm": lambda: Words(LSTM()),
     "attention": lambda: Words(encoder_layer()),
-    "tied": Tied,
+    "tied": tied,
     "frozen": frozen,
     "unused": lambda: Words(Unused()),
-    "shared twice": lambda: Words(SharedTwice()),
-    "embedding bag": Bags,
+    "shared twice": shared_twice,
+    "embedding bag": lambda: Sequential(torch.nn.EmbeddingBag(11, WIDTH, mode="mean"), Linear(WIDTH, 4)),
     "group norm": lambda: Words(Channels()),
-    "spectral norm": spectral,
+    "spectral norm": lambda: Words(Sequential(torch.nn.utils.parametrizations.spectral_norm(square()), Tanh())),
     "complex": lambda: Words(Complex()),
     "checkpointed": lambda: Words(Checkpointed(use_reentrant=False)),
     "checkpointed reentrant": lambda: Words(Checkpointed(use_reentrant=True)),
-    "compiled": lambda: torch.compile(Words(encoder_layer()), backend="aot_eager"),
+    "compiled": lambda: torch.compile(Words(Sequential(square(), Tanh(), square())), backend="aot_eager"),
 }
 # Units under zero=3: not those that others use without a call, as the attention of PyTorch does its output layer.
-LAYERS = (
-    torch.nn.Conv1d,
-    torch.nn.Conv2d,
-    torch.nn.Embedding,
-    torch.nn.EmbeddingBag,
-    torch.nn.Linear,
-    torch.nn.LSTM,
-    torch.nn.TransformerEncoderLayer,
-)
+LAYERS = [Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.LSTM]
+LAYERS += [torch.nn.TransformerEncoderLayer]
 WAYS = ("plain", "accumulated", "clipped by torch", "clipped by ours", "gan", "scaler")
-MAX_NORM = 0.05
+MAX_NORMS = (0.05, 1e6)  # of steps in turn
 
 
 def make(name):
@@ -178,81 +157,48 @@ def samples(name, step):
     return torch.randint(0, 11, (SAMPLES, 5), generator=random), labels
 
 
-def losses_of(way, loss):
-    """The losses of a step, each for a backward pass of its own; ``loss(part, parts)`` is that of a part of a batch."""
-    parts = 2 if way in ("accumulated", "gan") else 1
-    return [lambda part=part: loss(part, parts) / parts for part in range(parts)]
-
-
-def train_alone(name, way, steps):
-    """PyTorch in one process: the norms of the gradients before clipping, and the parameters after the steps."""
-    module = make(name)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    found = []
-    for step in range(steps):
-        x, y = samples(name, step)
-        optimizer.zero_grad()
-
-        def loss(part, parts, x=x, y=y):
-            own = slice(part * SAMPLES // parts, (part + 1) * SAMPLES // parts)
-            return torch.nn.functional.cross_entropy(module(x[own]), y[own])
-
-        for make_loss in losses_of(way, loss):
-            scaled = scaler.scale(make_loss()) if way == "scaler" else make_loss()
-            scaled.backward()
-        if way.startswith("clipped"):
-            found.append(torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM).item())
-        if way == "scaler":
+def train(name, way, steps, mesh=None, zero=0):
+    """Norms of the gradients before clipping, and the parameters after the steps; without a mesh those of PyTorch in
+    one process.  On a mesh a rank has its part of each part of a batch.
+    """
+    module, ranks, rank = make(name), 1, 0
+    if mesh is None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.9)
+    else:
+        module, ranks, rank = mpishard.torch.convert_sync_batchnorm(module, mesh), mesh.size, mesh.rank
+        units = {"shard_units": lambda layer: type(layer) in LAYERS} if zero == 3 else {}
+        # Of several buckets, and with norms of their own.
+        several = {"max_gradient_norm": 1e6, "minimum_parameter_group_size": 64} if way == "accumulated" else {}
+        config, rule = mpishard.ShardingConfiguration(mesh, **several), mpishard.SGD(lr=0.5, momentum=0.9)
+        optimizer = mpishard.torch.as_distributed(module, config, rule, zero=zero, **units)
+        before = optimizer.parameters.gather()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=way == "scaler")
+    parts = 2 if way in ("accumulated", "gan") else 1  # of a batch, each with a backward pass of its own
+    norms = []
+    try:
+        for step in range(steps):
+            x, y = samples(name, step)
+            optimizer.zero_grad()
+            for part, own in enumerate(np.arange(SAMPLES).reshape(parts, ranks, -1)[:, rank]):
+                sums_later = mesh is not None and way == "accumulated" and part == 0
+                with optimizer.no_sync() if sums_later else contextlib.nullcontext():
+                    loss = torch.nn.functional.cross_entropy(module(x[own]), y[own]) / parts
+                    scaler.scale(loss).backward()
+            if way == "clipped by ours" and mesh is not None:
+                norms.append(optimizer.clip_grad_norm_(MAX_NORMS[step]).item())
+            elif way.startswith("clipped"):
+                norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORMS[step]).item())
+            elif way == "accumulated" and mesh is None:
+                norms.append(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]).item())
             scaler.step(optimizer)
+            if way == "accumulated" and mesh is not None:
+                norms.append(optimizer.optimizer.gradient_norm)
             scaler.update()
-        else:
-            optimizer.step()
-    return found, values_of(module)
-
-
-def train(mesh, name, way, zero, steps):
-    """Ours, as `train_alone`; a rank has its part of each part of a batch."""
-    module = mpishard.torch.convert_sync_batchnorm(make(name), mesh)
-    units = {"shard_units": lambda layer: type(layer) in LAYERS} if zero == 3 else {}
-    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5, momentum=0.9), zero=zero, **units)
-    before = optimizer.parameters.gather()
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    found = []
-    for step in range(steps):
-        x, y = samples(name, step)
-        optimizer.zero_grad()
-
-        def loss(part, parts, x=x, y=y):
-            own = np.arange(SAMPLES).reshape(parts, mesh.size, -1)[part, mesh.rank]
-            return torch.nn.functional.cross_entropy(module(x[own]), y[own])
-
-        try:
-            made = losses_of(way, loss)
-            for number, make_loss in enumerate(made):
-                if way == "accumulated" and number < len(made) - 1:
-                    with optimizer.no_sync():
-                        make_loss().backward()
-                else:
-                    scaled = scaler.scale(make_loss()) if way == "scaler" else make_loss()
-                    scaled.backward()
-            if way == "clipped by torch":
-                found.append(torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM).item())
-            if way == "clipped by ours":
-                found.append(optimizer.clip_grad_norm_(MAX_NORM).item())
-            if way == "scaler":
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                optimizer.step()
-        except RuntimeError:
-            assert np.array_equal(optimizer.parameters.gather(), before)
-            optimizer.close()
-            raise
-    with mpishard.torch.summon_full_parameters(module):
-        return found, values_of(module)
-
-
-def values_of(module):
-    return {name.replace("_orig_mod.", ""): value.detach().clone() for name, value in module.state_dict().items()}
+    except RuntimeError:
+        assert np.array_equal(optimizer.parameters.gather(), before)
+        optimizer.close()
+        raise
+    with contextlib.nullcontext() if mesh is None else mpishard.torch.summon_full_parameters(module):
+        values = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return norms, {name.replace("_orig_mod.", ""): value for name, value in values.items()}

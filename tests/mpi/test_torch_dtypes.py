@@ -6,6 +6,7 @@ import copy
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpishard
 from mpishard import Mesh, ShardingConfiguration
@@ -63,12 +64,16 @@ def loss_of(module, step, rank, ranks):
     return torch.nn.functional.cross_entropy(module(x), y)
 
 
+def losses(module, samples):
+    x, y = batch(0, 0, SAMPLES)
+    return torch.nn.functional.cross_entropy(module(x[samples]), y[samples], reduction="none")
+
+
 def masters_of(optimizer):
     """The flat array by name, also under zero=3."""
     flat = torch.from_numpy(optimizer.parameters.gather())
-    return {
-        each.name: flat[each.start : each.start + each.size].view(each.shape) for each in optimizer.parameters.pieces
-    }
+    pieces = optimizer.parameters.pieces
+    return {each.name: flat[each.start : each.start + each.size].view(each.shape) for each in pieces}
 
 
 def reals(p):
@@ -122,12 +127,6 @@ def test_steps_are_those_of_masters_by_hand(mesh, kind, zero):
 
 
 def test_reproducible_runs_have_the_losses_of_one_rank(mesh):
-    from mpi4py import MPI
-
-    def losses(module, samples):
-        x, y = batch(0, 0, SAMPLES)
-        return torch.nn.functional.cross_entropy(module(x[samples]), y[samples], reduction="none")
-
     found = []
     with Mesh(MPI.COMM_SELF) as one:
         for each in (mesh, one):
@@ -158,22 +157,16 @@ def test_a_gradient_scaler_skips_a_step_on_all_ranks(mesh, same_on_all, zero):
         scales.append(scaler.get_scale())
         assert np.array_equal(optimizer.parameters.flat, before) == (step == 2)
         assert same_on_all(optimizer.parameters.flat)
-        if step != 2:
-            assert gradient.dtype == torch.float32
-            assert 0 < gradient.abs().max() < 1e-6
+        assert step == 2 or (gradient.dtype == torch.float32 and 0 < gradient.abs().max() < 1e-6)
     assert scales == [2.0**24, 2.0**24, 2.0**23, 2.0**23]
     assert optimizer.optimizer.steps == 3
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**24])
 def test_a_loss_scale_keeps_gradients_of_float16(mesh, scale):
-    def losses(module, samples):
-        x, y = batch(0, 0, SAMPLES)
-        return torch.nn.functional.cross_entropy(module(x[samples]), y[samples], reduction="none") * 1e-9
-
     module = make("float16")
     config = ShardingConfiguration(mesh, loss_scale=scale)
-    problem = mpishard.torch.problem(module, losses, SAMPLES, SAMPLES, steps=1)
+    problem = mpishard.torch.problem(module, lambda *given: losses(*given) * 1e-9, SAMPLES, SAMPLES, steps=1)
     before = problem.start["second.weight"].copy()
     mpishard.ZeRO2Optimizer(mpishard.SGD(lr=1e6), config).optimize(problem, progress=False)
     moved = np.abs(problem.start["second.weight"] - before).max()
@@ -214,10 +207,9 @@ def test_masters_go_to_other_ranks_and_stages(mesh, comm, folder, kind):
                 again.load_state_dict(state)
                 with mpishard.torch.summon_full_parameters(other):
                     other.load_state_dict(values)  # values that are the masters' already leave them as they are
-            found = masters_of(again)
-            assert all(torch.equal(found[name], master) for name, master in masters.items())
+            torch.testing.assert_close(masters_of(again), masters, rtol=0, atol=0)
             with mpishard.torch.summon_full_parameters(other):
-                assert all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
+                torch.testing.assert_close(dict(other.state_dict()), dict(values), rtol=0, atol=0)
             take_steps(fewer, other, again, [2])
             again.close()
         if kind == "bfloat16":
@@ -225,8 +217,7 @@ def test_masters_go_to_other_ranks_and_stages(mesh, comm, folder, kind):
             with pytest.raises(ValueError, match="the master of .* has the shape .* there, and of none here"):
                 again.load_state_dict(state)
             again.load_checkpoint(folder)
-            found = masters_of(again)
-            assert all(torch.equal(found[name], master) for name, master in masters.items())
+            torch.testing.assert_close(masters_of(again), masters, rtol=0, atol=0)
     some.Free()
 
 
@@ -276,8 +267,5 @@ def test_what_has_no_masters_is_refused_on_all_ranks(mesh):
         module = make("bfloat16" if mesh.rank else "float16")
         with pytest.raises(ValueError, match="must have the same module and arguments of as_distributed"):
             mpishard.torch.as_distributed(module, mesh, RULE)
-
-
-def test_complex_parameters_are_no_matrices(mesh):
     with pytest.raises(ValueError, match="Muon: none of the 1 tensors that matrices"):
         mpishard.torch.as_distributed(make("complex"), mesh, mpishard.Muon(lr=0.1, matrices="between", rest=RULE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -12,7 +13,16 @@ from mpishard import LocalSGDOptimizer, ParameterGroup, ShardingConfiguration
 
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler  # noqa: E402
-from torch_models import RULE, images, loss_of, make, samples_of, smooth  # noqa: E402
+from torch_models import (  # noqa: E402
+    RULE,
+    assert_same_parameters,
+    images,
+    loss_of,
+    make,
+    pytorch_ranks,
+    samples_of,
+    smooth,
+)
 
 # What is made for optimizers of PyTorch takes that of mpishard: schedulers, hooks, closures; beside PyTorch alone.
 
@@ -33,69 +43,70 @@ SCHEDULERS = {
     "sequential": sequential,
     "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
 }
+ADAMAX = {"lr": 0.02, "eps": 1e-6}
 RULES = {
     "adamw": (mpishard.AdamW(lr=0.02, weight_decay=0.1), torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
     "sgd": (mpishard.SGD(lr=0.2, momentum=0.9), torch.optim.SGD, {"lr": 0.2, "momentum": 0.9}),
-    "rule_of": (
-        mpishard.torch.rule_of(torch.optim.Adamax, 0.02, eps=1e-6),
-        torch.optim.Adamax,
-        {"lr": 0.02, "eps": 1e-6},
-    ),
+    "rule_of": (mpishard.torch.rule_of(torch.optim.Adamax, **ADAMAX), torch.optim.Adamax, ADAMAX),
 }
 
 
 def advance(scheduler, loss):
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss)
-    else:
-        scheduler.step()
+    scheduler.step(*[round(loss, 6)] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
 
 
 def doubles():
+    return smooth().double()
+
+
+def backward(mesh, module, step):
     x, y = images()
-    return smooth().double(), x.double(), y
+    loss = loss_of(module, x.to(next(module.parameters()).dtype), y, samples_of(mesh, step))
+    loss.backward()
+    return loss
 
 
 def alone(mesh, make_optimizer, make_scheduler, steps=STEPS):
     """The losses and rates of PyTorch alone, which has the samples of all ranks."""
-    module, x, y = doubles()
+    module, (x, y), history = doubles(), images(), []
     optimizer = make_optimizer(module)
     scheduler = make_scheduler(optimizer)
-    history = []
     for step in range(steps):
         order = np.concatenate(mesh.world.allgather_object(samples_of(mesh, step)))
         optimizer.zero_grad()
-        loss = loss_of(module, x, y, order)
+        loss = loss_of(module, x.double(), y, order)
         loss.backward()
         optimizer.step()
         history.append([loss.item(), *(group["lr"] for group in optimizer.param_groups)])
-        advance(scheduler, round(loss.item(), 6))
+        advance(scheduler, loss.item())
     return np.array(history)
 
 
 def take_steps(mesh, module, optimizer, scheduler, steps):
     """Ours; the scheduler gets the mean of the ranks' losses."""
-    (x, y), history = images(), []
+    history = []
     for step in steps:
         optimizer.zero_grad()
-        loss = loss_of(module, x.double(), y, samples_of(mesh, step))
-        loss.backward()
+        loss = backward(mesh, module, step)
         optimizer.step()
         mean = float(np.mean(mesh.world.allgather_object(loss.item())))
         history.append([mean, *(group["lr"] for group in optimizer.param_groups)])
-        advance(scheduler, round(mean, 6))
+        advance(scheduler, mean)
     return history
 
 
+# Of each kind one; those that cycle a momentum find it in `betas` or `momentum`.
+PAIRS = [*zip(SCHEDULERS, itertools.cycle(RULES), strict=False), ("one cycle", "adamw"), ("cyclic", "sgd")]
+
+
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(("name", "rule"), PAIRS)
 def test_schedulers_of_pytorch_take_our_optimizer(mesh, name, rule):
     """Made for a rule, and for an optimizer of PyTorch: rates and losses of PyTorch alone."""
     ours, kind, options = RULES[rule]
     wanted = alone(mesh, lambda module: kind(module.parameters(), **options), SCHEDULERS[name])
     for number, given in enumerate([ours, lambda module: kind(module.parameters(), **options)]):
-        module, _, _ = doubles()
+        module = doubles()
         made = given(module) if number else given
         optimizer = mpishard.torch.as_distributed(module, mesh, made, zero=(len(name) + number) % 3)
         assert isinstance(optimizer, torch.optim.Optimizer)
@@ -114,11 +125,9 @@ def test_each_group_of_a_rule_has_its_own_schedule(mesh, zero):
     def schedule(optimizer):
         return lr_scheduler.LambdaLR(optimizer, [lambda step: step / 4, lambda step: 0.5**step])
 
-    module, _, _ = doubles()
-    groups = [ParameterGroup("*.bias", weight_decay=0, lr_factor=0.25)]
-    optimizer = mpishard.torch.as_distributed(
-        module, mesh, mpishard.AdamW(0.02, weight_decay=0.1, groups=groups), zero=zero
-    )
+    module = doubles()
+    rule = mpishard.AdamW(0.02, weight_decay=0.1, groups=[ParameterGroup("*.bias", weight_decay=0, lr_factor=0.25)])
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=zero)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
     found = take_steps(mesh, module, optimizer, schedule(optimizer), range(STEPS))
     np.testing.assert_allclose(found, alone(mesh, grouped, schedule), rtol=1e-9, atol=1e-15)
@@ -128,18 +137,15 @@ def test_each_group_of_a_rule_has_its_own_schedule(mesh, zero):
 @pytest.mark.parametrize("scheduler", ["one cycle", "step"])
 def test_a_run_with_a_scheduler_continues(mesh, folder, how, scheduler):
     """From its files: the rates and losses of a run without a break."""
-    rule = RULES["sgd"][0]
-    wanted = alone(
-        mesh, lambda module: torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9), SCHEDULERS[scheduler]
-    )
-    module, _, _ = doubles()
+    rule, kind, options = RULES["sgd"]
+    wanted = alone(mesh, lambda module: kind(module.parameters(), **options), SCHEDULERS[scheduler])
+    module, again = doubles(), doubles()
     optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=1)
     first = SCHEDULERS[scheduler](optimizer)
     take_steps(mesh, module, optimizer, first, range(3))
     saved = module.state_dict(), optimizer.state_dict(), first.state_dict()
     if how == "checkpoint":
         optimizer.save_checkpoint(folder)
-    again, _, _ = doubles()
     optimizer = mpishard.torch.as_distributed(again, mesh, mpishard.SGD(lr=0.7, momentum=0.9))
     second = SCHEDULERS[scheduler](optimizer)
     if how == "checkpoint":
@@ -154,56 +160,47 @@ def test_a_run_with_a_scheduler_continues(mesh, folder, how, scheduler):
 
 
 def test_a_rule_that_nothing_has_changed_keeps_what_it_was_given(mesh):
-    module, x, y = doubles()
+    module = doubles()
     optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.25))
-    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    backward(mesh, module, 0)
     optimizer.step()
     state = optimizer.state_dict()
     optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5))
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.5
     optimizer.param_groups[0]["lr"] = 0.125
-    loss_of(module, x, y, samples_of(mesh, 0)).backward()
-    before, gradient = optimizer.parameters.flat.copy(), None
-    gradient = optimizer.parameters.gradients.flat.copy()
+    backward(mesh, module, 0)
+    before, gradient = optimizer.parameters.flat.copy(), optimizer.parameters.gradients.flat.copy()
     optimizer.step()
     np.testing.assert_allclose(optimizer.parameters.flat, before - 0.125 * gradient, rtol=1e-12)
     optimizer.optimizer.rule = mpishard.SGD(lr=1.0)  # a setter of mpishard: the groups follow
-    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    backward(mesh, module, 0)
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 1.0 and optimizer.optimizer.rule.lr == 1.0
 
 
-def test_a_schedule_of_a_rule_is_shown(mesh):
-    """And cannot be set, as by a scheduler: on any rank."""
-    module, x, y = doubles()
-    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=lambda step: 1 / step))
-    for step in range(1, 4):
-        loss_of(module, x, y, samples_of(mesh, 0)).backward()
-        optimizer.step()
-        assert optimizer.param_groups[0]["lr"] == 1 / step
-    before = optimizer.parameters.flat.copy()
-    loss_of(module, x, y, samples_of(mesh, 0)).backward()
-    if mesh.rank == mesh.size - 1:
-        optimizer.param_groups[0]["lr"] = 0.125
-    with pytest.raises(ValueError, match="was set to 0.125, but the SGD has a schedule, .* give the rule a number"):
-        optimizer.step()
-    assert np.array_equal(optimizer.parameters.flat, before)
+SCHEDULED = mpishard.SGD(lr=lambda step: 1 / step)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("rule", "change", "message"),
     [
-        ({"lr": -1.0}, r"param_groups\[0\]: SGD: lr=-1.0 must be"),
-        ({"momentum": 0.9}, r"param_groups\[0\] of the SGD was changed, and needs momentum_buffer now"),
-        ({"weight_decay": "much"}, r"param_groups\[0\]: SGD: weight_decay='much' must be"),
+        (mpishard.SGD(lr=0.1), {"lr": -1.0}, r"param_groups\[0\]: SGD: lr=-1.0 must be"),
+        (mpishard.SGD(lr=0.1), {"momentum": 0.9}, r"\[0\] of the SGD was changed, and needs momentum_buffer now"),
+        (mpishard.SGD(lr=0.1), {"weight_decay": "much"}, r"param_groups\[0\]: SGD: weight_decay='much' must be"),
+        (SCHEDULED, {"lr": 0.125}, "was set to 0.125, but the SGD has a schedule, .* give the rule a number"),
     ],
 )
-def test_values_that_a_rule_cannot_have_are_refused_on_all_ranks(mesh, change, message):
-    module, x, y = doubles()
-    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=1)
+def test_values_that_a_rule_cannot_have_are_refused_on_all_ranks(mesh, rule, change, message):
+    """A schedule of a rule is shown, and cannot be set."""
+    module = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=1)
+    for step in range(1, 4):
+        backward(mesh, module, 0)
+        optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == (1 / step if rule is SCHEDULED else 0.1)
     before = optimizer.parameters.flat.copy()
-    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    backward(mesh, module, 0)
     was = {name: optimizer.param_groups[0][name] for name in change}
     if mesh.rank == mesh.size - 1:
         optimizer.param_groups[0].update(change)
@@ -214,31 +211,33 @@ def test_values_that_a_rule_cannot_have_are_refused_on_all_ranks(mesh, change, m
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["lr", "betas"])
-def test_values_of_one_rank_are_refused_on_all(mesh, name):
-    if mesh.size == 1:
-        pytest.skip("needs two ranks, which differ")
-    module, x, y = doubles()
-    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.AdamW(lr=0.5))
-    for step in range(2):
-        loss_of(module, x, y, samples_of(mesh, step)).backward()
-        before = optimizer.parameters.flat.copy()
-        if not step:
-            optimizer.step()
-    other, shown = {"lr": (0.25, r"0\.25"), "betas": ((0.5, 0.9), r"\(0\.5, 0\.9\)")}[name]
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("given", "name", "other"),
+    [(mpishard.AdamW, "lr", 0.25), (mpishard.AdamW, "betas", (0.5, 0.9)), (torch.optim.SGD, "lr", 0.25)],
+)
+def test_values_of_one_rank_are_refused_on_all(mesh, given, name, other):
+    """As that of a scheduler that looks at the rank's own loss."""
+    module = doubles()
+    rule = given(*[module.parameters()] * (given is torch.optim.SGD), lr=0.5)
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=1)
+    backward(mesh, module, 0)
+    optimizer.step()
+    before = optimizer.parameters.flat.copy()
+    backward(mesh, module, 1)
     if mesh.rank == 0:
         optimizer.param_groups[0][name] = other
+    shown = str(other).replace("(", r"\(").replace(")", r"\)")
     way_out = "if it is a value of param_groups, set it there"
-    with pytest.raises(ValueError, match=rf"but {name} of param_groups\[0\] is {shown} on rank 0, [^;]*: .*{way_out}"):
+    with pytest.raises(ValueError, match=rf"{name} of param_groups\[0\] is {shown} on rank 0, [^;]*: .*{way_out}"):
         optimizer.step()
     assert np.array_equal(optimizer.parameters.flat, before)
 
 
 def test_closures_and_hooks(mesh):
     """Those of an optimizer of PyTorch, in its order."""
-    module, x, y = doubles()
+    module, seen = doubles(), []
     optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1))
-    seen = []
     optimizer.register_step_pre_hook(lambda which, args, kwargs: seen.append(("before", which is optimizer)))
     optimizer.register_step_post_hook(lambda which, args, kwargs: seen.append(("after", which is optimizer)))
     optimizer.register_state_dict_pre_hook(lambda which: seen.append("saving"))
@@ -249,15 +248,12 @@ def test_closures_and_hooks(mesh):
     def closure():
         seen.append("closure")
         optimizer.zero_grad(set_to_none=False)
-        loss = loss_of(module, x, y, samples_of(mesh, 0))
-        loss.backward()
-        return loss
+        return backward(mesh, module, 0)
 
     with torch.no_grad():
         losses = [optimizer.step(closure).item(), optimizer.step(closure=closure).item()]
     assert losses[1] < losses[0]
-    one = [("before", True), "closure", ("after", True)]
-    assert seen == one + one
+    assert seen == 2 * [("before", True), "closure", ("after", True)]
     state = optimizer.state_dict()
     assert state["more"] == 7
     optimizer.load_state_dict(state)
@@ -269,7 +265,7 @@ def test_finding_a_learning_rate_leaves_no_trace(mesh, given):
     """As tools do that save the state before the first step, raise the rate until the loss grows, and load it again."""
     runs = []
     for finds in (True, False):
-        module, x, y = doubles()
+        module = doubles()
         rule = RULES["sgd"][0] if given == "rule" else torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
         optimizer = mpishard.torch.as_distributed(module, mesh, rule)
         if finds:
@@ -279,44 +275,36 @@ def test_finding_a_learning_rate_leaves_no_trace(mesh, given):
             take_steps(mesh, module, optimizer, lr_scheduler.ExponentialLR(optimizer, 3.0), range(4))
             module.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-        constant = lr_scheduler.ConstantLR(optimizer, 1.0)
-        runs.append(take_steps(mesh, module, optimizer, constant, range(3)))
+        runs.append(take_steps(mesh, module, optimizer, lr_scheduler.ConstantLR(optimizer, 1.0), range(3)))
     assert runs[0] == runs[1] and runs[0][0][1] == 0.2
 
 
 @pytest.mark.parametrize("kind", ["lamb", "average", "local"])
-def test_rates_that_are_set_are_those_of_a_schedule(mesh, kind):
+def test_rates_that_are_set_are_those_of_a_schedule(mesh, same_on_all, kind):
     """Where a step looks at whole tensors, keeps an average of the parameters, or is taken by workers."""
     runs = []
     for lr in (0.02, lambda step: 0.02 * 0.5 ** (step - 1)):
         rule = mpishard.LAMB(lr) if kind == "lamb" else mpishard.AdamW(lr, ema_decay=0.9 if kind == "average" else None)
-        config = mpishard.ShardingConfiguration(mesh)
         if kind == "local":
-            rule = mpishard.LocalSGDOptimizer(rule, config, sync_every=2)
-        module, _, _ = doubles()
-        optimizer = mpishard.torch.as_distributed(module, config, rule, zero=0 if kind == "local" else 1)
+            rule = LocalSGDOptimizer(rule, ShardingConfiguration(mesh), sync_every=2)
+        module = doubles()
+        optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=0 if kind == "local" else 1)
         sets = lr_scheduler.ExponentialLR(optimizer, 0.5) if lr == 0.02 else None
-        (x, y) = images()
         for step in range(4):
-            loss_of(module, x.double(), y, samples_of(mesh, step)).backward()
+            backward(mesh, module, step)
             optimizer.step()
             assert optimizer.param_groups[0]["lr"] == 0.02 * 0.5**step
             if sets is not None:
                 sets.step()
+        optimizer.optimizer.synchronize_optimizer_state()
+        assert same_on_all(optimizer.parameters.flat)
         runs.append(optimizer.parameters.flat.copy())
     assert np.array_equal(*runs)
 
 
 # Uneven numbers of batches, beside the Join of PyTorch and runs in which no rank runs out.
 
-
-@pytest.fixture
-def gloo(mesh, folder):
-    """PyTorch's own ranks, in the same processes."""
-    where = f"file://{folder}/rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=where, rank=mesh.rank, world_size=mesh.size)
-    yield torch.nn.parallel.DistributedDataParallel
-    torch.distributed.destroy_process_group()
+gloo = pytest.fixture(pytorch_ranks)
 
 
 def batches_of(mesh, rank):
@@ -324,40 +312,35 @@ def batches_of(mesh, rank):
     return 2 + 2 * (mesh.size - 1 - rank)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize(("zero", "by_all"), [(0, True), (0, False), (1, True), (2, False)])
 def test_parameters_are_those_of_the_join_of_pytorch(mesh, gloo, same_on_all, zero, by_all):
     """On all ranks, and so is the state, which takes further steps; the gradients are clipped."""
     from torch.distributed.algorithms.join import Join
 
-    x, y = images()
-    module = smooth().double()
+    module = doubles()
     theirs = gloo(copy.deepcopy(module))
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.5, momentum=0.9)
-    with Join([theirs], divide_by_initial_world_size=by_all):
-        for step in range(batches_of(mesh, mesh.rank)):
-            sgd.zero_grad()
-            loss_of(theirs, x.double(), y, samples_of(mesh, step)).backward()
-            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
-            sgd.step()
     optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5, momentum=0.9), zero=zero)
-    with mpishard.torch.join(optimizer, divide_by_initial_world_size=by_all):
-        for step in range(batches_of(mesh, mesh.rank)):
-            optimizer.zero_grad()
-            loss_of(module, x.double(), y, samples_of(mesh, step)).backward()
-            if zero:
-                optimizer.clip_grad_norm_(0.05)
-            else:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
-            optimizer.step()
-    for p, q in zip(module.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    for each, which, join in (
+        (theirs, sgd, Join([theirs], divide_by_initial_world_size=by_all)),
+        (module, optimizer, mpishard.torch.join(optimizer, divide_by_initial_world_size=by_all)),
+    ):
+        with join:
+            for step in range(batches_of(mesh, mesh.rank)):
+                which.zero_grad()
+                backward(mesh, each, step)
+                if zero and which is optimizer:
+                    optimizer.clip_grad_norm_(0.05)
+                else:
+                    torch.nn.utils.clip_grad_norm_(each.parameters(), 0.05)
+                which.step()
+    assert_same_parameters(module, theirs.module, rtol=1e-9)
     assert optimizer.optimizer.steps == batches_of(mesh, 0)
     for step in range(2):
         assert same_on_all(optimizer.parameters.flat)
-        loss_of(module, x.double(), y, samples_of(mesh, step)).backward()
+        backward(mesh, module, step)
         optimizer.step()
-    assert len(set(mesh.world.allgather_object(optimizer.optimizer.serialize().hex()))) == 1
+    assert same_on_all(optimizer.optimizer.serialize().hex())
 
 
 def samples_of_rank(mesh, step, rank):
@@ -370,22 +353,20 @@ def sum_of_losses(module, own):
     return torch.nn.functional.cross_entropy(module(x[own].double()), y[own], reduction="sum")
 
 
-@pytest.mark.parametrize("kind", ["torch", "reproducible"])
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_sums_over_uneven_samples_are_those_of_one_process(mesh, same_on_all, zero, kind):
+@pytest.mark.parametrize(("zero", "reproducible"), [(0, True), (1, False), (2, False), (2, True)])
+def test_sums_over_uneven_samples_are_those_of_one_process(mesh, same_on_all, zero, reproducible):
     """With count, a scheduler's rates, passes that no step uses, and an optimizer of PyTorch."""
     having = [[r for r in range(mesh.size) if step < batches_of(mesh, r)] for step in range(batches_of(mesh, 0))]
     samples = [np.concatenate([samples_of_rank(mesh, n, r) for r in ranks]) for n, ranks in enumerate(having)]
-
-    alone, module = smooth().double(), smooth().double()
+    alone, module = doubles(), doubles()
     theirs = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (alone, module)]
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in theirs]
+    schedulers = [lr_scheduler.StepLR(each, 2, gamma=0.5) for each in theirs]
     for everyone in samples:
         theirs[0].zero_grad()
         (sum_of_losses(alone, everyone) / len(everyone)).backward()
         theirs[0].step()
         schedulers[0].step()
-    config = ShardingConfiguration(mesh, reproducible=kind == "reproducible", minimum_parameter_group_size=64)
+    config = ShardingConfiguration(mesh, reproducible=reproducible, minimum_parameter_group_size=64)
     optimizer = mpishard.torch.as_distributed(module, config, theirs[1], zero=zero)
     with mpishard.torch.join(optimizer):
         for step in range(batches_of(mesh, mesh.rank)):
@@ -396,8 +377,7 @@ def test_sums_over_uneven_samples_are_those_of_one_process(mesh, same_on_all, ze
             optimizer.step(count=len(samples[step]))
             schedulers[1].step()
     assert same_on_all(optimizer.parameters.flat)
-    for p, q in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+    assert_same_parameters(module, alone, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("buffers", ["broadcast", "average"])
@@ -419,10 +399,10 @@ def test_buffers_are_those_of_ranks_that_have_batches(mesh, same_on_all, buffers
 
 def test_what_a_loop_makes_of_the_gradients_is_what_all_ranks_step(mesh, same_on_all):
     """A GradientScaler, whose factor ranks that have run out do not know, and several passes that add up."""
-    module, (x, y) = smooth(), images()
+    module = smooth()
     optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1, momentum=0.9))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = optimizer.parameters.flat.copy()
+    (x, y), before = images(), optimizer.parameters.flat.copy()
     with mpishard.torch.join(optimizer):
         for step in range(batches_of(mesh, mesh.rank)):
             module.zero_grad()
@@ -434,15 +414,14 @@ def test_what_a_loop_makes_of_the_gradients_is_what_all_ranks_step(mesh, same_on
     assert 0 < np.abs(optimizer.parameters.flat - before).max() < 1
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_join_cannot_do_is_refused_on_all_ranks(mesh):
-    if mesh.size == 1:
-        pytest.skip("needs two ranks, one of which runs out")
-    module, x, y = make("convolutional")
+    module = smooth()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE)
     with pytest.raises(RuntimeError, match=r"ranks \[0\] have run out of batches, and throw_on_early_termination=True"):
         with mpishard.torch.join(optimizer, throw_on_early_termination=True):
             for _ in range(min(1, mesh.rank)):
-                loss_of(module, x, y, samples_of(mesh, 0)).backward()
+                backward(mesh, module, 0)
                 optimizer.step()
     optimizer.close()
     other = mpishard.torch.as_distributed(module, mesh, RULE, zero=2)
@@ -451,26 +430,24 @@ def test_what_join_cannot_do_is_refused_on_all_ranks(mesh):
     with mpishard.torch.join(other), pytest.raises(RuntimeError, match="use zero=0 or 1 within join"):
         other.no_sync()
     other.close()
-    slow = LocalSGDOptimizer(RULE, ShardingConfiguration(mesh), sync_every=3)
-    slow = mpishard.torch.as_distributed(smooth(), ShardingConfiguration(mesh), slow)
-    with pytest.raises(ValueError, match="join is for steps that all ranks take together"):
-        mpishard.torch.join(slow).__enter__()
+    local = LocalSGDOptimizer(RULE, ShardingConfiguration(mesh), sync_every=3)
     normed = mpishard.torch.convert_sync_batchnorm(make("convolutional")[0], mesh)
-    normed = mpishard.torch.as_distributed(normed, mesh, RULE)
-    with pytest.raises(ValueError, match="batch norms that sum over ranks"):
-        mpishard.torch.join(normed).__enter__()
-
-
-def test_ranks_that_do_different_things_are_told(mesh):
-    if mesh.size == 1:
-        pytest.skip("needs two ranks, which differ")
-    module, (x, y) = smooth(), images()
-    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
-    with pytest.raises(
-        RuntimeError, match=r"must do the same, but ranks .*0.* call step, ranks \[\d.*\] call zero_grad"
+    for module, rule, message in (
+        (smooth(), local, "join is for steps that all ranks take together"),
+        (normed, RULE, "batch norms that sum over ranks"),
     ):
-        with mpishard.torch.join(optimizer):
-            loss_of(module, x, y, samples_of(mesh, 0)).backward()
-            if mesh.rank == mesh.size - 1:
-                optimizer.zero_grad()
-            optimizer.step()
+        refused = mpishard.torch.as_distributed(module, mesh, rule)
+        with pytest.raises(ValueError, match=message):
+            mpishard.torch.join(refused).__enter__()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_do_different_things_are_told(mesh):
+    module = smooth()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
+    message = r"must do the same, but ranks .*0.* call step, ranks \[\d.*\] call zero_grad"
+    with pytest.raises(RuntimeError, match=message), mpishard.torch.join(optimizer):
+        backward(mesh, module, 0)
+        if mesh.rank == mesh.size - 1:
+            optimizer.zero_grad()
+        optimizer.step()
