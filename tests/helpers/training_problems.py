@@ -18,7 +18,8 @@ def least_squares(parameters, samples, gradients):
 
 
 def problem(**options):
-    return OptimizationProblem(least_squares, np.zeros(6), samples=45, **({"batch_size": 10, "steps": 12} | options))
+    given = {"function": least_squares, "start": np.zeros(6), "samples": 45, "batch_size": 10, "steps": 12}
+    return OptimizationProblem(**(given | options))
 
 
 def gpt():
