@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import struct
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from mpishard import nn
@@ -38,15 +38,8 @@ def tokens_and_targets(vocabulary=19):
 
 def stored(folder):
     """The bytes of all tensors of a folder by name, of all files."""
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        data = path.read_bytes()
-        size = struct.unpack("<Q", data[:8])[0]
-        for name, entry in json.loads(data[8 : 8 + size]).items():
-            if name != "__metadata__":
-                start, stop = entry["data_offsets"]
-                found[name] = entry["dtype"], entry["shape"], data[8 + size + start : 8 + size + stop]
-    return found
+    files = [safetensors.deserialize(path.read_bytes()) for path in folder.glob("*.safetensors")]
+    return {name: (each["dtype"], each["shape"], bytes(each["data"])) for file in files for name, each in file}
 
 
 def write_theirs(folder, family="gpt2", dtype="float32", save=(), **options):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 
 import numpy as np
@@ -50,22 +51,10 @@ def torch(place):
 
 
 def networks():
-    """By name a module, and whether its samples are words; those of ``torch_models.py`` and three more."""
+    """By name how to make a module, and its samples."""
     import torch_models
+    import torch_zoo
     from torch import nn
-
-    class Tied(nn.Module):
-        """An embedding whose weights the last layer shares."""
-
-        def __init__(self):
-            super().__init__()
-            self.tokens = nn.Embedding(11, 8)
-            self.hidden = nn.Linear(8, 8)
-            self.head = nn.Linear(8, 11, bias=False)
-            self.head.weight = self.tokens.weight
-
-        def forward(self, x):
-            return self.head(self.hidden(self.tokens(x)).tanh().mean(1))
 
     class Recurrent(nn.Module):
         """Two layers of an LSTM, which read the rows of an image."""
@@ -81,17 +70,11 @@ def networks():
     def mlp():
         return nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 5))
 
-    def convolutional():
-        """Without the bias that a batch norm takes out: its gradient is rounding alone, which AdamW makes large."""
-        module = torch_models.convolutional()
-        module[0].bias = None
-        return module
-
     return {
         "mlp": (mlp, torch_models.images),
-        "tied": (Tied, torch_models.words),
+        "tied": (torch_zoo.tied, torch_models.words),
         "lstm": (Recurrent, torch_models.images),
-        "convolutional": (convolutional, torch_models.images),
+        "convolutional": (functools.partial(torch_models.convolutional, bias=False), torch_models.images),
         "transformer": torch_models.KINDS["transformer"],
     }
 
@@ -254,22 +237,21 @@ def test_losses_of_functions_are_those_of_jax_alone(jax, mesh, kind, zero, their
     rule = adamw if theirs else AdamW(lr=1e-2)
     optimizer = mpishard.jax.as_distributed(tree, mesh, rule, zero=zero)
     ours, losses = optimizer.tree, []
+    batch = lambda own: tuple(each[own] for each in data)  # noqa: E731
     sampler = mpishard.data.sampling.Sampler(48, SAMPLES, 2)
     for step in range(1, STEPS + 1):
-        batch = sampler.batch(step)
-        own = np.array_split(batch, mesh.size)[mesh.rank]
-        loss, gradients = compiled(ours, *(each[own] for each in data))
+        everyone = sampler.batch(step)
+        own = np.array_split(everyone, mesh.size)[mesh.rank]
+        loss, gradients = compiled(ours, *batch(own))
         ours = optimizer.step(gradients, count=SAMPLES)
         losses.append(sum(mesh.world.allgather_object(float(loss))))
-        loss, gradients = compiled(alone, *(each[batch] for each in data))
+        loss, gradients = compiled(alone, *batch(everyone))
         updates, state = adamw.update(jax.tree.map(lambda g: g / SAMPLES, gradients), state, alone)
         alone = optax.apply_updates(alone, updates)
         expected.append(float(loss))
     assert np.allclose(losses, expected, rtol=1e-4) and same(jax, ours, alone)
     assert all(leaf.devices() == jax.tree.leaves(tree)[0].devices() for leaf in jax.tree.leaves(ours))
-    problem = mpishard.jax.problem(
-        tree, value_and_grad, lambda own: tuple(each[own] for each in data), 48, SAMPLES, steps=STEPS, seed=2
-    )
+    problem = mpishard.jax.problem(tree, value_and_grad, batch, 48, SAMPLES, steps=STEPS, seed=2)
     strategy = [mpishard.DDPOptimizer, mpishard.ZeRO1Optimizer, mpishard.ZeRO2Optimizer][zero]
     rule = mpishard.jax.rule_of(adamw) if theirs else rule
     result = strategy(rule, mesh).optimize(problem, progress=False)

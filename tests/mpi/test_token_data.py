@@ -28,14 +28,9 @@ def test_a_mixture_trains_alike_on_any_ranks(mesh, folder):
             data = TokenData(Mixture(sources, [0.7, 0.3], seed=1), 8, vocabulary_size=20, mesh=own)
             model = nn.GPT(20, 8, width=8, layers=1, heads=2, mesh=own)
             config = mpishard.ShardingConfiguration(own, reproducible=True)
-            problem = mpishard.OptimizationProblem.for_model(
-                model,
-                data.batch if reader is None else reader.of(data.batch),
-                samples=len(data),
-                batch_size=24,
-                steps=8,
-                tokens_per_sample=data.tokens_per_sample,
-            )
+            batch = data.batch if reader is None else reader.of(data.batch)
+            options = dict(samples=len(data), batch_size=24, steps=8, tokens_per_sample=data.tokens_per_sample)
+            problem = mpishard.OptimizationProblem.for_model(model, batch, **options)
             optimizer = mpishard.ZeRO1Optimizer(mpishard.Adam(lr=1e-2), config)
             return optimizer.optimize(problem, progress=False).loss_history
 
@@ -88,9 +83,7 @@ def test_errors_are_on_all_ranks(mesh, folder):
     with pytest.raises(TypeError, match="context_length='ten'"):
         TokenData(TokenFile(folder / "a.bin"), "ten" if mesh.rank == last else 10, mesh=mesh)
     if mesh.size > 1:
-        with pytest.raises(
-            ValueError, match=rf"the digest of the tokens of sources\[0\] is .* on rank {last}: give the"
-        ):
+        with pytest.raises(ValueError, match=rf"the digest of the tokens of sources\[0\] is .* on rank {last}: give"):
             TokenData(TextFile(folder / "a.bin", lambda text: [int(mesh.rank == last)] * 30), 10, mesh=mesh)
         with pytest.raises(ValueError, match=rf"the dtype of sources\[0\] is <u2 on rank.* 0.*, <i2 on rank {last}: "):
             TokenData(TokenFile(folder / "a.bin", "<i2" if mesh.rank == last else "<u2"), 10, mesh=mesh)
