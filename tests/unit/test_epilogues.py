@@ -1,74 +1,88 @@
-"""GELU in the epilogues of products, on the stand-in for device memory, with a double of cuBLASLt at raw addresses."""
+"""GELU in the epilogues of products, and attention by cuDNN, on the stand-in for device memory.
+
+Doubles of cuBLASLt and cuDNN work at raw addresses.
+"""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from dataclasses import replace
-from typing import Any
 
 import devices
 import fake_cublaslt
+import fake_cudnn
 import ml_dtypes
 import numpy as np
 import pytest
 import standin
+from layer_kernels import moved
 
 from mpishard import nn
 from mpishard.backend import array as arrays
 from mpishard.backend import cublas
+from mpishard.nn import device_attention
+from mpishard.nn.block import MLP
+from mpishard.nn.workspace import Workspace
+from mpishard.parameters.flat import FlatParameters
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 SIZES = 11, 20, 32, 2, 2
 MODULE = arrays.module_of(standin.empty(1))
 
 
-@pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The double in the place of cuBLASLt, with nothing proven yet."""
-    found = {"library": fake_cublaslt}
-    unused = replace(cublas.LIBRARY)
+def doubled(monkeypatch, module, double):
+    """A double in the place of a library, with nothing proven yet."""
+    found = {"library": double}
+    unused = replace(module.LIBRARY)
     monkeypatch.setattr(unused, "module_for", lambda name: found["library"])
-    monkeypatch.setattr(cublas, "LIBRARY", unused)
-    monkeypatch.setattr(fake_cublaslt, "factor", 1.0)
-    fake_cublaslt.executed.clear()
+    monkeypatch.setattr(module, "LIBRARY", unused)
+    monkeypatch.setattr(double, "factor", 1.0)
+    double.executed.clear()
     return found
 
 
-def model(half: Any, kind: Any = nn.GPT, sizes: Any = SIZES, **options: Any) -> Any:
-    made = kind(*sizes, dtype=np.float32, module=MODULE, compute_dtype=half, **options)
-    noise = np.random.default_rng(5).standard_normal(made.parameters.size).astype(np.float32)
-    arrays.copy_to_device(arrays.to_host(made.parameters.flat) + np.float32(0.3) * noise, made.parameters.flat)
-    return made
+@pytest.fixture
+def cublaslt(monkeypatch):
+    return doubled(monkeypatch, cublas, fake_cublaslt)
 
 
-def run(model: Any, batch: int = 2) -> tuple[float, dict[str, np.ndarray]]:
+@pytest.fixture
+def cudnn(monkeypatch):
+    return doubled(monkeypatch, device_attention, fake_cudnn)
+
+
+def model(half, kind=nn.GPT, sizes=SIZES, **options):
+    return moved(kind(*sizes, dtype=np.float32, module=MODULE, compute_dtype=half, **options))
+
+
+def run(model, batch=2, length=SIZES[1]):
     """Loss, and gradients by name."""
-    given = np.random.default_rng(1).integers(0, 11, (2, batch, SIZES[1]))
+    given = np.random.default_rng(1).integers(0, 11, (2, batch, length))
     model.parameters.reset_gradients()
     loss = model.loss_and_gradient(*given)
     return loss, {name: arrays.to_host(model.parameters.gradient(name)[0]) for name in model.parameters}
 
 
+def run_without_warning(*arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return run(*arguments)
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"microbatches": 2},
-        {"microbatches": 2, "recompute": True},
-        {"microbatches": 2, "storage_dtype": np.float16},
-    ],
+    [{}, {"microbatches": 2}, {"microbatches": 2, "recompute": True}, {"microbatches": 2, "storage_dtype": np.float16}],
     ids=["whole", "accumulated", "recomputed", "stored"],
 )
-def test_loss_and_gradients_are_those_by_kernels(library: Any, half: Any, options: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss, gradients = run(model(half, **options))
+def test_loss_and_gradients_are_those_by_kernels(cublaslt, half, options):
+    loss, gradients = run(model(half, **options))
     passes = SIZES[3] * options.get("microbatches", 1)
     # One is the proof.
     assert len(fake_cublaslt.executed) == passes * (2 if options.get("recompute") else 1) + 1
-    library["library"] = None
+    cublaslt["library"] = None
     other_loss, others = run(model(half, **options))
     precision = float(ml_dtypes.finfo(half).eps) / 2
     assert loss == pytest.approx(other_loss, rel=2 * precision)
@@ -76,13 +90,10 @@ def test_loss_and_gradients_are_those_by_kernels(library: Any, half: Any, option
     assert 0 < max(errors.values()) < 8 * precision, errors
 
 
-def test_a_weight_gradient_that_is_done_later(library: Any) -> None:
-    from mpishard.nn.block import MLP
-    from mpishard.nn.workspace import Workspace
-    from mpishard.parameters.flat import FlatParameters
-
+@pytest.mark.usefixtures("cublaslt")
+def test_a_weight_gradient_that_is_done_later():
     gradients = []
-    work_done_later: list[Any] = []
+    work_done_later = []
     x, dy = (standin.on_device(np.random.default_rng(s).standard_normal((24, 32)).astype(np.float32)) for s in (1, 2))
     for deferred in (None, work_done_later):
         mlp = MLP("mlp", 32)
@@ -103,108 +114,92 @@ def test_a_weight_gradient_that_is_done_later(library: Any) -> None:
     np.testing.assert_array_equal(gradients[0], gradients[1])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("cublaslt")
 @pytest.mark.parametrize(
     "half, kind, options",
-    [(None, nn.GPT, {}), (np.float16, nn.GPT, {"shards": 2}), (np.float16, nn.Llama, {})],
-    ids=["float32", "slices", "llama"],
+    [
+        pytest.param(None, nn.GPT, {}, id="float32"),
+        pytest.param(np.float16, nn.GPT, {"shards": 2}, id="slices"),
+        pytest.param(np.float16, nn.Llama, {}, id="llama"),
+        pytest.param(np.float16, nn.GPT, {"sizes": (11, 20, 36, 1, 2)}, id="rows that are not aligned"),
+    ],
 )
-def test_where_they_are_not_used(half: Any, kind: Any, options: Any) -> None:
+def test_where_they_are_not_used(half, kind, options):
     run(model(half, kind, **options))
     assert not fake_cublaslt.executed
 
 
-def test_widths_whose_rows_are_not_aligned() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(model(np.float16, sizes=(11, 20, 36, 1, 2)))
-    assert not fake_cublaslt.executed
-
-
-def test_text_generation_chooses_no_kernel_for_every_length() -> None:
+@pytest.mark.usefixtures("cublaslt")
+def test_text_generation_chooses_no_kernel_for_every_length():
     assert len(model(np.float16).generate([1, 2], 4)) == 6
     assert not fake_cublaslt.executed
 
 
-def test_no_more_shapes_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "MOST_SHAPES", 3)
+# One shape is that of the proof.
+@pytest.mark.usefixtures("cublaslt")
+@pytest.mark.parametrize("most, used", [(3, 1 + 2 * SIZES[3]), (1, 0)])
+def test_no_more_shapes_than_a_limit(monkeypatch, most, used):
+    monkeypatch.setattr(cublas, "MOST_SHAPES", most)
     made = model(np.float16)
     for batch in (1, 2, 3, 4):
         run(made, batch)
-    assert len(fake_cublaslt.executed) == 1 + 2 * SIZES[3]  # one shape is that of the proof
+    assert len(fake_cublaslt.executed) == used
 
 
-def test_without_a_shape_left_for_the_proof_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "MOST_SHAPES", 1)
-    run(model(np.float16))
-    assert not fake_cublaslt.executed
-
-
-def test_wrong_results_are_found_and_warned_of_once(monkeypatch: pytest.MonkeyPatch, library: Any) -> None:
+def test_wrong_results_are_found_and_warned_of_once(monkeypatch, cublaslt):
     monkeypatch.setattr(fake_cublaslt, "factor", 1.1)
     made = model(np.float16)
-    with pytest.warns(
-        RuntimeWarning, match="GELU differs by .* from that by kernels; bias and GELU are computed after"
-    ):
+    with pytest.warns(RuntimeWarning, match="GELU differs by .* from that by kernels; bias and GELU are computed"):
         loss, _ = run(made)
     assert len(fake_cublaslt.executed) == 1
     monkeypatch.setattr(fake_cublaslt, "factor", 1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(model(ml_dtypes.bfloat16))
+    run_without_warning(model(ml_dtypes.bfloat16))
     assert len(fake_cublaslt.executed) == 1
-    library["library"] = None
+    cublaslt["library"] = None
     assert run(made)[0] == loss
 
 
+def fail(*_):
+    raise fake_cublaslt.cuBLASLtError("CUBLAS_STATUS_NOT_SUPPORTED (15)")
+
+
 @pytest.mark.parametrize(
-    "name, message",
+    "name, replaced, message",
     [
-        ("create", "does not start on this device .CUBLAS_STATUS"),
-        ("matmul_algo_get_heuristic", "has no kernel with the epilogue for .* .CUBLAS_STATUS"),
-        ("matmul", "a product of cuBLASLt with epilogues fails .CUBLAS_STATUS"),
+        ("create", fail, "does not start on this device .CUBLAS_STATUS"),
+        ("matmul_algo_get_heuristic", fail, "has no kernel with the epilogue for .* .CUBLAS_STATUS"),
+        ("matmul", fail, "a product of cuBLASLt with epilogues fails .CUBLAS_STATUS"),
+        ("matmul_algo_get_heuristic", lambda *_: None, "it finds none"),
     ],
 )
-def test_a_failure_is_warned_of_and_kernels_take_over(
-    monkeypatch: pytest.MonkeyPatch, library: Any, name: str, message: str
-) -> None:
-    def fail(*_: Any) -> None:
-        raise fake_cublaslt.cuBLASLtError("CUBLAS_STATUS_NOT_SUPPORTED (15)")
-
-    monkeypatch.setattr(fake_cublaslt, name, fail)
+def test_a_failure_is_warned_of_and_kernels_take_over(monkeypatch, cublaslt, name, replaced, message):
+    monkeypatch.setattr(fake_cublaslt, name, replaced)
     made = model(np.float16)
     with pytest.warns(RuntimeWarning, match=message) as caught:
         loss, _ = run(made)
         run(made)
     assert len(caught) == 1 and not fake_cublaslt.executed
-    library["library"] = None
+    cublaslt["library"] = None
     assert run(made)[0] == loss
 
 
-def test_no_kernel_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_cublaslt, "matmul_algo_get_heuristic", lambda *_: None)
-    with pytest.warns(RuntimeWarning, match="it finds none"):
-        run(model(np.float16))
-
-
 @pytest.mark.gpu
-def test_they_are_right_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+@pytest.mark.filterwarnings("error")
+def test_they_are_right_on_a_gpu():
     pytest.importorskip("nvmath.bindings.cublasLt")
     cupy = devices.make_device("cupy").module
     half = np.dtype(np.float16)
     made = nn.GPT(*SIZES, dtype=np.float32, module=cupy, compute_dtype=half)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(made)
+    run(made)
     found = cublas.cublaslt_on_device(made.parameters.flat)
     assert found is not None and half in found.proven
 
 
-def test_the_double_has_the_names_of_nvmath() -> None:
+def test_the_double_has_the_names_of_nvmath():
     real = pytest.importorskip("nvmath.bindings.cublasLt")
-    for kind in (
-        fake_cublaslt.Epilogue, fake_cublaslt.MatmulDescAttribute, fake_cublaslt.MatmulPreferenceAttribute
-    ):  # fmt: skip
+    kinds = fake_cublaslt.Epilogue, fake_cublaslt.MatmulDescAttribute, fake_cublaslt.MatmulPreferenceAttribute
+    for kind in kinds:
         assert {each.name: getattr(getattr(real, kind.__name__), each.name) for each in kind} == kind.__members__
     for attribute, dtype in fake_cublaslt.DESC_DTYPES.items():
         assert real.get_matmul_desc_attribute_dtype(attribute) == dtype
@@ -217,3 +212,86 @@ def test_the_double_has_the_names_of_nvmath() -> None:
             theirs = getattr(real, name).__doc__.partition("(")[2].partition(")")[0]
             arguments = [each.split()[-1] for each in theirs.split(",") if each]
             assert list(inspect.signature(function).parameters) == arguments, name
+
+
+# Attention by cuDNN.
+
+SIZES_OF_ATTENTION = 11, 70, 48, 2, 3  # heads of 16 channels
+
+
+def attending(half, kind=nn.GPT, sizes=SIZES_OF_ATTENTION, **options):
+    return model(half, kind, sizes, **options)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        pytest.param(nn.GPT, {}, id="gpt"),
+        pytest.param(nn.GPT, {"microbatches": 2, "recompute": True}, id="recomputed"),
+        pytest.param(nn.GPT, {"microbatches": 2, "storage_dtype": np.float16}, id="stored"),
+        pytest.param(nn.GPT, {"shards": 3}, id="slices"),
+        pytest.param(nn.Llama, {"key_value_heads": 1, "head_norms": True}, id="llama"),
+    ],
+)
+def test_loss_and_gradient_are_those_of_attention_in_blocks(cudnn, half, kind, options):
+    loss, gradients = run(attending(half, kind, **options), 2, 70)
+    passes = SIZES[3] * options.get("microbatches", 1) * options.get("shards", 1)
+    # One of each is the proof.
+    assert fake_cudnn.executed.count("attention") == passes * (2 if options.get("recompute") else 1) + 1
+    assert fake_cudnn.executed.count("gradient") == passes + 1
+    cudnn["library"] = None
+    other_loss, others = run(attending(half, kind, **options), 2, 70)
+    precision = float(ml_dtypes.finfo(half).eps) / 2
+    assert loss == pytest.approx(other_loss, rel=2 * precision)
+    one, other = (np.concatenate([each.ravel() for each in found.values()]) for found in (gradients, others))
+    assert 0 < np.linalg.norm(one - other) / np.linalg.norm(other) < 8 * precision
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_cudnn_is_used_neither_without_half_precision_nor_for_every_length_of_a_text():
+    run(attending(None), 2, 40)
+    assert len(attending(np.float16).generate([1, 2], 4)) == 6
+    assert not fake_cudnn.executed
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_wrong_attention_is_found_and_warned_of_once(monkeypatch):
+    monkeypatch.setattr(fake_cudnn, "factor", 1.1)
+    made = attending(np.float16)
+    with pytest.warns(RuntimeWarning, match="differs by .* from that by products; attention is computed by matrix"):
+        loss, _ = run(made, 2, 40)
+    assert fake_cudnn.executed == ["attention", "gradient"]
+    run_without_warning(attending(ml_dtypes.bfloat16), 2, 40)
+    assert run_without_warning(made, 2, 40)[0] == loss
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_a_failure_of_attention_is_warned_of_and_blocks_take_over(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+
+    monkeypatch.setattr(fake_cudnn.pygraph, "execute", fail)
+    with pytest.warns(RuntimeWarning, match="attention fails .CUDNN_STATUS_EXECUTION_FAILED"):
+        run(attending(np.float16), 2, 40)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("width, warns", [(4, False), (136, False), (40, True)])
+def test_heads_that_cudnn_does_not_take(width, warns):
+    made = attending(np.float16, sizes=(11, 30, width, 1, 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(made, 1, 20)
+    assert [each.category for each in caught] == [RuntimeWarning] * warns
+    assert not fake_cudnn.executed
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_no_more_graphs_than_a_limit(monkeypatch):
+    monkeypatch.setattr(device_attention, "MOST_SHAPES", 3)
+    made = attending(np.float16)
+    for length in (10, 20, 30, 40):
+        made.loss(*np.zeros((2, 1, length), int))
+    assert fake_cudnn.executed.count("attention") == 1 + 2 * SIZES[3]  # one graph is that of the proof

@@ -9,12 +9,14 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import layer_kernels
 import ml_dtypes
 import numpy as np
 import pytest
 from devices import chosen as standin
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layer_kernels import arguments, normal
 
 from mpishard.backend import array as arrays
 from mpishard.nn import device_kernels, formulas, kernels
@@ -24,15 +26,19 @@ pytestmark = pytest.mark.usefixtures("chosen_device")
 
 BACKWARDS = "MPISHARD_CUDA_BACKWARDS"
 TOLERANCE = {np.float32: 3e-6, np.float64: 1e-13}
+# Of what is copied, or multiplied once.
+TOLERANCES = {
+    "drop": {np.float32: 1e-7, np.float64: 1e-15},
+    "lookup": dict.fromkeys(TOLERANCE, 1e-30),
+    "merge_heads": dict.fromkeys(TOLERANCE, 1e-30),
+    "scatter_add": {dtype: 10 * each for dtype, each in TOLERANCE.items()},
+    "split_heads": dict.fromkeys(TOLERANCE, 1e-7),
+}
 # Rows, columns: a warp a row with and without packs, a block a row, no rows.
 SHAPES = [(1, 1), (5, 3), (0, 8), (13, 64), (9, 130), (3, 5000), (2, 5001)]
 HALVES = {np.uint16: ml_dtypes.bfloat16, np.float16: np.float16}
 Given = Sequence[Any]
-
-
-def normal(dtype: Any, *shapes: Any, seed: int = 0) -> list[np.ndarray]:
-    random = np.random.default_rng(seed)
-    return [random.standard_normal(shape).astype(dtype) for shape in shapes]
+each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 def on_device(argument: Any, shift: int = 0) -> Any:
@@ -53,14 +59,16 @@ def on_stand_in(name: str, arguments: Given, shift: int = 0) -> list[Any]:
     return found + ([] if result is None else [float(result)])
 
 
+def assert_same_bits(first: Given, second: Given) -> None:
+    assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(first, second, strict=True))
+
+
 def outcome(name: str, arguments: Given) -> list[Any]:
     """As `on_stand_in`; the same bits in any order of threads."""
     first = on_stand_in(name, arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BACKWARDS, "1")
-        backwards = on_stand_in(name, arguments)
-    for one, other in zip(first, backwards, strict=True):
-        assert np.array_equal(one, other, equal_nan=True)
+        assert_same_bits(first, on_stand_in(name, arguments))
     return first
 
 
@@ -74,9 +82,9 @@ def expected(name: str, arguments: Given) -> list[Any]:
     return [each for each in wide if isinstance(each, np.ndarray)] + ([] if result is None else [result])
 
 
-def compare(name: str, arguments: Given, scratch: Sequence[int] = (), tolerance: float | None = None) -> None:
+def compare(name: str, arguments: Given, scratch: Sequence[int] = ()) -> None:
     """Every array but scratch comes out as by the formula."""
-    tolerance = tolerance or TOLERANCE[arguments[0].dtype.type]
+    tolerance = TOLERANCES.get(name, TOLERANCE)[arguments[0].dtype.type]
     wanted, found = expected(name, arguments), outcome(name, arguments)
     for place, (one, other) in enumerate(zip(wanted, found, strict=True)):
         if place not in scratch:
@@ -100,85 +108,20 @@ def test_who_gets_which_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operations(device) is formulas
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@each_dtype
 @pytest.mark.parametrize("rows, columns", SHAPES)
-class TestRows:
-    def test_add_bias(self, dtype, rows, columns):
-        compare("add_bias", normal(dtype, (rows, columns), columns, (rows, columns)))
-
-    def test_layer_norm(self, dtype, rows, columns):
-        shapes = (rows, columns), columns, columns, (rows, columns), rows, rows
-        x, *others = normal(dtype, *shapes)
-        compare("layer_norm", [x + dtype(3), *others, 1e-5])
-
-    def test_layer_norm_backward(self, dtype, rows, columns):
-        shapes = (rows, columns), (rows, columns), rows, rows, columns, (rows, columns), columns, columns
-        compare("layer_norm_backward", normal(dtype, *shapes))
-
-    def test_rms_norm(self, dtype, rows, columns):
-        compare("rms_norm", [*normal(dtype, (rows, columns), columns, (rows, columns), rows), 1e-5])
-
-    def test_rms_norm_backward(self, dtype, rows, columns):
-        shapes = (rows, columns), (rows, columns), rows, columns, (rows, columns), columns
-        compare("rms_norm_backward", normal(dtype, *shapes))
-
-    def test_gelu(self, dtype, rows, columns):
-        x, bias, y = normal(dtype, (rows, columns), columns, (rows, columns))
-        compare("gelu", [4 * x, bias, y])
-
-    def test_gelu_backward(self, dtype, rows, columns):
-        compare("gelu_backward", normal(dtype, (rows, columns), (rows, columns), columns))
-
-    def test_swiglu(self, dtype, rows, columns):
-        gate, up, y = normal(dtype, *[(rows, columns)] * 3)
-        compare("swiglu", [4 * gate, up, y])
-
-    def test_swiglu_backward(self, dtype, rows, columns):
-        compare("swiglu_backward", normal(dtype, *[(rows, columns)] * 3))
-
-    def test_drop(self, dtype, rows, columns):
-        random = np.random.default_rng(2)
-        keys, positions = random.integers(-(2**63), 2**63 - 1, rows), random.integers(0, 1000, rows)
-        (x,) = normal(dtype, (rows, columns))
-        compare("drop", [x, keys, positions, 0.3], tolerance=1e-7 if dtype is np.float32 else 1e-15)
-
-    def test_cross_entropy(self, dtype, rows, columns):
-        (logits,) = normal(dtype, (rows, columns))
-        compare("cross_entropy", [5 * logits, np.random.default_rng(1).integers(0, columns, rows)])
-
-    @pytest.mark.parametrize("first", [0, 2, 9])
-    def test_lookup(self, dtype, rows, columns, first):
-        table, y = normal(dtype, (4, columns), (rows, columns))
-        compare("lookup", [table, np.arange(rows) % 7, y, first], tolerance=1e-30)
-
-    def test_cross_entropy_in_steps(self, dtype, rows, columns):
-        (logits,) = normal(dtype, (rows, columns))
-        targets, first = np.random.default_rng(1).integers(0, columns + 20, rows), 10
-        top, total, picked = logits.max(axis=1), *normal(dtype, rows, rows)
-        compare("row_maximum", [logits, total])
-        compare("exponentials", [5 * logits, targets, 5 * top, total, picked, first])
-        compare("cross_entropy_of_sums", [logits, targets, np.abs(total) + 1, picked, first])
+@pytest.mark.parametrize("name", [name for name in layer_kernels.ROWS if name != "scatter_add"])
+def test_rows(name, dtype, rows, columns):
+    for each in layer_kernels.of_rows(name, dtype, rows, columns):
+        compare(name, each)
 
 
 @pytest.mark.parametrize(
     "dtype, columns", [(np.float32, 17001), (np.float32, 20000), (np.float64, 8300), (np.float64, 9001)]
 )
-def test_rows_that_registers_do_not_hold(dtype, columns):
-    rows = 2
-    shapes = (rows, columns), columns, columns, (rows, columns), rows, rows
-    compare("layer_norm", [*normal(dtype, *shapes), 1e-5])
-    compare("rms_norm", [*normal(dtype, (rows, columns), columns, (rows, columns), rows), 1e-5])
-    shapes = (rows, columns), (rows, columns), rows, rows, columns, (rows, columns), columns, columns
-    compare("layer_norm_backward", normal(dtype, *shapes))
-    compare("rms_norm_backward", normal(dtype, *(shapes[place] for place in (0, 1, 2, 4, 5, 6))))
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("columns", [16400, 50257, 50304])
-def test_cross_entropy_of_vocabularies(dtype, columns):
-    (logits,) = normal(dtype, (2, columns))
-    logits[1, -3:] = [30, -40, 50]  # the largest is in the part that is read again
-    compare("cross_entropy", [logits, np.array([columns - 1, 7])])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"])
+def test_rows_that_registers_do_not_hold(name, dtype, columns):
+    compare(name, arguments(name, dtype, n=2, c=columns))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 8])
@@ -190,6 +133,8 @@ def test_cross_entropy_of_vocabularies(dtype, columns):
 def test_cross_entropy_of_long_rows(dtype, columns, rows):
     """At the lengths that registers, and shared memory of an H100, hold: fewer rows than blocks, and more."""
     (logits,) = normal(dtype, (rows, columns))
+    if rows > 1:
+        logits[-1, -3:] = [6, -8, 10]  # the largest is in the part that is read again
     ends = [0, columns - 1, 1, columns - 2, 2, columns - 3, 3, 5000]  # single elements and packs
     compare("cross_entropy", [5 * logits, np.array(ends[:rows], np.int64)])
 
@@ -197,12 +142,10 @@ def test_cross_entropy_of_long_rows(dtype, columns, rows):
 def same_bits_in_other_forms(name, arguments, monkeypatch):
     """Without as much shared memory, with another number of multiprocessors, and elsewhere in memory."""
     first = on_stand_in(name, arguments)
-    found = [on_stand_in(name, arguments, shift=1)]
+    assert_same_bits(first, on_stand_in(name, arguments, shift=1))
     monkeypatch.setattr(device_kernels, "most_shared", lambda like: 0)
     monkeypatch.setattr(device_kernels, "processors", lambda like: 5)
-    found.append(on_stand_in(name, arguments))
-    for other in found:
-        assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, other, strict=True))
+    assert_same_bits(first, on_stand_in(name, arguments))
 
 
 @pytest.mark.parametrize("dtype, stride", [(np.float32, 50260), (np.float32, 50257), (np.float64, 9001)])
@@ -249,7 +192,7 @@ def test_scatter_add(dtype, counted, rows, columns, table, first, monkeypatch):
     monkeypatch.setattr(device_kernels, "COUNTED_ROWS", counted)  # beyond so many tokens CuPy sorts them
     dy, dweight = normal(dtype, (rows, columns), (table, columns))
     indices = np.random.default_rng(1).integers(0, table + 3, rows)
-    compare("scatter_add", [dy, indices, dweight, first], tolerance=10 * TOLERANCE[dtype])
+    compare("scatter_add", [dy, indices, dweight, first])
 
 
 def test_lookup_and_scatter_add_are_adjoint():
@@ -260,57 +203,33 @@ def test_lookup_and_scatter_add_are_adjoint():
     assert np.vdot(y, dy) == pytest.approx(np.vdot(weight, dweight), rel=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@each_dtype
 @pytest.mark.parametrize("width", [4, 5, 64, 130])
-class TestHeads:
-    BATCH, HEADS, LENGTH = 2, 3, 11
-
-    def shapes(self, kinds: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        rows, columns = self.BATCH * self.LENGTH, kinds * self.HEADS * width
-        return (rows, columns), (kinds, self.BATCH, self.HEADS, self.LENGTH, width)
-
-    def test_split_and_merge_heads(self, dtype, width):
-        flat, heads = self.shapes(3, width)
-        x, bias, out = normal(dtype, flat, flat[1], heads)
-        compare("split_heads", [x, bias, out], tolerance=1e-7)
-        compare("merge_heads", [x, out], tolerance=1e-30)
-        split = outcome("split_heads", [x, 0 * bias, out])[2]
-        assert np.array_equal(outcome("merge_heads", [np.empty_like(x), split])[0], x)
-
-    @pytest.mark.parametrize("kinds", [1, 2])
-    def test_split_with_products(self, dtype, width, kinds):
-        flat, heads = self.shapes(kinds, width)
-        compare("split_with_products", normal(dtype, flat, flat, heads, heads[:4]))
-
-    @pytest.mark.parametrize("apart", [0, 1])
-    def test_rotate(self, dtype, width, apart):
-        if width % 2:
-            pytest.skip("pairs of channels need an even width")
-        x, angle = normal(dtype, (self.HEADS, self.LENGTH, width), (self.LENGTH, width // 2))
-        tables = np.cos(angle), np.sin(angle)
-        for backward in (0, 1):
-            compare("rotate", [x, *tables, apart, backward])
-        turned = outcome("rotate", [x, *tables, apart, 0])[0]
-        back = outcome("rotate", [turned, *tables, apart, 1])[0]
-        np.testing.assert_allclose(back, x, rtol=0, atol=10 * TOLERANCE[dtype])
+@pytest.mark.parametrize(
+    "name, kinds", [("split_heads", 3), ("merge_heads", 3), ("split_with_products", 1), ("split_with_products", 2)]
+)
+def test_heads(name, kinds, dtype, width):
+    compare(name, layer_kernels.of_heads(name, dtype, kinds, 2, 3, 11, width))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("length, first, last", [(20, 0, 20), (20, 0, 7), (20, 7, 13), (20, 19, 20), (40, 8, 40)])
-class TestSoftmax:
-    def test_causal_softmax(self, dtype, length, first, last):
-        scores, logsum = normal(dtype, (3, last, last - first), (3, length))
-        compare("causal_softmax", [9 * scores, logsum, np.empty(last - first, dtype), first, 0.4], scratch=[2])
-
-    def test_causal_softmax_backward(self, dtype, length, first, last):
-        shapes = (3, last - first, length - first), (3, length, length), (3, length), (3, length)
-        compare("causal_softmax_backward", [*normal(dtype, *shapes), 0.4])
-        # The gradients of these keys alone, and of the queries that see them.
-        keys, queries = last - first, length - first
-        compare("causal_softmax_backward", [*normal(dtype, *[(3, keys, queries)] * 2, *[(3, queries)] * 2), 0.4])
+@each_dtype
+@pytest.mark.parametrize("width", [4, 64, 130])
+@pytest.mark.parametrize("apart", [0, 1])
+@pytest.mark.parametrize("backward", [0, 1])
+def test_rotate(dtype, width, apart, backward):
+    x, angle = normal(dtype, (3, 11, width), (11, width // 2))
+    compare("rotate", [x, np.cos(angle), np.sin(angle), apart, backward])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@each_dtype
+@pytest.mark.parametrize("length, first, last", [*((20, *keys) for keys in layer_kernels.KEYS), (40, 8, 40)])
+def test_causal_softmax(dtype, length, first, last):
+    compare("causal_softmax", layer_kernels.of_softmax(dtype, length, first, last), scratch=[2])
+    for each in layer_kernels.of_softmax_backward(dtype, length, first, last):
+        compare("causal_softmax_backward", each)
+
+
+@each_dtype
 @pytest.mark.parametrize("keys, queries", [(512, 36), (513, 4), (516, 16), (1100, 20), (1101, 21), (2500, 8)])
 def test_softmax_of_more_keys_than_registers_hold(dtype, keys, queries):
     """Of float32 those of 512 keys; the others' are in shared memory, which holds those of 2240 on an H100."""
@@ -352,27 +271,20 @@ def test_softmax_may_store_what_it_has_rounded(stored, keys, queries):
 
 
 @pytest.mark.parametrize(
-    "name, shapes, place, scalars, stored",
+    "name, place, stored",
     [
-        ("layer_norm", ["nc", "c", "c", "nc", "n", "n"], 3, [1e-5], np.uint16),
-        ("rms_norm", ["nc", "c", "nc", "n"], 2, [1e-5], np.uint16),
-        ("gelu", ["nc", "c", "nc"], 2, [], np.uint16),
-        ("gelu", ["nc", "c", "nc"], 2, [], np.float16),
-        ("swiglu", ["nc", "nc", "nc"], 2, [], np.uint16),
-        ("swiglu", ["nc", "nc", "nc"], 2, [], np.float16),
-        ("split_heads", ["nc", "c", "sbhtd"], 2, [], np.uint16),
-        ("merge_heads", ["nc", "sbhtd"], 0, [], np.uint16),
-        ("split_with_products", ["nc", "nc", "sbhtd", "sbht"], 2, [], np.uint16),
+        *((name, place, np.uint16) for name, place in (layer_kernels.RESULTS | layer_kernels.RESULTS_OF_HEADS).items()),
+        ("gelu", 2, np.float16),
+        ("swiglu", 2, np.float16),
     ],
 )
-def test_results_may_be_stored_in_half_precision(name, shapes, place, scalars, stored):
-    extents = {"n": 10, "c": 84, "s": 3, "b": 2, "h": 7, "t": 5, "d": 4}
-    given = normal(np.float32, *([extents[letter] for letter in shape] for shape in shapes))
-    given[-1 if place == 0 else 0].reshape(-1)[:6] = [np.nan, np.inf, -np.inf, 0, -0.0, 1e5]
-    plain = outcome(name, [*given, *scalars])
+def test_results_may_be_stored_in_half_precision(name, place, stored):
+    given = arguments(name, np.float32, n=10, c=84, s=3, b=2, h=7, t=5, d=4)
+    given[1 if place == 0 else 0].reshape(-1)[:6] = [np.nan, np.inf, -np.inf, 0, -0.0, 1e5]
+    plain = outcome(name, given)
     half = list(given)
     half[place] = np.zeros(given[place].shape, stored)
-    rounded = outcome(name, [*half, *scalars])
+    rounded = outcome(name, half)
     with np.errstate(over="ignore", invalid="ignore"):
         wanted = plain[place].astype(HALVES[stored])
     found = rounded[place].view(HALVES[stored])
@@ -414,47 +326,28 @@ def test_gelu_backward_of_rounded_hides_no_bad_numbers(bad):
 def test_bits_do_not_depend_on_where_memory_begins(columns):
     """Threads take the same elements where they cannot load 16 bytes at once."""
     rows = 6
-    wide = (rows, columns)
-    for name, shapes, scalars in (
-        ("layer_norm", [wide, columns, columns, wide, rows, rows], [1e-5]),
-        ("layer_norm_backward", [wide, wide, rows, rows, columns, wide, columns, columns], []),
-        ("gelu", [wide, columns, wide], []),
-        ("gelu_backward", [wide, wide, columns], []),
-        ("swiglu", [wide, wide, wide], []),
-    ):
-        given = [*normal(np.float32, *shapes), *scalars]
-        for one, other in zip(on_stand_in(name, given), on_stand_in(name, given, shift=1), strict=True):
-            assert np.array_equal(one, other), name
-    halves = [each.astype(np.float16) for each in normal(np.float32, wide, wide)]
-    given = [*halves, np.zeros(columns, np.float32)]
-    first, second = (on_stand_in("gelu_backward_of_rounded", given, shift=shift) for shift in (0, 1))
-    assert all(map(np.array_equal, first, second))
-    logits, targets = normal(np.float32, wide)[0], np.arange(rows)
-    for one, other in zip(
-        on_stand_in("cross_entropy", [logits, targets]),
-        on_stand_in("cross_entropy", [logits, targets], shift=1),
-        strict=True,
-    ):
-        assert np.array_equal(one, other)
+    wide, narrow = normal(np.float32, (2, rows, columns), columns)
+    names = ["layer_norm", "layer_norm_backward", "gelu", "gelu_backward", "swiglu"]
+    calls = [(name, arguments(name, np.float32, n=rows, c=columns)) for name in names]
+    calls += [("gelu_backward_of_rounded", [*wide.astype(np.float16), 0 * narrow])]
+    for name, each in [*calls, ("cross_entropy", [wide[0], np.arange(rows)])]:
+        assert_same_bits(on_stand_in(name, each), on_stand_in(name, each, shift=1))
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 70), st.integers(1, 700), st.sampled_from([np.float32, np.float64]))
 def test_any_shape(rows, columns, dtype):
-    wide = (rows, columns)
-    compare("layer_norm", [*normal(dtype, wide, columns, columns, wide, rows, rows), 1e-5])
-    compare("layer_norm_backward", normal(dtype, wide, wide, rows, rows, columns, wide, columns, columns))
-    compare("gelu_backward", normal(dtype, wide, wide, columns))
-    compare("cross_entropy", [*normal(dtype, wide), np.arange(rows) % columns])
+    for name in ("layer_norm", "layer_norm_backward", "gelu_backward", "cross_entropy"):
+        for each in layer_kernels.of_rows(name, dtype, rows, columns):
+            compare(name, each)
 
 
 @pytest.mark.parametrize("rows, columns", [(1100, 3), (9000, 8)])
 def test_column_sums_over_many_rows(rows, columns):
     """Of so many parts that they are added up in several rounds."""
-    wide = (rows, columns)
-    compare("rms_norm_backward", normal(np.float64, wide, wide, rows, columns, wide, columns))
-    compare("gelu_backward", normal(np.float64, wide, wide, columns))
-    zeros, sums = np.zeros(wide, np.float16), np.ones(columns, np.float32)
+    for name in ("rms_norm_backward", "gelu_backward"):
+        compare(name, arguments(name, np.float64, n=rows, c=columns))
+    zeros, sums = np.zeros((rows, columns), np.float16), np.ones(columns, np.float32)
     found = outcome("gelu_backward_of_rounded", [zeros + np.float16(1), zeros, sums])[2]
     assert np.array_equal(found, np.full(columns, 1 + rows / 2))  # the derivative at 0 is 1/2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import layer_kernels
 import ml_dtypes
 import numpy as np
 import pytest
@@ -231,17 +232,9 @@ def test_cross_entropy_gradient():
     np.testing.assert_allclose(gradient, slopes, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("width, heads", [(8, 3), (8, 0), (8, -2)])
-def test_width_must_be_a_multiple_of_heads(width, heads):
-    with pytest.raises(ValueError, match=f"width {width} is not a multiple of {heads} heads"):
-        nn.CausalSelfAttention("a", width, heads)
-
-
 @pytest.mark.parametrize("pairing", ["half-split", "interleaved"])
 def test_rotary_scores_depend_on_the_distance_only(pairing):
     """And the two pairings are one rotation of channels in another order."""
-    from mpishard.nn import formulas
-
     rotary, random = nn.Rotary(100.0, pairing), np.random.default_rng(0)
     cos, sin = rotary.tables(WIDTH, 9, np.float64)
     q, k = (np.tile(random.standard_normal(WIDTH), (1, 9, 1)) for _ in range(2))
@@ -272,6 +265,8 @@ def test_rotary_scores_depend_on_the_distance_only(pairing):
         ),
         (lambda: attention(head_width=3, rotary=nn.Rotary()), ValueError, "3 channels; .* make it even"),
         (lambda: attention(key_value_heads=3), ValueError, "4 heads of queries cannot share 3 heads of keys"),
+        (lambda: nn.CausalSelfAttention("a", 8, 3), ValueError, "width 8 is not a multiple of 3 heads"),
+        (lambda: nn.CausalSelfAttention("a", 8, 0), ValueError, "width 8 is not a multiple of 0 heads"),
     ],
 )
 def test_attention_that_cannot_be(make, error, message):
@@ -282,11 +277,7 @@ def test_attention_that_cannot_be(make, error, message):
 # The compiled kernels of the layers against their definitions in plain NumPy.
 
 TOLERANCE = {np.float32: 3e-6, np.float64: 1e-14}
-
-
-def arrays(dtype, *shapes, seed=0):
-    random = np.random.default_rng(seed)
-    return [random.standard_normal(shape).astype(dtype) for shape in shapes]
+each_dtype = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 def placed(arguments, seed):
@@ -309,171 +300,103 @@ def compare(name, arguments, scratch=()):
 
     The bits of the compiled one must be the same wherever the arrays lie.
     """
-    bits = []
-    for seed in range(20):
-        copies = placed(arguments, seed)
-        result = getattr(kernels, name)(*copies)
-        results = [a.tobytes() for i, a in enumerate(copies) if isinstance(a, np.ndarray) and i not in scratch]
-        bits.append((results, None if result is None else np.asarray(result).tobytes()))
-    assert all(each == bits[0] for each in bits), [seed for seed, each in enumerate(bits) if each != bits[0]]
-    outcomes = []
-    for module in (formulas, kernels):
-        copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
+
+    def called(module, copies):
         result = getattr(module, name)(*copies)
         results = [a for i, a in enumerate(copies) if isinstance(a, np.ndarray) and i not in scratch]
-        outcomes.append(results + ([] if result is None else [result]))
+        return results + ([] if result is None else [np.asarray(result)])
+
+    bits = [[a.tobytes() for a in called(kernels, placed(arguments, seed))] for seed in range(20)]
+    assert all(each == bits[0] for each in bits), [seed for seed, each in enumerate(bits) if each != bits[0]]
+    copies = ([a.copy() if isinstance(a, np.ndarray) else a for a in arguments] for _ in range(2))
+    outcomes = [called(module, each) for module, each in zip((formulas, kernels), copies, strict=True)]
     dtype = arguments[0].dtype.type
     for expected, actual in zip(*outcomes, strict=True):
         scale = np.abs(expected, where=np.isfinite(expected), out=np.zeros_like(expected)).max(initial=1)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
-@pytest.mark.parametrize(
-    "name, shapes, place, scalars",
-    [
-        ("layer_norm", ["nc", "c", "c", "nc", "n", "n"], 3, [1e-5]),
-        ("rms_norm", ["nc", "c", "nc", "n"], 2, [1e-5]),
-        ("gelu", ["nc", "c", "nc"], 2, []),
-        ("swiglu", ["nc", "nc", "nc"], 2, []),
-    ],
-)
-def test_results_may_be_written_as_bits_of_bfloat16(name, shapes, place, scalars):
-    extents = {"n": 37, "c": 130}
-    given = arrays(np.float32, *([extents[letter] for letter in shape] for shape in shapes))
+@pytest.mark.parametrize("name, place", layer_kernels.RESULTS.items())
+def test_results_may_be_written_as_bits_of_bfloat16(name, place):
+    given = layer_kernels.arguments(name, np.float32, n=37, c=130)
     given[0][:2, :3] = [[np.nan, np.inf, -np.inf], [0, -0.0, 1e-42]]
-    plain, rounded = ([each.copy() for each in given] for _ in range(2))
-    getattr(kernels, name)(*plain, *scalars)
+    plain, rounded = ([each.copy() if isinstance(each, np.ndarray) else each for each in given] for _ in range(2))
+    getattr(kernels, name)(*plain)
     rounded[place] = np.empty(given[place].shape, np.uint16)
-    getattr(kernels, name)(*rounded, *scalars)
+    getattr(kernels, name)(*rounded)
     found, expected = rounded[place].view(ml_dtypes.bfloat16), plain[place].astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
     for i, (one, other) in enumerate(zip(plain, rounded, strict=True)):
         assert i == place or np.array_equal(one, other, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@each_dtype
 @pytest.mark.parametrize("rows, columns", [(1, 1), (5, 3), (5, 4), (3, 8), (37, 64), (64, 130)])
-class TestRows:
-    def test_add_bias(self, dtype, rows, columns):
-        compare("add_bias", arrays(dtype, (rows, columns), columns, (rows, columns)))
-
-    def test_layer_norm(self, dtype, rows, columns):
-        x, weight, bias, y, mean, scale = arrays(dtype, (rows, columns), columns, columns, (rows, columns), rows, rows)
-        compare("layer_norm", [x, weight, bias, y, mean, scale, 1e-5])
-
-    def test_layer_norm_backward(self, dtype, rows, columns):
-        shapes = (rows, columns), (rows, columns), rows, rows, columns, (rows, columns), columns, columns
-        compare("layer_norm_backward", arrays(dtype, *shapes))
-
-    def test_gelu(self, dtype, rows, columns):
-        x, bias, y = arrays(dtype, (rows, columns), columns, (rows, columns))
-        compare("gelu", [4 * x, bias, y])
-
-    def test_gelu_backward(self, dtype, rows, columns):
-        compare("gelu_backward", arrays(dtype, (rows, columns), (rows, columns), columns))
-
-    def test_rms_norm(self, dtype, rows, columns):
-        compare("rms_norm", [*arrays(dtype, (rows, columns), columns, (rows, columns), rows), 1e-5])
-
-    def test_rms_norm_backward(self, dtype, rows, columns):
-        shapes = (rows, columns), (rows, columns), rows, columns, (rows, columns), columns
-        compare("rms_norm_backward", arrays(dtype, *shapes))
-
-    def test_swiglu(self, dtype, rows, columns):
-        gate, up, y = arrays(dtype, *[(rows, columns)] * 3)
-        compare("swiglu", [4 * gate, up, y])
-
-    def test_swiglu_backward(self, dtype, rows, columns):
-        compare("swiglu_backward", arrays(dtype, *[(rows, columns)] * 3))
-
-    def test_drop(self, dtype, rows, columns):
-        random = np.random.default_rng(2)
-        keys, positions = random.integers(-(2**63), 2**63 - 1, rows), random.integers(0, 1000, rows)
-        compare("drop", [*arrays(dtype, (rows, columns)), keys, positions, 0.3])
-
-    def test_cross_entropy(self, dtype, rows, columns):
-        (logits,) = arrays(dtype, (rows, columns))
-        targets = np.random.default_rng(1).integers(0, columns, rows)
-        compare("cross_entropy", [5 * logits, targets])
-
-    @pytest.mark.parametrize("first", [0, 2, 9])
-    def test_lookup(self, dtype, rows, columns, first):
-        compare("lookup", [*arrays(dtype, (4, columns)), np.arange(rows) % 7, *arrays(dtype, (rows, columns)), first])
-
-    @pytest.mark.parametrize("first", [0, 2, 9])
-    def test_scatter_add(self, dtype, rows, columns, first):
-        dy, dweight = arrays(dtype, (rows, columns), (4, columns))
-        compare("scatter_add", [dy, np.random.default_rng(1).integers(0, 7, rows), dweight, first])
-
-    def test_cross_entropy_in_slices(self, dtype, rows, columns):
-        """Each function against its definition, and all of them together against the loss of whole rows."""
-        (logits,) = arrays(dtype, (rows, columns))
-        targets = np.random.default_rng(1).integers(0, columns, rows)
-        whole = logits.copy()
-        loss = kernels.cross_entropy(whole, targets)
-        slices = [(first, logits[:, first : first + 50].copy()) for first in range(0, columns + 50, 50)]
-        tops, sums = np.empty((2, rows), dtype), np.zeros((2, rows), dtype)
-        tops[1] = -np.inf
-        for _, part in slices:
-            compare("row_maximum", [part, tops[0]])
-            kernels.row_maximum(part, tops[0])
-            np.maximum(tops[0], tops[1], out=tops[1])
-        for first, part in slices:
-            total, picked = np.empty((2, rows), dtype)
-            compare("exponentials", [part, targets, tops[1], total, picked, first])
-            kernels.exponentials(part, targets, tops[1], total, picked, first)
-            sums += total, picked
-        for first, part in slices:
-            compare("cross_entropy_of_sums", [part, targets, *sums, first])
-            found = kernels.cross_entropy_of_sums(part, targets, *sums, first)
-            assert found == pytest.approx(loss, rel=10 * TOLERANCE[dtype], abs=10 * TOLERANCE[dtype])
-            np.testing.assert_allclose(part, whole[:, first : first + 50], rtol=0, atol=10 * TOLERANCE[dtype])
+@pytest.mark.parametrize("name", layer_kernels.ROWS)
+def test_rows(name, dtype, rows, columns):
+    for arguments in layer_kernels.of_rows(name, dtype, rows, columns):
+        compare(name, arguments)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-class TestHeads:
-    BATCH, HEADS, LENGTH, WIDTH = 2, 3, 20, 5
+@each_dtype
+@pytest.mark.parametrize("rows, columns", [(1, 1), (5, 3), (37, 64), (64, 130)])
+def test_cross_entropy_in_slices(dtype, rows, columns):
+    """All functions of slices together, of which one is empty, against the loss of whole rows."""
+    (logits,) = layer_kernels.normal(dtype, (rows, columns))
+    targets = np.random.default_rng(1).integers(0, columns, rows)
+    whole = logits.copy()
+    loss = kernels.cross_entropy(whole, targets)
+    slices = [(first, logits[:, first : first + 50].copy()) for first in range(0, columns + 50, 50)]
+    tops, sums = np.empty((2, rows), dtype), np.zeros((2, rows), dtype)
+    tops[1] = -np.inf
+    for _, part in slices:
+        compare("row_maximum", [part, tops[0]])
+        kernels.row_maximum(part, tops[0])
+        np.maximum(tops[0], tops[1], out=tops[1])
+    for first, part in slices:
+        total, picked = np.empty((2, rows), dtype)
+        compare("exponentials", [part, targets, tops[1], total, picked, first])
+        kernels.exponentials(part, targets, tops[1], total, picked, first)
+        sums += total, picked
+    for first, part in slices:
+        compare("cross_entropy_of_sums", [part, targets, *sums, first])
+        found = kernels.cross_entropy_of_sums(part, targets, *sums, first)
+        assert found == pytest.approx(loss, rel=10 * TOLERANCE[dtype], abs=10 * TOLERANCE[dtype])
+        np.testing.assert_allclose(part, whole[:, first : first + 50], rtol=0, atol=10 * TOLERANCE[dtype])
 
-    def test_split_heads(self, dtype):
-        rows, columns = self.BATCH * self.LENGTH, 3 * self.HEADS * self.WIDTH
-        heads = (3, self.BATCH, self.HEADS, self.LENGTH, self.WIDTH)
-        compare("split_heads", arrays(dtype, (rows, columns), columns, heads))
 
-    # Of the small ones another place gave other bits, as sums were vectorised only far from what was stored.
-    @pytest.mark.parametrize(
-        ("batch", "heads", "length", "width"), [(2, 3, 20, 5), (1, 1, 5, 4), (1, 2, 3, 4), (1, 1, 5, 8), (2, 2, 8, 16)]
-    )
-    @pytest.mark.parametrize("kinds", [1, 2])
-    def test_split_with_products(self, dtype, kinds, batch, heads, length, width):
-        flat, sorted_heads = (batch * length, kinds * heads * width), (kinds, batch, heads, length)
-        compare("split_with_products", arrays(dtype, flat, flat, (*sorted_heads, width), sorted_heads))
+# Of the small ones another place gave other bits, as sums were vectorised only far from what was stored.
+@each_dtype
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+@pytest.mark.parametrize(
+    "batch, heads, length, width", [(2, 3, 20, 5), (1, 1, 5, 4), (1, 2, 3, 4), (1, 1, 5, 8), (2, 2, 8, 16)]
+)
+@pytest.mark.parametrize("name", layer_kernels.HEADS)
+def test_heads(name, dtype, kinds, batch, heads, length, width):
+    compare(name, layer_kernels.of_heads(name, dtype, kinds, batch, heads, length, width))
 
-    def test_merge_heads(self, dtype):
-        """The adjoint of splitting them, which is a permutation."""
-        rows, columns = self.BATCH * self.LENGTH, 4 * self.HEADS * self.WIDTH
-        x, bias, heads = arrays(dtype, (rows, columns), columns, (4, self.BATCH, self.HEADS, self.LENGTH, self.WIDTH))
-        compare("merge_heads", [x, heads])
-        kernels.split_heads(x, 0 * bias, heads)
-        merged = np.empty_like(x)
-        kernels.merge_heads(merged, heads)
-        np.testing.assert_array_equal(merged, x)
 
-    @pytest.mark.parametrize("apart", [0, 1])
-    @pytest.mark.parametrize("backward", [0, 1])
-    def test_rotate(self, dtype, apart, backward):
-        tables = arrays(dtype, *[(self.LENGTH, 3)] * 2)
-        compare("rotate", [*arrays(dtype, (self.HEADS, self.LENGTH, 6)), *tables, apart, backward])
+def test_merging_heads_is_the_adjoint_of_splitting_them_which_is_a_permutation():
+    x, bias, heads = layer_kernels.of_heads("split_heads", np.float64, 4, 2, 3, 20, 5)
+    kernels.split_heads(x, 0 * bias, heads)
+    merged = np.empty_like(x)
+    kernels.merge_heads(merged, heads)
+    np.testing.assert_array_equal(merged, x)
 
-    @pytest.mark.parametrize("first, last", [(0, 20), (0, 7), (7, 13), (13, 20), (19, 20)])
-    def test_causal_softmax(self, dtype, first, last):
-        scores, logsum = arrays(dtype, (self.HEADS, last, last - first), (self.HEADS, self.LENGTH))
-        compare("causal_softmax", [9 * scores, logsum, np.empty(last - first, dtype), first, 0.4], scratch=[2])
 
-    @pytest.mark.parametrize("first, last", [(0, 20), (0, 7), (7, 13), (13, 20), (19, 20)])
-    def test_causal_softmax_backward(self, dtype, first, last):
-        length = self.LENGTH
-        shapes = (self.HEADS, last - first, length - first), (self.HEADS, length, length), *[(self.HEADS, length)] * 2
-        compare("causal_softmax_backward", [*arrays(dtype, *shapes), 0.4])
+@each_dtype
+@pytest.mark.parametrize("apart", [0, 1])
+@pytest.mark.parametrize("backward", [0, 1])
+def test_rotate(dtype, apart, backward):
+    compare("rotate", [*layer_kernels.normal(dtype, (3, 20, 6), (20, 3), (20, 3)), apart, backward])
+
+
+@each_dtype
+@pytest.mark.parametrize("first, last", layer_kernels.KEYS)
+def test_causal_softmax(dtype, first, last):
+    compare("causal_softmax", layer_kernels.of_softmax(dtype, 20, first, last), scratch=[2])
+    for arguments in layer_kernels.of_softmax_backward(dtype, 20, first, last):
+        compare("causal_softmax_backward", arguments)
 
 
 @pytest.mark.parametrize("x", [-1e4, -88.0, -87.3, -20.0, -1e-3, 0.0, 1e-8, 0.5, 3.0, 88.3])
@@ -485,7 +408,7 @@ def test_float32_exponential_is_accurate(x):
     np.testing.assert_allclose(logits[0] + [1, 0], exact / exact.sum(), rtol=5e-7, atol=1.2e-38)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@each_dtype
 def test_gelu_far_from_zero(dtype):
     x = np.array([[-1e4, -30, -12, 12, 30, 1e4]], dtype)
     y = np.empty_like(x)
@@ -495,7 +418,7 @@ def test_gelu_far_from_zero(dtype):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@each_dtype
 def test_bad_numbers_are_not_hidden(dtype, bad):
     x = np.zeros((1, 8), dtype)
     x[0, 3] = bad
