@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import numpy as np
 import safetensors
@@ -80,12 +81,34 @@ def write_ours(folder, family="gpt2", dtype="float32", **options):
 def computed(model, vocabulary=19):
     import torch
 
+    if model.dtype == torch.float64:
+        in_float64(model)
     tokens, targets = (torch.from_numpy(each) for each in tokens_and_targets(vocabulary))
     logits = model(tokens).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()
     gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
     return logits.detach().numpy(), loss.item(), gradients
+
+
+def in_float64(model):
+    """Let norms and rotary positions of `transformers`, which are of float32, compute in float64."""
+    import torch
+
+    config = model.config.to_dict()
+    ours = table_of_config(config).architecture(config)
+
+    def norm(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def turn(self, x, position_ids):
+        cos, sin = ours.rotary.tables(ours.head_width, position_ids.shape[1], np.float64)
+        return tuple(torch.tensor(np.concatenate([each, each], axis=1))[None] for each in (cos, sin))
+
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith(("RMSNorm", "RotaryEmbedding")):
+            module.forward = types.MethodType(norm if kind.endswith("RMSNorm") else turn, module)
 
 
 def their_texts(folder, prompts, count):

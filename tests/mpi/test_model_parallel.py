@@ -14,15 +14,8 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
-from mpishard.nn.tensor_parallel import (
-    Copy,
-    GatherColumns,
-    GatherRows,
-    Reduce,
-    ReduceScatterRows,
-    ScatterColumns,
-    Slices,
-)
+from mpishard.nn import tensor_parallel
+from mpishard.nn.tensor_parallel import Slices
 from mpishard.nn.units import Batch
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
@@ -119,11 +112,6 @@ def test_replicas_have_equal_gradients_unless_declared_partial(mesh, same_on_all
     for spec in gpt.parameters.specs:
         if spec.tensor_dim is None and not spec.partial:
             assert same_on_all(gpt.parameters.gradient(spec.name)[0]), spec.name
-    partial = {spec.name.rpartition("blocks.")[2] for spec in gpt.parameters.specs if spec.partial}
-    norms = {f"{name}.{kind}" for name in ("0.attention_norm", "0.mlp_norm") for kind in ("weight", "bias")}
-    expected = norms | {"0.attention.output.bias", "0.mlp.contract.bias"}
-    expected |= {name.replace("0.", "1.", 1) for name in expected} | {"final_norm.weight", "final_norm.bias"}
-    assert partial == (expected if sequence_parallel else set())
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -181,23 +169,12 @@ def test_bytes_on_the_tensor_axis(mesh, options):
     assert mesh.ledger.sent() == mesh.ledger.sent("tensor")
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_changes_no_bit(mesh, sequence_parallel):
-    plain, saving = (
-        model(mesh, sequence_parallel=sequence_parallel, recompute=recompute) for recompute in (False, True)
-    )
-    loss, expected = gradients(plain, *batch())
-    found_loss, found = gradients(saving, *batch())
-    assert found_loss == loss
-    for name, gradient in found.items():
-        np.testing.assert_array_equal(gradient, expected[name], err_msg=name)
-
-
 # Stored activations are rounded to 8 or 11 bits, and so the gradients are off by about half of the last of these.
 @pytest.mark.parametrize("dtype, bits", [(ml_dtypes.bfloat16, 8), (np.float16, 11)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_activations_stored_in_half_precision(mesh, dtype, bits, recompute):
-    plain, half = model(mesh), model(mesh, storage_dtype=dtype, recompute=recompute)
+    plain = model(mesh, microbatches=2)
+    half = model(mesh, microbatches=2, storage_dtype=dtype, recompute=recompute, schedule="gpipe")
     loss, expected = gradients(plain, *batch())
     found_loss, found = gradients(half, *batch())
     # The forward pass itself is not rounded.
@@ -211,8 +188,8 @@ def test_activations_stored_in_half_precision(mesh, dtype, bits, recompute):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weight_gradients_apart(mesh, sequence_parallel, recompute):
     """Input gradients of two micro-batches and then their weight gradients, against whole backward passes."""
-    options = dict(sequence_parallel=sequence_parallel, recompute=recompute)
-    whole, apart = model(mesh, microbatches=2, **options), model(mesh, **options)
+    whole = model(mesh, microbatches=2, sequence_parallel=sequence_parallel)
+    apart = model(mesh, sequence_parallel=sequence_parallel, recompute=recompute)
     tokens, targets = batch(size=4)
     loss, expected = gradients(whole, tokens, targets)
     (chunk,) = apart.chunks
@@ -255,15 +232,11 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh):
         np.testing.assert_array_equal(parts.parameters[name], whole.parameters[name][box], err_msg=name)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_heads_that_cannot_be_split(mesh):
-    size = mesh.tensor.size
-    if size == 1:
-        assert model(mesh).architecture.heads == HEADS
-    else:
-        with pytest.raises(
-            ValueError, match=rf"{size + 1} attention heads cannot be split over {size} tensor-parallel"
-        ):
-            nn.GPT(VOCABULARY, CONTEXT, 4 * (size + 1), LAYERS, size + 1, mesh=mesh)
+    heads = mesh.tensor.size + 1
+    with pytest.raises(ValueError, match=f"{heads} attention heads cannot be split over {heads - 1} tensor-parallel"):
+        nn.GPT(VOCABULARY, CONTEXT, 4 * heads, LAYERS, heads, mesh=mesh)
 
 
 def test_measured_costs_are_the_same_on_all_ranks(mesh, same_on_all):
@@ -277,12 +250,12 @@ def test_measured_costs_are_the_same_on_all_ranks(mesh, same_on_all):
 
 COLUMNS = 7
 PAIRS = {
-    "copy": (Copy, "replicated", "apart"),
-    "reduce": (Reduce, "apart", "replicated"),
-    "gather rows": (GatherRows, "rows", "apart"),
-    "reduce-scatter rows": (ReduceScatterRows, "apart", "rows"),
-    "gather columns": (lambda axis, slices: GatherColumns(axis, COLUMNS, slices), "columns", "replicated"),
-    "scatter columns": (lambda axis, slices: ScatterColumns(axis, COLUMNS, slices), "replicated", "columns"),
+    "copy": (tensor_parallel.Copy, "replicated", "apart"),
+    "reduce": (tensor_parallel.Reduce, "apart", "replicated"),
+    "gather rows": (tensor_parallel.GatherRows, "rows", "apart"),
+    "reduce-scatter rows": (tensor_parallel.ReduceScatterRows, "apart", "rows"),
+    "gather columns": (lambda a, s: tensor_parallel.GatherColumns(a, COLUMNS, s), "columns", "replicated"),
+    "scatter columns": (lambda a, s: tensor_parallel.ScatterColumns(a, COLUMNS, s), "replicated", "columns"),
 }
 
 
@@ -424,8 +397,24 @@ def counts_of_pipeline(size):
     return sorted({1, max(1, size - 1), size, size + 1, 2 * size + 1})
 
 
+class Synchronous:
+    """A communicator whose sends complete only when their receiver is there."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def Isend(self, *arguments):
+        return self.comm.Issend(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-def test_gradients_and_loss_of_one_rank(pipe, schedule, chunks):
+def test_gradients_and_loss_of_one_rank(pipe, monkeypatch, schedule, chunks, synchronous):
+    if synchronous:
+        monkeypatch.setattr(pipe.pipeline, "comm", Synchronous(pipe.pipeline.comm))
     for count in counts_of_pipeline(pipe.size):
         line = pipeline(pipe, schedule, chunks)
         batches = micro_batches(count)
@@ -451,12 +440,12 @@ def test_runs_what_the_simulator_ran(pipe, comm, schedule, chunks):
     line.train(micro_batches(count))
     plan = make_schedule(schedule, pipe.size, count, chunks)
     timeline = simulate(plan)
-    assert [item.action for item in line.executed] == list(plan.programs[pipe.rank])
+    executed = [item.action for item in line.executed]
     mine = sorted((event for event in timeline.events if event.rank == pipe.rank), key=lambda event: event.start)
-    assert [item.action for item in line.executed] == [event.action for event in mine]
+    assert executed == list(plan.programs[pipe.rank]) == [event.action for event in mine]
     assert line.peak_in_flight == timeline.peak_live[pipe.rank]
     times = {
-        (item.action.kind, chunk_stage(item.action, rank, pipe.size), item.action.microbatch): item
+        (item.action.kind, item.action.chunk * pipe.size + rank, item.action.microbatch): item
         for rank, actions in enumerate(comm.allgather(line.executed))
         for item in actions
     }
@@ -468,39 +457,8 @@ def test_runs_what_the_simulator_ran(pipe, comm, schedule, chunks):
             assert times[back, stage + 1, microbatch].start < item.stop
 
 
-def chunk_stage(action, rank, size):
-    return action.chunk * size + rank
-
-
-class Synchronous:
-    """A communicator whose sends complete only when their receiver is there."""
-
-    def __init__(self, comm):
-        self.comm = comm
-
-    def Isend(self, *arguments):
-        return self.comm.Issend(*arguments)
-
-    def __getattr__(self, name):
-        return getattr(self.comm, name)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-def test_synchronous_sends(pipe, monkeypatch, schedule, chunks):
-    monkeypatch.setattr(pipe.pipeline, "comm", Synchronous(pipe.pipeline.comm))
-    for count in counts_of_pipeline(pipe.size):
-        line = pipeline(pipe, schedule, chunks)
-        batches = micro_batches(count)
-        expected = (sum(batch.sum(axis=0) for batch in batches) * weights(line.virtual_stages).prod(axis=0)).sum()
-        assert np.isclose(line.train(batches), expected, rtol=1e-12)
-        assert np.isclose(line.evaluate(batches), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, "bfloat16"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_half_precision_on_the_wire(pipe, dtype):
-    if dtype == "bfloat16":
-        dtype = pytest.importorskip("ml_dtypes").bfloat16
     line = pipeline(pipe, "1f1b", 1, wire_dtype=dtype)
     batches = [np.ones((2, PIPELINE_WIDTH))] * 3
     pipe.ledger.clear()

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from mpishard import nn
 from mpishard.nn.options import GPTOptions
 
-# Units of a GPT, how they are cut into stages, and what is known of the tensors before any exists.
-
 ARCHITECTURE = nn.Architecture(11, 6, 8, 5, 4)
 SHARDED = nn.Architecture(11, 6, 8, 5, 4, shards=2)
 
@@ -36,6 +34,8 @@ def test_blocks_are_dealt_out_evenly():
     assert stages["position_embedding.weight"] == 0 and stages["blocks.3.mlp.expand.weight"] == 1
     assert stages["final_norm.bias"] == stages["head.weight"] == 2
     assert [len(units) for units in ARCHITECTURE.cut(5)] == [2, 1, 1, 1, 2]
+    # So are those without the slowest unit.
+    assert list(map(len, ARCHITECTURE.cut(3, [1, 1, 1, 1, 1, 1, 9]))) == [3, 3, 1]
 
 
 @given(st.lists(st.integers(0, 9), min_size=5, max_size=9), st.data())
@@ -51,14 +51,6 @@ def test_cut_by_costs_is_the_best_there_is(costs, data):
         for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
     )
     assert max(sum(cost[unit] for unit in units) for units in cut) == best
-
-
-def test_stages_without_the_slowest_unit_are_even_too():
-    assert ARCHITECTURE.cut(3, [1, 1, 1, 1, 1, 1, 9]) == [
-        ["embeddings", "blocks.0", "blocks.1"],
-        ["blocks.2", "blocks.3", "blocks.4"],
-        ["output_head"],
-    ]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
@@ -150,7 +142,7 @@ SIZES = dict(vocabulary_size=11, context_length=8, width=12, layers=4, heads=3, 
 
 
 def model(**options):
-    gpt = nn.GPT(**SIZES, **options)
+    gpt = nn.GPT(**(SIZES | options))
     for number, spec in enumerate(gpt.parameters.specs):
         gpt.parameters[spec.name][...] += 0.3 * np.random.default_rng(number).standard_normal(spec.shape)
     return gpt
@@ -175,13 +167,13 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(gradient, expected[1][name], err_msg=name)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3, 5])
+@pytest.mark.parametrize("microbatches, recompute", [(1, False), (3, True), (5, False)])
 @pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
-def test_schedules_on_one_rank(schedule, chunks, microbatches):
-    """Micro-batches are added up in one order by all of them, so that not one bit differs; some batches are empty."""
+def test_schedules_and_recomputation_on_one_rank(schedule, chunks, microbatches, recompute):
+    """All of them add micro-batches up in one order, so that not one bit differs; some batches are empty."""
     pair = batch(3)
     expected = run(model(microbatches=microbatches), pair)
-    gpt = model(schedule=schedule, chunks=chunks, microbatches=microbatches)
+    gpt = model(schedule=schedule, chunks=chunks, microbatches=microbatches, recompute=recompute)
     assert_same_bits(run(gpt, pair), expected)
     assert_same_bits(run(gpt, pair), expected)
     assert gpt.loss(*pair) == expected[0]
@@ -214,26 +206,6 @@ def test_a_tied_table_is_announced_once():
     assert order[-1] == "token_embedding.weight"
 
 
-@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
-def test_recomputation_changes_no_bit(schedule, chunks):
-    pair = batch(5)
-    options = dict(schedule=schedule, chunks=chunks, microbatches=2)
-    assert_same_bits(run(model(recompute=True, **options), pair), run(model(**options), pair))
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("dtype, bits", [(ml_dtypes.bfloat16, 8), (np.float16, 11)])
-def test_storage_in_half_precision(dtype, bits, recompute):
-    pair = batch(4)
-    loss, expected = run(model(microbatches=2), pair)
-    gpt = model(microbatches=2, storage_dtype=dtype, recompute=recompute, schedule="gpipe")
-    found_loss, found = run(gpt, pair)
-    assert found_loss == loss
-    squares = np.array([[((found[name] - g) ** 2).sum(), (g**2).sum()] for name, g in expected.items()])
-    error = np.sqrt(squares[:, 0].sum() / squares[:, 1].sum())
-    assert 2.0**-bits / 4 < error < 2 * 2.0**-bits
-
-
 def test_memory_of_activations():
     """All of it, half of the bytes (a quarter of float64), or the inputs of blocks only."""
     sizes = dict(vocabulary_size=4, context_length=64, width=32, layers=8, heads=4)
@@ -244,12 +216,8 @@ def test_memory_of_activations():
         gpt.loss_and_gradient(tokens, tokens)
         return gpt.activation_bytes - nn.GPT(**sizes, **options).activation_bytes
 
-    full, half, inputs, half_inputs = (
-        used(),
-        used(storage_dtype=np.float16),
-        used(recompute=True),
-        used(recompute=True, storage_dtype=np.float16),
-    )
+    full, inputs = used(), used(recompute=True)
+    half, half_inputs = (used(storage_dtype=np.float16, recompute=again) for again in (False, True))
     # A block keeps 17 widths of each token (two norms; query, key, value, attention; two sums; twice 4 in the MLP), of
     # which its output is one; 4 widths of a float32 model are what all of this costs with inputs only.
     rows, blocks = 8 * 64, 8
@@ -302,6 +270,8 @@ def test_stages_cut_by_costs(options):
         (dict(schedule="interleaved"), ValueError, "chunks"),
         (dict(schedule="2f2b"), ValueError, "2f2b"),
         (dict(microbatches=0), ValueError, "0"),
+        (dict(dtype=np.float16), TypeError, "dtype is float16; parameters must be float32 or float64"),
+        (dict(dtype=int), TypeError, "dtype is int64"),
     ],
 )
 def test_bad_options(options, error, message):
@@ -333,12 +303,8 @@ def test_values_and_their_fields_by_name_are_one_call():
     tokens, targets = np.random.default_rng(0).integers(0, 11, (2, 3, 5))
     losses = [gpt.loss_and_gradient(tokens, targets) for gpt in models]
     for gpt, loss in zip(models, losses, strict=True):
-        assert (gpt.architecture, gpt.microbatches, gpt.pipeline.schedule, loss) == (
-            architecture,
-            2,
-            "gpipe",
-            losses[0],
-        )
+        assert (gpt.architecture, gpt.microbatches, gpt.pipeline.schedule) == (architecture, 2, "gpipe")
+        assert loss == losses[0]
         assert gpt.activation_bytes == models[0].activation_bytes
         np.testing.assert_array_equal(gpt.parameters.flat, models[0].parameters.flat)
         np.testing.assert_array_equal(gpt.parameters.gradients.flat, models[0].parameters.gradients.flat)
@@ -383,11 +349,7 @@ def test_a_model_of_ones_own_has_its_own_signature():
         ((8, 8, 8, 1, 2, np.float32, 0, True), {}, r"at most 7 positional arguments, vocabulary_size, .*, seed; got 8"),
         ((TINY, 8), {}, r"GPT\(\) takes at most 1 positional arguments, architecture; got 2"),
         ((TINY,), {"width": 8}, r"got architecture and also width; put all into architecture=Architecture\(...\)"),
-        (
-            (TINY,),
-            {"pipeline": nn.PipelineOptions(), "chunks": 2},
-            r"got pipeline and also chunks; put all into",
-        ),
+        ((TINY,), {"pipeline": nn.PipelineOptions(), "chunks": 2}, r"got pipeline and also chunks; put all into"),
         ((TINY,), {"pipeline": "gpipe"}, "pipeline must be a PipelineOptions, got 'gpipe'"),
         ((8, 8, 8, 1, 2), {"tied": 1}, "tied=1 must be True or False"),
     ],

@@ -1,4 +1,4 @@
-"""The whole network: against PyTorch, between dtypes and batches, without allocation, and on bad input."""
+"""The whole network: between dtypes and batches, without allocation, and on bad input."""
 
 from __future__ import annotations
 
@@ -35,46 +35,6 @@ def run(gpt, *pair):
     return loss, gpt.parameters.gradients.flat.copy()
 
 
-def torch_loss(torch, tensors, tokens, targets):
-    """The same network in PyTorch, written with its own layers."""
-    functional = torch.nn.functional
-
-    def norm(x, name):
-        return functional.layer_norm(x, (WIDTH,), tensors[f"{name}.weight"], tensors[f"{name}.bias"])
-
-    def linear(x, name):
-        return functional.linear(x, tensors[f"{name}.weight"].T, tensors[f"{name}.bias"])
-
-    size, length = tokens.shape
-    x = functional.embedding(tokens, tensors["token_embedding.weight"]) + tensors["position_embedding.weight"][:length]
-    for block in range(LAYERS):
-        name = f"blocks.{block}"
-        qkv = linear(norm(x, f"{name}.attention_norm"), f"{name}.attention.qkv")
-        q, k, v = qkv.view(size, length, HEADS, 3, WIDTH // HEADS).permute(3, 0, 2, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(mixed.transpose(1, 2).reshape(size, length, WIDTH), f"{name}.attention.output")
-        hidden = functional.gelu(linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.expand"), approximate="tanh")
-        x = x + linear(hidden, f"{name}.mlp.contract")
-    logits = norm(x, "final_norm") @ tensors["head.weight"]
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-
-@pytest.mark.parametrize("size, length", [(3, 10), (1, 1), (2, CONTEXT)])
-def test_loss_and_gradients_equal_pytorch(size, length):
-    torch = pytest.importorskip("torch", reason="compares with PyTorch, which is not installed")
-    gpt, (tokens, targets) = model(), batch(size, length)
-    loss, gradient = run(gpt, tokens, targets)
-    tensors = {name: torch.tensor(gpt.parameters[name], requires_grad=True) for name in gpt.parameters}
-    reference = torch_loss(torch, tensors, torch.tensor(tokens), torch.tensor(targets))
-    reference.backward()
-    assert loss == pytest.approx(reference.item(), rel=1e-10)
-    start = 0
-    for name, tensor in tensors.items():
-        ours = gradient[start : start + tensor.numel()].reshape(tensor.shape)
-        start += tensor.numel()
-        np.testing.assert_allclose(ours, tensor.grad.numpy(), rtol=1e-10, atol=1e-10, err_msg=name)
-
-
 def test_compiled_kernels_equal_their_formulas():
     gpt, pair = model(), batch(2, CONTEXT)
     loss, gradient = run(gpt, *pair)
@@ -108,16 +68,6 @@ def test_initial_loss_is_that_of_a_uniform_guess():
     tokens = np.random.default_rng(0).integers(0, 256, (4, 32))
     assert gpt.loss(tokens, tokens[:, ::-1]) / tokens.size == pytest.approx(np.log(256), rel=0.02)
     assert gpt.parameters["blocks.0.mlp.contract.weight"].std() == pytest.approx(0.02 / 2, rel=0.05)
-
-
-def test_two_micro_batches_add_up_to_one_batch():
-    gpt, (tokens, targets) = model(), batch(5, 9)
-    loss, gradient = run(gpt, tokens, targets)
-    gradients = gpt.parameters.gradients
-    gradients.reset()
-    parts = gpt.loss_and_gradient(tokens[:3], targets[:3]) + gpt.loss_and_gradient(tokens[3:], targets[3:])
-    assert parts == pytest.approx(loss, rel=1e-13)
-    np.testing.assert_allclose(gradients.flat, gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_two_micro_batches_in_flight():
@@ -228,23 +178,7 @@ def test_generate_at_temperature_0_takes_the_most_likely_token():
     text = gpt.generate([4], 12, temperature=0)
     for end in range(1, 13):
         assert text[end] == gpt.logits(text[None, :end])[0, -1].argmax()
-
-
-def test_generate_beyond_the_context():
-    gpt = nn.GPT(5, 6, 4, 1, 2)
-    text = gpt.generate(np.arange(9) % 5, 10)
-    assert text.shape == (19,)
     assert gpt.generate([0], 0).tolist() == [0]
-
-
-def test_model_learns():
-    gpt = nn.GPT(4, 8, 16, 1, 2, seed=1)
-    tokens = np.arange(32).reshape(4, 8) % 4
-    losses = []
-    for _ in range(30):
-        losses.append(run(gpt, tokens, (tokens + 1) % 4)[0])
-        gpt.parameters.flat[:] -= 0.02 * gpt.parameters.gradients.flat
-    assert losses[-1] < 0.2 * losses[0]
 
 
 GOOD = np.zeros((2, 4), int)
@@ -253,14 +187,9 @@ GOOD = np.zeros((2, 4), int)
 @pytest.mark.parametrize(
     "tokens, targets, error, message",
     [
-        (
-            GOOD + VOCABULARY,
-            GOOD,
-            ValueError,
-            "tokens range from 11 to 11.*vocabulary_size is 11.*valid tokens are 0 to 10",
-        ),
+        (GOOD + VOCABULARY, GOOD, ValueError, "tokens range from 11 to 11.*valid tokens are 0 to 10"),
         (GOOD - 1, GOOD, ValueError, "tokens range from -1 to -1"),
-        (GOOD, GOOD - 1, ValueError, "targets range from -1 to -1"),
+        (GOOD, GOOD - 1, ValueError, "targets range from -1 to -1.*vocabulary_size is 11"),
         (np.zeros((1, CONTEXT + 1), int), np.zeros((1, CONTEXT + 1), int), ValueError, "of 141.*context_length is 140"),
         (GOOD, GOOD[:, 1:], ValueError, r"tokens have shape \(2, 4\), but targets \(2, 3\)"),
         (GOOD * 1.0, GOOD, TypeError, "tokens must be integers, got float64"),
@@ -285,21 +214,6 @@ def test_tokens_of_any_integer_type(dtype):
     assert run(gpt, tokens.astype(dtype), targets.astype(dtype))[0] == run(gpt, tokens, targets)[0]
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ((8, 8, 10, 1, 3), ValueError, "width 10 is not a multiple of 3 heads"),
-        ((0, 8, 8, 1, 2), ValueError, "vocabulary_size is 0; it must be at least 1"),
-        ((8, 8, 8, 0, 2), ValueError, "layers is 0"),
-        ((8, 8, 8, 1, 2, np.float16), TypeError, "dtype is float16; parameters must be float32 or float64"),
-        ((8, 8, 8, 1, 2, int), TypeError, "dtype is int64"),
-    ],
-)
-def test_bad_models(arguments, error, message):
-    with pytest.raises(error, match=message):
-        nn.GPT(*arguments)
-
-
 def test_several_batches_are_one_micro_batch_each():
     """Of other sizes and lengths, also an empty one; the number of micro-batches of the model is left out."""
     gpt = nn.GPT(VOCABULARY, CONTEXT, WIDTH, 4, HEADS, np.float64, schedule="interleaved", chunks=2, microbatches=3)
@@ -308,6 +222,9 @@ def test_several_batches_are_one_micro_batch_each():
     gpt.parameters.gradients.reset()
     assert gpt.losses_and_gradient(batches) == pytest.approx([loss for loss, _ in found], rel=1e-14)
     total = sum(gradient for _, gradient in found)
+    np.testing.assert_allclose(gpt.parameters.gradients.flat, total, rtol=1e-12, atol=1e-12)
+    gpt.loss_and_gradient(*batches[0])  # adds to what there is
+    total += found[0][1]
     np.testing.assert_allclose(gpt.parameters.gradients.flat, total, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="but targets"):
         gpt.losses_and_gradient([batch(1, 2), (batch(1, 2)[0], batch(1, 3)[1])])
