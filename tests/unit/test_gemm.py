@@ -71,30 +71,30 @@ PLACES = st.fixed_dictionaries(
     {"transposed": st.booleans(), "interleaved": st.booleans(), "pad": st.integers(0, 9), "shift": st.integers(0, 17)}
 )
 SIZES = st.integers(1, 70)
+PRODUCTS = dict(dtype=st.sampled_from([np.float32, np.float64]), count=st.integers(0, 5))
+PRODUCTS |= dict(m=SIZES, k=SIZES, n=SIZES, a=PLACES, b=PLACES, out=PLACES)
+
+
+def operands(random, dtype, count, m, k, n, a, b, out):
+    """Two operands and the array of their product, each where it is asked for."""
+    batch = (count,) if count else ()
+    one, other = placed((*batch, m, k), dtype, random, **a), placed((*batch, k, n), dtype, random, **b)
+    return one, other, placed((*batch, m, n), dtype, random, **{**out, "transposed": False})
+
+
+def addresses(*arrays):
+    return [array.ctypes.data for array in arrays]
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    dtype=st.sampled_from([np.float32, np.float64]),
-    count=st.integers(0, 5),
-    m=SIZES,
-    k=SIZES,
-    n=SIZES,
-    a=PLACES,
-    b=PLACES,
-    out=PLACES,
-    threads=st.integers(1, 4),
-)
-def test_parts_of_a_product_are_the_product_wherever_the_arrays_lie(dtype, count, m, k, n, a, b, out, threads):
-    random = np.random.default_rng(0)
-    batch = (count,) if count else ()
-    one, other = placed((*batch, m, k), dtype, random, **a), placed((*batch, k, n), dtype, random, **b)
-    result = placed((*batch, m, n), dtype, random, **{**out, "transposed": False})
+@given(**PRODUCTS, threads=st.integers(1, 4))
+def test_parts_of_a_product_are_the_product_wherever_the_arrays_lie(threads, **drawn):
+    one, other, result = operands(np.random.default_rng(0), **drawn)
     product = product_of(one, other, result)
     assert product is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemm, "_LARGE", 1)
-        gemm.callable_for(product, Recorder(), threads)(one.ctypes.data, other.ctypes.data, result.ctypes.data)
+        gemm.callable_for(product, Recorder(), threads)(*addresses(one, other, result))
     np.testing.assert_allclose(result, one @ other, rtol=1e-4, atol=1e-4)
 
 
@@ -107,11 +107,7 @@ def test_large_products_are_cut_into_as_many_parts_as_threads():
 
 @pytest.mark.parametrize(
     ("shapes", "kind"),
-    [
-        (((64, 64), (64, 64)), PLAIN),
-        (((3, 64, 64), (3, 64, 64)), BATCHED),
-        (((3, 64, 63), (3, 63, 64)), SCORES),
-    ],
+    [(((64, 64), (64, 64)), PLAIN), (((3, 64, 64), (3, 64, 64)), BATCHED), (((3, 64, 63), (3, 63, 64)), SCORES)],
 )
 def test_kinds(shapes, kind):
     a, b = (np.ones(shape, np.float32) for shape in shapes)
@@ -331,23 +327,10 @@ def halves(array):
 
 @pytest.mark.parametrize("name", FLOATS)
 @settings(max_examples=60, deadline=None)
-@given(
-    dtype=st.sampled_from([np.float32, np.float64]),
-    count=st.integers(0, 4),
-    m=SIZES,
-    k=SIZES,
-    n=SIZES,
-    a=PLACES,
-    b=PLACES,
-    out=PLACES,
-)
-def test_a_library_gives_the_product_wherever_the_arrays_lie(name, dtype, count, m, k, n, a, b, out):
-    random = np.random.default_rng(1)
-    batch = (count,) if count else ()
-    one, other = placed((*batch, m, k), dtype, random, **a), placed((*batch, k, n), dtype, random, **b)
-    result = placed((*batch, m, n), dtype, random, **{**out, "transposed": False})
-    call = libraries.load(name).call(product_of(one, other, result))
-    call(one.ctypes.data, other.ctypes.data, result.ctypes.data)
+@given(**PRODUCTS)
+def test_a_library_gives_the_product_wherever_the_arrays_lie(name, dtype, k, **drawn):
+    one, other, result = operands(np.random.default_rng(1), dtype, k=k, **drawn)
+    libraries.load(name).call(product_of(one, other, result))(*addresses(one, other, result))
     exact = one.astype(np.float64) @ other.astype(np.float64)
     bound = np.abs(one).astype(np.float64) @ np.abs(other)
     assert np.all(np.abs(result - exact) <= 4 * np.finfo(dtype).eps * (k + 1) * bound)
@@ -359,16 +342,10 @@ def test_a_library_gives_the_product_wherever_the_arrays_lie(name, dtype, count,
 def test_a_library_sums_products_of_bfloat16_in_float32(name, m, k, n, a, b, out):
     if not libraries.multiplies_bfloat16():
         pytest.skip("this processor has no products of bfloat16")
-    random = np.random.default_rng(2)
-    flat = {"interleaved": False}
-    one, other = (
-        placed((m, k), np.float32, random, **{**a, **flat}),
-        placed((k, n), np.float32, random, **{**b, **flat}),
-    )
-    result = placed((m, n), np.float32, random, **{**out, **flat, "transposed": False})
+    places = ({**each, "interleaved": False} for each in (a, b, out))
+    one, other, result = operands(np.random.default_rng(2), np.float32, 0, m, k, n, *places)
     one, other = halves(one), halves(other)
-    call = libraries.load(name).call(product_of(one, other, result))
-    call(one.ctypes.data, other.ctypes.data, result.ctypes.data)
+    libraries.load(name).call(product_of(one, other, result))(*addresses(one, other, result))
     one, other = (gemm.widened(each).astype(np.float64) for each in (one, other))
     bound = np.abs(one) @ np.abs(other)
     assert np.all(np.abs(result - one @ other) <= 4 * np.finfo(np.float32).eps * (k + 1) * bound)
@@ -425,16 +402,15 @@ def test_several_threads_multiply_parts(name, monkeypatch):
     for dtype in libraries.TAKES[name]:
         if dtype == "bfloat16" and not libraries.multiplies_bfloat16():
             continue
-        a, b = (
-            random.standard_normal((512, 512)).astype(np.float64 if dtype == "float64" else np.float32) for _ in "ab"
-        )
+        kind = np.float64 if dtype == "float64" else np.float32
+        a, b = random.standard_normal((2, 512, 512)).astype(kind)
         out = np.empty((512, 512), a.dtype)
         one, other = (halves(each) if dtype == "bfloat16" else each for each in (a, b))
         call = gemm.callable_for(product_of(one, other, out), libraries.load(name), 3)
         exact = (gemm.widened(one) @ gemm.widened(other)) if dtype == "bfloat16" else a @ b
         for _ in range(5):  # parts and threads meet in any way
             out.fill(0)
-            call(one.ctypes.data, other.ctypes.data, out.ctypes.data)
+            call(*addresses(one, other, out))
             np.testing.assert_allclose(out, exact, rtol=1e-3, atol=1e-3)
 
 
@@ -447,11 +423,11 @@ def test_a_forked_process_has_threads_of_its_own(name, monkeypatch):
     a, b = np.random.default_rng(4).standard_normal((2, 512, 512)).astype(np.float32)
     expected = np.empty((512, 512), np.float32)
     call = gemm.callable_for(product_of(a, b, expected), library, 3)
-    call(a.ctypes.data, b.ctypes.data, expected.ctypes.data)
+    call(*addresses(a, b, expected))
 
     def multiply():
         out = np.empty_like(expected)
-        call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+        call(*addresses(a, b, out))
         assert np.array_equal(out, expected)
 
     child = multiprocessing.get_context("fork").Process(target=multiply)

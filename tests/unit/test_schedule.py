@@ -32,11 +32,8 @@ MICROBATCHES = (*range(1, 10), 12, 16, 17)
 
 def actions(text):
     """``"F0 B0 F1.1"`` as a program."""
-    parts = (word[1:].partition(".") for word in text.split())
-    return tuple(
-        Action(word[0], int(index), int(chunk or 0))
-        for word, (index, _, chunk) in zip(text.split(), parts, strict=True)
-    )
+    parts = ((word[0], *word[1:].partition(".")) for word in text.split())
+    return tuple(Action(kind, int(index), int(chunk or 0)) for kind, index, _, chunk in parts)
 
 
 def by_hand(*programs, chunks=1, microbatches=2):
@@ -74,10 +71,10 @@ def test_free_of_deadlock(name):
 
 
 def test_forward_only_is_free_of_deadlock():
-    for stages, microbatches, chunks in itertools.product(STAGES, MICROBATCHES, range(1, 5)):
-        schedule = forward_only(stages, microbatches, chunks)
+    for sizes in itertools.product(STAGES, MICROBATCHES, range(1, 5)):
+        schedule = forward_only(*sizes)
         assert find_deadlock(schedule) is None
-        assert simulate(schedule).peak_live == (1,) * stages
+        assert simulate(schedule).peak_live == (1,) * sizes[0]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -108,20 +105,10 @@ def test_bubble_of_zero_bubble_h1(forward, inputs, weights):
     for stages, microbatches in itertools.product(STAGES, MICROBATCHES):
         if microbatches < stages:
             continue
-        timeline = simulate(
-            make_schedule("zb-h1", stages, microbatches),
-            forward=forward,
-            input_gradient=inputs,
-            weight_gradient=weights,
-        )
+        times = dict(forward=forward, input_gradient=inputs, weight_gradient=weights)
+        timeline = simulate(make_schedule("zb-h1", stages, microbatches), **times)
         bubble = timeline.makespan - microbatches * (forward + inputs + weights)
         assert bubble == (stages - 1) * (inputs + max(0, forward - weights))
-
-
-def test_zero_bubble_h1_is_idle_a_third_of_1f1b():
-    one = simulate(make_schedule("1f1b", 4, 8)).bubble_over_ideal
-    zero = simulate(make_schedule("zb-h1", 4, 8)).bubble_over_ideal
-    assert one == 3 * zero == 3 / 8
 
 
 def test_peak_live():
@@ -208,13 +195,8 @@ def test_few_microbatches_are_warned_of():
 
 # The simulator against a dependency graph that is written down apart from it, and its times and counter-examples.
 
-DURATIONS = {"F": 3, "B": 7, "I": 4, "W": 2}
-
-
-def schedule_of(*programs, chunks=1, microbatches=2):
-    """Programs such as ``"F0 B0"``, one chunk each."""
-    made = tuple(tuple(Action(word[0], int(word[1:])) for word in text.split()) for text in programs)
-    return Schedule("mine", len(programs), chunks, microbatches, made)
+TIMES = dict(forward=3, backward=7, input_gradient=4, weight_gradient=2)
+DURATIONS = dict(zip("FBIW", TIMES.values(), strict=True))
 
 
 def graph_of(schedule, *, blocking_sends):
@@ -299,34 +281,21 @@ def test_times_are_longest_paths_of_the_graph(name, stages, microbatches, transf
     ends = {}
     for node in graphlib.TopologicalSorter(graph).static_order():
         rank, index, what = node
-        start = max(
-            (
-                ends[other] + (transfer if other[0] != rank and other[2] == "done" else 0)
-                for other in graph.get(node, [])
-            ),
-            default=0,
-        )
+        starts = [ends[each] + transfer * (each[0] != rank and each[2] == "done") for each in graph.get(node, [])]
+        start = max(starts, default=0)
         ends[node] = start + (DURATIONS[schedule.programs[rank][index].kind] if what == "done" else 0)
-    timeline = simulate(
-        schedule,
-        forward=DURATIONS["F"],
-        backward=DURATIONS["B"],
-        input_gradient=DURATIONS["I"],
-        weight_gradient=DURATIONS["W"],
-        transfer=transfer,
-    )
-    found = iter(timeline.events)
-    for rank, program in enumerate(schedule.programs):
-        for index, action in enumerate(program):
-            event = next(found)
-            assert (event.rank, event.action) == (rank, action)
-            assert event.stop == ends[rank, index, "done"]
-            assert event.stop - event.start == DURATIONS[action.kind]
+    timeline = simulate(schedule, **TIMES, transfer=transfer)
+    places = [(rank, index) for rank, program in enumerate(schedule.programs) for index in range(len(program))]
+    for event, (rank, index) in zip(timeline.events, places, strict=True):
+        assert (event.rank, event.action) == (rank, schedule.programs[rank][index])
+        assert event.stop == ends[rank, index, "done"]
+        assert event.stop - event.start == DURATIONS[event.action.kind]
     assert timeline.makespan == max(ends.values())
 
 
 def test_a_circle_of_messages():
-    deadlock = find_deadlock(schedule_of("F0 B0 F1 B1", "F1 B1 F0 B0"))
+    schedule = by_hand("F0 B0 F1 B1", "F1 B1 F0 B0")
+    deadlock = find_deadlock(schedule)
     assert deadlock is not None
     assert deadlock.cycle == (
         Wait(0, Action("B", 0), "message", 1, Action("B", 0)),
@@ -337,11 +306,13 @@ def test_a_circle_of_messages():
         "rank 0 in B0 waits for the gradient that rank 1 makes in B0; "
         "rank 1 in F1 waits for the activation that rank 0 makes in F1"
     )
+    with pytest.raises(ValueError, match="deadlocks with non-blocking synchronous sends: rank 0 in B0 waits"):
+        simulate(schedule)
 
 
 def test_a_circle_that_only_a_rendezvous_closes():
     """With buffered sends rank 1 would go on to B1; here its first gradient is still in the one buffer."""
-    deadlock = find_deadlock(schedule_of("F0 F1 B1 B0", "F0 F1 B0 B1"))
+    deadlock = find_deadlock(by_hand("F0 F1 B1 B0", "F0 F1 B0 B1"))
     assert str(deadlock) == (
         "schedule 'mine' deadlocks with non-blocking synchronous sends: "
         "rank 0 in B1 waits for the gradient that rank 1 makes in B1; "
@@ -361,14 +332,8 @@ def test_blocking_sends_stop_1f1b():
 
 
 def test_a_rank_can_wait_for_itself():
-    program = tuple(Action(kind, 0, chunk) for kind, chunk in (("F", 1), ("F", 0), ("B", 1), ("B", 0)))
-    deadlock = find_deadlock(Schedule("mine", 1, 2, 1, (program,)))
+    deadlock = find_deadlock(by_hand("F0.1 F0.0 B0.1 B0.0", chunks=2, microbatches=1))
     assert "rank 0 in F0.1 waits for the activation that itself makes in F0.0" in str(deadlock)
-
-
-def test_what_deadlocks_has_no_timeline():
-    with pytest.raises(ValueError, match="deadlocks with non-blocking synchronous sends: rank 0 in B0 waits"):
-        simulate(schedule_of("F0 B0 F1 B1", "F1 B1 F0 B0"))
 
 
 def test_unequal_stages():
@@ -383,13 +348,9 @@ def test_unequal_stages():
     assert timeline.bubble_over_ideal == idle / sum(timeline.busy)
 
 
-def test_no_transfer_within_a_rank():
+def test_no_transfer_within_a_rank_and_no_time_at_all():
     timeline = simulate(make_schedule("interleaved", 1, 2, 2), transfer=100)
-    assert timeline.makespan == 2 * 2 * 3
-    assert timeline.bubble_fraction == 0
-
-
-def test_no_time_at_all():
+    assert (timeline.makespan, timeline.bubble_fraction) == (2 * 2 * 3, 0)
     timeline = simulate(make_schedule("1f1b", 2, 2), forward=0, backward=0)
     assert (timeline.makespan, timeline.bubble_fraction, timeline.bubble_over_ideal) == (0, 0, 0)
 
