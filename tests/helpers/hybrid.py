@@ -120,11 +120,14 @@ def one_pass(parameters, mesh, step):
     write_gradients(parameters, local_gradient(parameters, mesh, step))
 
 
-def train(optimizer, parameters, steps=range(3)):
+def train(optimizer, parameters, steps=range(3), as_array=False):
     norms = []
     for step in steps:
-        one_pass(parameters, optimizer.mesh, step)
-        optimizer.step(parameters)
+        if as_array:
+            optimizer.step(parameters, local_gradient(parameters, optimizer.mesh, step))
+        else:
+            one_pass(parameters, optimizer.mesh, step)
+            optimizer.step(parameters)
         norms.append(optimizer.gradient_norm)
     return norms
 

@@ -38,6 +38,13 @@ def part_differs(comm, mesh, monkeypatch):
         choice.activate(Choice.parse("mkl"), VERSIONS)
 
 
+@pytest.fixture
+def optimizer(mesh, monkeypatch):
+    """A reproducible one."""
+    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    return mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mpishard.ShardingConfiguration(mesh, reproducible=True))
+
+
 def active_on_all(comm):
     with mpishard.Mesh(comm):
         texts = comm.allgather(str(choice.active()))
@@ -57,8 +64,7 @@ def test_the_variable_decides(comm, monkeypatch):
 
 
 def test_ranks_that_join_do_as_the_others_do(comm, monkeypatch):
-    last = comm.size - 1
-    if comm.rank == last:
+    if comm.rank == comm.size - 1:
         choice.activate(Choice.parse("float64.batched=mkl"), VERSIONS)
     assert active_on_all(comm) == "float64.batched=mkl"
 
@@ -121,32 +127,24 @@ def test_a_variable_that_cannot_be_followed_is_an_error_on_all_ranks(comm, monke
         mpishard.Mesh(comm)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
-    if comm.size == 1:
-        pytest.skip("needs two ranks")
     if comm.rank == comm.size - 1:
         monkeypatch.setenv(VARIABLE, "mkl")
-    with pytest.raises(
-        ValueError, match=f"{VARIABLE} is unset on rank 0 and mkl on rank {comm.size - 1}; set the same"
-    ):
+    message = f"{VARIABLE} is unset on rank 0 and mkl on rank {comm.size - 1}; set the same"
+    with pytest.raises(ValueError, match=message):
         mpishard.Mesh(comm)
 
 
-def test_a_reproducible_run_records_the_libraries(mesh, monkeypatch):
-    optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mpishard.ShardingConfiguration(mesh, reproducible=True))
+def test_a_reproducible_run_records_the_libraries(optimizer):
     choice.activate(Choice.parse("float32.plain=mkl"), VERSIONS)
-    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     optimizer.step(np.ones(3), np.ones(3))
     facts = optimizer.state.numerics.own
     assert facts["products"] == "float32.plain=mkl" and facts["libraries for products"] == "mkl 2026.2"
 
 
-def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mesh, comm, monkeypatch):
-    if comm.size == 1:
-        pytest.skip("needs two ranks")
-    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
-    optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
-    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mesh, comm, monkeypatch, optimizer):
     optimizer.step(np.ones(3), np.ones(3))
     joined = comm.rank == comm.size - 1
     if joined:
@@ -157,15 +155,12 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
     if joined:
         numerics.note_products()
     with pytest.raises(ValueError, match=r"products is .*mkl on ranks? 0.*numpy on rank"):
-        numerics.agree(config, mesh.world)
+        numerics.agree(optimizer.config, mesh.world)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("part_differs")
-def test_ranks_that_differ_are_told_in_a_reproducible_run_and_agree_in_the_next_mesh(comm, mesh, monkeypatch):
-    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
-    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
-    optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
+def test_ranks_that_differ_are_told_in_a_reproducible_run_and_agree_in_the_next_mesh(comm, optimizer):
     with pytest.raises(ValueError, match=r"products is .*mkl on rank 0, numpy on rank"):
         optimizer.step(np.ones(3), np.ones(3))
     assert active_on_all(comm) == str(Choice.parse("mkl"))
@@ -200,38 +195,30 @@ def test_ranks_that_differ_train_as_well(comm, mesh):
     assert len(set(comm.allgather(found.tobytes()))) == 1
 
 
-def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, monkeypatch):
-    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
-    with mpishard.Mesh(comm) as mesh:
-        config = mpishard.ShardingConfiguration(mesh, reproducible=True)
-        optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
-        parameters = np.ones(3)
-        optimizer.step(parameters, np.ones(3))
-        ours = str(choice.active())
-        with monkeypatch.context() as lacking:
-            lacking.setattr(product_choice, "loadable", dict)
-            with mpishard.Mesh(comm):
-                assert str(choice.active()) == "numpy" != ours
-        optimizer.step(parameters, np.ones(3))
-        assert str(choice.active()) == ours == optimizer.state.numerics.own["products"]
+def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, monkeypatch, optimizer):
+    parameters = np.ones(3)
+    optimizer.step(parameters, np.ones(3))
+    ours = str(choice.active())
+    with monkeypatch.context() as lacking:
+        lacking.setattr(product_choice, "loadable", dict)
+        with mpishard.Mesh(comm):
+            assert str(choice.active()) == "numpy" != ours
+    optimizer.step(parameters, np.ones(3))
+    assert str(choice.active()) == ours == optimizer.state.numerics.own["products"]
 
 
-def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
+def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, mesh, monkeypatch, optimizer):
     """Whatever a later mesh of some of its ranks has."""
-    monkeypatch.setattr(process, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
-    with mpishard.Mesh(comm) as mesh:
-        config = mpishard.ShardingConfiguration(mesh, reproducible=True)
-        optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
-        optimizer.step(np.ones(3), np.ones(3))
-        numerics = optimizer.state.numerics
-        saved = {"sharding.json": {"reproducible": True}, ARITHMETIC: dict(numerics.own)}
-        with monkeypatch.context() as lacking:
-            if comm.rank == 0:
-                lacking.setattr(product_choice, "loadable", dict)
-            with mpishard.Mesh(comm.Split(comm.rank > 0)):
-                pass
-        assert comm.rank > 0 or str(choice.active()) == "numpy"
-        numerics.check(saved, config)
-        numerics.restore(saved, config)
-        assert str(choice.active()) == saved[ARITHMETIC]["products"] != "numpy"
-        numerics.agree(config, mesh.world)
+    optimizer.step(np.ones(3), np.ones(3))
+    numerics, config = optimizer.state.numerics, optimizer.config
+    saved = {"sharding.json": {"reproducible": True}, ARITHMETIC: dict(numerics.own)}
+    with monkeypatch.context() as lacking:
+        if comm.rank == 0:
+            lacking.setattr(product_choice, "loadable", dict)
+        with mpishard.Mesh(comm.Split(comm.rank > 0)):
+            pass
+    assert comm.rank > 0 or str(choice.active()) == "numpy"
+    numerics.check(saved, config)
+    numerics.restore(saved, config)
+    assert str(choice.active()) == saved[ARITHMETIC]["products"] != "numpy"
+    numerics.agree(config, mesh.world)

@@ -32,10 +32,18 @@ def late(request, device):
     return make
 
 
-def started(pending):
-    """The result of a call that was started, after other work of the host."""
-    assert sum(range(1000)) == 499500
-    return pending.wait()
+@pytest.fixture(params=["blocking", "started"])
+def call(request, mesh):
+    """``call(name, ...)``: what a method of the data axis gives, or its started form after other work of the host."""
+
+    def make(name, *arguments):
+        if request.param == "blocking":
+            return getattr(mesh.data, name)(*arguments)
+        pending = getattr(mesh.data, f"start_{name}")(*arguments)
+        assert sum(range(1000)) == 499500
+        return pending.wait()
+
+    return make
 
 
 def check(found, expected):
@@ -51,60 +59,35 @@ def own(axis, runs=1):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("way", ["blocking", "started"])
-def test_all_reduce(mesh, late, way, in_place):
+def test_all_reduce(mesh, late, call, in_place):
     axis = mesh.data
-    buffer = late(own(axis))
-    out = None if in_place else late(np.zeros(SIZE))
-    if way == "blocking":
-        found = axis.all_reduce(buffer, out)
-    else:
-        found = started(axis.start_all_reduce(buffer, out))
+    found = call("all_reduce", late(own(axis)), None if in_place else late(np.zeros(SIZE)))
     check(found, np.full(SIZE, axis.size * (axis.size + 1) // 2))
 
 
-@pytest.mark.parametrize("way", ["blocking", "started"])
-def test_reduce_scatter(mesh, late, way):
+def test_reduce_scatter(mesh, late, call):
     axis = mesh.data
-    whole, piece = late(own(axis, axis.size)), late(np.zeros(SIZE))
-    counts = [SIZE] * axis.size
-    if way == "blocking":
-        found = axis.reduce_scatter(whole, piece, counts)
-    else:
-        found = started(axis.start_reduce_scatter(whole, piece, counts))
+    found = call("reduce_scatter", late(own(axis, axis.size)), late(np.zeros(SIZE)), [SIZE] * axis.size)
     check(found, np.full(SIZE, axis.size * (axis.size + 1) // 2 + axis.size * axis.rank))
 
 
-@pytest.mark.parametrize("way", ["blocking", "started"])
-def test_all_gather(mesh, late, way):
+def test_all_gather(mesh, late, call):
     axis = mesh.data
-    piece, whole = late(own(axis)), late(np.zeros(SIZE * axis.size))
-    counts = [SIZE] * axis.size
-    if way == "blocking":
-        found = axis.all_gather(whole, piece, counts)
-    else:
-        found = started(axis.start_all_gather(whole, piece, counts))
+    piece = late(own(axis))
+    found = call("all_gather", late(np.zeros(SIZE * axis.size)), piece, [SIZE] * axis.size)
     check(found, np.repeat(np.arange(1, axis.size + 1), SIZE))
 
 
-@pytest.mark.parametrize("way", ["blocking", "started"])
-def test_all_to_all(mesh, late, way):
+def test_all_to_all(mesh, late, call):
     axis = mesh.data
-    runs, out = late(own(axis, axis.size)), late(np.zeros(SIZE * axis.size))
-    if way == "blocking":
-        found = axis.all_to_all(runs, out)
-    else:
-        found = started(axis.start_all_to_all(runs, out))
+    found = call("all_to_all", late(own(axis, axis.size)), late(np.zeros(SIZE * axis.size)))
     check(found, np.repeat(np.arange(1, axis.size + 1) + axis.rank, SIZE))
 
 
-@pytest.mark.parametrize("way", ["blocking", "started"])
-def test_broadcast_from_every_root(mesh, late, way):
+def test_broadcast_from_every_root(mesh, late, call):
     axis = mesh.data
     for root in range(axis.size):
-        buffer = late(own(axis))
-        found = axis.broadcast(buffer, root) if way == "blocking" else started(axis.start_broadcast(buffer, root))
-        check(found, np.full(SIZE, root + 1))
+        check(call("broadcast", late(own(axis)), root), np.full(SIZE, root + 1))
 
 
 @pytest.mark.parametrize("way", ["blocking", "started"])

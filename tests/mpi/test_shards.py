@@ -44,16 +44,8 @@ def digests(gpt, kind, arrays) -> Bits:
     return found
 
 
-LLAMA = dict(
-    kind=nn.Llama,
-    heads=2 * HEADS,
-    key_value_heads=HEADS,
-    head_width=2,
-    hidden=20,
-    bias=True,
-    head_norms=True,
-    dropout=0.1,
-)
+LLAMA = dict(kind=nn.Llama, heads=2 * HEADS, key_value_heads=HEADS, head_width=2, hidden=20, bias=True, head_norms=True)
+LLAMA |= dict(dropout=0.1)
 
 
 def train(mesh, kind=nn.GPT, **options) -> Bits:
@@ -185,9 +177,8 @@ def test_close_to_one_shard(mesh, comm):
     assert losses[1] == pytest.approx(losses[0], rel=1e-13)
 
 
+@pytest.mark.mpi(min_size=3)
 def test_tensor_sizes_that_do_not_divide_the_shards(mesh, comm):
-    if comm.size < 3:
-        pytest.skip("one and two ranks share two shards")
     with pytest.raises(ValueError, match=f"2 shards cannot be split over {comm.size} tensor-parallel ranks; choose a"):
         nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, shards=2)
 
