@@ -56,19 +56,8 @@ def make(name: str, layers: int, heads: int, tied: bool, **options: Any) -> nn.G
     sizes = VOCABULARY, LENGTH, WIDTH, layers, heads, np.float64, SEED
     if name == "gpt":
         return nn.GPT(*sizes, tied=tied, **options)
-    return nn.Llama(
-        *sizes,
-        tied=tied,
-        key_value_heads=heads // 2,
-        head_width=4,
-        hidden=20,
-        rotary=nn.Rotary(10.0),
-        bias=True,
-        head_norms=True,
-        epsilon=1e-2,
-        dropout=0.1,
-        **options,
-    )
+    own = dict(key_value_heads=heads // 2, head_width=4, hidden=20, rotary=nn.Rotary(10.0), epsilon=1e-2, dropout=0.1)
+    return nn.Llama(*sizes, tied=tied, bias=True, head_norms=True, **own, **options)
 
 
 @functools.cache
@@ -81,7 +70,7 @@ def alone(name: str, heads: int, layers: int, tied: bool, rule: str, steps: int)
         strategy = optimizer.bind(model.parameters)
         for step in range(1, steps + 1):
             losses.append(loss_and_gradient(model, mesh, step))
-            finish(strategy)
+            strategy.reducer.finalize()
             gradients.append(np.concatenate(strategy.gradients()))
             optimizer.update(count_of(step))
             norms.append(optimizer.gradient_norm)
@@ -123,10 +112,6 @@ def count_of(step: int) -> int:
     return LENGTH * (sampler.consumed(step) - sampler.consumed(step - 1))
 
 
-def finish(strategy: Any) -> None:
-    strategy.reducer.finalize()
-
-
 def local(parameters: mpishard.FlatParameters, flat: np.ndarray) -> np.ndarray:
     """What this rank's place in the mesh holds of a flat array over the whole model."""
     starts = np.cumsum([0, *(spec.size for spec in parameters.specs)])
@@ -154,27 +139,20 @@ def errors(case: Case, comm: MPI.Intracomm, steps: int = STEPS) -> dict[str, flo
     """Largest differences from the run on one rank, over all ranks and steps.  Collective over `comm`."""
     expected = expected_of(case, comm, steps)
     worst = Worst.fromkeys(("loss", "gradient", "norm", "parameter"), 0.0)
+    chosen = dict(
+        schedule=case.schedule, chunks=2 if case.schedule == "interleaved" else 1, microbatches=case.microbatches
+    )
+    chosen |= dict(sequence_parallel=case.sequence_parallel, sharded_parameters=case.zero == 3)
     with mpishard.Mesh(comm, data=case.data, tensor=case.tensor, pipeline=case.pipeline) as mesh:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*micro-batches for .* pipeline stages")
-            model = make(
-                case.model,
-                case.layers,
-                case.heads,
-                case.tied,
-                mesh=mesh,
-                sequence_parallel=case.sequence_parallel,
-                schedule=case.schedule,
-                chunks=2 if case.schedule == "interleaved" else 1,
-                microbatches=case.microbatches,
-                sharded_parameters=case.zero == 3,
-            )
+            model = make(case.model, case.layers, case.heads, case.tied, mesh=mesh, **chosen)
         config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=CLIP)
         optimizer = STRATEGIES[case.zero](RULES[case.rule], config)
         strategy = optimizer.bind(model.parameters)
         for step in range(1, steps + 1):
             loss = loss_and_gradient(model, mesh, step)
-            finish(strategy)
+            strategy.reducer.finalize()
             gradient = local(model.parameters, expected.gradients[step - 1])
             for (start, stop), part in zip(strategy.ownership.own, strategy.gradients(), strict=True):
                 worst.note("gradient", difference(part, gradient[start:stop]))
@@ -208,30 +186,24 @@ def main() -> int:
     failed = 0
     for ranks in possible:
         # As many groups of this size as the ranks allow; each runs other cases.
-        groups = world.size // ranks
-        group = world.rank // ranks
+        groups, group = world.size // ranks, world.rank // ranks
         comm = world.Split(group if group < groups else MPI.UNDEFINED, world.rank)
         todo = [case for model in options.models for case in cases(ranks, model)][:: options.every]
         began, results = time.monotonic(), []
         if comm != MPI.COMM_NULL:
             for case in todo[group::groups]:
-                results.append((str(case), errors(case, comm)))
-                if world.rank == 0 and len(results) % 50 == 0:
-                    print(f"{ranks} ranks: {len(results)} of {len(todo) // groups} cases", file=sys.stderr, flush=True)
-                if comm.rank == 0 and not passes(results[-1][1]):
-                    print(f"FAIL {case}: {results[-1][1]}", flush=True)
-            if comm.rank > 0:
-                results = []
+                results.append(errors(case, comm))
+                if comm.rank == 0 and not passes(results[-1]):
+                    print(f"FAIL {case}: {results[-1]}", flush=True)
+            results = results if comm.rank == 0 else []
             comm.Free()
-        gathered = [result for part in world.allgather(results) for result in part]
-        failed += sum(not passes(found) for _, found in gathered)
+        gathered = [found for part in world.allgather(results) for found in part]
+        bad = sum(not passes(found) for found in gathered)
+        failed += bad
         if world.rank == 0:
-            worst = {name: max(found[name] for _, found in gathered) for name in gathered[0][1]}
-            text = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
-            bad = sum(not passes(found) for _, found in gathered)
-            seconds = time.monotonic() - began
-            outcome = f"{len(gathered)} cases, {bad} failed"
-            print(f"{ranks} ranks: {outcome}, in {seconds:.0f} s; largest: {text}", flush=True)
+            text = ", ".join(f"{name} {max(found[name] for found in gathered):.1e}" for name in gathered[0])
+            outcome = f"{len(gathered)} cases, {bad} failed, in {time.monotonic() - began:.0f} s"
+            print(f"{ranks} ranks: {outcome}; largest: {text}", flush=True)
     if world.rank == 0:
         print("FAIL" if failed else "PASS")
     return int(failed > 0)

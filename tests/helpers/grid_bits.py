@@ -120,16 +120,9 @@ def bits_cases(ranks: int, shape: str, *, every_schedule: bool = False) -> Itera
         schedules = SCHEDULES if pipeline > 1 or every_schedule else ("1f1b", "interleaved")
         settings = itertools.product(range(4), schedules, range(1 + (tensor > 1)), range(2))
         for zero, schedule, sequence, recompute in settings:
-            yield BitsCase(
-                shape,
-                data=ranks // (tensor * pipeline),
-                tensor=tensor,
-                pipeline=pipeline,
-                zero=zero,
-                schedule=schedule,
-                sequence_parallel=bool(sequence),
-                recompute=bool(recompute),
-            )
+            sizes = dict(data=ranks // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
+            flags = dict(sequence_parallel=bool(sequence), recompute=bool(recompute))
+            yield BitsCase(shape, **sizes, zero=zero, schedule=schedule, **flags)
 
 
 Tensors = dict[str, np.ndarray]
@@ -152,12 +145,9 @@ def train(
     """
     shape = SHAPES[case.shape]
     tokens = np.random.default_rng(1).integers(0, shape.vocabulary, (SAMPLES, shape.length + 1))
+    sizes = shape.vocabulary, shape.length, shape.width, layers or case.layers, shape.heads
     model = nn.GPT(
-        shape.vocabulary,
-        shape.length,
-        shape.width,
-        layers or case.layers,
-        shape.heads,
+        *sizes,
         np.dtype(case.dtype),
         case.seed,
         mesh=mesh,
@@ -181,24 +171,13 @@ def train(
         assert watch is not None
         watch(state.step, state.loss, whole(model, optimizer))
 
-    problem = mpishard.OptimizationProblem.for_model(
-        model,
-        batch,
-        samples=SAMPLES,
-        batch_size=BATCH,
-        micro_batch_size=MICRO_BATCH,
-        steps=steps,
-        seed=case.seed,
-        tokens_per_sample=shape.length,
+    sampling = dict(samples=SAMPLES, batch_size=BATCH, micro_batch_size=MICRO_BATCH, tokens_per_sample=shape.length)
+    problem = mpishard.OptimizationProblem.for_model(model, batch, **sampling, steps=steps, seed=case.seed)
+    evaluation = mpishard.Evaluation.for_model(
+        batch, VALIDATED, every=EVERY, tokens_per_sample=shape.length, averaged=rule.ema_decay is not None
     )
-    result = optimizer.optimize(
-        problem,
-        progress=False,
-        callback=None if watch is None else follow,
-        evaluate=mpishard.Evaluation.for_model(
-            batch, VALIDATED, every=EVERY, tokens_per_sample=shape.length, averaged=rule.ema_decay is not None
-        ),
-    )
+    callback = None if watch is None else follow
+    result = optimizer.optimize(problem, progress=False, callback=callback, evaluate=evaluation)
     assert len(result.validation_losses) == steps // EVERY
     return whole(model, optimizer), np.concatenate([result.loss_history, result.validation_losses])
 

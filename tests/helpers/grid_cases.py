@@ -64,18 +64,10 @@ def cases(ranks: int, model: str = "gpt") -> Iterator[Case]:
         settings = [range(len(SCHEDULES)), range(len(counts)), range(4), range(2), range(1 + (tensor > 1))]
         for numbers in itertools.product(*settings):
             schedule, count, zero, tied, sequence = numbers
-            yield Case(
-                data=ranks // (tensor * pipeline),
-                tensor=tensor,
-                pipeline=pipeline,
-                zero=zero,
-                schedule=SCHEDULES[schedule],
-                microbatches=counts[count],
-                tied=bool(tied),
-                sequence_parallel=bool(sequence),
-                rule=RULES[sum(numbers) % 2],
-                model=model,
-            )
+            rule = RULES[sum(numbers) % 2]
+            sizes = ranks // (tensor * pipeline), tensor, pipeline
+            flags = bool(tied), bool(sequence)
+            yield Case(*sizes, zero, SCHEDULES[schedule], counts[count], *flags, rule, model)
 
 
 def every_pair(candidates: Sequence[T], settings: Callable[[T], Mapping[str, Any]]) -> list[T]:

@@ -10,14 +10,7 @@ from mpishard.checkpoint.archives import write_checkpoint
 from mpishard.layout.boxes import whole_box
 
 # A slash, a percent sign, dots, brackets, letters of other alphabets; no elements, and no dimensions.
-SHAPES = {
-    "table.weight": (7, 3),
-    "a/b%25": (2, 3, 4),
-    "none": (0, 2),
-    "gain": (),
-    "[red]größe": (5,),
-    "..": (1, 1),
-}
+SHAPES = {"table.weight": (7, 3), "a/b%25": (2, 3, 4), "none": (0, 2), "gain": (), "[red]größe": (5,), "..": (1, 1)}
 KINDS = {"parameters": np.dtype(np.float64), "optimizer/exp_avg": np.dtype(np.float32)}
 FACTS = {
     "step": 5,
