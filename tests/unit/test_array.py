@@ -24,8 +24,6 @@ from mpishard.backend.array import elementwise
 from mpishard.backend.cuda_source import CudaSource, launch
 from mpishard.backend.streams import PinnedPool
 
-# `mpishard.backend.array` on NumPy arrays, on the stand-in for device arrays, and on CuPy where there is a GPU.
-
 
 @elementwise
 def relax(p, g, /, rate):
@@ -72,6 +70,10 @@ def test_kinds(module: Any) -> None:
         assert not arrays.is_array(nothing) and not arrays.is_device(nothing)
     with pytest.raises(TypeError, match="NumPy or CuPy array, got builtins.list"):
         arrays.module_of([1.0])
+    host = np.ones(3)
+    assert arrays.to_host(host) is host
+    arrays.ready(host)
+    assert arrays.device_count() >= 0
 
 
 def test_subclasses_of_numpy_arrays_are_numpy(tmp_path: Path) -> None:
@@ -105,11 +107,6 @@ def test_staging_slices_and_shapes(module: Any) -> None:
     assert np.array_equal(arrays.to_host(device)[:7], [-3, -4, -5, -6, -7, -8, 6])
 
 
-def test_to_host_returns_numpy_arrays_as_they_are() -> None:
-    host = np.ones(3)
-    assert arrays.to_host(host) is host
-
-
 def test_staging_refuses_what_does_not_fit(module: Any) -> None:
     device = module.zeros(4, np.float64)
     with pytest.raises(ValueError, match=r"float64\(4,\) on the device and float64\(1,\) on the host"):
@@ -126,10 +123,6 @@ def test_new_arrays_are_like_others(module: Any) -> None:
     assert arrays.module_of(fresh) is module and fresh.shape == (5,) and fresh.dtype == np.float64
     zeros = arrays.zeros((2, 3), np.float32, like=like)
     assert np.array_equal(arrays.to_host(zeros), np.zeros((2, 3)))
-
-
-def test_device_count_is_a_number() -> None:
-    assert arrays.device_count() >= 0
 
 
 # The stand-in itself: what the tests of device paths rest on.
@@ -178,14 +171,12 @@ def seen_by_mpi(array: Any) -> np.ndarray:
 
 
 def test_work_is_not_done_before_ready() -> None:
+    p, g = np.zeros(4, np.float32), np.ones(4, np.float32)
     array = standin.zeros(4, np.float32, kind=standin.AwareArray)
-    other = put(arrays.module_of(array), np.ones(4, np.float32))
-    relax(array, other, 0.3)
-    before = seen_by_mpi(array)
+    relax(array, put(arrays.module_of(array), g), 0.3)
+    assert not np.array_equal(seen_by_mpi(array), numpy_relax(p, g, 0.3))
     arrays.ready(array)
-    after = seen_by_mpi(array)
-    assert not np.array_equal(before, after)
-    assert np.array_equal(after, numpy_relax(np.zeros(4, np.float32), np.ones(4, np.float32), 0.3))
+    assert np.array_equal(seen_by_mpi(array), numpy_relax(p, g, 0.3))
 
 
 def test_copies_are_in_stream_order(module: Any) -> None:
@@ -195,10 +186,6 @@ def test_copies_are_in_stream_order(module: Any) -> None:
         relax(device, other, 0.5)
         p = numpy_relax(p, g, 0.5)
     assert np.array_equal(arrays.to_host(device), p)
-
-
-def test_ready_accepts_numpy() -> None:
-    arrays.ready(np.ones(3))
 
 
 def test_cupy_is_not_imported_without_one_of_its_arrays() -> None:
@@ -230,18 +217,12 @@ def test_kernel_matches_numpy_to_the_bit(module: Any, dtype: Any, size: int) -> 
     assert np.array_equal(arrays.to_host(other), g)
 
 
-def test_kernel_works_in_place_on_slices(module: Any) -> None:
+def test_kernel_works_in_place_on_slices_and_may_read_what_it_writes(module: Any) -> None:
     p, g = values(50, np.float32), values(50, np.float32, 1)
     device, other = put(module, p), put(module, g)
     relax(device[7:31], other[7:31], 0.3)
-    expected = p.copy()
-    expected[7:31] = numpy_relax(p[7:31], g[7:31], 0.3)
-    assert np.array_equal(arrays.to_host(device), expected)
-
-
-def test_kernel_may_read_and_write_the_same_array(module: Any) -> None:
-    p = values(100, np.float64)
-    device = put(module, p)
+    p[7:31] = numpy_relax(p[7:31], g[7:31], 0.3)
+    assert np.array_equal(arrays.to_host(device), p)
     relax(device, device, 0.3)
     assert np.array_equal(arrays.to_host(device), numpy_relax(p, p, 0.3))
 
@@ -263,8 +244,10 @@ def test_kernel_refuses_what_does_not_fit(module: Any) -> None:
     assert np.array_equal(arrays.to_host(p), np.zeros(4))
 
 
-def test_kernel_refuses_gaps_and_read_only_arrays() -> None:
+def test_kernel_refuses_gaps_read_only_arrays_and_several_kinds() -> None:
     p, g = np.zeros(8), np.zeros(4)
+    with pytest.raises(TypeError, match="p is a numpy.ndarray but g is a standin.DeviceArray"):
+        relax(g, standin.zeros(4), 0.3)
     with pytest.raises(ValueError, match="with gaps in memory"):
         relax(p[::2], g, 0.3)
     fixed = np.zeros(4)
@@ -273,11 +256,6 @@ def test_kernel_refuses_gaps_and_read_only_arrays() -> None:
         relax(fixed, g, 0.3)
     relax(g, fixed, 0.3)
     assert np.array_equal(g, numpy_relax(np.zeros(4), np.zeros(4), 0.3))
-
-
-def test_kernel_refuses_arrays_of_several_kinds() -> None:
-    with pytest.raises(TypeError, match="p is a numpy.ndarray but g is a standin.DeviceArray"):
-        relax(np.zeros(4), standin.zeros(4), 0.3)
 
 
 # The cache of compiled kernels.
@@ -290,23 +268,15 @@ def shrink(p, /, rate):
     p = p - rate * p * 0.5
     return p
 """
-
-USE = """
-import sys
-sys.path.insert(0, {folder!r})
-import numpy as np, kernel
-p = np.ones(5)
-kernel.shrink(p, 0.5)
-print(p[0])
-"""
+USE = "import sys; sys.path[:0] = [{!r}]; import kernel, numpy; p = numpy.ones(5); kernel.shrink(p, 0.5); print(p[0])"
 
 
 def use_kernel(folder: Path, **environment: str) -> tuple[float, str]:
     """(result, what Numba's cache said of this kernel) of a fresh process that uses ``kernel.py`` in `folder`."""
-    done = run(USE.format(folder=str(folder)), NUMBA_DEBUG_CACHE="1", **environment)
+    done = run(USE.format(str(folder)), NUMBA_DEBUG_CACHE="1", **environment)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    return float(lines[-1]), "\n".join(line for line in lines if "kernel.shrink" in line)
+    *lines, result = done.stdout.splitlines()
+    return float(result), "\n".join(line for line in lines if "kernel.shrink" in line)
 
 
 def test_kernels_are_cached_and_go_stale_with_their_file(tmp_path: Path) -> None:
@@ -335,15 +305,9 @@ def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
 def test_processes_that_start_together_all_get_their_kernel(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    script = USE.format(folder=str(tmp_path))
-    started = [
-        subprocess.Popen([sys.executable, "-c", script], env=variables, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+    command = [sys.executable, "-c", USE.format(str(tmp_path))]
+    started = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=100)[0].strip() for process in started] == ["0.75"] * 3
-
-
-# Streams, events, copies and CUDA functions of a device: on the stand-in, and on CuPy where there is a GPU.
 
 
 @pytest.fixture
@@ -371,7 +335,9 @@ def test_halves_are_those_of_numpy(source: CudaSource, device: Device, half: Any
     exact = np.arange(2**16, dtype=np.uint16).view(half).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         between = exact + (np.roll(exact, -1) - exact) / np.float32(2)
-        x = np.concatenate([exact, np.nextafter(exact, np.float32(np.inf)), between])
+        x = np.concatenate(
+            [exact, np.nextafter(exact, np.float32(np.inf)), between, np.nextafter(between, np.float32(0))]
+        )
         expected = x.astype(half)
     stored = np.uint16 if half is ml_dtypes.bfloat16 else np.float16
     y, back = device.zeros(x.size, stored), device.zeros(x.size, np.float32)
@@ -420,6 +386,17 @@ def test_copies_on_another_stream_wait_for_an_event(device: Device) -> None:
     back = backend.record(like, other)
     backend.current_stream(like).wait_event(back)
     assert (arrays.to_host(like + like) == 4).all()
+
+
+def test_streams_of_the_stand_in_wait_for_events_only() -> None:
+    like, target = standin.zeros(4, np.float32), np.zeros(4, np.float32)
+    backend = arrays.backend_of(like)
+    arrays.ready(like)
+    like.fill(1)
+    computed, other = backend.record(like, backend.current_stream(like)), backend.new_stream(like)
+    backend.start_to_host(like, target, other)
+    other.synchronize()
+    assert not target.any() and not computed.done  # nobody waited for the computation
 
 
 def test_the_current_stream_is_the_one_that_was_entered(device: Device) -> None:

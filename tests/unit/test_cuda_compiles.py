@@ -84,28 +84,17 @@ def known_processors() -> frozenset[int]:
     return frozenset(known)
 
 
-def names_of_types(source: CudaSource) -> list[str]:
-    """The names of element types in the signatures of a file, which are not types of their own."""
-    found = {each.type for parameters in source.functions.values() for each in parameters} - set(DTYPES)
-    return sorted(found)
-
-
 def choices_of_types(source: CudaSource) -> list[dict[str, str]]:
     """What the names may stand for together: a file that computes in double stores double, and no other does."""
-    names, kinds_of = names_of_types(source), dict(KINDS)
-    if source.path.name in HALVES_ONLY:
-        kinds_of["STORED"] = ("float16", "bfloat16")
-    choices = [
-        dict(zip(names, kinds, strict=True))
-        for kinds in itertools.product(*(kinds_of.get(name, ("float",)) for name in names))
-    ]
-    return [
-        each
-        for each in choices
-        if source.path.name in HALVES_ONLY
-        or not {"REAL", "STORED"} <= set(each)
-        or (each["REAL"] == "double") == (each["STORED"] == "double")
-    ]
+    # The names of element types in the signatures of a file, which are not types of their own.
+    names = sorted({each.type for parameters in source.functions.values() for each in parameters} - set(DTYPES))
+    halves_only = source.path.name in HALVES_ONLY
+    kinds_of = KINDS | ({"STORED": ("float16", "bfloat16")} if halves_only else {})
+    kinds = itertools.product(*(kinds_of.get(name, ("float",)) for name in names))
+    choices = [dict(zip(names, each, strict=True)) for each in kinds]
+    if halves_only or not {"REAL", "STORED"} <= set(names):
+        return choices
+    return [each for each in choices if (each["REAL"] == "double") == (each["STORED"] == "double")]
 
 
 def test_the_sources_are_found() -> None:

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import cuda_on_host
-import ml_dtypes
 import numpy as np
 import pytest
-import standin
 from cuda_functions import SOURCE
 
-from mpishard.backend import array as arrays
-from mpishard.backend.cuda_source import CudaFunction, CudaSource, launch
+from mpishard.backend.cuda_source import CudaFunction, CudaSource
 from mpishard.backend.kinds import backend_of
 from mpishard.nn import device_kernels, formulas
 
-# CUDA sources: what their signatures say, the prelude, and the compiler for the host that the other tests rest on.
+needs_compiler = pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+needs_checks = pytest.mark.skipif(not cuda_on_host.checked, reason="runs with --cuda-checks")
+each_order = pytest.mark.parametrize("backwards", ["", "1"])
+
+# CUDA sources: what their signatures say, and the compiler for the host that the other tests rest on.  What
+# CUDA functions compute is in `test_array.py`, on GPUs too.
 
 
 @pytest.fixture
@@ -33,16 +35,9 @@ def on_host(function: Any, blocks: int, threads: int, *arguments: Any) -> None:
     cuda_on_host.run(function, blocks, threads, function.converted(arguments))
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 def test_signatures(source: CudaSource) -> None:
-    assert list(source.functions) == [
-        "block_sums",
-        "largest_of_warp",
-        "convert",
-        "without_barrier",
-        "two_barriers",
-        "scalars",
-    ]
+    assert list(source.functions)[:4] == ["block_sums", "largest_of_warp", "convert", "without_barrier"]
     function = source.function("block_sums", REAL=np.float64, STORED=np.uint16)
     found = [(each.name, each.type, each.is_array) for each in function.parameters]
     assert found == [("x", "bfloat16", True), ("sums", "double", True), ("count", "long long", False)]
@@ -50,7 +45,7 @@ def test_signatures(source: CudaSource) -> None:
     assert function.options == ("-std=c++17", "-DREAL=double", "-DSTORED=bfloat16")
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 def test_arguments_are_checked_and_converted(source: CudaSource) -> None:
     function = source.function("block_sums", REAL=np.float32, STORED=np.float32)
     x = np.zeros(3, np.float32)
@@ -62,197 +57,88 @@ def test_arguments_are_checked_and_converted(source: CudaSource) -> None:
         function.converted((x, np.zeros(3), 3))
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("backwards", ["", "1"])
+@needs_compiler
+@each_order
 def test_barriers_and_shuffles(source: CudaSource, backwards: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backwards:
         monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", backwards)
-    x = np.random.default_rng(0).standard_normal(1000)
-    sums = np.zeros(4)
+    x, sums, top = np.random.default_rng(0).standard_normal(1000), np.zeros(4), np.zeros(64)
     on_host(source.function("block_sums", REAL=np.float64, STORED=np.float64), 4, 256, x, sums, x.size)
     np.testing.assert_allclose(sums, [x[start : start + 256].sum() for start in range(0, 1000, 256)], rtol=1e-13)
-    top = np.zeros(64)
     on_host(source.function("largest_of_warp", REAL=np.float64, STORED=np.float64), 1, 64, x[:64], top)
     assert np.array_equal(top, np.repeat([x[:32].max(), x[32:64].max()], 32))
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 def test_a_missing_barrier_shows(source: CudaSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_host, "checked", False)  # which would end at the fault
     function = source.function("without_barrier", REAL=np.float32, STORED=np.float32)
-    found = []
-    for backwards in (False, True):
-        if backwards:
-            monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", "1")
-        x = np.zeros(64, np.int32)
-        on_host(function, 1, 64, x)
-        found.append(x)
-    assert not np.array_equal(*found)
+    forwards, backwards = np.zeros((2, 64), np.int32)
+    on_host(function, 1, 64, forwards)
+    monkeypatch.setenv("MPISHARD_CUDA_BACKWARDS", "1")
+    on_host(function, 1, 64, backwards)
+    assert not np.array_equal(forwards, backwards)
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 def test_threads_at_different_barriers_end_the_process(source: CudaSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_host, "checked", False)
     function = source.function("two_barriers", REAL=np.float32, STORED=np.float32)
-    child = multiprocessing.get_context("fork").Process(
-        target=on_host, args=(function, 1, 64, np.zeros(64, np.int32)), daemon=True
-    )
+    arguments = function, 1, 64, np.zeros(64, np.int32)
+    child = multiprocessing.get_context("fork").Process(target=on_host, args=arguments, daemon=True)
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGABRT
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
-def test_halves_are_those_of_numpy(source: CudaSource, half: Any) -> None:
-    """Every number of 16 bits, and numbers between them: ties, and what is too large or too small."""
-    exact = np.arange(2**16, dtype=np.uint16).view(half).astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        neighbours = np.nextafter(exact, np.float32(np.inf))
-        between = exact + (np.roll(exact, -1) - exact) / np.float32(2)
-        x = np.concatenate([exact, neighbours, between, np.nextafter(between, np.float32(0))])
-        expected = x.astype(half)
-    stored = np.uint16 if half is ml_dtypes.bfloat16 else np.float16
-    y, back = np.zeros(x.size, stored), np.zeros_like(x)
-    on_host(source.function("convert", REAL=np.float32, STORED=stored), x.size // 256 + 1, 256, x, y, back, x.size)
-    numbers = ~np.isnan(x)
-    assert np.array_equal(y.view(np.uint16)[numbers], expected.view(np.uint16)[numbers])
-    assert np.array_equal(np.isnan(back), np.isnan(x)) and np.array_equal(back[numbers], y.view(half)[numbers])
-
-
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
-def test_launches_on_the_stand_in_wait_for_its_stream(source: CudaSource) -> None:
-    x, sums = standin.on_device(np.ones(100, np.float32)), standin.zeros(1, np.float32)
-    launch(source.function("block_sums", REAL=np.float32, STORED=np.float32), 1, 128, x, sums, x.size)
-    x.fill(2)
-    assert np.array_equal(arrays.to_host(sums), [100])
-    launch(source.function("block_sums", REAL=np.float32, STORED=np.float32), 0, 128, x, sums, x.size)
-    assert np.array_equal(arrays.to_host(sums), [100])
-
-
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
-def test_streams_of_the_stand_in_wait_for_events_only() -> None:
-    like = standin.zeros(4, np.float32)
-    backend = arrays.backend_of(like)
-    arrays.ready(like)
-    like.fill(1)
-    computed = backend.record(like, backend.current_stream(like))
-    other, target = backend.new_stream(like), np.zeros(4, np.float32)
-    backend.start_to_host(like, target, other)
-    other.synchronize()
-    assert not target.any() and not computed.done  # nobody waited for the computation
-    other.wait_event(computed)
-    backend.start_to_host(like, target, other)
-    copied = backend.record(like, other)
-    assert not copied.done
-    copied.synchronize()
-    assert computed.done and target.all()
-    with other:
-        assert backend.current_stream(like) is other
-    assert backend.current_stream(like) is not other
-
-
 # What a GPU would punish and fibers hide is found, each fault in a CUDA function of its own: ``cuda_checks.cpp``.
 
 # By name: the body of a function, and what is found.  It has 4 blocks of 64 threads, `int* x` of as many numbers, and
-# `int* y` of `count + 1`; `i` is the thread, `at` its element of x.
+# `int* y` of `count + 1`; `i` is the thread, `at` its element of x.  Those that name them have the
+# arrays `shown` or `places` in shared memory.
+RACE = r"race: (write, and read|read, and write)"
+NOT_WRITTEN = "read of shared memory that nobody has written"
+DIVERGENT, LEFT = "threads wait at different barriers or shuffles", "a barrier or shuffle of threads that are not there"
+COPY = "begin_copy(places + i, x + at / 4 * 4);\n "
+SHOW = "if ({}) shown[i] = i;\n __syncthreads();\n x[at] = shown[i];"
+MEMORY = {"shown": "__shared__ int shown[64];\n", "places": "extern __shared__ Pack<int> places[];\n"}
 FAULTS = {
     "no_barrier_after_the_stores": (
-        """__shared__ int shown[64];
-        shown[i] = i;
-        x[at] = shown[63 - i];""",
+        "shown[i] = i;\n x[at] = shown[63 - i];",
         r"race: \w+, and \w+\n.*shown\[i\] = i|shown\[63 - i\]",
     ),
     "no_barrier_before_memory_is_used_again": (
-        """__shared__ int shown[64];
-        for (int round = 0; round < 2; round++) {
-            shown[i] = i;
-            __syncthreads();
-            x[at] = shown[63 - i];
-        }""",
-        r"race: (write, and read|read, and write)",
+        "for (int j = 0; j < 2; j++) {\n shown[i] = i;\n __syncthreads();\n x[at] = shown[63 - i];\n }",
+        RACE,
     ),
-    "shuffles_order_no_memory": (
-        """__shared__ int shown[64];
-        shown[i] = i;
-        int sum = warp_sum(i);
-        x[at] = sum + shown[i ^ 1];""",
-        "race: ",
-    ),
+    "shuffles_order_no_memory": ("shown[i] = i;\n int sum = warp_sum(i);\n x[at] = sum + shown[i ^ 1];", "race: "),
     "blocks_share_an_element": ("x[i] = 1;", r"race: write, and write"),
-    "blocks_read_what_others_write": (
-        "x[at] = x[(blockIdx.x + 1) % gridDim.x * blockDim.x + i];",
-        r"race: ",
-    ),
+    "blocks_read_what_others_write": ("x[at] = x[(blockIdx.x + 1) % gridDim.x * blockDim.x + i];", r"race: "),
     "atomic_and_plain": ("atomicAdd(x, 1); if (i == 0) x[at] = *x;", r"atomic access"),
     "behind_the_end": ("if (i < count + 2) x[at] = y[i];", r"read outside of all arrays\n +if \(i < count \+ 2\)"),
     "before_the_begin": ("y[i < count ? i - 1 : 0] = 1;", "write outside of all arrays"),
-    "behind_shared_memory": (
-        """__shared__ int shown[64];
-        int* const all = shown;
-        all[i + 1] = i;""",
-        "write outside of all arrays",
-    ),
+    "behind_shared_memory": ("int* const all = shown;\n all[i + 1] = i;", "write outside of all arrays"),
     "outside_of_an_array_of_a_thread": (
-        """int own[4] = {i, i, i, i};
-        own[i % 5] = 1;
-        x[at] = own[0] + own[3];""",
+        "int own[4] = {i, i, i, i};\n own[i % 5] = 1;\n x[at] = own[0] + own[3];",
         "index outside of a fixed array",
     ),
     "misaligned": ("if (i == 1) x[at] = ((Pack<int>*)(x + 1))->of[2];", "misaligned pointer"),
     "overflow": ("if (i == 0) x[at] = (count + 2147483647) / 2;", "overflow of +"),
-    "nobody_has_written": (
-        """__shared__ int shown[64];
-        if (i > 0) shown[i] = i;
-        __syncthreads();
-        x[at] = shown[i];""",
-        "read of shared memory that nobody has written",
-    ),
-    "left_by_another_block": (
-        """__shared__ int shown[64];
-        if (blockIdx.x == 0) shown[i] = i;
-        __syncthreads();
-        x[at] = shown[i];""",
-        "read of shared memory that nobody has written",
-    ),
-    "copies_that_nobody_waits_for": (
-        """extern __shared__ Pack<int> places[];
-        begin_copy(places + i, x + at / 4 * 4);
-        y[count] = places[i].of[0];""",
-        "read of shared memory that nobody has written",
-    ),
-    "copies_of_other_threads": (
-        """extern __shared__ Pack<int> places[];
-        begin_copy(places + i, x + at / 4 * 4);
-        end_copies();
-        if (places[i ^ 1].of[0] == 5) atomicAdd(y + count, 1);""",
-        r"race: (write, and read|read, and write)",
-    ),
-    "behind_the_shared_memory_of_a_launch": (
-        """extern __shared__ Pack<int> places[];
-        places[i + 1].of[0] = i;""",
-        "write outside of all arrays",
-    ),
-    "divergent_barriers": (
-        "if (i < 32) __syncthreads();\n else __syncthreads();\n x[at] = 1;",
-        "threads wait at different barriers or shuffles",
-    ),
+    "nobody_has_written": (SHOW.format("i > 0"), NOT_WRITTEN),
+    "left_by_another_block": (SHOW.format("blockIdx.x == 0"), NOT_WRITTEN),
+    "copies_that_nobody_waits_for": (COPY + "y[count] = places[i].of[0];", NOT_WRITTEN),
+    "copies_of_other_threads": (COPY + "end_copies();\n if (places[i ^ 1].of[0] == 5) atomicAdd(y + count, 1);", RACE),
+    "behind_the_shared_memory_of_a_launch": ("places[i + 1].of[0] = i;", "write outside of all arrays"),
+    "divergent_barriers": ("if (i < 32) __syncthreads();\n else __syncthreads();\n x[at] = 1;", DIVERGENT),
     "different_kinds_of_barriers": (
         "if (i == 0) __syncthreads();\n else __syncwarp();\n x[at] = 1;",
         "threads of a block wait for each other at different barriers",
     ),
-    "barrier_after_a_return": (
-        "if (i == 5) return;\n __syncthreads();\n x[at] = 1;",
-        "a barrier or shuffle of threads that are not there",
-    ),
-    "shuffle_after_a_return": (
-        "if (i == 5) return;\n x[at] = warp_sum(1);",
-        "a barrier or shuffle of threads that are not there",
-    ),
+    "barrier_after_a_return": ("if (i == 5) return;\n __syncthreads();\n x[at] = 1;", LEFT),
+    "shuffle_after_a_return": ("if (i == 5) return;\n x[at] = warp_sum(1);", LEFT),
     "divergent_shuffles": (
-        """if (i < 7) x[at] = __shfl_sync(EVERY_LANE, i, 0);
-        else x[at] = __shfl_sync(EVERY_LANE, i, 1);""",
-        "threads wait at different barriers or shuffles",
+        "if (i < 7) x[at] = __shfl_sync(EVERY_LANE, i, 0);\n else x[at] = __shfl_sync(EVERY_LANE, i, 1);",
+        DIVERGENT,
     ),
     "mask_without_the_lane": ("x[at] = __shfl_sync(1, i, 0);", "a mask without the lane itself"),
     "from_a_lane_outside_of_the_mask": (
@@ -261,7 +147,6 @@ FAULTS = {
     ),
 }
 SOUND = """
-    __shared__ int shown[64];
     __shared__ int sums[2];
     for (int round = 0; round < 3; round++) {
         __syncthreads();
@@ -278,7 +163,6 @@ SOUND = """
     shown[i ^ 1] += 1;
     atomicAdd(y + count, shown[i ^ 1]);
     if (i % 4 == 0) *(Pack<int>*)(x + at) = *(Pack<int>*)(x + at);
-    extern __shared__ Pack<int> places[];
     begin_copy(places + i, y);
     end_copies();
     __syncthreads();
@@ -293,7 +177,8 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> CudaSource:
     path = tmp_path_factory.mktemp("cuda") / "faults.cu"
     texts = [
         f'extern "C" __global__ void {name}(int* x, int* y, int count) {{\n'
-        f"const int i = threadIdx.x, at = blockIdx.x * blockDim.x + i;\n{body}\n}}\n"
+        f"const int i = threadIdx.x, at = blockIdx.x * blockDim.x + i;\n"
+        f"{''.join(text for array, text in MEMORY.items() if array in body)}{body}\n}}\n"
         for name, body in [*((name, body) for name, (body, _) in FAULTS.items()), ("sound", SOUND)]
     ]
     path.write_text("".join(texts))
@@ -307,8 +192,8 @@ def run(function: CudaFunction) -> None:
     cuda_on_host.run(function, BLOCKS, THREADS, function.converted((x, y, COUNT)), shared=16 * THREADS)
 
 
-@pytest.mark.skipif(not cuda_on_host.checked, reason="runs with --cuda-checks")
-@pytest.mark.parametrize("backwards", ["", "1"])
+@needs_checks
+@each_order
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name: str, backwards: str, functions: CudaSource, monkeypatch: pytest.MonkeyPatch) -> None:
     if backwards:
@@ -318,14 +203,10 @@ def test_faults_are_found(name: str, backwards: str, functions: CudaSource, monk
     print(fault.value)
 
 
-@pytest.mark.skipif(not cuda_on_host.checked, reason="runs with --cuda-checks")
-def test_sound_functions_pass(functions: CudaSource) -> None:
-    run(functions.function("sound"))
-
-
-@pytest.mark.skipif(not cuda_on_host.checked, reason="runs with --cuda-checks")
-def test_launches_that_a_gpu_refuses(functions: CudaSource) -> None:
+@needs_checks
+def test_sound_functions_pass_and_launches_that_a_gpu_refuses_do_not(functions: CudaSource) -> None:
     function = functions.function("sound")
+    run(function)
     for blocks, threads in ((1, 288), (2**31, 64), (1, 0)):
         with pytest.raises(cuda_on_host.Fault, match="of at most"):
             cuda_on_host.run(function, blocks, threads, [])
@@ -333,14 +214,7 @@ def test_launches_that_a_gpu_refuses(functions: CudaSource) -> None:
         cuda_on_host.run(function, 1, 64, [], shared=300000)
 
 
-def mostly_empty(shape: tuple[int, ...], dtype: Any, last_rows: np.ndarray) -> np.ndarray:
-    """Zeros that take memory only where they are written."""
-    array = np.zeros(shape, dtype)
-    array[-len(last_rows) :] = last_rows
-    return array
-
-
-@pytest.mark.skipif(not cuda_on_host.checked, reason="runs with --cuda-checks")
+@needs_checks
 @pytest.mark.parametrize("columns", [1000, 1001])
 @pytest.mark.parametrize(
     "name, shapes, scalars",
@@ -367,15 +241,15 @@ def test_more_elements_than_an_int_counts(
     monkeypatch.setattr(type(backend_of(np.zeros(1))), "launch_cuda", launch_cuda)
     monkeypatch.setattr(device_kernels, "PendingNumber", lambda total: float(total[0]))
     random, few, rows = np.random.default_rng(0), 4, 2**31 // columns + 10
+    extents = {"nc": (few, columns), "c": columns, "table": (9, columns)}
     small, large = [], []
     for shape in shapes:
-        given = random.standard_normal(
-            {"nc": (few, columns), "c": columns, "n": few, "table": (9, columns)}.get(shape, few)
-        )
-        given = np.arange(few) if shape == "targets" else given.astype(np.float32)
-        small.append(given)
-        has_rows = shape in ("nc", "n", "targets")
-        large.append(mostly_empty((rows, *given.shape[1:]), given.dtype, given) if has_rows else given.copy())
+        given = random.standard_normal(extents.get(shape, few))
+        small.append(np.arange(few) if shape == "targets" else given.astype(np.float32))
+        large.append(small[-1].copy())
+        if shape in ("nc", "n", "targets"):  # zeros take memory only where they are written
+            large[-1] = np.zeros((rows, *given.shape[1:]), small[-1].dtype)
+            large[-1][-few:] = small[-1]
     getattr(formulas, name)(*small, *scalars)
     getattr(device_kernels, name)(*large, *scalars)
     for one, other in zip(small, large, strict=True):

@@ -88,9 +88,8 @@ def test_a_case_that_fails_ends_no_other(tools: Any, tmp_path: Path, monkeypatch
     assert row in text and "| GPT | bfloat16 | cuDNN | 7.000 | 2.0e-01 / none |" in text
     assert text.count("It warned: slow") == 1 and "GPT/float16 failed: GPT/float16 crashed" in text
     monkeypatch.setattr(tools.importlib.util, "find_spec", lambda name: None)
-    assert "PyTorch is not installed" in tools.gpu_tables.table_of(
-        "parity", tools.run_parts(Launcher(), setting, ["parity"])
-    )
+    results = tools.run_parts(Launcher(), setting, ["parity"])
+    assert "PyTorch is not installed" in tools.gpu_tables.table_of("parity", results)
 
 
 @pytest.mark.faults
@@ -108,15 +107,12 @@ def test_what_crashes_or_hangs_ends_no_other_part(tools: Any, tmp_path: Path) ->
 
 
 @pytest.mark.faults
-def test_what_no_time_was_left_for_is_for_another_call(
-    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_time_was_left_for_is_for_another_call(tools: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.modules["gpu_launcher"], "LEAST", 0)
     launcher = tools.Launcher(None, 60, within=0.05)
     assert launcher.run(["-c", "import time; time.sleep(50)"], 0, 60) == (None, "")
     with pytest.raises(tools.OutOfTime, match="no time was left"):
         launcher.run(["-c", ""], 0, 60)
-    setting = tools.Setting("numpy", small=True, output=str(tmp_path))
 
     def in_halves(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
         so_far({"ranks": {}, "parameters": 1})
@@ -126,6 +122,7 @@ def test_what_no_time_was_left_for_is_for_another_call(
     written: list[Any] = []
     monkeypatch.setitem(tools.PARTS, "memory", in_halves)
     monkeypatch.setitem(tools.PARTS, "bandwidth", lambda *given: {})
+    setting = tools.Setting("numpy", small=True, output=str(tmp_path))
     results = tools.run_parts(launcher, setting, ["bandwidth", "memory", "trace", "checkpoint"])
     assert written[0]["unfinished"] and results["memory"]["unfinished"]
     assert "memory did not come to its end" in (tmp_path / "tables.md").read_text()
@@ -138,9 +135,7 @@ def test_what_no_time_was_left_for_is_for_another_call(
     assert tools.main() == 1 and ran == ["memory", "trace"]
 
 
-def test_a_table_of_an_earlier_run_says_so_and_when(
-    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_of_an_earlier_run_says_so_and_when(tools: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     def no_time(launcher: Any, setting: Any, so_far: Any) -> dict[str, Any]:
         raise tools.OutOfTime("no time was left")
 
@@ -149,14 +144,12 @@ def test_a_table_of_an_earlier_run_says_so_and_when(
         return no_time(launcher, setting, so_far)
 
     setting = tools.Setting("numpy", small=True, output=str(tmp_path))
-    monkeypatch.setitem(
-        tools.PARTS, "bandwidth", lambda *given: {"copy": {"bytes": 1, "bytes_per_second": 1, "to_copy": 1}}
-    )
+    copy = {"bytes": 1, "bytes_per_second": 1, "to_copy": 1}
+    monkeypatch.setitem(tools.PARTS, "bandwidth", lambda *given: {"copy": copy})
     when = tools.run_parts(None, setting, ["bandwidth"])["bandwidth"]["when"]
     assert "earlier run" not in capsys.readouterr().out
-    monkeypatch.setitem(tools.PARTS, "bandwidth", no_time)
-    monkeypatch.setitem(tools.PARTS, "trace", no_time)
-    monkeypatch.setitem(tools.PARTS, "memory", half)
+    for part in ("bandwidth", "trace", "memory"):
+        monkeypatch.setitem(tools.PARTS, part, half if part == "memory" else no_time)
     tools.run_parts(None, setting, ["bandwidth", "trace", "memory"])
     printed = capsys.readouterr().out
     assert f"bandwidth: no time was left; what follows is of an earlier run, {when}\n\n## bandwidth" in printed
@@ -190,9 +183,7 @@ def test_files_of_tests_that_have_ended_do_not_run_again(tools: Any, tmp_path: P
     assert rest["total"]["no launcher"] == {"passed": 6} and rest["total"]["4 ranks"] == {"passed": 3}
 
 
-def test_results_stay_whole_and_of_one_kind(
-    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_stay_whole_and_of_one_kind(tools: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     file = tmp_path / "results.json"
     setting = tools.Setting("numpy", small=True, output=str(tmp_path))
     monkeypatch.setitem(tools.PARTS, "bandwidth", lambda *given: {})
@@ -221,9 +212,11 @@ def test_results_stay_whole_and_of_one_kind(
     assert "results.json cannot be read" in refused(str(tmp_path), "--module", "numpy", "--small")
 
 
-def test_cupy_without_a_gpu_is_named_before_any_part(
-    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named_before_any_part(tools: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tools, "NEEDED", ("numpy", "no_such_package"))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path), "--module", "numpy"])
+    with pytest.raises(SystemExit, match="not installed: no_such_package; install them, or add a folder"):
+        tools.main()
     (tmp_path / "cupy.py").write_text("raise RuntimeError('cudaErrorInsufficientDriver: too old')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tools, "NEEDED", ())
@@ -257,9 +250,8 @@ def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     assert "waited for" not in texts
     ended: list[int | None] = []
-    sleeper = threading.Thread(
-        target=lambda: ended.append(launcher.run(["-c", "import time; time.sleep(50)"], 0, 60)[0])
-    )
+    command = ["-c", "import time; time.sleep(50)"]
+    sleeper = threading.Thread(target=lambda: ended.append(launcher.run(command, 0, 60)[0]))
     sleeper.start()
     while not launcher._running and sleeper.is_alive():
         sleeper.join(0.01)
@@ -268,13 +260,6 @@ def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path, monkeypatch: pytest.M
     assert ended == [-9]
     with pytest.raises(tools.Failed, match="the benchmark was ended"):
         launcher.run(["-c", ""], 0, 60)
-
-
-def test_what_is_not_installed_is_named(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "NEEDED", ("numpy", "no_such_package"))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path), "--module", "numpy"])
-    with pytest.raises(SystemExit, match="not installed: no_such_package; install them, or add a folder"):
-        tools.main()
 
 
 def test_counts_of_tests_are_read_and_failures_named(tools: Any, tmp_path: Path) -> None:
@@ -328,14 +313,10 @@ def test_kernels_of_a_trace_by_class(tools: Any) -> None:
 
 
 def test_the_peak_of_a_gpu_is_found_by_its_name(tools: Any) -> None:
-    peak = tools.gpu_machine.peak_tflops
-    assert (peak("NVIDIA H100 80GB HBM3"), peak("NVIDIA H100 PCIe"), peak("NVIDIA H200")) == (989, 756, 989)
-    assert (peak("NVIDIA L40S"), peak("NVIDIA L4"), peak("GeForce GT 710")) == (362, 121, None)
-    assert (peak("NVIDIA A100-SXM4-80GB"), peak("NVIDIA RTX A1000 Laptop GPU"), peak("NVIDIA RTX A4000")) == (
-        312,
-        None,
-        None,
-    )
+    known = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989, "NVIDIA L40S": 362}
+    known |= {"NVIDIA L4": 121, "NVIDIA A100-SXM4-80GB": 312, "GeForce GT 710": None}
+    known |= {"NVIDIA RTX A1000 Laptop GPU": None, "NVIDIA RTX A4000": None}
+    assert {name: tools.gpu_machine.peak_tflops(name) for name in known} == known
 
 
 def test_the_mpi_of_a_prefix_is_taken(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +324,8 @@ def test_the_mpi_of_a_prefix_is_taken(tools: Any, tmp_path: Path, monkeypatch: p
     packages.mkdir(parents=True)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")  # without the mode of a command
-    for launcher in (tools.Launcher(tmp_path, 9), None):
-        if launcher is None:
-            monkeypatch.setenv("PYTHONPATH", str(packages))
-            launcher = tools.Launcher(None, 9)
+    given = tools.Launcher(tmp_path, 9)
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    for launcher in (given, tools.Launcher(None, 9)):
         assert launcher.mpirun == str(tmp_path / "bin" / "mpirun")
         assert launcher.environment["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "lib")
