@@ -7,6 +7,12 @@ import standin
 
 from mpishard.backend import array as arrays
 
+# The two forms of a collective: ``call(axis, name, *arguments)``.
+FORMS = {
+    "blocking": lambda axis, name, *given, **options: getattr(axis, name)(*given, **options),
+    "started": lambda axis, name, *given, **options: getattr(axis, f"start_{name}")(*given, **options).wait(),
+}
+
 
 def numbers(rank, size, dtype=np.float64):
     """Small whole numbers, so that sums are exact in any order."""

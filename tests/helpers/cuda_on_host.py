@@ -28,9 +28,8 @@ FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w", "-
 C_HEADERS = "-nostdinc++"  # those of C++ take most of the time of a compilation
 CHECKS = Path(__file__).with_name("cuda_checks.cpp")
 # What calls the functions of CHECKS.  The library is linked without, or it would get those of the compiler.
-CHECKED = (
-    "-g1 -DMPISHARD_CHECKED -fsanitize=thread,alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift"
-)
+SANITIZED = "thread,alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift"
+CHECKED = f"-g1 -DMPISHARD_CHECKED -fsanitize={SANITIZED}"
 CAN_CHECK = COMPILER is not None and Path(COMPILER).name == "g++" and shutil.which("addr2line") is not None
 # The most threads of a block, and without __launch_bounds__: each of them may then take 255 of 65536 registers.
 MOST_THREADS, MOST_UNBOUNDED = 1024, 256
@@ -57,30 +56,14 @@ def run(
 ) -> None:
     """Run a CUDA function on NumPy arrays in the place of device arrays, and scalars of the right types.
 
-    Parameters
-    ----------
-    function : CudaFunction
-    blocks, threads : int
-    arguments : sequence
-        As `CudaFunction.converted` returns them.
-    reached : sequence of arrays
-        Those besides that the function may touch, by addresses in an array.
-    first_block : int
-        Blocks before this one do not run; nor are accesses to arrays checked for races then.
-    shared : int
-        Bytes of the function's ``extern __shared__`` array, for each block.
+    `arguments` are as `CudaFunction.converted` returns them, `reached` those besides that it touches by addresses in an
+    array, `shared` the bytes of its ``extern __shared__`` array for each block.  Before `first_block` no block
+    runs, nor are accesses to arrays checked for races then.
 
-    Raises
-    ------
-    Fault
-        For a launch that a GPU refuses.  Where `checked` is set also for races, accesses outside of the arrays, and the
-        others of ``cuda_checks.cpp``.
+    Raises `Fault` for a launch that a GPU refuses, and where `checked` is set for what ``cuda_checks.cpp`` finds.
     """
     _check_launch(function, blocks, threads, shared)
-    cells = [
-        np.array([argument.ctypes.data], np.uint64) if isinstance(argument, np.ndarray) else np.array([argument])
-        for argument in arguments
-    ]
+    cells = [np.array([each.ctypes.data if isinstance(each, np.ndarray) else each]) for each in arguments]
     pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
     library = _loaded(function.code, tuple(o for o in function.options if o.startswith("-D")), checked)
     if checked:
@@ -145,9 +128,8 @@ def _library(code: str, defines: tuple[str, ...], checked: bool) -> Path:
     assert COMPILER is not None
     code = EXTERN.sub(r"\1* const \2 = (\1*)host::shared_memory(sizeof(\1));", code)
     if checked:
-        code = DECLARATION.sub(
-            r"\g<0> checks::share(&\1, sizeof(\1), sizeof(typename checks::ElementOf<decltype(\1)>::Type));", code
-        )
+        size_of_element = r"sizeof(typename checks::ElementOf<decltype(\1)>::Type)"
+        code = DECLARATION.sub(rf"\g<0> checks::share(&\1, sizeof(\1), {size_of_element});", code)
     text = "\n".join([HEADER.read_text("utf-8"), code, *_entries(code)])
     parts = [COMPILER, C_HEADERS, *FLAGS, *defines, text, *((CHECKED, CHECKS.read_text("utf-8")) if checked else ())]
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
@@ -188,10 +170,8 @@ def _entries(code: str) -> list[str]:
     """For each CUDA function one that gets pointers to its arguments."""
     entries = []
     for name, text in FUNCTION.findall(code):
-        values = [
-            f"*({each.type}{' *' if each.is_array else ''} *)given[{number}]"
-            for number, each in enumerate(parse_parameters(text))
-        ]
+        types = [each.type + " *" * each.is_array for each in parse_parameters(text)]
+        values = [f"*({each} *)given[{number}]" for number, each in enumerate(types)]
         entries.append(
             f"static void call_{name}(void** given) {{ checks::call({', '.join([name, *values])}); }}\n"
             f'extern "C" void host_{name}(unsigned int blocks, unsigned int threads, unsigned int first, '

@@ -43,18 +43,10 @@ extern "C" __global__ void spin(long long cycles) {
 
 @dataclass(frozen=True)
 class Device:
-    """How a test makes arrays of one kind.
+    """How a test makes arrays of one kind."""
 
-    Parameters
-    ----------
-    name : str
-        The kind.
-    module : module
-        CuPy, or what has its functions for the stand-in.
-    """
-
-    name: str
-    module: Any
+    name: str  # of the kind
+    module: Any  # CuPy, or what has its functions for the stand-in
 
     @property
     def array_type(self) -> type:
@@ -78,10 +70,7 @@ class Device:
         return self.module.zeros(shape, dtype)
 
     def be_late(self) -> None:
-        """Keep the current stream busy, so that what is queued next is done much later.
-
-        The stand-in does nothing before somebody waits for it anyway.
-        """
+        """Keep a GPU busy, so that what is queued next is done much later; on the stand-in it is anyway."""
         if self.name.startswith("cupy"):
             self.module.RawKernel(SPIN, "spin")((1,), (1,), (np.int64(LATE_CYCLES),))
 
@@ -91,23 +80,9 @@ class Chosen:
 
     device: Device | None = None
 
-    @property
-    def _device(self) -> Device:
+    def __getattr__(self, name: str) -> Any:
         assert self.device is not None, "the fixture chosen_device was not asked for"
-        return self.device
-
-    @property
-    def DeviceArray(self) -> type:
-        return self._device.array_type
-
-    def empty(self, shape: Any, dtype: Any = np.float64) -> Any:
-        return self._device.empty(shape, dtype)
-
-    def zeros(self, shape: Any, dtype: Any = np.float64) -> Any:
-        return self._device.zeros(shape, dtype)
-
-    def on_device(self, host: np.ndarray) -> Any:
-        return self._device.put(host)
+        return getattr(self.device, {"DeviceArray": "array_type", "on_device": "put"}.get(name, name))
 
 
 chosen = Chosen()

@@ -37,15 +37,8 @@ class cuBLASLtError(Exception):
 DESC_DTYPES = {7: np.uint32, 8: np.int64, 11: np.int64, 12: np.int64}
 PREFERENCE_DTYPES = {1: np.uint64, 5: np.uint32, 6: np.uint32, 7: np.uint32, 8: np.uint32}
 HALVES: dict[int, Any] = {2: np.float16, 14: ml_dtypes.bfloat16}
-matmul_heuristic_result_dtype = np.dtype(
-    [
-        ("algo", [("data_", "<u8", (8,))]),
-        ("workspace_size", "<u8"),
-        ("state", "<i4"),
-        ("waves_count", "<f4"),
-        ("reserved", "<i4", (4,)),
-    ]
-)
+_FIELDS = [("workspace_size", "<u8"), ("state", "<i4"), ("waves_count", "<f4"), ("reserved", "<i4", (4,))]
+matmul_heuristic_result_dtype = np.dtype([("algo", [("data_", "<u8", (8,))]), *_FIELDS])
 MARK = 0xA160  # of a kernel that was chosen
 WORKSPACE = 100
 # What was executed, in order.

@@ -43,25 +43,15 @@ def set_stream(handle: Handle, stream: int) -> None:
     handle.stream = stream
 
 
+def _setter(name: str) -> Callable[[Tensor, Any], Tensor]:
+    return lambda tensor, value: tensor.__dict__.update({name: value}) or tensor
+
+
 class Tensor:
     def __init__(self, name: str, dim: list[int], stride: list[int], kind: Any) -> None:
         self.name, self.dim, self.stride, self.kind, self.output = name, dim, stride, kind, False
 
-    def set_output(self, output: bool) -> Tensor:
-        self.output = output
-        return self
-
-    def set_dim(self, dim: list[int]) -> Tensor:
-        self.dim = dim
-        return self
-
-    def set_stride(self, stride: list[int]) -> Tensor:
-        self.stride = stride
-        return self
-
-    def set_data_type(self, kind: Any) -> Tensor:
-        self.kind = kind
-        return self
+    set_output, set_dim, set_stride, set_data_type = map(_setter, ("output", "dim", "stride", "kind"))
 
     def at(self, address: int) -> Any:
         size = np.dtype(self.kind.value).itemsize

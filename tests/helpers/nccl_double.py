@@ -180,54 +180,43 @@ class NcclCommunicator:
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         source, target = _at(sendbuf, count, datatype), _at(recvbuf, count, datatype)
         _refuse_overlap(source, target, inside=sendbuf)
-
-        def start() -> Callable[[], None]:
-            _write(target, self._reduced(_read(source), op))
-            return _nothing
-
-        self._add("allReduce", count, datatype, stream, start, op)
+        work = self._work(source, target, lambda data: self._reduced(data, op))
+        self._add("allReduce", count, datatype, stream, work, op)
 
     def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
         source, target = _at(sendbuf, recvcount * self._size, datatype), _at(recvbuf, recvcount, datatype)
         _refuse_overlap(source, target, inside=sendbuf + self._rank * target.nbytes)
-
-        def start() -> Callable[[], None]:
-            _write(target, self._reduced(_read(source), op).reshape(self._size, -1)[self._rank])
-            return _nothing
-
-        self._add("reduceScatter", recvcount, datatype, stream, start, op)
+        work = self._work(source, target, lambda data: self._reduced(data, op).reshape(self._size, -1)[self._rank])
+        self._add("reduceScatter", recvcount, datatype, stream, work, op)
 
     def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
         source, target = _at(sendbuf, count, datatype), _at(recvbuf, count, datatype)
         _refuse_overlap(source, target, inside=sendbuf)
-
-        def start() -> Callable[[], None]:
-            total = self._reduced(_read(source), op)
-            if self._rank == root:
-                _write(target, total)
-            return _nothing
-
-        self._add("reduce", count, datatype, stream, start, op, root)
+        work = self._work(source, target if self._rank == root else None, lambda data: self._reduced(data, op))
+        self._add("reduce", count, datatype, stream, work, op, root)
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
         source, target = _at(sendbuf, count, datatype), _at(recvbuf, count * self._size, datatype)
         _refuse_overlap(target, source, inside=recvbuf + self._rank * source.nbytes)
-
-        def start() -> Callable[[], None]:
-            _write(target, self._gathered(_read(source)).reshape(-1))
-            return _nothing
-
-        self._add("allGather", count, datatype, stream, start)
+        work = self._work(source, target, lambda data: self._gathered(data).reshape(-1))
+        self._add("allGather", count, datatype, stream, work)
 
     def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
         source, target = _at(sendbuff, count, datatype), _at(recvbuff, count, datatype)
         _refuse_overlap(source, target, inside=sendbuff)
+        work = self._work(source, target, lambda data: self._gathered(data)[root])
+        self._add("broadcast", count, datatype, stream, work, root)
+
+    def _work(self, source: Any, target: Any, result: Callable[[np.ndarray], np.ndarray]) -> Any:
+        """What begins a collective, and with it ends it: `result` of `source`, in `target` if there is one."""
 
         def start() -> Callable[[], None]:
-            _write(target, self._gathered(_read(source))[root])
-            return _nothing
+            values = result(_read(source))
+            if target is not None:
+                _write(target, values)
+            return lambda: None
 
-        self._add("broadcast", count, datatype, stream, start, root)
+        return start
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         source = _at(sendbuf, count, datatype)
@@ -236,7 +225,7 @@ class NcclCommunicator:
             assert self._comm is not None
             data = _read(source)
             request = self._comm.Isend(data, peer)
-            return lambda: _end_send(request, data)
+            return lambda: request.Wait() and data  # which lives until then
 
         self._add("send", count, datatype, stream, start)
         _sent.append(source)
@@ -359,11 +348,3 @@ def _refuse_overlap(one: standin.DeviceArray, other: standin.DeviceArray, *, ins
     at, other_at = one._host.ctypes.data, other._host.ctypes.data
     overlap = max(at, other_at) < min(at + one.nbytes, other_at + other.nbytes)
     assert not overlap or other_at == inside, "buffers overlap, and not in place"
-
-
-def _end_send(request: MPI.Request, data: np.ndarray) -> None:
-    request.Wait()  # `data` lives until then
-
-
-def _nothing() -> None:
-    pass

@@ -73,11 +73,7 @@ class Memory:
 class DeviceArray:
     """An array in `Memory`; made by the functions of its `module`, never from a NumPy array.
 
-    Parameters
-    ----------
-    memory : Memory
-    host : array
-        The same array as the host would see it if the memory were open.
+    `host` is the same array as the host would see it if the memory were open.
     """
 
     closed = True
@@ -242,34 +238,15 @@ def _operator(function: Callable[..., Any], *, swapped: bool = False, in_place: 
     return method
 
 
-for _name, _function in {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "matmul": np.matmul,
-    "truediv": np.divide,
-    "pow": np.power,
-}.items():
+_ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "matmul": np.matmul, "truediv": np.divide}
+for _name, _function in {**_ARITHMETIC, "pow": np.power}.items():
     setattr(DeviceArray, f"__{_name}__", _operator(_function))
     setattr(DeviceArray, f"__r{_name}__", _operator(_function, swapped=True))
     setattr(DeviceArray, f"__i{_name}__", _operator(_function, in_place=True))
-for _name, _function in {
-    "__abs__": np.abs,
-    "__neg__": np.negative,
-    "__ge__": np.greater_equal,
-    "__gt__": np.greater,
-    "__le__": np.less_equal,
-    "__lt__": np.less,
-    "__and__": np.bitwise_and,
-    "__xor__": np.bitwise_xor,
-    "__rshift__": np.right_shift,
-    "__or__": np.bitwise_or,
-    "max": np.max,
-    "mean": np.mean,
-    "min": np.min,
-    "sum": np.sum,
-}.items():
-    setattr(DeviceArray, _name, _operator(_function))
+for _name in ("abs", "neg", "ge", "gt", "le", "lt", "and_", "xor", "rshift", "or_"):
+    setattr(DeviceArray, f"__{_name.rstrip('_')}__", _operator(getattr(operator, _name)))
+for _name in ("max", "mean", "min", "sum"):
+    setattr(DeviceArray, _name, _operator(getattr(np, _name)))
 
 
 class AwareArray(DeviceArray):

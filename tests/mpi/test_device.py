@@ -22,13 +22,18 @@ from mpishard import (
     Mesh,
     ParameterGroup,
     RMSprop,
-    ShardingConfiguration,
     ZeRO3Optimizer,
     nn,
 )
 from mpishard import ShardingConfiguration as Configuration
 from mpishard.backend import array as arrays
 from mpishard.layout.tensors import ParameterSpec
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning"),
+    pytest.mark.filterwarnings("ignore:compute_dtype=.* on NumPy arrays:UserWarning"),
+]
+needs_compiler = pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
 
 # The network on a mesh with arrays that the host cannot touch: the same numbers as on one rank's host.
 
@@ -45,7 +50,6 @@ def alone(layers):
     return loss, gradients, model.logits(TOKENS), model.generate([1, 2], 2)
 
 
-@pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning")
 @pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
 def test_the_same_as_on_the_host_of_one_rank(comm, device, axis):
     layers = comm.size if axis == "pipeline" else 1
@@ -65,7 +69,6 @@ def test_the_same_as_on_the_host_of_one_rank(comm, device, axis):
         assert np.array_equal(model.generate([1, 2], 2), text)
 
 
-@pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning")
 def test_halves_travel_between_stages(comm, device):
     module = device.module
     with Mesh(comm, pipeline=comm.size) as mesh:
@@ -74,7 +77,6 @@ def test_halves_travel_between_stages(comm, device):
         assert model.loss_and_gradient(TOKENS, TARGETS) == pytest.approx(alone(comm.size)[0], rel=2e-3)
 
 
-@pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning")
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_products_in_half_precision(comm, device, half, sequence_parallel):
@@ -97,7 +99,6 @@ def test_tensor_parallel_products_in_half_precision(comm, device, half, sequence
             assert np.linalg.norm(found[name] - own) <= 4 * precision * np.linalg.norm(gradients[name]), name
 
 
-@pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning")
 def test_weights_that_an_optimizer_shards_are_rounded_where_they_are_gathered(mesh, device):
     """The units of a model are gathered in turns into the same memory."""
     losses = []
@@ -111,7 +112,6 @@ def test_weights_that_an_optimizer_shards_are_rounded_where_they_are_gathered(me
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning")
 @pytest.mark.parametrize("kind", ["half", "device"])
 def test_copies_that_travel_live_until_the_call_is_done(mesh, device, kind):
     """mpi4py does not hold them, and freed memory is soon written to by something else."""
@@ -119,9 +119,7 @@ def test_copies_that_travel_live_until_the_call_is_done(mesh, device, kind):
     host = np.full(300 * axis.size, axis.rank + 1, np.float16 if kind == "half" else np.float64)
     total = axis.size * (axis.size + 1) / 2
 
-    def put(values):
-        return values.copy() if kind == "half" else device.put(values)
-
+    put = np.copy if kind == "half" else device.put
     for _ in range(5):
         out, everywhere, gathered = put(host[:300]), put(host), put(host)
         pending = [
@@ -138,7 +136,6 @@ def test_copies_that_travel_live_until_the_call_is_done(mesh, device, kind):
         assert np.array_equal(arrays.to_host(gathered), np.repeat(np.arange(1, axis.size + 1), 300))
 
 
-@pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning")
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("device", ["aware", CUPY_DIRECT], indirect=True)
 @pytest.mark.parametrize("start", ["", "start_"])
@@ -159,7 +156,6 @@ def test_debug_mode_says_that_some_ranks_reduce_and_scatter_by_device_pointers(c
         assert (arrays.to_host(found.wait() if start else found) == axis.size).all()
 
 
-@pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning")
 @pytest.mark.parametrize("start", ["", "start_"])
 def test_the_ledger_knows_where_calls_of_device_memory_were_made(mesh, device, start):
     axis = mesh.data
@@ -173,17 +169,8 @@ def test_the_ledger_knows_where_calls_of_device_memory_were_made(mesh, device, s
 
 # Steps on a device: the bits of the host, in few launches, and with few waits.
 
-LAYERS = 6
-SPECS = [
-    spec
-    for layer in range(LAYERS)
-    for spec in (
-        ParameterSpec(f"{layer}.weight", (13, 17)),
-        ParameterSpec(f"{layer}.bias", (17,)),
-        ParameterSpec(f"{layer}.none", (0,)),
-        ParameterSpec(f"{layer}.scale", ()),
-    )
-]
+SHAPES = {"weight": (13, 17), "bias": (17,), "none": (0,), "scale": ()}
+SPECS = [ParameterSpec(f"{layer}.{name}", shape) for layer in range(6) for name, shape in SHAPES.items()]
 SIZE = sum(spec.size for spec in SPECS)
 GROUPS = [ParameterGroup("*.bias", weight_decay=0.0), ParameterGroup("[0-2].weight", lr_factor=0.5)]
 RULES = [
@@ -197,14 +184,7 @@ RULES = [
 def model(kind, dtype):
     module = np if kind is np.ndarray else arrays.module_of(standin.empty(1, kind=kind))
     parameters = FlatParameters(SPECS, dtype, module=module)
-    start = np.random.default_rng(0).standard_normal(SIZE).astype(dtype)
-    for piece in parameters.pieces:
-        view = parameters[piece.name]
-        part = start[piece.start : piece.start + piece.size].reshape(piece.shape)
-        if kind is np.ndarray:
-            view[...] = part
-        elif piece.size:
-            arrays.copy_to_device(part, view)
+    arrays.copy_to_device(np.random.default_rng(0).standard_normal(SIZE).astype(dtype), parameters.flat)
     return parameters
 
 
@@ -234,28 +214,24 @@ def trained(strategy, rule, mesh, kind, dtype, **options):
     return own, values, np.array(norms).tobytes()
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("kind", [standin.DeviceArray, standin.AwareArray])
 @pytest.mark.parametrize("options", [{"max_gradient_norm": 2.0}, {"max_gradient_value": 1.5}], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_bits_of_the_host(comm, strategy, rule, options, kind):
-    with Mesh(comm) as mesh:
-        dtype = np.float32 if "max_gradient_norm" in options else np.float64
-        assert trained(strategy, rule, mesh, kind, dtype, **options) == trained(
-            strategy, rule, mesh, np.ndarray, dtype, **options
-        )
+def test_the_bits_of_the_host(mesh, strategy, rule, options, kind):
+    dtype = np.float32 if "max_gradient_norm" in options else np.float64
+    found = [trained(strategy, rule, mesh, each, dtype, **options) for each in (kind, np.ndarray)]
+    assert found[0] == found[1]
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("rule", [RULES[0], RULES[-1]], ids=lambda rule: type(rule).__name__)
-def test_the_bits_of_the_host_without_a_compiler_for_cuda(comm, rule, monkeypatch):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_bits_of_the_host_without_a_compiler_for_cuda(mesh, rule, strategy, monkeypatch):
     monkeypatch.setattr(standin.StandIn, "compiles_cuda", False)
-    with Mesh(comm) as mesh:
-        for strategy in STRATEGIES:
-            assert trained(strategy, rule, mesh, standin.DeviceArray, np.float32, max_gradient_norm=2.0) == trained(
-                strategy, rule, mesh, np.ndarray, np.float32, max_gradient_norm=2.0
-            )
+    kinds, options = (standin.DeviceArray, np.ndarray), {"max_gradient_norm": 2.0}
+    found = [trained(strategy, rule, mesh, kind, np.float32, **options) for kind in kinds]
+    assert found[0] == found[1]
 
 
 def counts(strategy, rule, mesh, monkeypatch, **options):
@@ -275,29 +251,27 @@ def counts(strategy, rule, mesh, monkeypatch, **options):
     return names, len(waits), looks
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_launches_of_a_step(comm, strategy, monkeypatch):
-    with Mesh(comm) as mesh:
-        names, _, looks = counts(strategy, RULES[0], mesh, monkeypatch, max_gradient_norm=2.0)
-        assert names.count("adam_over_ranges") == names.count("moving_average_over_ranges") == 1
-        # Each bucket when it is complete, and the sums at once; for a norm two functions.
-        assert names.count("largest_of_ranges") == looks + 1
-        assert names.count("squares_of_ranges") == names.count("sums_of_chunks") == 1
-        assert {name for name in names if name in ("adam", "moving_average")} == set()
+def test_launches_of_a_step(mesh, strategy, monkeypatch):
+    names, _, looks = counts(strategy, RULES[0], mesh, monkeypatch, max_gradient_norm=2.0)
+    assert names.count("adam_over_ranges") == names.count("moving_average_over_ranges") == 1
+    # Each bucket when it is complete, and the sums at once; for a norm two functions.
+    assert names.count("largest_of_ranges") == looks + 1
+    assert names.count("squares_of_ranges") == names.count("sums_of_chunks") == 1
+    assert not {"adam", "moving_average"} & set(names)
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
-def test_launches_of_a_rule_with_norms_of_tensors(comm, monkeypatch):
-    with Mesh(comm) as mesh:
-        names, _, looks = counts(DDPOptimizer, LAMB(groups=GROUPS), mesh, monkeypatch, max_gradient_value=1.0)
-        expected = ["clip_by_value_over_ranges", "lamb_direction_over_ranges", "lamb_apply_over_ranges"]
-        assert [name for name in names if name.endswith("_over_ranges")] == expected
-        assert names.count("largest_of_ranges") == looks + 1 + 2
-        assert names.count("squares_of_ranges") == names.count("sums_of_chunks") == 2
+@needs_compiler
+def test_launches_of_a_rule_with_norms_of_tensors(mesh, monkeypatch):
+    names, _, looks = counts(DDPOptimizer, LAMB(groups=GROUPS), mesh, monkeypatch, max_gradient_value=1.0)
+    expected = ["clip_by_value_over_ranges", "lamb_direction_over_ranges", "lamb_apply_over_ranges"]
+    assert [name for name in names if name.endswith("_over_ranges")] == expected
+    assert names.count("largest_of_ranges") == looks + 1 + 2
+    assert names.count("squares_of_ranges") == names.count("sums_of_chunks") == 2
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(
     "rule, options, most",
     [
@@ -316,20 +290,19 @@ def test_waits_of_a_step_of_one_rank(rule, options, most, monkeypatch):
             assert counts(strategy, rule, mesh, monkeypatch, **options)[1] == most, strategy
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("rule", [AdamW, LAMB])
-def test_a_learning_rate_that_is_refused_changes_nothing(comm, rule):
-    with Mesh(comm) as mesh:
-        parameters = model(standin.DeviceArray, np.float32)
-        optimizer = DDPOptimizer(rule(lr=lambda step: 0.1 if step == 1 else -1.0), mesh)
-        write(parameters, gradient(0, mesh, np.float32))
+def test_a_learning_rate_that_is_refused_changes_nothing(mesh, rule):
+    parameters = model(standin.DeviceArray, np.float32)
+    optimizer = DDPOptimizer(rule(lr=lambda step: 0.1 if step == 1 else -1.0), mesh)
+    write(parameters, gradient(0, mesh, np.float32))
+    optimizer.step(parameters)
+    state = [parameters.flat, *optimizer.state.on_rank.slots.values()]
+    before = [arrays.to_host(each).tobytes() for each in state]
+    write(parameters, gradient(1, mesh, np.float32))
+    with pytest.raises(ValueError, match="at least 0 and finite"):
         optimizer.step(parameters)
-        state = [parameters.flat, *optimizer.state.on_rank.slots.values()]
-        before = [arrays.to_host(each).tobytes() for each in state]
-        write(parameters, gradient(1, mesh, np.float32))
-        with pytest.raises(ValueError, match="at least 0 and finite"):
-            optimizer.step(parameters)
-        assert [arrays.to_host(each).tobytes() for each in state] == before
+    assert [arrays.to_host(each).tobytes() for each in state] == before
 
 
 class Halved(LAMB):
@@ -345,36 +318,30 @@ class Twice(SGD):
             super().update(parameters, gradients, slots, step, divisor=divisor, clip=clip)
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("rule", [Halved(groups=GROUPS), Twice(lr=0.1, groups=GROUPS)], ids=["direction", "update"])
-def test_rules_of_ones_own_are_asked(comm, rule):
-    with Mesh(comm) as mesh:
-        own = [
-            trained(DDPOptimizer, rule, mesh, kind, np.float32, max_gradient_norm=2.0)
-            for kind in (np.ndarray, standin.DeviceArray)
-        ]
-        plain = trained(DDPOptimizer, type(rule).__mro__[1](lr=rule.lr, groups=GROUPS), mesh, np.ndarray, np.float32)
-        assert own[0] == own[1] and own[0] != plain
+def test_rules_of_ones_own_are_asked(mesh, rule):
+    kinds, options = (np.ndarray, standin.DeviceArray), {"max_gradient_norm": 2.0}
+    own = [trained(DDPOptimizer, rule, mesh, kind, np.float32, **options) for kind in kinds]
+    plain = trained(DDPOptimizer, type(rule).__mro__[1](lr=rule.lr, groups=GROUPS), mesh, np.ndarray, np.float32)
+    assert own[0] == own[1] and own[0] != plain
 
 
-@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_is_named(comm, strategy, value):
-    with Mesh(comm) as mesh:
-        rule, last = SGD(lr=0.1), mesh.data.size - 1
-        for kind in (np.ndarray, standin.DeviceArray):
-            parameters = model(kind, np.float32)
-            optimizer = strategy(rule, Configuration(mesh, minimum_parameter_group_size=200))
-            for place in (0, 13 * 17 + 3, SIZE - 1):
-                flat = gradient(0, mesh, np.float32)
-                flat[place] = value if mesh.data.rank == last else 1
-                names = [piece.name for piece in parameters.pieces if piece.start <= place and piece.size]
-                write(parameters, flat)
-                with pytest.raises(FloatingPointError, match=f"'{names[-1]}' on rank {last};"):
-                    optimizer.step(parameters)
-                write(parameters, gradient(0, mesh, np.float32))
-                optimizer.step(parameters)
+@pytest.mark.parametrize("kind", [np.ndarray, standin.DeviceArray])
+def test_what_is_not_finite_is_named(mesh, strategy, kind):
+    parameters, last = model(kind, np.float32), mesh.data.size - 1
+    optimizer = strategy(SGD(lr=0.1), Configuration(mesh, minimum_parameter_group_size=200))
+    for place, value in ((0, np.nan), (13 * 17 + 3, np.inf), (SIZE - 1, np.nan), (SIZE - 1, -np.inf)):
+        flat = gradient(0, mesh, np.float32)
+        flat[place] = value if mesh.data.rank == last else 1
+        names = [piece.name for piece in parameters.pieces if piece.start <= place and piece.size]
+        write(parameters, flat)
+        with pytest.raises(FloatingPointError, match=f"'{names[-1]}' on rank {last};"):
+            optimizer.step(parameters)
+        write(parameters, gradient(0, mesh, np.float32))
+        optimizer.step(parameters)
 
 
 # Training with products in float16: it follows float32, and an overflow on one rank is one on all.
@@ -391,7 +358,7 @@ class Run:
         self.mesh = mesh
         self.model = nn.GPT(HALF_VOCABULARY, HALF_LENGTH, compute_dtype=compute_dtype, **sizes)
         scale = None if compute_dtype is None else "dynamic"
-        self.optimizer = strategy(AdamW(lr=3e-3), ShardingConfiguration(mesh, loss_scale=scale))
+        self.optimizer = strategy(AdamW(lr=3e-3), Configuration(mesh, loss_scale=scale))
         self.optimizer.bind(self.model.parameters)
 
     def step(self):
@@ -410,7 +377,6 @@ class Run:
         return np.array(list(losses.values()))
 
 
-@pytest.mark.filterwarnings("ignore:compute_dtype=.* on NumPy arrays:UserWarning")
 @pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO3Optimizer])
 def test_thirty_steps_follow_those_in_float32(mesh, same_on_all, strategy):
     exact, half = Run(mesh, None, strategy), Run(mesh, np.float16, strategy)
@@ -421,7 +387,6 @@ def test_thirty_steps_follow_those_in_float32(mesh, same_on_all, strategy):
     assert same_on_all(half.model.parameters.gather())
 
 
-@pytest.mark.filterwarnings("ignore:compute_dtype=.* on NumPy arrays:UserWarning")
 @pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
 def test_an_overflow_on_one_rank_skips_on_all(comm, same_on_all, axis):
     shape = {"data": 1, "tensor": 1, "pipeline": 1, axis: comm.size}

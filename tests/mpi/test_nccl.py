@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import itertools
 
+import ml_dtypes
 import nccl_double
 import numpy as np
 import pytest
 import standin
-from buffers import late, uneven
+from buffers import FORMS, late, lengths, uneven
 from steps import STRATEGIES, gradients, start
 
 import mpishard
@@ -22,11 +24,7 @@ from mpishard.io import log
 # NCCL for device buffers, by a double: the results of MPI, and MPI wherever NCCL cannot.
 
 SIZES = (0, 1, 7, 24, 57)
-DTYPES = ["float32", "float64", "int64", "uint8", "float16"]
-if importlib.util.find_spec("ml_dtypes"):
-    import ml_dtypes
-
-    DTYPES.append(ml_dtypes.bfloat16)
+DTYPES = ["float32", "float64", "int32", "int64", "uint8", "float16", ml_dtypes.bfloat16]
 
 
 @pytest.fixture
@@ -54,11 +52,6 @@ def numbers(rank, size, dtype=np.float64):
     return np.random.default_rng([rank, size]).integers(0, 9, size).astype(dtype)
 
 
-def cuts_of(size, ranks):
-    even = [[size // ranks] * ranks] if size % ranks == 0 else []
-    return [None, uneven(size, ranks), *even]
-
-
 def check_bits(device, expected):
     host = arrays.to_host(device)
     if not host.size:  # nothing has waited for the device
@@ -67,83 +60,94 @@ def check_bits(device, expected):
     assert np.array_equal(host, expected)
 
 
-def forms(axis, name):
-    """The blocking form and the started one."""
-    return getattr(axis, name), lambda *given, **options: getattr(axis, f"start_{name}")(*given, **options).wait()
+def check_sums(axis, put, dtype, size, ops=("sum", "max")):
+    """All-reduces and reduce-scatters of what `put` makes of NumPy arrays, even and uneven, blocking and started."""
+    values = [numbers(rank, size, dtype) for rank in range(axis.size)]
+    mine, total = values[axis.rank], sum(values[1:], values[0])
+    for call in FORMS.values():
+        for op in ops:
+            given, out, expected = put(mine), put(np.zeros_like(mine)), axis.all_reduce(mine.copy(), op=op)
+            assert call(axis, "all_reduce", given, out, op) is out
+            check_bits(out, expected)
+            check_bits(given, mine)
+            assert call(axis, "all_reduce", given, op=op) is given
+            check_bits(given, expected)
+        for counts in (None, lengths(size, axis.size, "even"), uneven(size, axis.size)):
+            cuts = counts or lengths(size, axis.size, "even")
+            own = slice(sum(cuts[: axis.rank]), sum(cuts[: axis.rank + 1]))
+            given, out = put(mine), put(np.zeros_like(mine[own]))
+            assert call(axis, "reduce_scatter", given, out, counts) is out
+            check_bits(out, total[own])
+            check_bits(given, mine)
+            check_bits(call(axis, "reduce_scatter", given, counts=counts), total[own])
+            given = put(mine)  # to the place of the piece within the buffer itself
+            check_bits(call(axis, "reduce_scatter", given, given[own], counts), total[own])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_reduce(mesh, dtype):
-    axis = mesh.data
-    for size in SIZES:
-        parts = [numbers(rank, size, dtype) for rank in range(axis.size)]
-        for call in forms(axis, "all_reduce"):
-            for op in ("sum", "max", "min", "prod"):
-                mine, host = late(parts[axis.rank]), parts[axis.rank].copy()
-                axis.all_reduce(host, op=op)
-                out = late(np.zeros_like(host))
-                assert call(mine, out, op) is out
-                check_bits(out, host)
-                check_bits(mine, parts[axis.rank])
-                assert call(mine, op=op) is mine
-                check_bits(mine, host)
+def check_copies(axis, put, dtype, size):
+    ranks, rank = range(axis.size), axis.rank
+    for call in FORMS.values():
+        for root in ranks:
+            buffer = put(numbers(rank, size, dtype).reshape(1, size))
+            assert call(axis, "broadcast", buffer, root) is buffer
+            check_bits(buffer, numbers(root, size, dtype).reshape(1, size))
+        even = lengths(size, axis.size, "even")
+        for counts in (None, even, uneven(size, axis.size), [size] * axis.size):
+            cuts = counts or even
+            pieces = [numbers(each, cuts[each], dtype) for each in ranks]
+            mixed, everything = np.zeros(sum(cuts), dtype), np.concatenate(pieces)
+            whole = put(mixed)
+            assert call(axis, "all_gather", whole, put(pieces[rank]), counts) is whole
+            check_bits(whole, everything)
+            mixed[sum(cuts[:rank]) : sum(cuts[: rank + 1])] = pieces[rank]
+            check_bits(call(axis, "all_gather", put(mixed), counts=counts), everything)
+            sent, out = np.full(axis.size * cuts[rank], rank, dtype), put(np.zeros(sum(cuts), dtype))
+            assert call(axis, "all_to_all", put(sent), out, [cuts[rank]] * axis.size, cuts) is out
+            check_bits(out, np.concatenate([np.full(cuts[each], each, dtype) for each in ranks]))
     assert axis.device_collectives == "nccl" and axis.why_not_nccl == ""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reduce_scatter(mesh, dtype):
-    axis = mesh.data
+def test_each_kind(mesh, dtype):
     for size in SIZES:
-        for counts in cuts_of(size, axis.size):
-            for call in forms(axis, "reduce_scatter"):
-                values = numbers(axis.rank, size, dtype)
-                expected = axis.reduce_scatter(values.copy(), counts=counts)
-                mine, out = late(values), late(np.zeros_like(expected))
-                assert call(mine, out, counts) is out
-                check_bits(out, expected)
-                check_bits(mine, values)
-                check_bits(call(mine, counts=counts), expected)
-                # The place of the piece within the buffer itself.
-                mine, start = late(values), sum((counts or lengths(size, axis.size))[: axis.rank])
-                check_bits(call(mine, mine[start : start + expected.size], counts), expected)
+        check_sums(mesh.data, late, dtype, size, ("sum", "max", "min", "prod"))
+        check_copies(mesh.data, late, dtype, size)
 
 
-def lengths(size, ranks):
-    return [size // ranks + (rank < size % ranks) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, "complex64", "bool", "int16"])
-def test_all_gather(mesh, dtype):
-    axis = mesh.data
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "bool", "int16"])
+def test_copies_of_types_that_nccl_does_not_know(mesh, dtype):
     for size in SIZES:
-        for counts in cuts_of(size, axis.size):
-            for call in forms(axis, "all_gather"):
-                each = counts or lengths(size, axis.size)
-                start = sum(each[: axis.rank])
-                pieces = [numbers(rank, count, dtype) for rank, count in enumerate(each)]
-                whole = late(np.zeros(size, dtype))
-                assert call(whole, late(pieces[axis.rank]), counts) is whole
-                check_bits(whole, np.concatenate(pieces))
-                mixed = np.zeros(size, dtype)
-                mixed[start : start + each[axis.rank]] = pieces[axis.rank]
-                check_bits(call(late(mixed), counts=counts), np.concatenate(pieces))
+        check_copies(mesh.data, late, dtype, size)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_kind_on_gpus(comm):
+    if arrays.device_count() < comm.size:
+        pytest.skip("each rank needs a GPU")
+    try:
+        kinds.cupy_backend().nccl()
+    except ImportError as error:
+        pytest.skip(str(error))
+    cupy = arrays.device_module()
+    with mpishard.Mesh(comm, collectives="nccl") as mesh:
+        cupy.cuda.Device(mesh.device).use()
+        for stream in (contextlib.nullcontext(), cupy.cuda.Stream(non_blocking=True)):
+            for dtype, size in itertools.product(("float32", "float64", "int32", "float16"), (1, 1000, 300_000)):
+                with stream:
+                    check_sums(mesh.data, cupy.asarray, dtype, size)
+                    check_copies(mesh.data, cupy.asarray, dtype, size)
+
+
 @pytest.mark.parametrize("keep_own", [False, True])
-def test_all_to_all(mesh, dtype, keep_own):
+def test_all_to_all_of_other_counts(mesh, keep_own):
     axis = mesh.data
-    ranks = range(axis.size)
-    counts = np.array([[(3 * source + target) % 4 for target in ranks] for source in ranks])
+    counts = np.array([[(3 * source + target) % 4 for target in range(axis.size)] for source in range(axis.size)])
     sent, got = counts[axis.rank].tolist(), counts[:, axis.rank].tolist()
     if keep_own:
         got[axis.rank] = 0
-    values = numbers(axis.rank, sum(sent), dtype)
-    expected = axis.all_to_all(values, np.zeros(sum(got), dtype), sent, got, keep_own=keep_own)
-    for call in forms(axis, "all_to_all"):
-        out = late(np.zeros_like(expected))
-        assert call(late(values), out, sent, got, keep_own=keep_own) is out
-        check_bits(out, expected)
+    values = numbers(axis.rank, sum(sent))
+    expected = axis.all_to_all(values, np.zeros(sum(got)), sent, got, keep_own=keep_own)
+    for call in FORMS.values():
+        check_bits(call(axis, "all_to_all", late(values), late(0 * expected), sent, got, keep_own=keep_own), expected)
 
 
 def test_ranks_without_anything_to_exchange(mesh):
@@ -155,18 +159,6 @@ def test_ranks_without_anything_to_exchange(mesh):
     axis.all_to_all(late(np.arange(5.0)[: sum(sent)]), out, sent, got)
     check_bits(axis.all_reduce(late(np.ones(2))), np.full(2, float(axis.size)))
     check_bits(out, np.arange(5.0)[: sum(got)])
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, "complex128"])
-def test_broadcast(mesh, dtype):
-    axis = mesh.data
-    for root in range(axis.size):
-        for call in forms(axis, "broadcast"):
-            buffer = late(numbers(axis.rank, 6, dtype).reshape(2, 3))
-            assert call(buffer, root) is buffer
-            check_bits(buffer, numbers(root, 6, dtype).reshape(2, 3))
-    with pytest.raises(ValueError, match="broadcast from rank"):
-        axis.broadcast(late(np.zeros(3)), axis.size)
 
 
 def test_buffers_that_overlap_are_copied_first(mesh):
@@ -215,6 +207,8 @@ def test_what_nccl_does_not_take_goes_by_mpi(mesh):
         axis.all_reduce(late(np.zeros(3)), late(np.zeros(4)))
     with pytest.raises(ValueError, match="piece must have"):
         axis.reduce_scatter(late(np.zeros(axis.size)), late(np.zeros(2)))
+    with pytest.raises(ValueError, match="broadcast from rank"):
+        axis.broadcast(late(np.zeros(3)), axis.size)
     with pytest.raises(ValueError, match="do not cut"):
         axis.all_gather(late(np.zeros(3)), counts=[4] * axis.size)
     with pytest.raises(TypeError, match="both buffers need one dtype"):
@@ -307,37 +301,29 @@ def falls_back(comm, double, warnings, reason):
     assert all(reason in each and "travel by MPI, not by NCCL" in each for each in warnings)
 
 
-def test_a_rank_without_nccl(comm, double, warnings, monkeypatch):
-    if comm.rank == comm.size - 1:
+@pytest.mark.parametrize("why", ["missing", "old", "shared GPU", "nodes", "versions"])
+def test_where_nccl_cannot_all_ranks_use_mpi(comm, double, warnings, monkeypatch, why):
+    last = comm.size - 1
+    if not last and why not in ("missing", "old"):
+        pytest.skip("one rank shares no GPU, is on one node and has one version")
+    if why == "missing" and comm.rank == last:
         monkeypatch.setattr(standin, "nccl_module", None)
-    falls_back(comm, double, warnings, f"rank {comm.size - 1}: NCCL is missing (the stand-in has no NCCL)")
-
-
-def test_an_old_nccl(comm, double, warnings):
-    double.version = 2604
-    falls_back(comm, double, warnings, "rank 0: NCCL 2604 is too old")
-
-
-def test_ranks_that_share_a_gpu(comm, double, warnings, monkeypatch):
-    if comm.size == 1:
-        pytest.skip("one rank shares none")
-    if comm.rank < 2:
+    elif why == "old":
+        double.version = 2604
+    elif why == "shared GPU" and comm.rank < 2:
         monkeypatch.setattr(standin, "device_name", "0000:17:00.0")
-    falls_back(comm, double, warnings, "ranks 0 and 1 share GPU 0000:17:00.0")
-
-
-def test_ranks_on_several_nodes(comm, double, warnings, monkeypatch):
-    if comm.size == 1:
-        pytest.skip("one rank is on one node")
-    monkeypatch.setattr(nccl, "_neighbours", lambda group: 1)
-    falls_back(comm, double, warnings, "several nodes")
-
-
-def test_ranks_with_other_versions(comm, double, warnings):
-    if comm.size == 1:
-        pytest.skip("one rank has one version")
-    double.version += comm.rank == comm.size - 1
-    falls_back(comm, double, warnings, f"rank 0 has version 23203 of NCCL and rank {comm.size - 1} has 23204")
+    elif why == "nodes":
+        monkeypatch.setattr(nccl, "_neighbours", lambda group: 1)
+    elif why == "versions":
+        double.version += comm.rank == last
+    said = {
+        "missing": f"rank {last}: NCCL is missing (the stand-in has no NCCL)",
+        "old": "rank 0: NCCL 2604 is too old",
+        "shared GPU": "ranks 0 and 1 share GPU 0000:17:00.0",
+        "nodes": "several nodes",
+        "versions": f"rank 0 has version 23203 of NCCL and rank {last} has 23204",
+    }
+    falls_back(comm, double, warnings, said[why])
 
 
 @pytest.mark.parametrize("call", ["get_unique_id", "NcclCommunicator", "allReduce"])
@@ -383,61 +369,6 @@ def test_ranks_that_ask_for_different_ways(comm):
         pytest.skip("one rank asks for one")
     with pytest.raises(ValueError, match=r"'mpi' on rank 0 and 'nccl' on rank 1; give the same"):
         mpishard.Mesh(comm, collectives="nccl" if comm.rank == 1 else "mpi")
-
-
-# -- a GPU -------------------------------------------------------------------------------------------------------------
-
-
-def check_each_kind(axis, put):
-    """Each collective on what `put` makes of NumPy arrays, even and uneven, blocking and started."""
-    ranks, rank = axis.size, axis.rank
-    for dtype in ("float32", "float64", "int32", "float16"):
-        for size in (1, 1000, 300_000):
-            values = [numbers(each, size, dtype) for each in range(ranks)]
-            total = sum(values[1:], values[0])
-            for counts in (lengths(size, ranks), uneven(size, ranks), [size] * ranks):
-                start, count = sum(counts[:rank]), counts[rank]
-                pieces = [numbers(each, counts[each], dtype) for each in range(ranks)]
-                for call in forms(axis, "all_gather"):
-                    whole = np.zeros(sum(counts), dtype)
-                    check_bits(call(put(whole), put(pieces[rank]), counts), np.concatenate(pieces))
-                if sum(counts) != size:
-                    continue
-                for call in forms(axis, "reduce_scatter"):
-                    check_bits(call(put(values[rank]), counts=counts), total[start : start + count])
-                    out = put(np.zeros(count, dtype))
-                    check_bits(call(put(values[rank]), out, counts), total[start : start + count])
-                for call in forms(axis, "all_to_all"):
-                    sent, got = [counts[rank]] * ranks, counts
-                    runs = [np.full(count, rank, dtype) for _ in range(ranks)]
-                    arrived = [np.full(counts[each], each, dtype) for each in range(ranks)]
-                    out = put(np.zeros(size, dtype))
-                    check_bits(call(put(np.concatenate(runs)), out, sent, got), np.concatenate(arrived))
-            for call in forms(axis, "all_reduce"):
-                check_bits(call(put(values[rank])), total)
-                check_bits(call(put(values[rank]), op="max"), np.max(values, axis=0))
-            for call in forms(axis, "broadcast"):
-                check_bits(call(put(values[rank]), ranks - 1), values[-1])
-    assert axis.device_collectives == "nccl"
-
-
-def test_each_kind(mesh):
-    check_each_kind(mesh.data, late)
-
-
-def test_each_kind_on_gpus(comm):
-    if arrays.device_count() < comm.size:
-        pytest.skip("each rank needs a GPU")
-    try:
-        kinds.cupy_backend().nccl()
-    except ImportError as error:
-        pytest.skip(str(error))
-    cupy = arrays.device_module()
-    with mpishard.Mesh(comm, collectives="nccl") as mesh:
-        cupy.cuda.Device(mesh.device).use()
-        check_each_kind(mesh.data, cupy.asarray)
-        with cupy.cuda.Stream(non_blocking=True):
-            check_each_kind(mesh.data, cupy.asarray)
 
 
 # -- axes that end and begin again -------------------------------------------------------------------------------------
@@ -494,14 +425,27 @@ def test_meshes_leave_nothing(comm, double, short):
 # Training with NCCL for device buffers, by its double: the numbers of MPI, and no sum whose order matters.
 
 
-def both_ways(comm, run):
+def both_ways(comm, run, axis="data", **options):
     """What `run` returns for a mesh whose collectives go by MPI, and for one with NCCL."""
     found = []
     for collectives in ("mpi", "nccl"):
-        with mpishard.Mesh(comm, collectives=collectives) as mesh:
-            found.append(run(mesh))
-            assert mesh.data.device_collectives == collectives
+        with mpishard.Mesh(comm, **{axis: comm.size}, collectives=collectives) as mesh:
+            found.append(run(mesh, **options))
+            used = getattr(mesh, axis).device_collectives
+            assert used == collectives or (used is None and axis == "tensor" and comm.size == 1)
     return found
+
+
+def trained(mesh, *, strategy, dense=False, **options):
+    """The parameters after three steps, by gradients whose sums have no rounding or by `dense` ones; and the state."""
+    optimizer = strategy(mpishard.AdamW(lr=0.01), mpishard.ShardingConfiguration(mesh, **options))
+    flat = late(start(211))
+    for step in range(3):
+        gradient = gradients(step, mesh.size, 211)[mesh.rank]
+        if dense:
+            gradient = np.random.default_rng([step, mesh.rank]).standard_normal(211).astype(np.float32)
+        optimizer.step(flat, late(gradient))
+    return arrays.to_host(flat), optimizer.serialize()
 
 
 def sums_of_floats():
@@ -511,16 +455,9 @@ def sums_of_floats():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_is_that_by_mpi(comm, double, strategy):
-    """Uneven parts, several buckets and accumulation; gradients are whole numbers, whose sums have no rounding."""
-
-    def run(mesh):
-        config = mpishard.ShardingConfiguration(mesh, minimum_parameter_group_size=50, max_gradient_norm=1.0)
-        optimizer, flat = strategy(mpishard.AdamW(lr=0.01), config), late(start(211))
-        for step in range(3):
-            optimizer.step(flat, late(gradients(step, mesh.size, 211)[mesh.rank]))
-        return arrays.to_host(flat), optimizer.serialize()
-
-    (by_mpi, state), (by_nccl, other_state) = both_ways(comm, run)
+    """Uneven parts, several buckets and accumulation."""
+    options = {"minimum_parameter_group_size": 50, "max_gradient_norm": 1.0}
+    (by_mpi, state), (by_nccl, other_state) = both_ways(comm, trained, strategy=strategy, **options)
     assert sums_of_floats() or comm.size == 1
     assert np.array_equal(by_nccl, by_mpi) and (by_mpi != start(211)).all()
     assert other_state == state
@@ -529,38 +466,25 @@ def test_training_is_that_by_mpi(comm, double, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_reproducible_runs_take_no_sum_of_nccl(comm, double, strategy):
     """The double adds in another order than MPI: any sum that depends on it would show."""
-
-    def run(mesh):
-        config = mpishard.ShardingConfiguration(mesh, reproducible=True, max_gradient_norm=1.0)
-        optimizer, flat = strategy(mpishard.AdamW(lr=0.01), config), late(start(211))
-        for step in range(3):
-            gradient = np.random.default_rng([step, mesh.rank]).standard_normal(211).astype(np.float32)
-            optimizer.step(flat, late(gradient))
-        return arrays.to_host(flat)
-
-    by_mpi, by_nccl = both_ways(comm, run)
+    options = {"dense": True, "reproducible": True, "max_gradient_norm": 1.0}
+    (by_mpi, _), (by_nccl, _) = both_ways(comm, trained, strategy=strategy, **options)
     assert np.array_equal(by_nccl, by_mpi)
-    assert not sums_of_floats()
-    assert nccl_double.calls
+    assert not sums_of_floats() and nccl_double.calls
 
 
 @pytest.mark.parametrize("shards", [1, 24])
 @pytest.mark.parametrize("axis", ["data", "tensor"])
 def test_a_model(comm, double, axis, shards):
     """Gathers of sharded parameters, sums over rows and columns; with shards in one order, and so of the same bits."""
-    tokens, targets = np.random.default_rng(0).integers(0, 12, (2, 3, 5))
     module = arrays.module_of(standin.empty(1))
-    found = []
-    for collectives in ("mpi", "nccl"):
-        with mpishard.Mesh(comm, **{axis: comm.size}, collectives=collectives) as mesh:
-            options = {"sharded_parameters": axis == "data", "sequence_parallel": axis == "tensor"}
-            model = nn.GPT(12, 5, 24, 1, 24, np.float64, mesh=mesh, module=module, shards=shards, **options)
-            loss = model.loss_and_gradient(tokens, targets)
-            gradient = [arrays.to_host(model.parameters.gradient(name)[0]) for name in model.parameters]
-            found.append((loss, *gradient))
-            if comm.size > 1:
-                assert getattr(mesh, axis).device_collectives == collectives
-    for one, other in zip(*found, strict=True):
+    options = {"sharded_parameters": axis == "data", "sequence_parallel": axis == "tensor"}
+
+    def run(mesh):
+        model = nn.GPT(12, 5, 24, 1, 24, np.float64, mesh=mesh, module=module, shards=shards, **options)
+        loss = model.loss_and_gradient(*np.random.default_rng(0).integers(0, 12, (2, 3, 5)))
+        return loss, *(arrays.to_host(model.parameters.gradient(name)[0]) for name in model.parameters)
+
+    for one, other in zip(*both_ways(comm, run, axis), strict=True):
         if shards > 1 or axis == "data":
             assert np.array_equal(one, other)
         else:
@@ -570,13 +494,6 @@ def test_a_model(comm, double, axis, shards):
 def test_sums_by_nodes(comm, double):
     if comm.size != 4:
         pytest.skip("two nodes of two ranks")
-
-    def run(mesh):
-        config = mpishard.ShardingConfiguration(mesh, hierarchical=2, minimum_parameter_group_size=50)
-        optimizer, flat = mpishard.DDPOptimizer(mpishard.AdamW(lr=0.01), config), late(start(211))
-        for step in range(3):
-            optimizer.step(flat, late(gradients(step, mesh.size, 211)[mesh.rank]))
-        return arrays.to_host(flat)
-
-    by_mpi, by_nccl = both_ways(comm, run)
+    options = {"strategy": mpishard.DDPOptimizer, "hierarchical": 2, "minimum_parameter_group_size": 50}
+    (by_mpi, _), (by_nccl, _) = both_ways(comm, trained, **options)
     assert np.array_equal(by_nccl, by_mpi)

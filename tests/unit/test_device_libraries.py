@@ -155,11 +155,7 @@ MEANINGS = {
     "mpishard/backend/array.py": {"cupy": "cupy"},
     "mpishard/backend/cublas.py": {"lt": NAMES_CUBLASLT, "self._lt": NAMES_CUBLASLT},
     "mpishard/nn/device_attention.py": {"cudnn": "cudnn", "self._cudnn": "cudnn", "graph": "cudnn.pygraph"},
-    "mpishard/comm/nccl.py": {
-        "nccl": NCCL,
-        "self._nccl": NCCL,
-        "self._communicator": f"{NCCL}.NcclCommunicator",
-    },
+    "mpishard/comm/nccl.py": {"nccl": NCCL, "self._nccl": NCCL, "self._communicator": f"{NCCL}.NcclCommunicator"},
 }
 # Names by which code has the module of arrays, whichever it is.
 ARRAY_MODULES = ("xp", "module", "work.module", "self._module")
