@@ -564,7 +564,8 @@ def test_compiled_modules(mesh, recwarn, called):
         take_steps(mesh, compiled, optimizer, range(2))
         optimizer.close()
         expected.close()
-        assert_same_parameters(module, whole)
+        # AdamW divides gradients by their own size, and so enlarges the rounding of small ones.
+        assert_same_parameters(module, whole, atol=1e-10)
     assert not [str(each.message) for each in recwarn if "trace" in str(each.message)]
 
 
