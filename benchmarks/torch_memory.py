@@ -1,17 +1,20 @@
 """Memory of a GPT-2 of `transformers` under ``zero=3`` of `mpishard.torch`, which no rank ever has whole.
 
-    mpirun -n 8 python benchmarks/torch_memory.py [--layers 24] [--width 1024] [--heads 16] [--steps 20]
+    mpirun -n 8 python benchmarks/torch_memory.py [--layers 24] [--width 1024] [--heads 16] [--steps 20] [--fsdp2]
 
 Random values by its configuration, from the device meta, each layer a unit; float32, AdamW, one sequence a rank.  After
 each step the first rank prints the loss, and the largest bytes of parameters, gradients and state of any rank so far,
 while a step runs and after it, with the largest resident memory; at the end the formula of ``docs/how-to/pytorch.md``.
+--fsdp2: the same model by PyTorch's FSDP2 over gloo, of which only the resident memory is known.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,13 +47,60 @@ def fill(layer: Any) -> None:
         buffer.copy_(torch.ones(buffer.shape).tril() if buffer.dim() == 4 else torch.full(buffer.shape, -1e4))
 
 
+def take_steps(mesh: mpishard.Mesh, model: Any, optimizer: Any, given: argparse.Namespace) -> Iterator[str]:
+    """Train; yield a line on each step.  Collective."""
+    random = np.random.default_rng(mesh.rank)
+    for step in range(given.steps):
+        start = time.perf_counter()
+        tokens = torch.from_numpy(random.integers(0, VOCABULARY, (1, given.context)))
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+        mean = mesh.world.all_reduce(np.array([loss.item()])) / mesh.size
+        most = mesh.world.all_reduce(np.array([resident]), op="max")
+        seconds = time.perf_counter() - start
+        yield f"step {step + 1}: loss {mean[0]:.4f}, {seconds:.1f} s; resident {most[0]:.0f} MiB"
+
+
+def by_fsdp2(mesh: mpishard.Mesh, given: argparse.Namespace) -> None:
+    """The same training by PyTorch alone, on the ranks of a mesh."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"file://{mesh.world.allgather_object(folder)[0]}/rendezvous"
+        dist.init_process_group("gloo", init_method=where, rank=mesh.rank, world_size=mesh.size)
+        dist.barrier()
+    model = make(given.layers, given.width, given.heads, given.context)
+    devices = init_device_mesh("cpu", (mesh.size,))
+    for part in (*model.transformer.h, model):
+        fully_shard(part, mesh=devices)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for layer in model.modules():
+            fill(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for line in take_steps(mesh, model, optimizer, given):
+        if mesh.rank == 0:
+            print(line, flush=True)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 24), ("width", 1024), ("heads", 16), ("context", 32), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--fsdp2", action="store_true")
     given = parser.parse_args()
+    torch.manual_seed(0)
     with mpishard.Mesh() as mesh:
-        torch.manual_seed(0)
+        if given.fsdp2:
+            by_fsdp2(mesh, given)
+            return
         model = make(given.layers, given.width, given.heads, given.context)
         rule = mpishard.AdamW(lr=1e-4)
         optimizer = mpishard.torch.as_distributed(model, mesh, rule, zero=3, shard_units=GPT2Block, materialize=fill)
@@ -66,23 +116,12 @@ def main() -> None:
             block.ln_1.register_forward_hook(lambda *_: look())
         for p in model.parameters():
             p.register_hook(look)  # with the gradient, which autograd still has
-        random = np.random.default_rng(mesh.rank)
-        for step in range(given.steps):
-            start = time.perf_counter()
-            tokens = torch.from_numpy(random.integers(0, VOCABULARY, (1, given.context)))
-            loss = model(tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
+        for line in take_steps(mesh, model, optimizer, given):
             after = parameters.nbytes + state.nbytes + state.gradient_bytes
-            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            most = mesh.world.all_reduce(np.array([peak, after, resident], np.int64), op="max") / MIB
-            mean = mesh.data.all_reduce(np.array([loss.item()])) / mesh.size
+            peak_most, most = mesh.world.all_reduce(np.array([peak, after], np.int64), op="max") / MIB
             if mesh.rank == 0:
-                print(
-                    f"step {step + 1}: loss {mean[0]:.4f}, {time.perf_counter() - start:.1f} s; at most {most[0]:.0f} "
-                    f"MiB of parameters, gradients and state, {most[1]:.0f} after the step; resident {most[2]:.0f} MiB",
-                    flush=True,
-                )
+                what = "parameters, gradients and state"
+                print(f"{line}; at most {peak_most:.0f} MiB of {what}, {most:.0f} after the step", flush=True)
         if mesh.rank == 0:
             units = sorted(4 * sum(p.numel() for p in block.parameters()) for block in model.transformer.h)
             root = 4 * parameters.size - sum(units)

@@ -82,6 +82,13 @@ def _parents() -> dict[int, int]:
     return found
 
 
+def _parent(process: int) -> int | None:
+    """The parent of a process now; None if the process is gone."""
+    with contextlib.suppress(OSError):
+        return int(process_facts(process)[1])
+    return None
+
+
 def _rank(process: int) -> tuple[bytes, int]:
     """From the environment of a process: its rank, as its launcher names it, and the number of ranks on this host."""
     with contextlib.suppress(OSError):
@@ -124,8 +131,9 @@ class Offspring:
         if not self._knows_all:
             for process, parent in parents.items():
                 rank, here = _rank(process)
-                # A child of a rank has the rank's environment; an orphan is a child of this process.
-                if parent != os.getpid() and rank not in (b"", _rank(parent)[0]):
+                # A child of a rank has the rank's environment; an orphan is a child of this process.  A parent that has
+                # ended meanwhile has none.
+                if parent != os.getpid() and rank not in (b"", _rank(parent)[0]) and _parent(process) == parent:
                     self._ranks.add(process)
                     self._ranks_started[parent] = here
         self._knows_all = started

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm import supervisor_reports
-from mpishard.launch import restart_policy
+from mpishard.launch import processes, restart_policy
 from mpishard.launch.exit_codes import _code_of_script, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, raised_by_all
 from mpishard.launch.launchers import Launcher, find_launcher, parse_hosts
@@ -403,6 +403,18 @@ def test_ranks_that_are_gone(names):
                 offspring.look(started=False)
         finally:
             os.killpg(child.pid, signal.SIGKILL)
+
+
+def test_a_child_of_a_rank_that_ends_meanwhile_is_no_rank(monkeypatch):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    environment = {**os.environ, "PMI_RANK": "0", "MPI_LOCALNRANKS": "3"}
+    with subprocess.Popen(["sleep", "60"], env=environment) as child:
+        monkeypatch.setattr(processes, "_parents", lambda: {child.pid: ended.pid})  # as it was a moment ago
+        offspring = Offspring(child.pid, 0.0)
+        offspring.look(started=False)
+        child.kill()
+    assert offspring.ranks_gone == 0
 
 
 @pytest.mark.faults
