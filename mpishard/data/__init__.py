@@ -5,10 +5,10 @@ Output: the samples of that step which a rank computes, the same on any number o
 ids.
 
 Read ``sampling`` first: who computes which sample; then ``token_files``, ``token_data`` and ``text``: where samples
-come from; ``read_ahead`` and ``evaluation`` last.
+come from; ``evaluation`` last.
 """
 
-from mpishard.data.read_ahead import ReadAhead
+from mpishard.data.sampling import ReadAhead
 from mpishard.data.token_data import Mixture, TokenData
 from mpishard.data.token_files import HDF5Tokens, MegatronFile, TextFile, TokenFile, ZarrTokens
 

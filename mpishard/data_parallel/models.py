@@ -17,8 +17,7 @@ from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
-from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.model import Model
+from mpishard.parameters.flat import FlatParameters, Model
 from mpishard.parameters.reducer import GradientReducer
 from mpishard.reduction.ordered import OrderedSums
 
@@ -136,7 +135,7 @@ class ShardedModel:
 
     @property
     def losses_and_gradient(self) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[float]]:
-        """That of the model (`mpishard.parameters.model.PipelinedModel`); AttributeError if it has none."""
+        """That of the model (`mpishard.parameters.flat.PipelinedModel`); AttributeError if it has none."""
         model: Any = self.model
         found: Callable[[Sequence[tuple[Any, ...]]], Sequence[float]] = model.losses_and_gradient
         return found

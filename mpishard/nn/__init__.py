@@ -4,7 +4,7 @@ Input: token ids, a mesh, and parameters in a ``FlatParameters``.
 Output: the loss, and gradients in the buckets of these parameters, marked ready as each layer finishes.
 
 Read ``layers`` first, the base class; then a model from below, ``linear``, ``norms``, ``attention``, ``block``,
-``units``, ``chunk``, ``decoder``, ``gpt`` and ``llama``; ``architecture`` and ``options``: their sizes; ``formulas``,
+``units``, ``chunk``, ``decoder``, ``models``; ``architecture`` and ``options``: their sizes; ``formulas``,
 ``kernels`` and ``device_kernels``: their loops; ``pretrained`` and ``generation`` last.
 
 They write gradients straight into a ``FlatParameters`` and allocate nothing after their first step.  One set of layers
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from mpishard.nn.block import MLP, Block, GatedMLP, TransformerBlock
     from mpishard.nn.chunk import Chunk
     from mpishard.nn.decoder import Decoder
-    from mpishard.nn.gpt import GPT
     from mpishard.nn.layers import GELU, Dropout, Layer
     from mpishard.nn.linear import Linear, TiedLinear
-    from mpishard.nn.llama import Llama
+    from mpishard.nn.models import GPT, Llama
     from mpishard.nn.norms import LayerNorm, RMSNorm
     from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
     from mpishard.nn.pretrained import export_pretrained, import_pretrained
@@ -81,9 +80,8 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "decoder": "Decoder",
             "layers": "Dropout GELU Layer",
             "units": "Embedding PositionEmbedding cross_entropy EmbeddingUnit OutputHead",
-            "gpt": "GPT",
             "linear": "Linear TiedLinear",
-            "llama": "Llama",
+            "models": "GPT Llama",
             "norms": "LayerNorm RMSNorm",
             "options": "MemoryOptions PipelineOptions Precision",
             "pretrained": "export_pretrained import_pretrained",

@@ -16,8 +16,7 @@ from mpishard.arguments import shown
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.gpt import GPT
-from mpishard.nn.llama import Llama
+from mpishard.nn.models import GPT, Llama
 from mpishard.nn.rotary import RopeScaling, Rotary
 from mpishard.nn.units import TABLE
 

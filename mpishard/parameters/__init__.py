@@ -5,5 +5,5 @@ Output: one flat buffer with a view for each tensor, and buckets of gradients, h
 become full.
 
 Read ``flat`` first, then ``buckets`` and ``reducer``: a gradient from the backward pass to its sum; ``zero3_units`` for
-parameters that are divided; ``model`` is the interface of models.
+parameters that are divided.
 """

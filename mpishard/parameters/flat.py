@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -635,3 +635,37 @@ class FlatParameters:
 
 def _fingerprint(*facts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 2
+
+
+class Model(Protocol):
+    """A model: its parameters, and a function of a batch that writes their gradients.
+
+    ``loss_and_gradient(*batch)`` returns the loss summed over the batch. It writes the gradients to the views that
+    ``parameters.gradient(name)`` returns, or adds to them.
+    """
+
+    @property
+    def parameters(self) -> FlatParameters:
+        """The parameters that an optimizer trains."""
+        ...
+
+    @property
+    def loss_and_gradient(self) -> Callable[..., float]:
+        """The function of a batch."""
+        ...
+
+
+class PipelinedModel(Protocol):
+    """A model that takes several micro-batches in one call, and keeps them apart, as a pipeline does.
+
+    With ``reproducible=True`` a training loop then passes all micro-batches of a rank through the pipeline together. A
+    model without this method is called once a micro-batch.
+    """
+
+    def losses_and_gradient(self, batches: Sequence[tuple[Any, ...]]) -> Sequence[float]:
+        """The losses of several batches, each summed over its samples: a micro-batch of each virtual stage.
+
+        In the backward pass each virtual stage calls ``parameters.gradients.begin_virtual_stage`` and
+        `end_virtual_stage` for each of them, in their order, as `mpishard.pipeline.runtime.Pipeline.train_each` does.
+        """
+        ...

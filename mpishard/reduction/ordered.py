@@ -83,7 +83,7 @@ class OrderedSums:
             raise ValueError(
                 "with reproducible=True, ZeRO-2 and ZeRO-3 take a model's gradient once for each micro-batch of the "
                 "problem, but this model makes several of one; give it the method losses_and_gradient (see "
-                "mpishard.parameters.model.Model), or use DDP or ZeRO-1"
+                "mpishard.parameters.flat.Model), or use DDP or ZeRO-1"
             )
         self._exchanges[bucket.index] = number + 1
         rows, sums = _plan(self.assignment, number, axis.rank)

@@ -4,7 +4,7 @@ Input: a problem, a bound optimizer, and options such as checkpoints and a recor
 Output: a result on all ranks; parameters change in place.
 
 Read ``problem`` and ``objective`` first, then ``run``, the loop, and ``step_runner``, the batch of a step;
-``metrics``, ``validation``, ``checkpoints`` and ``saving`` last.
+``metrics``, ``checkpoints`` and ``saving`` last.
 """
 
 from mpishard.data_parallel.results import OptimizationResult, TrainingState

@@ -16,13 +16,11 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
 from mpishard.nn.architecture import MODEL, described
 from mpishard.nn.decoder import Decoder
-from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.model import Model
+from mpishard.parameters.flat import FlatParameters, Model
 from mpishard.record import RunRecord
 from mpishard.training.objective import Objective, ObjectiveOptions, RunOptions
 from mpishard.training.run import Loop
-from mpishard.training.step_runner import arguments_of_loss, check_data
-from mpishard.training.validation import check_evaluation
+from mpishard.training.step_runner import arguments_of_loss, check_data, check_evaluation
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
@@ -114,7 +112,7 @@ class OptimizationProblem(Objective[P]):
         ----------
         model : model
             An object with ``parameters``, a FlatParameters, and ``loss_and_gradient``, such as `mpishard.nn.GPT`; it
-            may also have ``losses_and_gradient``, see `mpishard.parameters.model.PipelinedModel`.
+            may also have ``losses_and_gradient``, see `mpishard.parameters.flat.PipelinedModel`.
         batch : callable
             ``batch(samples)`` returns the arguments of ``model.loss_and_gradient`` for these samples.  A model of
             `mpishard.nn` with dropout gets the numbers of the samples, too.

@@ -23,8 +23,7 @@ from mpishard.optim import Rule
 from mpishard.training.checkpoints import RunCheckpoints, RunProgress
 from mpishard.training.metrics import LossHistory, StepReport
 from mpishard.training.objective import Batches, Objective, RunOptions, Scaling, StopCondition, StopRequest
-from mpishard.training.step_runner import StepRunner, check_sums
-from mpishard.training.validation import Validated, Validation
+from mpishard.training.step_runner import StepRunner, Validated, Validation, check_sums
 
 if TYPE_CHECKING:
     pass  # with h5py: only for those who have checkpoints

@@ -76,7 +76,7 @@ def imported(tree: ast.AST, folder: tuple[str, ...]) -> Iterator[tuple[int, str,
 
 
 def room_of(name: str) -> str:
-    """The package of FLOORS that a file or module such as ``"nn.gpt"`` is in; its first part if there is none."""
+    """The package of FLOORS that a file or module such as ``"nn.models"`` is in; its first part if there is none."""
     parts = name.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((name for name in names if name in FLOOR), parts[0])
@@ -145,7 +145,7 @@ def test_who_imports_mpi_imports_comm_first(sources: dict[str, str]) -> None:
         assert not top or path.startswith("comm/") or "\nimport mpishard.comm  #" in package, path
 
 
-BOXES, RUN, GPT = "layout/boxes.py", "training/run.py", "nn/gpt.py"
+BOXES, RUN, GPT = "layout/boxes.py", "training/run.py", "nn/models.py"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ BOXES, RUN, GPT = "layout/boxes.py", "training/run.py", "nn/gpt.py"
     [
         (BOXES, "from mpishard.comm.mesh import Mesh", "layout (floor 1) imports comm (floor 4)"),
         (BOXES, "def f():\n    import mpishard.backend.array", "layout (floor 1) imports backend (floor 1)"),
-        ("record/summary.py", "from ..nn import gpt", "record (floor 7) imports nn (floor 7)"),
+        ("record/summary.py", "from ..nn import models", "record (floor 7) imports nn (floor 7)"),
         ("parameters/flat.py", "from .. import training", "parameters (floor 5) imports training (floor 9)"),
         (RUN, "from mpishard import AdamW", "imports mpishard.AdamW, the public face"),
         (RUN, "import mpishard", "imports mpishard, the public face"),

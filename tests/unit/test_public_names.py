@@ -76,7 +76,7 @@ MODEL = "mpishard.nn.GPT(9, 8, width=8, layers=1, heads=1, mesh=mpishard.Mesh())
         ("mpishard.ZeRO2Optimizer, mpishard.ElasticOptimizer, mpishard.OptimizationProblem", ["h5py", "xxhash"]),
         (
             "mpishard.nn.GPT, mpishard.ZeRO1Optimizer, mpishard.AdamW",
-            ["mpishard.minimizers.descent", "mpishard.nn.pretrained", "mpishard.nn.llama"],
+            ["mpishard.minimizers.descent", "mpishard.nn.pretrained"],
         ),
     ],
     ids=["a compiler before the first step", "HDF5 without checkpoints", "methods and published weights"],
