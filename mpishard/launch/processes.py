@@ -82,21 +82,16 @@ def _parents() -> dict[int, int]:
     return found
 
 
-def _parent(process: int) -> int | None:
-    """The parent of a process now; None if the process is gone."""
+def _rank(process: int) -> tuple[bytes, int] | None:
+    """From the environment of a process: its rank, as its launcher names it, and the number of ranks on this host.
+
+    A process that is no rank has none, b"" and 0; None if the process is ending, or gone, and has no environment.
+    """
     with contextlib.suppress(OSError):
-        return int(process_facts(process)[1])
+        if environment := Path(f"/proc/{process}/environ").read_bytes():
+            rank, here = _RANK.search(b"\0" + environment), _RANKS_HERE.search(b"\0" + environment)
+            return (rank[0], int(here[1])) if rank and here else (b"", 0)
     return None
-
-
-def _rank(process: int) -> tuple[bytes, int]:
-    """From the environment of a process: its rank, as its launcher names it, and the number of ranks on this host."""
-    with contextlib.suppress(OSError):
-        environment = b"\0" + Path(f"/proc/{process}/environ").read_bytes()
-        rank, here = _RANK.search(environment), _RANKS_HERE.search(environment)
-        if rank and here:
-            return rank[0], int(here[1])
-    return b"", 0
 
 
 class Offspring:
@@ -130,12 +125,12 @@ class Offspring:
         self.gone = self._had_any and now - self._seen > self._limit
         if not self._knows_all:
             for process, parent in parents.items():
-                rank, here = _rank(process)
-                # A child of a rank has the rank's environment; an orphan is a child of this process.  A parent that has
-                # ended meanwhile has none.
-                if parent != os.getpid() and rank not in (b"", _rank(parent)[0]) and _parent(process) == parent:
+                rank, of_parent = _rank(process), _rank(parent)
+                # A child of a rank has the rank's environment; an orphan is a child of this process.  A parent that is
+                # ending has no environment before its children are orphans: who knows what it was.
+                if parent != os.getpid() and rank and of_parent and rank[0] not in (b"", of_parent[0]):
                     self._ranks.add(process)
-                    self._ranks_started[parent] = here
+                    self._ranks_started[parent] = rank[1]
         self._knows_all = started
         self.ranks_gone = sum(self._ranks_started.values()) - len(self._ranks & parents.keys())
 

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm import supervisor_reports
-from mpishard.launch import processes, restart_policy
+from mpishard.launch import restart_policy
 from mpishard.launch.exit_codes import _code_of_script, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, raised_by_all
 from mpishard.launch.launchers import Launcher, find_launcher, parse_hosts
@@ -405,15 +405,16 @@ def test_ranks_that_are_gone(names):
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def test_a_child_of_a_rank_that_ends_meanwhile_is_no_rank(monkeypatch):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    environment = {**os.environ, "PMI_RANK": "0", "MPI_LOCALNRANKS": "3"}
-    with subprocess.Popen(["sleep", "60"], env=environment) as child:
-        monkeypatch.setattr(processes, "_parents", lambda: {child.pid: ended.pid})  # as it was a moment ago
+def test_a_child_of_a_rank_that_ends_meanwhile_is_no_rank():
+    """A process that ends has no environment for a moment, in which its children are its own still."""
+    ending = "PMI_RANK=0 MPI_LOCALNRANKS=3 sh -c 'echo; exec sleep 60' & wait"
+    with subprocess.Popen(["sh", "-c", ending], env={}, stdout=subprocess.PIPE, start_new_session=True) as child:
         offspring = Offspring(child.pid, 0.0)
-        offspring.look(started=False)
-        child.kill()
+        try:
+            assert child.stdout.readline() == b"\n"
+            offspring.look(started=False)
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
     assert offspring.ranks_gone == 0
 
 
