@@ -54,9 +54,9 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def mpirun() -> Callable[..., Finished]:
-    """``mpirun(ranks, *arguments, timeout=60, **environment)``: Python with these arguments on a number of ranks."""
+    """``mpirun(ranks, *arguments, timeout=240, **environment)``: Python with these arguments on a number of ranks."""
 
-    def run(ranks: int, *arguments: object, timeout: float = 60, again: bool = False, **environment: str) -> Finished:
+    def run(ranks: int, *arguments: object, timeout: float = 240, again: bool = False, **environment: str) -> Finished:
         command = [_launcher(), "-n", str(ranks), sys.executable, *map(str, arguments)]
         began = time.monotonic()
         process = subprocess.Popen(
@@ -98,7 +98,7 @@ def alone() -> Callable[..., Finished]:
             capture_output=True,
             text=True,
             env=_environment(environment),
-            timeout=60,
+            timeout=240,
             check=False,
         )
         return Finished(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - began)

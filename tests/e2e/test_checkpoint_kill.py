@@ -89,7 +89,7 @@ def alone(ranks, *arguments, **environment):
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
         env={**os.environ, **environment},
     )

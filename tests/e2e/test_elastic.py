@@ -146,7 +146,7 @@ with mpishard.Mesh() as mesh:
 """
     report = tmp_path / "report"
     words = [*LAUNCH, "-n", "5", sys.executable, "-c", script, str(report)]
-    output, _ = faults.execute(words, 200, lambda: report.exists() and len(report.read_text().splitlines()) == 4)
+    output, _ = faults.execute(words, 300, lambda: report.exists() and len(report.read_text().splitlines()) == 4)
     assert report.exists(), output
     assert report.read_text() == "".join(f"{[True] * left}\n" for left in (4, 3, 2, 1)), output
 
@@ -206,7 +206,7 @@ with mpishard.Mesh() as mesh:
 """
     report = tmp_path / "report"
     words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
-    output, _ = faults.execute(words, 100, lambda: report.exists() and len(report.read_text().splitlines()) == 2)
+    output, _ = faults.execute(words, 240, lambda: report.exists() and len(report.read_text().splitlines()) == 2)
     assert report.exists(), output
     assert report.read_text() == "[True, True, True]\n[True, True]\n", output
 
@@ -275,7 +275,7 @@ with mpishard.Mesh() as mesh:
 """
     report = tmp_path / "report"
     words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
-    output, _ = faults.execute(words, 200, lambda: report.exists() and len(report.read_text().splitlines()) == 3)
+    output, _ = faults.execute(words, 300, lambda: report.exists() and len(report.read_text().splitlines()) == 3)
     assert report.exists(), output
     expected = [f"{name}Optimizer {[True] * ranks}" for name, ranks in (("ZeRO3", 3), ("ZeRO2", 2), ("ZeRO3", 1))]
     assert report.read_text().splitlines() == expected, output
@@ -313,7 +313,7 @@ def test_neighbours_fail_at_once_and_the_run_begins_again(tmp_path):
         capture_output=True,
         text=True,
         env=launching.environment(),
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done
     assert "newest checkpoint" in done.stderr and "start 2" in done.stderr, done

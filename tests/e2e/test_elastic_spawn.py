@@ -32,10 +32,10 @@ spawned = "mpishard_newcomer" in sys._xoptions
 if spawned and case == "failing":
     raise ArithmeticError("no data here")
 if spawned and case in ("short", "leaving"):
-    time.sleep(60)
+    time.sleep(600)
 tensor = 2 if case == "replica" else 1
 tokens = np.random.default_rng(1).integers(0, 11, (45, 9))
-START, STEPS, LIMIT_S = time.monotonic(), 5, 40
+START, STEPS, LIMIT_S = time.monotonic(), 5, 200
 founder = -1 if spawned else MPI.COMM_WORLD.rank
 
 def batch(samples):
@@ -131,7 +131,7 @@ def _runs(number, folder):
 
 @pytest.mark.faults
 def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
-    done = mpirun(2, script, "grow", tmp_path, timeout=90)
+    done = mpirun(2, script, "grow", tmp_path)
     assert done.code == 0 and "same: True workers: 2 3 steps" in done.output, done.all
     assert "steps meanwhile: 0" not in done.output, done.all
     assert "another" in done.all and "continuing with 3 workers" in done.all, done.all
@@ -150,7 +150,7 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
 )
 def test_the_run_does_not_need_those_who_do_not_come(mpirun, script, tmp_path, case, word):
     """The job ends before they are there, their script fails, or the process that has called them leaves."""
-    done = mpirun(2, script, case, tmp_path, timeout=90)
+    done = mpirun(2, script, case, tmp_path)
     assert done.code == 0 and "same: True" in done.output and word in done.all, done.all
     assert done.all.count("could be spawned") == case.startswith("failing"), done.all
     assert "late" not in done.output, done.all
@@ -160,14 +160,14 @@ def test_the_run_does_not_need_those_who_do_not_come(mpirun, script, tmp_path, c
 @pytest.mark.faults
 def test_one_fails_once_it_has_come(mpirun, script, tmp_path):
     """The others do not wait for ever, though it was alone in its MPI_COMM_WORLD."""
-    done = mpirun(2, script, "failing later", tmp_path, timeout=90)
+    done = mpirun(2, script, "failing later", tmp_path)
     assert done.code != 0 and "a fault of a spawned process" in done.all and "ends the job" in done.all, done.all
     assert none_is_left(tmp_path)
 
 
 @pytest.mark.faults
 def test_they_must_take_the_same_samples(mpirun, script, tmp_path):
-    done = mpirun(2, script, "other seed", tmp_path, timeout=90)
+    done = mpirun(2, script, "other seed", tmp_path)
     assert done.code != 0 and "seed is 0 on ranks 0, 1, 1 on rank 2" in done.all, done.all
     assert none_is_left(tmp_path)
 
@@ -176,13 +176,13 @@ def test_they_must_take_the_same_samples(mpirun, script, tmp_path):
 def test_the_shell_waits_for_them(launch, script, tmp_path):
     process = launch(2, script, "shell", tmp_path)
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 240
         while not (tmp_path / "control" / "run").exists() and time.monotonic() < end:
             time.sleep(0.05)
         environment = {"OMPI_MCA_btl": "^ofi", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", "mpishard", "resize", str(tmp_path), "3"]
-        asked = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-        output, _ = process.communicate(timeout=60)
+        asked = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+        output, _ = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 0 and "same: True workers: 2 3 " in output, output
@@ -202,7 +202,7 @@ def test_the_shell_waits_for_them(launch, script, tmp_path):
 def test_another_one_comes_for_the_dead(script, tmp_path, case, ranks, word):
     """A whole replica where a worker is one; and nobody any more if who comes dies at once."""
     command = [*ULFM, "-n", str(ranks), sys.executable, str(script), case, str(tmp_path)]
-    output, how = faults.execute(command, 90, (tmp_path / "report").exists)
+    output, how = faults.execute(command, 240, (tmp_path / "report").exists)
     assert how != "hangs" and f"same: True {word}" in output and "late" not in output, output
     assert none_is_left(tmp_path)
 
@@ -287,7 +287,7 @@ class Run:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [tuple(map(int, line.split())) for line in lines if line.endswith("\n")]
 
-    def until(self, condition, limit=60.0):
+    def until(self, condition, limit=240.0):
         deadline = time.monotonic() + limit
         while not condition(self.steps):
             assert time.monotonic() < deadline and self.process.poll() is None, (self.steps[-3:], self.errors())
@@ -333,7 +333,7 @@ def test_resize_then_leave_then_stop(run):
     going.until(lambda steps: steps[-1][0] == 1 and steps[-1][2] == going.process_of(2))
     last = going.steps[-1][1]
     going.process.send_signal(signal.SIGUSR1)  # the launcher passes it on
-    output, _ = going.process.communicate(timeout=60)
+    output, _ = going.process.communicate(timeout=240)
     assert going.process.returncode == os.EX_TEMPFAIL, output
     (name,) = [path.name for path in (going.folder / "checkpoints").iterdir() if path.name.startswith("step")]
     assert int(name.removeprefix("step-")) == going.steps[-1][1] >= last
@@ -347,7 +347,7 @@ def test_a_stopped_rank_counts_as_dead(run, mpirun, tmp_path):
     going = run(40, 0.002, "--with-ft", "ulfm", "--mca", "coll", "^han")
     going.until(lambda steps: len(steps) > 3)
     os.kill(going.process_of(1), signal.SIGSTOP)
-    output, _ = going.process.communicate(timeout=60)
+    output, _ = going.process.communicate(timeout=240)
     assert "has been stopped for" in output
     assert [step for _, step, _ in going.steps] == list(range(1, 41))
     assert 2 in [workers for workers, _, _ in going.steps]  # until another one comes in its place
@@ -450,14 +450,14 @@ def exit(members):
 most = 6 if case == "twice" else 4
 if spawned:
     if case == "give up":
-        time.sleep(60)
+        time.sleep(600)
     if case == "one is killed" and world.rank == 1:
         kill()
     if case == "dies here" and world.rank == 1:
         threading.Timer(0.3, kill).start()
     if case == "leader dies" and not (folder / "called").exists():
         (folder / "called").touch()
-        time.sleep(60)
+        time.sleep(600)
     run(JoiningProcess.this.join())
 members = world.Dup()
 try:
@@ -536,7 +536,7 @@ def test_the_run_is_as_it_was_if_they_do_not_come(mpirun, script_of_spawning, tm
 @pytest.mark.parametrize("case", ["one is killed", "dies here"])
 def test_one_of_them_dies(launch, script_of_spawning, tmp_path, case):
     process = launch(2, script_of_spawning, case, tmp_path, options=SPAWNING_ULFM)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=240)[0]
     assert re.search("problem: .*has died", output), output
     assert output.count("ended with 2") == 2, output
     assert all_gone(tmp_path)
@@ -551,7 +551,7 @@ def test_the_leader_dies(launch, script_of_spawning, tmp_path, case):
         folder = tmp_path / str(number)
         folder.mkdir()
         process = launch(3, script_of_spawning, case, folder, options=SPAWNING_ULFM)
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=240)[0]
         # One in twelve times the launcher itself (prterun of Open MPI 5.0.11) crashes where a process dies for which it
         # spawns, with "free(): invalid pointer" or without a word: then nobody is left.
         if process.returncode >= 0 or "met" in output:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 pytestmark = pytest.mark.faults
 
 TIME_LIMIT = 4  # seconds that a collective may wait, given to the scripts as MPISHARD_TIMEOUT
-SOON = 30  # seconds from launch to end where no time limit has to expire first, on a busy machine
+SOON = 120  # seconds from launch to end where no time limit has to expire first, on a busy machine
 
 SCRIPT = """
 import os, sys, time
@@ -100,7 +100,7 @@ def test_a_script_without_a_handler_dies_of_sigusr1(mpirun: Callable[..., Any]) 
 
 def test_exception_in_a_thread(failing: Callable[..., Any]) -> None:
     finished = failing(
-        "import threading; threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
+        "import threading; threading.Thread(target=lambda: 1 / 0).start(); time.sleep(600)",
     )
     assert "rank 1 of 3 failed" in finished.errors and "ZeroDivisionError" in finished.errors
     assert finished.seconds < SOON
@@ -113,7 +113,7 @@ def test_exception_before_the_mesh(tmp_path: Path, mpirun: Callable[..., Any]) -
         "if MPI.COMM_WORLD.rank == 1:\n    raise FileNotFoundError('no data here')\n"
         "mpishard.Mesh().world.barrier()\n"
     )
-    finished = mpirun(3, script, timeout=30)
+    finished = mpirun(3, script)
     assert finished.code != 0
     assert "rank 1 of 3 failed" in finished.errors and "no data here" in finished.errors
     assert finished.seconds < SOON
@@ -133,7 +133,7 @@ print("made")
 """
 
 
-@pytest.mark.parametrize("limit, seconds", [(60.0, 4.0), (3.0, 60.0)], ids=["comes", "never comes"])
+@pytest.mark.parametrize("limit, seconds", [(60.0, 4.0), (3.0, 600.0)], ids=["comes", "never comes"])
 def test_a_mesh_for_which_a_rank_is_missing_says_so(
     tmp_path: Path, mpirun: Callable[..., Any], limit: float, seconds: float
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_mesh_for_which_a_rank_is_missing_says_so(
 def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     script = tmp_path / "script.py"
     script.write_text("import mpishard\nmesh = mpishard.Mesh()\nmpishard.cosine(float('nan'), steps=9)\n")
-    finished = mpirun(3, script, timeout=30)
+    finished = mpirun(3, script)
     assert finished.code != 0
     assert finished.errors.count("Traceback") == 1 and "all 3 ranks failed" in finished.errors, finished.all
     assert finished.errors.count("cosine: peak=nan must be a finite number") == 1, finished.all
@@ -260,7 +260,7 @@ def test_a_late_rank_is_waited_for_where_the_root_has_left(mpirun: Callable[...,
 @pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="Open MPI sends from the root to each rank of a few")
 @pytest.mark.usefixtures("without_debug")
 def test_a_rank_that_leaves_beside_others_that_took_part_is_noticed(mpirun: Callable[..., Any]) -> None:
-    finished = mpirun(4, "-c", LATE.format(late="sys.exit('bad input')", collective="broadcast", then=60))
+    finished = mpirun(4, "-c", LATE.format(late="sys.exit('bad input')", collective="broadcast", then=600))
     assert finished.code != 0
     assert "can never end, since rank 2 has ended its script" in finished.errors, finished.all
     assert "rank 0 took part, and has freed its mesh" in finished.errors, finished.all

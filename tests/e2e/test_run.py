@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.faults
 
-SOON = 60.0
+SOON = 240.0
 
 # Twenty steps with a checkpoint after every fourth; in step 10 of the first start the last rank does FAULT.
 TRAINING = """

@@ -125,14 +125,14 @@ class Job:
         path = self.folder / output / "steps"
         return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, condition, timeout=100.0):
+    def wait_for(self, condition, timeout=300.0):
         slurm.wait_until(condition, timeout, lambda: f"of job {self.number}:\n{self.log}")
 
     def leave(self, task=""):
         """What Slurm does some time before the time limit."""
         self.cluster.call("scancel", "--batch", "--signal=USR1", f"{self.number}{task}")
 
-    def end(self, task="", state="COMPLETED", timeout=100.0):
+    def end(self, task="", state="COMPLETED", timeout=300.0):
         """What Slurm says of the job once it is in this state."""
         ended = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"
         name = f"{self.number}{task}"

@@ -53,7 +53,7 @@ LAYOUTS = {
     "tensor": ("ZeRO2", 2, 1),
     "pipeline": ("ZeRO1", 1, 2),
 }
-TIME_LIMIT = 60.0
+TIME_LIMIT = 240.0
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 DEVICE = "eth0"
 _SHELL = Path(__file__).resolve().with_name("remote_shell.py")
-_SOON_S = 20.0
+_SOON_S = 120.0
 # Of <linux/if_packet.h> and <asm/socket.h>, which `socket` does not name.
 _SOL_PACKET, _VNET_HEADER, _IGNORE_OUTGOING, _RECEIVE_BUFFER = 263, 15, 23, 33
 _ALL_PROTOCOLS = 3

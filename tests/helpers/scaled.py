@@ -29,7 +29,7 @@ DATA = np.random.default_rng(0).standard_normal((SAMPLES, 300)).astype(np.float3
 TARGETS = DATA.sum(1)
 SCHEDULE = mpishard.cosine(0.05, steps=STEPS, warmup=3)
 POWERS = {"linear": 1.0, "square_root": 0.5}
-LIMIT_S = 40.0
+LIMIT_S = 200.0
 
 
 def loss(parameters, samples, gradients):

@@ -361,7 +361,7 @@ def test_a_model_of_unknown_architecture(mesh):
 LIMITS = 2, 6
 
 
-def until(condition, limit=10.0):
+def until(condition, limit=120.0):
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline
@@ -568,7 +568,7 @@ class TestDiscovery:
         else:
             until(lambda: discovery.news() == 3)
         for _ in range(3):
-            assert asked.acquire(timeout=10)
+            assert asked.acquire(timeout=120)
         assert discovery.news() is None
         wanted[0] = 4
         until(lambda: discovery.news() == 4)
@@ -625,7 +625,7 @@ class TestSignals:
 class TestWatch:
     @pytest.fixture
     def sleepers(self):
-        processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+        processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
         yield processes
         for process in processes:
             process.kill()

@@ -98,7 +98,7 @@ def test_hosts():
 def shell(tmp_path):
     """Reaches every host but `dead`, which refuses, and `cut`, which is silent; the hosts are this machine."""
     path = tmp_path / "shell"
-    path.write_text('#!/bin/sh\ncase $1 in dead) exit 255;; cut) exec sleep 60;; esac\nshift\nexec sh -c "$*"\n')
+    path.write_text('#!/bin/sh\ncase $1 in dead) exit 255;; cut) exec sleep 600;; esac\nshift\nexec sh -c "$*"\n')
     path.chmod(0o700)
     return str(path)
 
@@ -252,7 +252,7 @@ def test_the_exit_code_of_a_script_whose_run_was_stopped(lines: str, code: int, 
     program = f"{imports}; file = open('out', 'w'); file.write('x'); {lines}"
     environment = {"PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
     command = [sys.executable, "-c", program]
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False)
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=240, check=False)
     assert finished.returncode == code, finished.stderr
     assert (tmp_path / "out").read_text() == "x"
 

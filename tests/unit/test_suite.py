@@ -55,13 +55,14 @@ def ended(tmp_path: Path, text: str, *options: str, gate: bool = True) -> Simple
     ours = (suite.FLAKY, suite.OUTCOMES, "PYTHONSAFEPATH", "PYTEST_XDIST_WORKER")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= {"PYTHONPATH": str(Path(suite.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    limit = "30" if "hangs" in text else "120"
     done = subprocess.run(
-        [sys.executable, suite.__file__, "30", sys.executable, "-m", "pytest", *options, "tests/test_one.py"],
+        [sys.executable, suite.__file__, limit, sys.executable, "-m", "pytest", *options, "tests/test_one.py"],
         cwd=tmp_path,
         env=environment | ({suite.FLAKY: str(flaky)} if gate else {}),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     said = flaky.read_text() if flaky.exists() else ""
