@@ -558,7 +558,7 @@ class ModuleState:
         self.hooks: GradientHooks = GradientHooks(self.parameters, tensors.trained)
         self.hooks.units = self.units
         self.parameters.carried = self
-        self._memory = [(name, p, self._memory_of(p)) for name, p in tensors.trained.items()]
+        self._memory = [(name, p, self._memory_of(name, p)) for name, p in tensors.trained.items()]
         self._tables = [
             (table, list(table.items())) for child in module.modules() for table in (child._parameters, child._modules)
         ]
@@ -654,8 +654,8 @@ class ModuleState:
         if self.units is not None and self.users == 1:
             self.units.remove(restores=True)
 
-    def _memory_of(self, p: Any) -> tuple[Any, ...]:
-        at = p.data_ptr() if self.units is None else p.untyped_storage()._cdata
+    def _memory_of(self, name: str, p: Any) -> tuple[Any, ...]:
+        at = p.data_ptr() if self.units is None else self.units.is_here(name)
         return at, p.shape, p.stride(), p.dtype
 
     def check_intact(self) -> None:
@@ -671,7 +671,7 @@ class ModuleState:
             )
         with torch._C.DisableTorchFunctionSubclass():  # parameters freed under zero=3 have Python functions
             for name, p, memory in self._memory:
-                if self._memory_of(p) != memory:
+                if self._memory_of(name, p) != memory:
                     raise ValueError(
                         f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
                         f"module.to(...), load_state_dict(assign=True) and p.data = ... do; do that {_WHEN}"

@@ -234,8 +234,11 @@ class UnitStorages:
         self._why_freed = {name: _why_freed(name, path) for name, path in paths.items()}
         self._wholes: list[Any] = [torch.empty(0, dtype=like.dtype, device=like.device) for _ in runs]
         self._sizes = [sum(piece.size for piece in run) for run in runs]
-        # By unit its pieces of another dtype, each with the memory of its parameter.
-        self._rounded = [[(piece, self._memory_of(piece)) for piece in run if self._is_rounded(piece)] for run in runs]
+        self._unit_of = {piece.name: number for number, run in enumerate(runs) for piece in run}
+        # By unit its pieces of another dtype by name, each with the memory of its parameter.
+        self._rounded = [
+            {piece.name: (piece, self._memory_of(piece)) for piece in run if self._is_rounded(piece)} for run in runs
+        ]
 
     def allocate(self, unit: int) -> Array:
         for piece in self._runs[unit]:
@@ -245,7 +248,7 @@ class UnitStorages:
                 del p.why_freed
         whole, size = self._wholes[unit], self._sizes[unit]
         whole.untyped_storage().resize_(size * whole.element_size())
-        for _, memory in self._rounded[unit]:
+        for _, memory in self._rounded[unit].values():
             memory.untyped_storage().resize_(memory.numel() * memory.element_size())
         if whole.is_cuda:
             finish_stream(whole)
@@ -255,10 +258,11 @@ class UnitStorages:
         return np.frombuffer(memory, str(whole.dtype).removeprefix("torch."), size)
 
     def release(self, unit: int) -> None:
-        finish_stream(self._wholes[unit])
-        self._wholes[unit].untyped_storage().resize_(0)
-        for _, memory in self._rounded[unit]:
+        for memory in self._memories(unit):
             finish_stream(memory)
+        if not all(memory.untyped_storage().resizable() for memory in self._memories(unit)):
+            self._leave(unit)  # since p.detach().numpy() has fixed a size for ever
+        for memory in self._memories(unit):
             memory.untyped_storage().resize_(0)
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
@@ -268,20 +272,17 @@ class UnitStorages:
 
     def round(self, unit: int) -> None:
         """Give the parameters of another dtype the values of a gathered unit."""
-        for piece, memory in self._rounded[unit]:
+        for piece, memory in self._rounded[unit].values():
             memory.copy_(self._master_of(unit, piece))
 
     def take_values(self, unit: int) -> None:
         """Take what was written to such parameters into the gathered unit."""
-        for piece, memory in self._rounded[unit]:
+        for piece, memory in self._rounded[unit].values():
             take_changed(memory, self._master_of(unit, piece))
 
     def attach_parameters(self, unit: int) -> None:
         """Make the parameters of a gathered unit views into its memory, with the values that they have."""
-        rounded = {piece.name: memory for piece, memory in self._rounded[unit]}
-        for piece in self._runs[unit]:
-            p = self._tensors[piece.name]
-            view = rounded[piece.name] if piece.name in rounded else self._master_of(unit, piece)
+        for p, view in self._views(unit):
             if p.device.type == "meta":
                 whole: Any = torch.Tensor._make_subclass(type(p), view, p.requires_grad)
                 vars(whole).update(vars(p))
@@ -307,6 +308,33 @@ class UnitStorages:
                     "as_distributed, which was collected as garbage; call its close() before, on all ranks, which "
                     "leaves the module whole"
                 )
+
+    def is_here(self, name: str) -> bool:
+        """Whether a parameter has the memory of its unit, gathered or not."""
+        unit = self._unit_of[name]
+        memory = self._rounded[unit][name][1] if name in self._rounded[unit] else self._wholes[unit]
+        return bool(self._tensors[name].untyped_storage()._cdata == memory.untyped_storage()._cdata)
+
+    def _leave(self, unit: int) -> None:
+        """Leave the memory of a gathered unit to the arrays that share it, and take other memory."""
+        here = [self.is_here(piece.name) for piece in self._runs[unit]]
+        nbytes = self._wholes[unit].untyped_storage().nbytes()
+        self._wholes[unit] = torch.empty_like(self._wholes[unit])
+        self._wholes[unit].untyped_storage().resize_(nbytes)
+        for name, (piece, memory) in self._rounded[unit].items():
+            self._rounded[unit][name] = piece, torch.empty_like(memory)
+        for (p, view), was_here in zip(self._views(unit), here, strict=True):
+            p.data = view if was_here else p.data  # which a step refuses
+
+    def _memories(self, unit: int) -> list[Any]:
+        return [self._wholes[unit], *(memory for _, memory in self._rounded[unit].values())]
+
+    def _views(self, unit: int) -> Iterator[tuple[Any, Any]]:
+        """The parameters of a gathered unit, each with the view into its memory that it has or is to have."""
+        rounded = self._rounded[unit]
+        for piece in self._runs[unit]:
+            own = rounded[piece.name][1] if piece.name in rounded else self._master_of(unit, piece)
+            yield self._tensors[piece.name], own
 
     def _is_rounded(self, piece: Piece) -> bool:
         dtype = self._wholes[0].dtype
@@ -538,6 +566,10 @@ class ShardedModule:
         finally:
             self._summoned = False
             self._drop(self._numbers)
+
+    def is_here(self, name: str) -> bool:
+        """Whether a trained parameter has the memory of its unit, gathered or not."""
+        return self._storages[0].is_here(name)
 
     def take(self, name: str) -> None:
         """Learn that autograd has finished a gradient, before it is marked ready."""

@@ -318,6 +318,23 @@ def test_parameters_are_looked_at_and_changed(mesh):
         message = rf"_?[a-z]+\(\) within summon_full_parameters would {loss}: leave"
         with pytest.raises(ValueError, match=message), mpishard.torch.summon_full_parameters(module):
             each()
+    mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).half())
+    halves = mpishard.torch.as_distributed(mixed, mesh, RULE, zero=3, shard_units=torch.nn.Linear)
+    for each in (module, mixed):  # arrays of NumPy keep the memory that they share
+        with mpishard.torch.summon_full_parameters(each), torch.no_grad():
+            arrays = {name: p.detach().numpy() for name, p in each.named_parameters()}
+            before = copy.deepcopy(arrays)
+        assert held_bytes(each) == 0
+        with mpishard.torch.summon_full_parameters(each), torch.no_grad():
+            for name, p in each.named_parameters():
+                assert np.array_equal(p.detach(), before[name])
+                p += 1
+        with mpishard.torch.summon_full_parameters(each), torch.no_grad():
+            for name, p in each.named_parameters():
+                assert np.array_equal(p.detach(), before[name] + 1) and np.array_equal(arrays[name], before[name])
+    take_steps(mesh, module, optimizer, [0])
+    halves.close()
+    assert np.array_equal(mixed[1].bias.detach(), before["1.bias"] + 1)
     whole = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="for a module that as_distributed has made"):
         mpishard.torch.summon_full_parameters(whole)
