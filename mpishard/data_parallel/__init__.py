@@ -14,7 +14,7 @@ settings                  ``configuration``; ``settings``: as text by name, and 
 gradient reduction        ``strategies``: which ``summation``; ``configuration``: the size of buckets
 division of the state     ``strategies``: which; ``ownership``: the ranges of a rank, and copies on ranks of one model
 a step                    ``sharded_optimizer``; ``gradient_norm``: clipping's, and NaN; ``update``, also by a
-                          method, with the norms of LAMB; ``rank_state``: matrices that Muon needs whole
+                          method, with the norms of LAMB; ``rank_state``: tensors that rules need whole
 methods                   ``method_state``: a minimisation as state of an optimizer
 the state                 ``optimizer_state``: created, bound, saved, restored and rebuilt; ``rank_state``: the
                           numbers, and the arrays of one rank with their layouts; ``full_state``: full tensors as one

@@ -15,6 +15,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.reshard import Transfer, transfers, view_of
 from mpishard.data_parallel.gradient_norm import NonfiniteCheck
 from mpishard.data_parallel.ownership import RuleRanges
@@ -354,12 +355,14 @@ def _slices(box: Box) -> tuple[Any, ...]:
 
 
 # Whole matrices for Muon: each is gathered at one rank, which orthogonalizes it, and goes back to those that own it.
-# Gradients, state and parameters stay divided as the strategy has them, in pieces of matrices.
+# Gradients, state and parameters stay divided as the strategy has them, in pieces of matrices.  For other rules that
+# need whole tensors, a rank gets all of these, and takes the step.
 
 
 class Matrices:
-    """The matrices of a model that a rule needs whole, by name. Creation is collective over the strategy's sync group.
+    """The matrices of a model, or other tensors, that a rule needs whole, by name.
 
+    Creation is collective over the strategy's sync group.
     A rank's work on a matrix is taken as proportional to its products; the largest go to ranks first.
     """
 
@@ -377,11 +380,11 @@ class Matrices:
         work, sizes = [0] * members, [0] * members
         held: list[list[Piece]] = [[] for _ in range(members)]
         matrices = [spec for spec in parameters.specs if spec.name in names]
-        for spec in sorted(matrices, key=lambda spec: -spec.size * min(spec.shape)):
+        for spec in sorted(matrices, key=lambda spec: -spec.size * min(spec.shape, default=1)):
             owner = min(range(members), key=lambda each: (work[each], each))
             held[owner].append(Piece(spec.name, spec.box, sizes[owner]))
             sizes[owner] += spec.size
-            work[owner] += spec.size * min(spec.shape) + 1
+            work[owner] += spec.size * min(spec.shape, default=1) + 1
         self._held, self._size = held[rank], sizes[rank]
         self._there = _Exchange(transfers(layouts, [tuple(each) for each in held]), members, rank)
         self._back = _Exchange(transfers([tuple(each) for each in held], layouts), members, rank)
@@ -399,6 +402,33 @@ class Matrices:
             matrix = view_of(whole, piece, piece.box)
             matrix[...] = rule.orthogonalized(matrix)
         self._back.move(self._axis, whole, directions)
+
+    def update(
+        self,
+        values: Array,
+        gradients: Array,
+        slots: Sequence[Array],
+        rules: Mapping[str, Rule],
+        step: int,
+        *,
+        divisor: float,
+        clip: float,
+    ) -> None:
+        """Take a step of all tensors in place, by the rules by name; arrays as for `orthogonalize`, and collective.
+
+        An error of a rule is raised on all ranks, before any of the arrays has changed.
+        """
+        given = [values, gradients, *slots]
+        wholes = [arrays.empty(self._size, each.dtype, like=each) for each in given]
+        for each, whole in zip(given, wholes, strict=True):
+            self._there.move(self._axis, each, whole)
+        with raised_on_all(self._axis):
+            for piece in self._held:
+                own, gradient = (view_of(whole, piece, piece.box) for whole in wholes[:2])
+                state = [whole[piece.start : piece.start + piece.size] for whole in wholes[2:]]
+                rules[piece.name].update(own, gradient, state, step, divisor=divisor, clip=clip)
+        for each, whole in zip([values, *slots], [wholes[0], *wholes[2:]], strict=True):
+            self._back.move(self._axis, whole, each)
 
 
 class _Exchange:

@@ -101,13 +101,15 @@ class Factors(NamedTuple):
 def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float, divisor: float, clip: float) -> None:
     """Apply the rule: take step `step` along the summed gradients; `divisor` and `clip` as for `Rule.update`.
 
-    Collective over the strategy's sync group if the rule needs norms of whole tensors.
+    Collective over the strategy's sync group if the rule needs whole tensors or their norms.
     """
     strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()
     states = strategy.ownership.states_of(slots)
     rows = [(values, gradient, *state) for values, gradient, state in zip(owned, gradients, states, strict=True)]
-    if rule.whole_tensors:
+    if rule.whole_tensors and not isinstance(rule, Muon):
+        _apply_to_tensors(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+    elif rule.whole_tensors:
         _apply_to_matrices(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
     elif rule.norm_based:
         _apply_by_norms(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
@@ -195,6 +197,26 @@ def _apply_to_matrices(
         own = rules[tensor]
         if isinstance(own, Muon):
             own.apply(rows[number][0][start:stop], views[number][start:stop], step, specs[tensor].shape)
+
+
+def _apply_to_tensors(
+    rule: Rule, on_rank: RankState, rows: Sequence[Sequence[Array]], step: int, factors: Factors
+) -> None:
+    """Take a step of whole tensors, of which this rank may own only parts: each at one rank, with its state."""
+    ownership, specs = on_rank.strategy.ownership, on_rank.parameters.specs
+    by_tensor = on_rank.rule_ranges.by_tensor(rule)
+    rules = {spec.name: each.scaled(factors.rate_factor) for spec, each in zip(specs, by_tensor, strict=True)}
+    for each in rules.values():
+        each.learning_rate(step)  # before anything changes: it may be refused
+    like = on_rank.parameters.like
+    values, gradients = (arrays.empty(ownership.size, like.dtype, like=like) for _ in range(2))
+    views = list(zip(rows, ownership.state_views(values), ownership.state_views(gradients), strict=True))
+    for (own, gradient, *_), value_view, gradient_view in views:
+        value_view[...], gradient_view[...] = own, gradient
+    slots = [on_rank.slots[name] for name in rule.slots]
+    on_rank.matrices(rule).update(values, gradients, slots, rules, step, divisor=factors.divisor, clip=factors.clip)
+    for (own, *_), value_view, _ in views:
+        own[...] = value_view
 
 
 _ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them

@@ -74,7 +74,9 @@ def check_rule_fits(rule: Rule, parameters: FlatParameters, mesh: Mesh, strategy
     rule.by_shape({spec.name: spec.shape for spec in parameters.specs})  # raises for groups of another model
     name = type(rule).__name__
     if rule.whole_tensors and arrays.is_device(parameters.like):
-        raise ValueError(f"{name} multiplies matrices on the host, and the parameters are on a device; use AdamW there")
+        raise ValueError(
+            f"{name} takes its steps of whole tensors on the host, and the parameters are on a device; use AdamW there"
+        )
     if rule.whole_tensors and strategy.workers_differ and mesh.data.size < mesh.size:
         raise ValueError(
             f"{name} needs whole matrices, and a worker of Local SGD has them divided on the mesh {mesh.sizes}; make "

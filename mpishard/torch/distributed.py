@@ -492,10 +492,10 @@ def as_distributed(
         Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone
         stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
-        Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an element-wise optimizer of PyTorch that
-        was made for the parameters of the module, whose steps are then taken here, with the learning rates and other
-        values that its parameter groups have then, as a scheduler sets them; or an optimizer of this mesh with its
-        options, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
+        Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
+        the parameters of the module and treats each element, or each tensor, by itself: its steps are then taken here,
+        with the learning rates and other values that its parameter groups have then, as a scheduler sets them; or an
+        optimizer of this mesh with its options, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too, 3 also the parameters.  Under 0
         and 1 ``p.grad`` is the mean over ranks after a backward pass, as under DDP, and the step takes it as the loop

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -14,11 +13,8 @@ import numpy as np
 import torch
 
 from mpishard.comm.agreement import fingerprint
-from mpishard.layout.run_state import brief
 from mpishard.optim import Rule
-
-STEP = "step"  # the one number that PyTorch's element-wise optimizers keep in addition to arrays
-REMEDY = "use an element-wise optimizer, such as torch.optim.RAdam"
+from mpishard.torch.torch_steps import REMEDY, STEP, Division, arguments_of, division_of
 
 # How a step is computed, which does not change its result: not compared, and not restored.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -116,7 +112,7 @@ class LiveGroups(ParameterGroups):
     """The present groups of an optimizer of PyTorch that was made for the parameters of a module and has taken no step.
 
     `names` has the names of the parameters by their ids. Raises TypeError or ValueError if the optimizer has other
-    parameters than the module, has taken steps, or is not element-wise; or its groups keep different arrays.
+    parameters than the module, has taken steps, or cannot be divided; or its groups keep different arrays.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
@@ -137,13 +133,14 @@ class LiveGroups(ParameterGroups):
         self.number_of: dict[str, int] = {
             names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names
         }
+        self._shapes = [tuple(p.shape) for group in groups for p in group["params"] if id(p) in names]
         # The arrays that the optimizer keeps, the same for all groups.
-        self.slots, *others = (slots_of(kind, self._probed(number)) for number in range(len(groups)))
-        for number, slots in enumerate(others, 1):
-            if slots != self.slots:
+        self.division, *others = map(self._division, range(len(groups)))
+        for number, division in enumerate(others, 1):
+            if division != self.division:
                 raise ValueError(
-                    f"param_groups[{number}] of this {kind.__name__} keeps {_listed(slots)}, and param_groups[0] "
-                    f"{_listed(self.slots)}; give both the same options that decide this, as momentum and amsgrad do"
+                    f"param_groups[{number}] of this {kind.__name__} keeps {_listed(division)}, and param_groups[0] "
+                    f"{_listed(self.division)}; give both the same options that decide this, as momentum and amsgrad do"
                 )
         self._known: set[tuple[bool, ...]] = {self._switches(number) for number in range(len(groups))}
         self._checked: list[dict[str, Any]] = []
@@ -198,10 +195,19 @@ class LiveGroups(ParameterGroups):
     def _probed(self, number: int) -> dict[str, Any]:
         return {**self.arguments(number), "lr": 1e-3}
 
+    def _division(self, number: int) -> Division:
+        return division_of(self.kind, self._probed(number), self._shapes)
+
     def _check_slots(self, number: int) -> None:
-        """Raise ValueError unless a group with other options keeps no more than before."""
-        if more := [slot for slot in slots_of(self.kind, self._probed(number)) if slot not in self.slots]:
+        """Raise ValueError unless a group with other options keeps no more than before; the same, if it is packed."""
+        found, before = self._division(number), self.division
+        if more := [slot for slot in found.slots if slot not in before.slots]:
             raise ValueError(_needs_more(number, self.what, more))
+        if found.packed != before.packed:
+            raise ValueError(
+                f"param_groups[{number}] of {self.what} was changed, and keeps {_listed(found)} now in place of "
+                f"{_listed(before)}; set such options before as_distributed"
+            )
         self._known.add(self._switches(number))
 
 
@@ -357,8 +363,13 @@ def _values_of(rule: Rule) -> dict[str, Any]:
 def groups_of(rule: Any, tensors: Mapping[str, Any]) -> ParameterGroups:
     """The parameter groups of a rule or method: those that it follows, or new ones.
 
-    One group without values where the rule has none that could change.
+    One group without values where the rule has none that could change.  Raises ValueError if such an optimizer of
+    PyTorch needs whole tensors, and one is complex: steps see pairs of reals.
     """
+    if isinstance(rule, Rule) and rule.whole_tensors and hasattr(rule, "with_values"):
+        for name, p in tensors.items():
+            if p.is_complex():
+                raise ValueError(f"parameter {name!r} is complex, and {rule.kernel.name} needs whole tensors; {REMEDY}")
     if isinstance(rule, Rule) and isinstance(rule.live, LiveGroups):
         return rule.live
     if isinstance(rule, Rule) and (type(rule).by_tensor in _KNOWN or hasattr(rule, "with_values")):
@@ -378,7 +389,7 @@ def _changed(rule: Rule, values: Mapping[str, Any]) -> Rule:
 
 def _needs_more(number: int, what: str, more: Sequence[str]) -> str:
     return (
-        f"param_groups[{number}] of {what} was changed, and needs {_listed(more)} now, which did not exist when the "
+        f"param_groups[{number}] of {what} was changed, and needs {', '.join(more)} now, which did not exist when the "
         "module was made distributed; set such options before as_distributed"
     )
 
@@ -429,56 +440,5 @@ def _text(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-def _listed(slots: Any) -> str:
-    return ", ".join(slots) or "no state"
-
-
-# Which optimizers of PyTorch treat each element by itself, and the names of the arrays that they keep.
-
-
-def arguments_of(kind: type) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind).parameters
-
-
-def slots_of(kind: type, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the arrays that an optimizer of `torch.optim` keeps, such as ``exp_avg``, in PyTorch's order.
-
-    `options` are its arguments but for the parameters. Raises TypeError or ValueError unless it treats each element by
-    itself.
-    """
-    return _slots_of(kind, tuple(sorted((name, value) for name, value in options.items() if value is not None)))
-
-
-@functools.cache
-def _slots_of(kind: type, options: tuple[tuple[str, Any], ...]) -> tuple[str, ...]:
-    what, given = f"torch.optim.{kind.__name__}", dict(options)
-    random = np.random.default_rng(0)
-    start, slopes = random.standard_normal(3), random.standard_normal((3, 3))
-
-    def after(elements: slice) -> tuple[Any, dict[str, Any]]:
-        values = torch.from_numpy(start[elements].copy())
-        optimizer: Any = kind([values], **given)
-        for slope in slopes:
-            values.grad = torch.from_numpy(slope[elements].copy())
-            optimizer.step()
-        return values, dict(optimizer.state[values])
-
-    try:
-        whole, state = after(slice(None))
-        parts = [after(slice(number, number + 1)) for number in range(3)]
-    except Exception as error:
-        text = brief(" ".join(str(error).split()))  # in one line
-        remedy = REMEDY if kind.__name__ != "Muon" else "use mpishard.Muon, which has the same formula"
-        raise TypeError(
-            f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {remedy}"
-        ) from None
-    slots, other = [], []
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == whole.shape:
-            slots.append(name)
-        elif name != STEP and value is not None:
-            other.append(name)
-    if other or not torch.allclose(whole, torch.cat([part for part, _ in parts]), rtol=1e-12, atol=0):
-        why = f"it keeps {other[0]!r} besides" if other else "what it does to an element depends on others"
-        raise ValueError(f"{what} cannot be divided over ranks: {why}; {REMEDY}")
-    return tuple(slots)
+def _listed(division: Division) -> str:
+    return ", ".join(division.packed or division.slots) or "no state"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from mpishard.optim import Rule
-from mpishard.torch.live_groups import STEP, LiveGroups, arguments_of, slots_of
+from mpishard.torch.live_groups import LiveGroups
 from mpishard.torch.memory import as_tensor, finish_stream
+from mpishard.torch.torch_steps import STEP, Division, arguments_of, division_of, take_step
 
 Array = Any
 
@@ -36,12 +37,13 @@ class TorchRule(Rule):
     # Groups whose present options are used at each step, since schedulers change them.
     of_optimizer: LiveGroups | None = field(default=None, compare=False, repr=False)
     group: int = field(default=0, compare=False, repr=False)  # the number of its group, of which this is the rule
-    _slots: tuple[str, ...] = field(default=(), init=False, compare=False, repr=False)
+    _division: Division = field(default=Division(()), init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        slots = slots_of(self.kind, self._arguments(1e-3)) if self.of_optimizer is None else self.of_optimizer.slots
-        object.__setattr__(self, "_slots", slots)
+        live = self.of_optimizer
+        division = division_of(self.kind, self._arguments(1e-3)) if live is None else live.division
+        object.__setattr__(self, "_division", division)
 
     @property
     def live(self) -> LiveGroups | None:
@@ -50,13 +52,13 @@ class TorchRule(Rule):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The names of PyTorch, such as ``exp_avg``."""
-        return self._slots
+        """The names of PyTorch, such as ``exp_avg``; of what is packed, ``state1`` and so on."""
+        return self._division.slots
 
     @property
     def kernel(self) -> Any:
         """Names the formula, which PyTorch has."""
-        return _Formula(f"torch.optim.{self.kind.__name__}")
+        return _Formula(f"torch.optim.{self.kind.__name__}", " ".join(self._division.packed or ()))
 
     def scalars(self, step: int) -> tuple[float, ...]:
         """None: PyTorch computes them."""
@@ -144,11 +146,35 @@ class TorchRule(Rule):
         return {"lr": lr, **self.options, **({"weight_decay": self.weight_decay} if decays else {})}
 
 
+@dataclass(frozen=True)
+class WholeTensorRule(TorchRule):
+    """The same of an optimizer that needs whole tensors."""
+
+    whole_tensors: ClassVar[bool] = True
+
+    def update(
+        self,
+        parameters: Array,
+        gradients: Array,
+        slots: Sequence[Array],
+        step: int,
+        *,
+        divisor: float = 1.0,
+        clip: float = 1.0,
+    ) -> None:
+        """Take a step of one whole tensor in place: `parameters` and `gradients` have its shape, `slots` are flat."""
+        self._check_slots(slots)
+        if parameters.size:
+            arguments, gradient = self._arguments(self.learning_rate(step)), as_tensor(gradients) * (clip / divisor)
+            take_step(self.kind, arguments, as_tensor(parameters), gradient, [*map(as_tensor, slots)], step)
+
+
 def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> TorchRule:
-    """An element-wise optimizer of `torch.optim` as a rule, for any optimizer of mpishard.
+    """An optimizer of `torch.optim` as a rule, for any optimizer of mpishard.
 
     Each rank takes PyTorch's step for the elements that it updates, so that the state is divided under ZeRO, and saved
-    and moved as that of other rules.
+    and moved as that of other rules.  Where PyTorch needs whole tensors, as for ``Adafactor``, ``NAdam`` and ``ASGD``,
+    each tensor goes to one rank for its step; the state is packed into arrays of the size of the parameters.
 
     Parameters
     ----------
@@ -168,7 +194,7 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
     Raises
     ------
     TypeError, ValueError
-        If the class is no optimizer, an argument is unfit, or what it does to an element depends on others.
+        If the class is no optimizer, an argument is unfit, or what it does to a tensor depends on others.
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"rule_of needs a class of torch.optim such as torch.optim.RAdam, got {kind!r}")
@@ -178,7 +204,8 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"torch.optim.{kind.__name__} has no argument {unknown[0]!r}")
     decay = given.pop("weight_decay", known["weight_decay"].default if "weight_decay" in known else 0.0)
-    return TorchRule(lr, kind, given, float(decay), groups=groups, ema_decay=ema_decay)
+    made = TorchRule(lr, kind, given, float(decay), groups=groups, ema_decay=ema_decay)
+    return _fitting(made._division)(lr, kind, given, float(decay), groups=groups, ema_decay=ema_decay)
 
 
 def rule_of_optimizer(optimizer: Any, names: Mapping[int, str]) -> TorchRule:
@@ -188,7 +215,11 @@ def rule_of_optimizer(optimizer: Any, names: Mapping[int, str]) -> TorchRule:
     by their ids. Raises as `LiveGroups`.
     """
     live = LiveGroups(optimizer, names)
-    return TorchRule(_LiveRate(live, 0), live.kind, {}, of_optimizer=live)
+    return _fitting(live.division)(_LiveRate(live, 0), live.kind, {}, of_optimizer=live)
+
+
+def _fitting(division: Division) -> type[TorchRule]:
+    return TorchRule if division.packed is None else WholeTensorRule
 
 
 class _LiveRate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 
@@ -66,9 +67,9 @@ def backward(mesh, module, step):
     return loss
 
 
-def alone(mesh, make_optimizer, make_scheduler, steps=STEPS):
+def alone(mesh, make_optimizer, make_scheduler, steps=STEPS, module=None):
     """The losses and rates of PyTorch alone, which has the samples of all ranks."""
-    module, (x, y), history = doubles(), images(), []
+    module, (x, y), history = module or doubles(), images(), []
     optimizer = make_optimizer(module)
     scheduler = make_scheduler(optimizer)
     for step in range(steps):
@@ -131,6 +132,68 @@ def test_each_group_of_a_rule_has_its_own_schedule(mesh, zero):
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
     found = take_steps(mesh, module, optimizer, schedule(optimizer), range(STEPS))
     np.testing.assert_allclose(found, alone(mesh, grouped, schedule), rtol=1e-9, atol=1e-15)
+
+
+def adafactor(module):
+    groups = [{"params": [module[1].weight, module[3].weight], "d": 2.0}]
+    groups += [{"params": [module[1].bias, module[3].bias], "weight_decay": 0.0, "lr": 0.05}]
+    return torch.optim.Adafactor(groups, lr=0.2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("zero", "theirs", "ours"),
+    [
+        (0, adafactor, adafactor),
+        (
+            1,
+            lambda module: torch.optim.NAdam(module.parameters()),
+            lambda _: mpishard.torch.rule_of(torch.optim.NAdam, 2e-3),
+        ),
+        (2, adafactor, adafactor),
+        (3, adafactor, adafactor),
+    ],
+)
+def test_whole_tensors_step_as_in_pytorch_and_continue_under_another_stage(mesh, folder, zero, theirs, ours):
+    """Each on one rank, with groups and a scheduler."""
+    whole, found, saved = doubles(), [], None
+    wanted = alone(mesh, theirs, SCHEDULERS["cosine"], module=whole)
+    for number, steps in enumerate((range(3), range(3, STEPS))):
+        module = doubles()
+        units = {"shard_units": torch.nn.Linear} if (zero + number) % 4 == 3 else {}
+        optimizer = mpishard.torch.as_distributed(module, mesh, ours(module), zero=(zero + number) % 4, **units)
+        scheduler = SCHEDULERS["cosine"](optimizer)
+        if number:
+            optimizer.load_checkpoint(folder)
+            scheduler.load_state_dict(saved)
+        found += take_steps(mesh, module, optimizer, scheduler, steps)
+        optimizer.save_checkpoint(folder)
+        saved = scheduler.state_dict()
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    optimizer.close()
+    assert_same_parameters(module, whole)
+    mesh.world.barrier()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_an_error_in_the_step_of_one_tensor_is_raised_on_all_ranks(mesh, zero):
+    """The parameters are as before then, and training may continue."""
+    fails = False
+
+    class Fails(torch.optim.Adafactor):
+        def step(self, closure=None):
+            if fails and self.param_groups[0]["params"][0].shape == (5,):
+                raise ValueError("no step of this tensor")
+            return super().step(closure)
+
+    module = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, Fails(module.parameters()), zero=zero)
+    for fails in (False, True, False):
+        before = optimizer.parameters.flat.copy()
+        backward(mesh, module, 0)
+        with pytest.raises(ValueError, match="no step of this tensor") if fails else contextlib.nullcontext():
+            optimizer.step()
+        assert np.array_equal(optimizer.parameters.flat, before) == fails
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("how", ["state_dict", "checkpoint"])

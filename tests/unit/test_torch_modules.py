@@ -13,7 +13,7 @@ import mpishard
 
 torch = pytest.importorskip("torch")
 from mpishard.torch import buffers as torch_buffers  # noqa: E402
-from mpishard.torch import distributed, torch_rule  # noqa: E402
+from mpishard.torch import distributed, torch_rule, torch_steps  # noqa: E402
 from mpishard.torch import module as module_state  # noqa: E402
 from mpishard.torch.buffers import Buffers  # noqa: E402
 from mpishard.torch.module import ModuleTensors, check_unchanged, state_of  # noqa: E402
@@ -141,6 +141,46 @@ def test_rules_of_pytorch_take_its_steps(name):
     assert np.allclose(values, wanted.numpy(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "count"), [("Adafactor", (1, 5), 2), ("Adafactor", (4, 3, 2), 2), ("Odd", (3, 2), 0)]
+)
+def test_rules_of_whole_tensors_take_the_steps_of_pytorch(name, shape, count):
+    """With state in arrays of their size; those of a flat array would be other ones."""
+    kind, random = Odd if name == "Odd" else torch.optim.Adafactor, np.random.default_rng(3)
+    rule, values = rule_of(kind, 0.1), random.standard_normal(shape)
+    wanted = torch.from_numpy(values.copy())
+    theirs = kind([wanted], lr=0.1)
+    state = [np.full(values.size, np.nan) for _ in rule.slots]
+    assert rule.whole_tensors and len(state) == count
+    for step in range(1, 5):
+        gradient = random.standard_normal(shape)
+        wanted.grad = torch.from_numpy(gradient / 4)
+        theirs.step()
+        rule.update(values, gradient, state, step, divisor=4.0)
+        torch_steps._layouts.clear()  # as in a run that continues
+    assert np.allclose(values, wanted.numpy(), rtol=1e-12, atol=0)
+    assert np.isfinite(state).all()
+
+
+def test_options_that_change_what_is_packed_are_refused():
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        theirs = Odd(made.parameters(), how="mean")
+        optimizer = mpishard.torch.as_distributed(made, mesh, theirs)
+        backward(made)
+        optimizer.step()
+        theirs.param_groups[0]["how"] = ""
+        with pytest.raises(
+            ValueError, match=r"\[0\] of this Odd was changed, and keeps no state now in place of kept; set"
+        ):
+            optimizer.step()
+        optimizer.close()
+        complex_one = torch.nn.Linear(2, 2, dtype=torch.complex64)
+        for rule in (torch.optim.NAdam(complex_one.parameters()), rule_of(torch.optim.Adafactor, 0.1)):
+            with pytest.raises(ValueError, match="'weight' is complex, and torch.optim..* needs whole tensors; use an"):
+                mpishard.torch.as_distributed(complex_one, mesh, rule)
+
+
 def test_a_stream_of_the_user_finishes_the_step_of_a_rule(monkeypatch):
     """On a GPU CuPy sends the values, and does not wait for it."""
     finished = []
@@ -150,11 +190,29 @@ def test_a_stream_of_the_user_finishes_the_step_of_a_rule(monkeypatch):
     assert [(tensor.tolist(), slot.tolist()) for tensor, slot in finished] == [([0.9] * 3, [1.0] * 3)]
 
 
+class Odd(torch.optim.Optimizer):
+    """Steps by rows of a matrix, and something that it keeps, or that depends on all tensors."""
+
+    def __init__(self, params, lr=0.1, how=""):
+        super().__init__(params, {"lr": lr, "how": how})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            largest = max(p.grad.abs().max() for p in group["params"]) if group["how"] == "global" else 1.0
+            for p in group["params"]:
+                size = p.grad.norm(dim=-1, keepdim=True) if p.ndim > 1 else p.grad.abs()
+                p -= group["lr"] / largest * p.grad / size
+                made = {"flags": p > 0, "square": p @ p.T if p.ndim == 2 else p.sum(), "mean": p.mean()}
+                self.state[p].update({"kept": made[group["how"]]} if group["how"] in made else {})
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: rule_of(torch.optim.Adafactor, 0.1), ValueError, "Adafactor cannot be divided over ranks"),
-        (lambda: rule_of(torch.optim.NAdam, 0.1), ValueError, "it keeps 'mu_product' besides"),
+        (lambda: rule_of(Odd, 0.1, how="global"), ValueError, "Odd cannot be divided over ranks: .* depends on others"),
+        (lambda: rule_of(Odd, 0.1, how="flags"), ValueError, "it keeps 'kept' besides, which is no array of real"),
+        (lambda: rule_of(Odd, 0.1, how="square"), ValueError, "keeps more than 1 times the elements of some matrices"),
         (lambda: rule_of(torch.optim.LBFGS, 0.1), TypeError, "LBFGS cannot take a step of a .*; use an element-wise"),
         (lambda: rule_of(torch.optim.RAdam, 0.1, beta=0.9), TypeError, "RAdam has no argument 'beta'"),
         (lambda: rule_of(torch.nn.Linear, 0.1), TypeError, "needs a class of torch.optim such as"),
