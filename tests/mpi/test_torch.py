@@ -381,6 +381,58 @@ def test_a_problem_has_the_losses_of_pytorch_alone(mesh, alone, strategy, micro_
     assert np.allclose(result.loss_history, alone, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["values", "meta", "workers leave and come"])
+def test_frozen_parameters_of_a_divided_problem_stay_whole(mesh, how):
+    """With the values of rank 0, also on a rank that comes; losses and parameters are those of PyTorch alone."""
+
+    def fresh():
+        module = smooth().insert(3, torch.nn.Linear(8, 8)).double()
+        module[3].requires_grad_(False)
+        module[1].bias.requires_grad_(False)
+        return module
+
+    def losses(module, samples):
+        x, y = images()
+        return torch.nn.functional.cross_entropy(module(x[samples].double()), y[samples], reduction="none")
+
+    def fill(layer):
+        for name, p in layer.named_parameters(recurse=False):
+            p.copy_(start[names[layer]].get_parameter(name) + mesh.rank)
+        for name, buffer in layer.named_buffers(recurse=False):
+            buffer.copy_(start.get_buffer(name))
+
+    whole, start, history = fresh(), fresh(), []
+    adamw = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.01)
+    for step in range(1, 7):
+        loss = losses(whole, Sampler(SAMPLES, BATCH, 2).batch(step)).mean()
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+        history.append(loss.item())
+    with torch.device("meta" if how == "meta" else "cpu"):
+        module = fresh()
+    names = {layer: number for number, layer in enumerate(module)}
+    for p in module.parameters() if mesh.rank else ():
+        p.data.zero_()
+    arguments = {"materialize": fill} if how == "meta" else {}
+    task = mpishard.torch.problem(
+        module, losses, SAMPLES, BATCH, steps=6, seed=2, mesh=mesh, shard_units=torch.nn.Linear, **arguments
+    )
+    optimizer = ZeRO3Optimizer(RULE, mesh)
+    if how == "workers leave and come":
+        optimizer = ElasticOptimizer(optimizer)
+
+    def resize(state):
+        if state.step in (2, 4) and how == "workers leave and come":
+            optimizer.resize(1 if state.step == 2 else mesh.size)
+
+    result = optimizer.optimize(task, callback=resize, progress=False)
+    np.testing.assert_allclose(result.loss_history, history, rtol=1e-9)
+    assert torch.equal(module[3].weight, whole[3].weight)  # without summon_full_parameters
+    with mpishard.torch.summon_full_parameters(module):
+        assert_same_parameters(module, whole)
+
+
 @pytest.fixture(scope="module")
 def bits_of_one_rank():
     with mpishard.Mesh(MPI.COMM_SELF) as one:
