@@ -359,7 +359,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Raises
         ------
         ValueError
-            Before the first step.
+            On every rank, if compressed gradients of a backward pass are on their way, which no step has used.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -394,13 +394,17 @@ class ModuleOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        image = state_dict.get("mpishard")
-        data = b"" if image is None else image.cpu().numpy().tobytes()
         self._state.take_values()
-        masters = state_dict.get("masters", {})
+        own, masters = self._state.masters, state_dict.get("masters", {})
         with raised_on_all(self.optimizer.mesh.world):
-            _check_masters(masters, self._state.masters)
-        self.optimizer.deserialize(data)
+            if "mpishard" not in state_dict:
+                raise ValueError(
+                    f"this has {', '.join(map(repr, state_dict)) or 'nothing'}, and what state_dict() of the optimizer "
+                    "of as_distributed returns has 'mpishard': after steps under PyTorch alone load the state_dict() "
+                    "of the module only, and begin with a new rule"
+                )
+            _check_masters(masters, own)
+        self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
         self._state.masters = masters
         self._groups.show(self.optimizer.steps)
         for after in self._optimizer_load_state_dict_post_hooks.values():

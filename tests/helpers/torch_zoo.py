@@ -142,6 +142,10 @@ WAYS = ("plain", "accumulated", "clipped by torch", "clipped by ours", "gan", "s
 MAX_NORMS = (0.05, 1e6)  # of steps in turn
 
 
+def is_unit(layer):
+    return type(layer) in LAYERS
+
+
 def make(name):
     """The same on all ranks."""
     torch.manual_seed(7)
@@ -167,7 +171,7 @@ def train(name, way, steps, mesh=None, zero=0):
         optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.9)
     else:
         module, ranks, rank = mpishard.torch.convert_sync_batchnorm(module, mesh), mesh.size, mesh.rank
-        units = {"shard_units": lambda layer: type(layer) in LAYERS} if zero == 3 else {}
+        units = {"shard_units": is_unit} if zero == 3 else {}
         # Of several buckets, and with norms of their own.
         several = {"max_gradient_norm": 1e6, "minimum_parameter_group_size": 64} if way == "accumulated" else {}
         config, rule = mpishard.ShardingConfiguration(mesh, **several), mpishard.SGD(lr=0.5, momentum=0.9)

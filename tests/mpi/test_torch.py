@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 
@@ -69,40 +70,59 @@ def test_losses_are_those_of_ddp(mesh, gloo, kind, zero):
             assert p.data_ptr() == optimizer.parameters[name].ctypes.data
 
 
-def changed(module):
+def changed(module, clip):
     for number, p in enumerate(module.parameters()):
         if p.grad is not None and number % 2:
             p.grad.mul_(0.25)
 
 
-def replaced(module):
+def replaced(module, clip):
     for p in module.parameters():
         if p.grad is not None:
             p.grad = p.grad / (1 + p.grad.norm())
 
 
-@pytest.mark.parametrize("change", [lambda module: None, changed, replaced], ids=["as they are", "changed", "replaced"])
-@pytest.mark.parametrize("kind", KINDS)
+def clipped(module, clip):
+    """By the largest gradient, by layer, and by value; the norms."""
+    norms = [clip(0.05, norm_type=float("inf"), foreach=False)]
+    layers = [list(each.parameters()) for each in module.children()]
+    norms += [torch.nn.utils.clip_grad_norm_(each, 0.01, norm_type=1) for each in layers if each]
+    if not any(p.is_complex() for p in module.parameters()):
+        torch.nn.utils.clip_grad_value_(module.parameters(), 1e-3)
+    return norms
+
+
+CHANGES = (lambda module, clip: None, changed, replaced, clipped)
+
+
+def own_loss(mesh, module, name, step):
+    """Of this rank's part of a batch of the zoo."""
+    x, y = torch_zoo.samples(name, step)
+    own = np.split(np.arange(torch_zoo.SAMPLES), mesh.size)[mesh.rank]
+    return torch.nn.functional.cross_entropy(module(x[own]), y[own])
+
+
 @pytest.mark.parametrize("zero", [0, 1])
-def test_gradients_after_a_backward_pass_are_those_of_ddp(mesh, gloo, kind, change, zero):
-    """And what a loop makes of them is what steps; and several passes before a step add up."""
-    module, x, y = make(kind)
-    theirs = gloo(copy.deepcopy(module), find_unused_parameters=kind == "transformer")
+@pytest.mark.parametrize("name", torch_zoo.MODULES)
+def test_gradients_after_a_backward_pass_are_those_of_ddp(mesh, gloo, name, zero):
+    """And what a loop makes of them is what steps, in each step another thing; several passes before a step add up."""
+    theirs, module = gloo(torch_zoo.make(name), find_unused_parameters=name == "unused"), torch_zoo.make(name)
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.5, momentum=0.9)
     optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5, momentum=0.9), zero=zero)
-    for step in range(3):
+    clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(theirs.parameters()))
+    for step, change in enumerate(CHANGES):
         for each, which in ((theirs, sgd), (module, optimizer)):
             which.zero_grad()
             for number in range(1 + step % 2):
-                loss_of(each, x, y, samples_of(mesh, step + number)).backward()
-            change(each)
-        found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        for name, q in theirs.module.named_parameters():
-            if q.grad is not None:
-                torch.testing.assert_close({name: found[name]}, {name: q.grad}, rtol=1e-4, atol=1e-6)
+                own_loss(mesh, each, name, step + number).backward()
+        found = {name: p.grad for name, p in module.named_parameters()}
+        wanted = {name: q.grad for name, q in theirs.module.named_parameters() if q.grad is not None}
+        torch.testing.assert_close({name: found[name] for name in wanted}, wanted, rtol=1e-9, atol=1e-12)
+        norms = change(module, optimizer.clip_grad_norm_), change(theirs.module, clip)
+        torch.testing.assert_close(*(each or [] for each in norms), rtol=1e-9, atol=0)
         for which in (sgd, optimizer):
             which.step()
-    assert_same_parameters(module, theirs.module, rtol=1e-3, atol=1e-5)
+    assert_same_parameters(module, theirs.module, rtol=1e-9)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -233,6 +253,9 @@ def test_the_state_goes_to_a_file_of_pytorch(mesh, folder):
     saved = torch.load(folder / "state.pt", weights_only=True)
     again.load_state_dict(saved["model"])
     optimizer = mpishard.torch.as_distributed(again, mesh, RULE, zero=2)
+    other = torch.optim.AdamW(again.parameters()).state_dict()
+    with pytest.raises(ValueError, match="this has 'state', 'param_groups', and .* returns has 'mpishard'"):
+        optimizer.load_state_dict(other if mesh.rank == mesh.size - 1 else saved["optimizer"])
     optimizer.load_state_dict(saved["optimizer"])
     for step in (2, 3):
         loss_of(again, x, y, samples_of(mesh, step)).backward()
@@ -556,7 +579,7 @@ STEPS = 2
 REFUSED = {
     "clipped by torch": "p.grad is not available.*call optimizer.clip_grad_norm_",
     "gan": "a second backward pass reached parameter.*within optimizer.no_sync",
-    "scaler": "p.grad is not available",
+    "scaler": r"p.grad is not available.*GradScaler give it loss_scale='dynamic', and call optimizer.scale\(loss\)",
 }
 alone_of_zoo = functools.cache(torch_zoo.train)
 
@@ -580,3 +603,37 @@ def test_steps_are_those_of_one_process_with_the_whole_batch(shared_mesh, capsys
         assert own_norms == pytest.approx(norms, rel=1e-9), way
         message = f"{way}: {{}}".format
         torch.testing.assert_close(own_values, values, rtol=1e-9, atol=1e-11, msg=message)
+
+
+# FSDP2 takes parameters of one dtype alone; and compiling takes seconds.
+@pytest.mark.parametrize("name", [name for name in torch_zoo.MODULES if name not in ("complex", "compiled")])
+def test_steps_and_norms_are_those_of_fsdp2(mesh, gloo, name):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this PyTorch has no FSDP2")
+    theirs = torch_zoo.make(name)
+    fsdp.fully_shard(theirs, mesh=torch.distributed.init_device_mesh("cpu", (mesh.size,)))
+    sgd = torch.optim.SGD([p for p in theirs.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+    found = []
+    for step, max_norm in enumerate(torch_zoo.MAX_NORMS):
+        sgd.zero_grad()
+        for number in range(1 + step):
+            own_loss(mesh, theirs, name, step + number).backward()
+        found.append(torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm).full_tensor())
+        sgd.step()
+    wanted = {name: p.full_tensor().detach() for name, p in theirs.named_parameters()}
+    for zero in (2, 3):
+        module = torch_zoo.make(name)
+        units = {"shard_units": torch_zoo.is_unit} if zero == 3 else {}
+        optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.5, momentum=0.9), zero=zero, **units)
+        for step, max_norm in enumerate(torch_zoo.MAX_NORMS):
+            for number in range(1 + step):
+                with optimizer.no_sync() if number < step else contextlib.nullcontext():
+                    own_loss(mesh, module, name, step + number).backward()
+            torch.testing.assert_close(optimizer.clip_grad_norm_(max_norm), found[step], rtol=1e-9, atol=0)
+            with pytest.raises(ValueError, match="norm_type=1: ranks divide the gradients, and measure their 2-norm"):
+                optimizer.clip_grad_norm_(max_norm, 1)
+            optimizer.step()
+        optimizer.close()
+        own = {name: p.detach() for name, p in module.named_parameters()}
+        torch.testing.assert_close(own, wanted, rtol=1e-9, atol=1e-12)
