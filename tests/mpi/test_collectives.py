@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -313,7 +315,8 @@ def test_ledger_bytes_are_those_of_the_ring(mesh, size):
     ("call", "error", "message"),
     [
         (lambda axis: axis.start_all_reduce(np.zeros(4)[::2]), ValueError, "contiguous"),
-        (lambda axis: axis.all_reduce([1.0]), TypeError, "needs a NumPy or CuPy array, got list"),
+        (lambda axis: axis.all_reduce([1.0]), TypeError, "needs a NumPy or CuPy array, got list$"),
+        (lambda axis: axis.broadcast(SimpleNamespace(numpy=list)), TypeError, "got SimpleNamespace; pass its numpy"),
         (lambda axis: axis.all_reduce(np.zeros((4, 4))[:, :2]), ValueError, "contiguous"),
         (lambda axis: axis.all_reduce(np.zeros(3), np.zeros(4)), ValueError, r"\(3,\) and float64 \(4,\)"),
         (lambda axis: axis.reduce_scatter(np.zeros(3), counts=[9] * axis.size), ValueError, "do not cut a buffer of 3"),
