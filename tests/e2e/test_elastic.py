@@ -260,7 +260,9 @@ def trained(strategy, mesh, elastic=True):
 
 cases = [
     (mpishard.ZeRO3Optimizer, "forward", 1),
+    (mpishard.ZeRO1Optimizer, "backward", 4),
     (mpishard.ZeRO2Optimizer, "backward", 3),
+    (mpishard.DDPOptimizer, "forward", 5),
     (mpishard.ZeRO3Optimizer, "backward", 0),
 ]
 with mpishard.Mesh(MPI.COMM_SELF) as alone:
@@ -274,10 +276,11 @@ with mpishard.Mesh() as mesh:
                 print(strategy.__name__, same, file=file)
 """
     report = tmp_path / "report"
-    words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
-    output, _ = faults.execute(words, 300, lambda: report.exists() and len(report.read_text().splitlines()) == 3)
+    words = [*LAUNCH, "-n", "6", sys.executable, "-c", script, str(report)]
+    output, _ = faults.execute(words, 300, lambda: report.exists() and len(report.read_text().splitlines()) == 5)
     assert report.exists(), output
-    expected = [f"{name}Optimizer {[True] * ranks}" for name, ranks in (("ZeRO3", 3), ("ZeRO2", 2), ("ZeRO3", 1))]
+    cases = (("ZeRO3", 5), ("ZeRO1", 4), ("ZeRO2", 3), ("DDP", 2), ("ZeRO3", 1))
+    expected = [f"{name}Optimizer {[True] * ranks}" for name, ranks in cases]
     assert report.read_text().splitlines() == expected, output
 
 
