@@ -457,8 +457,8 @@ class Channel:
         in debug mode CollectiveMismatchError on all ranks.
         """
         if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
-            way_out = "; pass its numpy()" if hasattr(buffer, "numpy") else ""  # as a tensor of PyTorch
-            raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}{way_out}")
+            remedy = "; pass its numpy()" if hasattr(buffer, "numpy") else ""  # as a tensor of PyTorch
+            raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}{remedy}")
         if not buffer.flags.c_contiguous:
             raise ValueError(f"{op} needs a contiguous buffer, got a strided one of shape {buffer.shape}")
         if op in ("all_reduce", "reduce_scatter") and detail not in OPS:
