@@ -16,7 +16,7 @@ import numpy as np
 from mpishard.backend import exact
 from mpishard.backend.array import is_device, module_of
 from mpishard.backend.compiled import HostFunction, inner
-from mpishard.backend.exact import CARRY, Spans
+from mpishard.backend.exact import CARRY, Spans, touch_next
 
 Array = Any
 
@@ -44,7 +44,8 @@ def words_with(
 ) -> np.ndarray:
     """The words of the dot products of some rows with up to four vectors, over the elements in `spans`.
 
-    `free` is the mask, where a factor has one. Returns int64 (factors, rows, 2).
+    `free` is the mask, where a factor has one.  It takes less time if the last one of four is a part of the second one.
+    Returns int64 (factors, rows, 2).
     """
     words = np.zeros((len(factors), len(indices), 2), np.int64)
     if is_device(rows):
@@ -56,11 +57,12 @@ def words_with(
         mask = np.empty(0, np.uint8) if free is None else free.view(np.uint8)
         which = np.array([_ALL if factor.of_free is None else factor.of_free for factor in factors], np.int64)
         magic = np.stack([exact.magic_numbers(factor.tops) for factor in factors])
+        split = len(factors) == _MOST and _is_part(factors[3], factors[1])
         numbers = np.array(indices, np.int64), np.array(spans, np.int64)
         buffers = np.empty((2 * _MOST + len(indices), _BLOCK)), np.empty((3, _BLOCK), np.int64)
         marked = np.empty(_BLOCK, np.uint8)
-        marks = np.empty((4, 2)), np.empty((4, 2), np.int64)
-        _rows_with((rows, *vectors, mask, which, *numbers, magic, words, *buffers, marked, *marks))
+        marks = np.empty((4, 2)), np.empty((8, 2), np.int64)
+        _rows_with((rows, *vectors, mask, which, *numbers, magic, words, *buffers, marked, *marks), (int(split),))
     return words
 
 
@@ -103,9 +105,14 @@ def expect(dtype: np.dtype) -> None:
     marks = pairs.view(np.float64), pairs
     magic = words.view(np.float64)
     _rows_with.expect(
-        (rows, *(rows.reshape(-1),) * _MOST, flag, number, number, pairs, magic, words, *marks, flag, *marks)
+        (rows, *(rows.reshape(-1),) * _MOST, flag, number, number, pairs, magic, words, *marks, flag, *marks), (0,)
     )
     _sorted.expect((rows, number, number, number, np.empty(0), wide, wide, words))
+
+
+def _is_part(part: Factor, whole: Factor) -> bool:
+    """Return True if the products with a vector are some of those with another one."""
+    return part.vector is whole.vector and whole.of_free is None and list(part.tops) == list(whole.tops)
 
 
 def _masked(factor: Factor, free: Array | None) -> Array:
@@ -136,7 +143,8 @@ def _fill(part, mask, wanted, factor):  # type: ignore[no-untyped-def]
 def _add_four(one, other, left, right, magic, sums):  # type: ignore[no-untyped-def]
     """Add the bits of two rows times two vectors; integers, which are vectorised.  They wrap around."""
     first0, first1, first2, first3 = magic[0, 0], magic[1, 0], magic[2, 0], magic[3, 0]
-    second0, second1, second2, second3 = magic[0, 1], magic[1, 1], magic[2, 1], magic[3, 1]
+    both0, both1 = first0 + magic[0, 1], first1 + magic[1, 1]
+    both2, both3 = first2 + magic[2, 1], first3 + magic[3, 1]
     high0 = low0 = high1 = low1 = high2 = low2 = high3 = low3 = np.int64(0)
     for i in range(one.size):
         x, y = np.float64(one[i]), np.float64(other[i])
@@ -146,27 +154,71 @@ def _add_four(one, other, left, right, magic, sums):  # type: ignore[no-untyped-
         high1 += np.float64(coarse1).view(np.int64)
         high2 += np.float64(coarse2).view(np.int64)
         high3 += np.float64(coarse3).view(np.int64)
-        low0 += np.float64((product0 - (coarse0 - first0)) + second0).view(np.int64)
-        low1 += np.float64((product1 - (coarse1 - first1)) + second1).view(np.int64)
-        low2 += np.float64((product2 - (coarse2 - first2)) + second2).view(np.int64)
-        low3 += np.float64((product3 - (coarse3 - first3)) + second3).view(np.int64)
+        low0 += np.float64(product0 + (both0 - coarse0)).view(np.int64)
+        low1 += np.float64(product1 + (both1 - coarse1)).view(np.int64)
+        low2 += np.float64(product2 + (both2 - coarse2)).view(np.int64)
+        low3 += np.float64(product3 + (both3 - coarse3)).view(np.int64)
     for k, (high, low) in enumerate(((high0, low0), (high1, low1), (high2, low2), (high3, low3))):
         sums[k, 0] += high
         sums[k, 1] += low
 
 
 @inner
+def _add_eight(one, other, left, middle, right, part, marks0, marks1, sums):  # type: ignore[no-untyped-def]
+    """As `_add_four`, with four vectors, of which the last has elements of the second one, and else zeros.
+
+    Their products are the same. Bits of the last are of its elements other than 0 only.
+    """
+    first0, first1, first2 = marks0[0, 0], marks0[1, 0], marks0[2, 0]
+    first4, first5, first6 = marks1[0, 0], marks1[1, 0], marks1[2, 0]
+    both0, both1, both2 = first0 + marks0[0, 1], first1 + marks0[1, 1], first2 + marks0[2, 1]
+    both4, both5, both6 = first4 + marks1[0, 1], first5 + marks1[1, 1], first6 + marks1[2, 1]
+    high0 = low0 = high1 = low1 = high2 = low2 = high3 = low3 = np.int64(0)
+    high4 = low4 = high5 = low5 = high6 = low6 = high7 = low7 = np.int64(0)
+    for i in range(one.size):
+        x, y, counts = np.float64(one[i]), np.float64(other[i]), part[i] != 0.0
+        product0, product1, product2 = x * left[i], x * middle[i], x * right[i]
+        product4, product5, product6 = y * left[i], y * middle[i], y * right[i]
+        coarse0, coarse1, coarse2 = product0 + first0, product1 + first1, product2 + first2
+        coarse4, coarse5, coarse6 = product4 + first4, product5 + first5, product6 + first6
+        bits1, bits5 = np.float64(coarse1).view(np.int64), np.float64(coarse5).view(np.int64)
+        fine1 = np.float64(product1 + (both1 - coarse1)).view(np.int64)
+        fine5 = np.float64(product5 + (both5 - coarse5)).view(np.int64)
+        high0 += np.float64(coarse0).view(np.int64)
+        high1 += bits1
+        high2 += np.float64(coarse2).view(np.int64)
+        high3 += bits1 if counts else 0
+        high4 += np.float64(coarse4).view(np.int64)
+        high5 += bits5
+        high6 += np.float64(coarse6).view(np.int64)
+        high7 += bits5 if counts else 0
+        low0 += np.float64(product0 + (both0 - coarse0)).view(np.int64)
+        low1 += fine1
+        low2 += np.float64(product2 + (both2 - coarse2)).view(np.int64)
+        low3 += fine1 if counts else 0
+        low4 += np.float64(product4 + (both4 - coarse4)).view(np.int64)
+        low5 += fine5
+        low6 += np.float64(product6 + (both6 - coarse6)).view(np.int64)
+        low7 += fine5 if counts else 0
+    highs = high0, high1, high2, high3, high4, high5, high6, high7
+    lows = low0, low1, low2, low3, low4, low5, low6, low7
+    for k in range(8):
+        sums[k, 0], sums[k, 1] = highs[k], lows[k]
+
+
+@inner
 def _add_two(one, other, factor, magic, sums):  # type: ignore[no-untyped-def]
     """As `_add_four`, with one vector."""
-    first0, first1, second0, second1 = magic[0, 0], magic[1, 0], magic[0, 1], magic[1, 1]
+    first0, first1 = magic[0, 0], magic[1, 0]
+    both0, both1 = first0 + magic[0, 1], first1 + magic[1, 1]
     high0 = low0 = high1 = low1 = np.int64(0)
     for i in range(one.size):
         product0, product1 = np.float64(one[i]) * factor[i], np.float64(other[i]) * factor[i]
         coarse0, coarse1 = product0 + first0, product1 + first1
         high0 += np.float64(coarse0).view(np.int64)
         high1 += np.float64(coarse1).view(np.int64)
-        low0 += np.float64((product0 - (coarse0 - first0)) + second0).view(np.int64)
-        low1 += np.float64((product1 - (coarse1 - first1)) + second1).view(np.int64)
+        low0 += np.float64(product0 + (both0 - coarse0)).view(np.int64)
+        low1 += np.float64(product1 + (both1 - coarse1)).view(np.int64)
     for k, (high, low) in enumerate(((high0, low0), (high1, low1))):
         sums[k, 0] += high
         sums[k, 1] += low
@@ -183,13 +235,13 @@ def _take(high, low, count, magic, words):  # type: ignore[no-untyped-def]
 @inner
 def _add_one(one, other, magic, words):  # type: ignore[no-untyped-def]
     """Add the products of the elements of two arrays to words."""
-    first, second = magic[0], magic[1]
+    first, both = magic[0], magic[0] + magic[1]
     high = low = np.int64(0)
     for i in range(one.size):
         product = one[i] * other[i]
         coarse = product + first
         high += np.float64(coarse).view(np.int64)
-        low += np.float64((product - (coarse - first)) + second).view(np.int64)
+        low += np.float64(product + (both - coarse)).view(np.int64)
     _take(high, low, one.size, magic, words)
 
 
@@ -233,14 +285,16 @@ def _rows_with_loop(
     marked: np.ndarray,
     marks: np.ndarray,
     sums: np.ndarray,
+    split: int,
 ) -> None:
+    touched = 0.0
     factors, few, picked = buffers[:_MOST], buffers[_MOST : 2 * _MOST], buffers[2 * _MOST :]
     index, dense, sparse = places[0], places[1], places[2]
     for s in range(len(spans)):
         stop = spans[s, 1]
         for begin in range(spans[s, 0], stop, _BLOCK):
             size = min(_BLOCK, stop - begin)
-            denses = sparses = 0
+            denses = sparses = count = 0
             for v in range(which.size):
                 vector = vector0 if v == 0 else (vector1 if v == 1 else (vector2 if v == 2 else vector3))
                 part, flags = vector[begin : begin + size], mask[begin : begin + size]
@@ -251,11 +305,27 @@ def _rows_with_loop(
                 elif count:
                     sparse[sparses] = v
                     sparses += 1
-            # Two rows and two vectors at a time; the last row may be its own neighbour.
-            for d in range(0, denses, 2):
+            # Two rows at a time, and two or all vectors; the last row may be its own neighbour.
+            together = split and denses == _MOST
+            if together:
+                for k in range(0, indices.size, 2):
+                    j = min(k + 1, indices.size - 1)
+                    touched += touch_next(rows, indices, k + 2, 2, begin, size, stop)
+                    one = rows[indices[k], begin : begin + size]
+                    other = rows[indices[j], begin : begin + size]
+                    vectors = factors[0, :size], factors[1, :size], factors[2, :size], factors[3, :size]
+                    _add_eight(one, other, *vectors, magic[:, k], magic[:, j], sums)
+                    for v in range(_MOST):
+                        terms = size if v < _MOST - 1 else count
+                        _take(sums[v, 0], sums[v, 1], terms, magic[v, k], words[v, k])
+                        if j > k:
+                            _take(sums[_MOST + v, 0], sums[_MOST + v, 1], terms, magic[v, j], words[v, j])
+            for d in range(_MOST if together else 0, denses, 2):
                 v, w = dense[d], dense[min(d + 1, denses - 1)]
                 for k in range(0, indices.size, 2):
                     j = min(k + 1, indices.size - 1)
+                    if d == 0:
+                        touched += touch_next(rows, indices, k + 2, 2, begin, size, stop)
                     for p in range(2):
                         marks[0, p], marks[1, p] = magic[v, k, p], magic[v, j, p]
                         marks[2, p], marks[3, p] = magic[w, k, p], magic[w, j, p]
@@ -288,6 +358,7 @@ def _rows_with_loop(
                         few[d, i] = factors[v, index[i]]
                     for k in range(indices.size):
                         _add_one(picked[k, :count], few[d, :count], magic[v, k], words[v, k])
+    few[0, 0] = touched  # else the compiler would not read them
 
 
 def _sorted_loop(
@@ -447,12 +518,12 @@ def _changed_loop(
             # As in `mpishard.backend.exact`.
             for k in range(len(places)):
                 one, other = left[places[k, 0], :count], right[places[k, 1], :count]
-                first, second = magic[k, 0], magic[k, 1]
+                first, both = magic[k, 0], magic[k, 0] + magic[k, 1]
                 high = low = np.int64(0)
                 for i in range(count):
                     product = one[i] * other[i]
                     coarse = product + first
-                    fine = (product - (coarse - first)) + second
+                    fine = product + (both - coarse)
                     high += np.float64(coarse).view(np.int64)
                     low += np.float64(fine).view(np.int64)
                 low += words[k, 1] - count * bits[k, 1]

@@ -288,16 +288,22 @@ SIZE = 10_007
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [(0.9, 0.9, 0.01, 0.0), (0.01, 0.9, 0.9, 0.9), (0.5,), (0.01,)])
-def test_each_vector_with_each_row(device, dtype, parts):
+@pytest.mark.parametrize(
+    "parts", [(0.9, 0.9, 0.01, 0.0), (0.01, 0.9, 0.9, 0.9), (0.5,), (0.01,), (0.9, 0.8, 0.9, "of 1")]
+)
+@pytest.mark.parametrize("of_free", [(None, True, False, None), (None, None, True, False)])
+def test_each_vector_with_each_row(device, dtype, parts, of_free):
     random = np.random.default_rng(len(parts))
     rows = random.standard_normal((5, SIZE)).astype(dtype)
     free = random.random(SIZE) < 0.7
     spans, indices = [(3, 5000), (5100, 9999)], [4, 0, 2]
     factors = []
     for number, part in enumerate(parts):
-        vector = np.where(random.random(SIZE) < part, random.standard_normal(SIZE), 0).astype(dtype)
-        factors.append(Factor(vector, [32.0 * 2**k for k in range(3)], (None, True, False)[number % 3]))
+        if part == "of 1":
+            vector = factors[1].vector
+        else:
+            vector = np.where(random.random(SIZE) < part, random.standard_normal(SIZE), 0).astype(dtype)
+        factors.append(Factor(vector, [32.0 * 2**k for k in range(3)], of_free[number]))
     words = words_with(rows, indices, factors, spans, free)
     for found, (vector, tops, of_free) in zip(words, factors, strict=True):
         counts = vector if of_free is None else np.where(free == of_free, vector, 0).astype(dtype)
