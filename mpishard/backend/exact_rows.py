@@ -406,20 +406,21 @@ def changed_words(
     if not len(pairs) or not len(spans):
         return words
     magic = exact.magic_numbers(tops)
-    lefts, rights = (sorted(set(side)) for side in zip(*pairs, strict=True))
-    of_left, of_right = ({row: place for place, row in enumerate(side)} for side in (lefts, rights))
-    places = np.array([(of_left[one], of_right[other]) for one, other in pairs], np.int64)
+    used, rights = sorted({row for pair in pairs for row in pair}), sorted({other for _, other in pairs})
+    of_used, of_right = ({row: place for place, row in enumerate(side)} for side in (used, rights))
+    places = np.array([(of_used[one], of_right[other]) for one, other in pairs], np.int64)
+    seconds = [of_used[row] for row in rights]
     if is_device(rows):
         for start, stop in spans:
             for begin in range(start, stop, _ON_DEVICE):
                 part = slice(begin, min(begin + _ON_DEVICE, stop))
                 old = None if before is None else before[part]
-                _on_device(rows[:, part], lefts, rights, places, magic, old, after[part], words)
+                _on_device(rows[:, part], used, seconds, places, magic, old, after[part], words)
         return words
     keep = 0 if before is None else 1
     flags = [mask.view(np.uint8) for mask in (after if before is None else before, after)]
-    numbers = [np.array(side, np.int64) for side in (lefts, rights)]
-    left, right = (np.empty((len(side), _BLOCK_OF_CHANGES)) for side in (lefts, rights))
+    numbers = [np.array(side, np.int64) for side in (used, seconds)]
+    left, right = (np.empty((len(side), _BLOCK_OF_CHANGES)) for side in (used, seconds))
     index, sign = np.empty(_BLOCK_OF_CHANGES, np.int64), np.empty(_BLOCK_OF_CHANGES)
     marks = magic, magic.view(np.int64)
     _changed((rows, *numbers, places, *flags, np.array(spans), *marks, left, right, index, sign, words), (keep,))
@@ -437,8 +438,8 @@ def expect_changes(dtype: np.dtype) -> None:
 
 def _on_device(
     rows: Array,
-    lefts: Sequence[int],
-    rights: Sequence[int],
+    used: Sequence[int],
+    seconds: Sequence[int],
     places: np.ndarray,
     magic: np.ndarray,
     before: Array | None,
@@ -451,16 +452,16 @@ def _on_device(
         signs -= before.astype(module.float64)
     index = module.flatnonzero(signs)
     signs = signs[index]
-    left = [rows[row][index].astype(module.float64) for row in lefts]
-    right = [rows[row][index].astype(module.float64) * signs for row in rights]
+    left = [rows[row][index].astype(module.float64) for row in used]
+    right = [left[place] * signs for place in seconds]
     for k, (one, other) in enumerate(places):
         exact.add_on_device(words[k], magic[k], left[one] * right[other])
 
 
 def _changed_loop(
     rows: np.ndarray,
-    lefts: np.ndarray,
-    rights: np.ndarray,
+    used: np.ndarray,
+    seconds: np.ndarray,
     places: np.ndarray,
     before: np.ndarray,
     after: np.ndarray,
@@ -497,8 +498,8 @@ def _changed_loop(
             if count == 0:
                 continue
             run = index[count - 1] - index[0] == count - 1
-            for k in range(lefts.size):
-                row, factors = rows[lefts[k]], left[k]
+            for k in range(used.size):
+                row, factors = rows[used[k]], left[k]
                 if run:
                     part = row[index[0] : index[0] + count]
                     for i in range(count):
@@ -506,15 +507,10 @@ def _changed_loop(
                 else:
                     for i in range(count):
                         factors[i] = row[index[i]]
-            for k in range(rights.size):
-                row, factors = rows[rights[k]], right[k]
-                if run:
-                    part = row[index[0] : index[0] + count]
-                    for i in range(count):
-                        factors[i] = np.float64(part[i]) * sign[i]
-                else:
-                    for i in range(count):
-                        factors[i] = np.float64(row[index[i]]) * sign[i]
+            for k in range(seconds.size):
+                part, factors = left[seconds[k]], right[k]
+                for i in range(count):
+                    factors[i] = part[i] * sign[i]
             # As in `mpishard.backend.exact`.
             for k in range(len(places)):
                 one, other = left[places[k, 0], :count], right[places[k, 1], :count]

@@ -26,6 +26,7 @@ from mpishard.minimizers.space import Space
 
 Array = Any
 _BINS = 32
+_BLOCK = 2**15  # elements of which masks are in the cache
 
 
 class Curvature:
@@ -166,9 +167,11 @@ class Path:
         module = arrays.module_of(self._breakpoints)
         high = min(high, float(np.finfo(self._breakpoints.dtype).max))
         parts = []
+        block = max(self._breakpoints.size, 1) if arrays.is_device(self._breakpoints) else _BLOCK
         for start, stop in self._space.spans:
-            lengths = self._breakpoints[start:stop]
-            parts.append(module.flatnonzero((lengths > low) & (lengths <= high)) + start)
+            for begin in range(start, stop, block):
+                lengths = self._breakpoints[begin : min(begin + block, stop)]
+                parts.append(module.flatnonzero((lengths > low) & (lengths <= high)) + begin)
         index = module.concatenate(tuple(parts)) if parts else arrays.empty(0, np.int64, like=self._breakpoints)
         return _Found(index, self._breakpoints, self._descent, self._steps)
 

@@ -369,7 +369,7 @@ class Gram:
             self._old = []
             return self._whole_words(self._new)
         before, after = map(self._mask, (self._free, free))
-        return np.concatenate([self._first(self._new, after), self._changed(self._old, before, after)])
+        return np.concatenate([self._first(self._new, free), self._changed(self._old, before, after)])
 
     def _mask(self, free: Array | None) -> Array:
         """The elements that count."""
@@ -401,8 +401,11 @@ class Gram:
             words[places] = exact.row_dot_words(self._rows, indices, y, tops, self._space.spans)
         return words
 
-    def _first(self, entries: Sequence[Entry], free: Array) -> np.ndarray:
-        """The words over the free elements, of this rank; the ways to them differ in time only."""
+    def _first(self, entries: Sequence[Entry], free: Array | None) -> np.ndarray:
+        """The words over the elements that count, of this rank; the ways to them differ in time only."""
+        if not entries:
+            return np.zeros((0, 2), np.int64)
+        free = self._mask(free)
         count = int(arrays.to_host(free.sum()))
         if count <= _FEW * free.size:
             return self._changed(entries, None, free)
@@ -421,6 +424,27 @@ class Gram:
         for column, pair in enumerate(self.order):
             matrix[: column + 1, column] = [self._values[kind, older, pair] for older in self.order[: column + 1]]
         return matrix
+
+
+def prepare_all(grams: Sequence[Gram], free: Array) -> list[np.ndarray]:
+    """The words of `Gram.prepare` of each of several matrices of the same rows, which are read once where all can."""
+    first = grams[0]
+    if first.mask is None or any(gram.mask is not first.mask for gram in grams):
+        return [gram.prepare(free) for gram in grams]
+    pairs: list[tuple[int, int]] = []
+    tops: list[float] = []
+    for gram in grams:
+        gram._sort()
+        pairs += map(gram._row_numbers, gram._old)
+        tops += map(gram._top, gram._old)
+    changes = exact_rows.changed_words(first._rows, pairs, tops, first.mask, free, first._space.spans)
+    found = []
+    for gram in grams:
+        of_old, changes = np.split(changes, [len(gram._old)])
+        # What the free elements gain, the others lose.
+        found.append(np.concatenate([gram._first(gram._new, free), of_old if gram._of_free else -of_old]))
+        gram._free = free
+    return found
 
 
 # The pairs of a quasi-Newton method with bounds: its Hessian, and that of the free elements, inverted.
@@ -528,7 +552,7 @@ class ReducedHistory(History):
         gamma, size = self._gamma(initial_scaling), len(self.order)
         if not size:
             return gamma, [], []
-        sums = self._sum([gram.prepare(free) for gram in self._grams])
+        sums = self._sum(prepare_all(self._grams, free))
         for gram in self._grams:
             gram.take(sums.pop(0))
         (of_g,) = self._values([(self._all_rows, g, point.words, point.tops)], [point.words])

@@ -15,7 +15,7 @@ from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact import combine
 from mpishard.backend.exact_gram import ExactGram, SparseRows, exponents, gram, gram_words, solve, values
 from mpishard.backend.exact_rows import Factor, sorted_words, words_with
-from mpishard.minimizers.history import Gram
+from mpishard.minimizers.history import Gram, prepare_all
 from mpishard.minimizers.space import LocalSpace
 
 # Products of columns that do not depend on how the rows are cut, and systems with the square of a condition number.
@@ -222,6 +222,25 @@ def test_a_history_that_is_filled_again_has_the_same_bits_on_a_device_too(device
     gram.update(free)
     again.update(device.put(free))
     assert same(again, gram)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_products_of_free_elements_and_of_others_at_once(dtype):
+    rows, random = history(2500, dtype), np.random.default_rng(3)
+    space = LocalSpace(2500, rows[0])
+    together, apart = ((gram_of(rows), Gram(space, rows, Y_ROWS, S_ROWS, of_free=False)) for _ in range(2))
+    free = random.random(2500) < 0.5
+    for pair, changes in ((2, 0), (0, 9), (3, 0), (1, 700)):
+        s_top, y_top = space.largest(rows[S_ROWS[pair]], rows[Y_ROWS[pair]])
+        for of_free, of_others in (together, apart):
+            of_free.add(pair, s_top, y_top)
+            of_others.add(pair, y_top, s_top)
+        free = free.copy()
+        free[random.integers(0, 2500, changes)] ^= True
+        for one, words, other in zip(together, prepare_all(together, free), apart, strict=True):
+            one.take(words)
+            other.update(free)
+            assert same(one, other) and one.mask is free
 
 
 def test_what_is_not_finite_is_shown():
