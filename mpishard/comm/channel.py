@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -51,10 +50,11 @@ class Family:
     """The communicators of one mesh and what it keeps running, until they are freed. Creation is not collective.
 
     It is an orphan once Python has collected the object of each communicator: whoever holds an axis, a collective that
-    is under way, or a communicator itself keeps all of them. A collective that nobody has waited for keeps them for
-    ever, since MPI may still use them. Communicators of a mesh that changes its ranks leave the family: nobody knows
-    which ranks are left to free them. Where ranks survive the death of others (ULFM) a family takes nothing in: a rank
-    that hears that all have dropped a mesh could wait for one that has heard of a death instead.
+    is under way, or a communicator itself keeps all of them. A collective that nobody has waited for keeps them, and
+    its buffers, for ever, since MPI may still use them. Communicators of a mesh that changes its ranks leave the
+    family: nobody knows which ranks are left to free them. Where ranks survive the death of others (ULFM) a family
+    takes nothing in: a rank that hears that all have dropped a mesh could wait for one that has heard of a death
+    instead.
 
     `own_name` is unique, and that of rank 0 becomes the `name` of the family, the same on all ranks; while it is empty
     the family is never freed here.
@@ -72,7 +72,7 @@ class Family:
         # By handle: another object for the communicator, and what is called when its first one is collected.
         self._members: dict[int, tuple[MPI.Comm, weakref.finalize]] = {}
         self._alive: set[int] = set()
-        self._started: set[object] = set()
+        self._started: set[Request] = set()
         if not heals_in_place():
             self._open.add(self)
 
@@ -99,14 +99,11 @@ class Family:
             family.close()
         return family
 
-    def hold(self) -> Callable[[], None]:
-        """Keep the communicators of a started collective from being freed here until what is returned is called.
-
-        Its end alone counts: the order in which Python collects the request and the communicator is unknown.
-        """
-        mark = object()
-        self._started.add(mark)
-        return partial(self._started.discard, mark)
+    def hold(self, request: Request) -> Callable[[], None]:
+        """Keep a started collective, with its communicators and buffers, until what is returned is called."""
+        if self in self._open:
+            self._started.add(request)
+        return partial(self._started.discard, request)
 
     def remove(self, comm: MPI.Comm) -> None:
         """Let a communicator go, since its owner is about to free it."""
@@ -118,7 +115,7 @@ class Family:
         """Let all communicators go, and take in no other."""
         for _, finalize in self._members.values():
             finalize.detach()
-        self._members, self.ends = {}, []
+        self._members, self._started, self.ends = {}, set(), []
         self._open.discard(self)
         self._orphans.pop(self.name, None)
 
@@ -134,7 +131,7 @@ class Family:
     def _note_collected(self, handle: int) -> None:
         """A communicator's object is no more.  Any thread may collect it, so this makes no call of MPI."""
         self._alive.discard(handle)
-        if not self._alive and not self._started and self.name and self in self._open:
+        if not self._alive and self.name and self in self._open:
             self._open.discard(self)
             self._orphans[self.name] = self
 
@@ -221,12 +218,12 @@ class Request:
     Attributes
     ----------
     channel : Channel or None
-        Of a collective: it must live until this is over.
+        Of a collective that was started: each keeps the other until this is over.
     release : callable or None
         Called when MPI no longer uses the communicator.
     """
 
-    channel: object = None
+    channel: Channel | None = None
     release: Callable[[], None] | None = None
 
     def __init__(
@@ -316,7 +313,9 @@ class Request:
         return self._result
 
     def _let_go(self) -> None:
-        """Note that MPI no longer uses the communicator; not after an error, when nobody knows that."""
+        """Note that MPI no longer uses the communicator and the buffers; not after an error: nobody knows that."""
+        if self.channel is not None:
+            self.channel.under_way.discard(self)
         if self.release is not None:
             self.release()
             self.release = None
@@ -394,8 +393,8 @@ class Channel:
         self.compares_memory = False
         # No device memory is handed to MPI, although `probe` may have found here that it could.
         self.withholds_device_buffers = False
-        # Collectives that were started; those that are over may be among them.
-        self.under_way: WeakSet[Request] = WeakSet()
+        # Collectives that were started. Nobody else may hold them, and MPI writes into their buffers.
+        self.under_way: set[Request] = set()
         self.matching = matching if self.size > 1 else None
         self._unique_name = "" if self.matching is None else self.matching.name(comm)
         self._family = None if self.is_self else family
@@ -403,11 +402,11 @@ class Channel:
             self._family.add(comm)
 
     def note_started(self, request: Request) -> None:
-        """Note a collective that was started, and keep the communicator until its end."""
+        """Note a collective that was started, and keep it, its buffers and the communicator until its end."""
         self.under_way.add(request)
         request.channel = self
         if self._family is not None:
-            request.release = self._family.hold()
+            request.release = self._family.hold(request)
 
     def finish(self) -> None:
         """Wait until MPI is done with the collectives that were started and not waited for; errors are ignored.

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -184,17 +185,18 @@ def test_checkpoints_that_were_dropped_give_their_communicators_back(comm, tmp_p
 
 
 @pytest.mark.parametrize("in_cycle", [False, True])
-def test_a_collective_that_was_started_and_dropped_keeps_its_communicators(comm, in_cycle):
+def test_a_collective_that_was_started_and_dropped_keeps_its_communicators_and_buffers(comm, in_cycle):
     """MPI may still use them."""
     ones = np.ones(3)
+    array = weakref.ref(ones)
     mesh = mpishard.Mesh(comm)
     name = mesh.family.name
     held = [mesh, mesh.data.start_all_reduce(ones)]
     if in_cycle:
         held.append(held)
-    del mesh, held
+    del mesh, held, ones
     gc.collect()
-    assert (name in dict(Family.orphans())) == (comm.size == 1)
+    assert (name in dict(Family.orphans())) == (array() is None) == (comm.size == 1)
     mpishard.Mesh(comm).free()
     comm.allgather(None)
 
@@ -287,8 +289,9 @@ def test_an_axis_of_some_ranks(comm):
 
 @pytest.mark.parametrize("where", ["data", "subgroup", "reshaped"])
 def test_a_mesh_ends_the_collectives_that_nobody_has_waited_for(comm, where):
-    """MPI would go on with them on communicators that are no more."""
+    """MPI would go on with them on communicators that are no more, and with memory that is of other arrays by then."""
     values = np.full(2**20, comm.rank + 1.0)  # too long to arrive unless both ends take part
+    dropped = values.copy()
     with mpishard.Mesh(comm) as mesh:
         axis = mesh.data
         if where == "subgroup":
@@ -296,8 +299,18 @@ def test_a_mesh_ends_the_collectives_that_nobody_has_waited_for(comm, where):
         elif where == "reshaped":
             axis = mesh.reshaped(data=1, tensor=comm.size).tensor
         pending = axis.start_all_reduce(values)
+        axis.start_all_reduce(dropped)
+        array = weakref.ref(dropped)
+        del dropped
+        gc.collect()
+        assert (array() is None) == (comm.size == 1)
+        at_end = array()
     assert np.all(values == sum(range(1, comm.size + 1)))
+    assert at_end is None or np.array_equal(at_end, values)
     assert pending.is_over or comm.size == 1
+    del at_end
+    gc.collect()
+    assert array() is None
     comm.allgather(None)
 
 
