@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -225,24 +225,26 @@ class Axis(Communicator):
         """
         part = self._subgroups.get(name)
         if part is None:
-            with Family.creating():
-                now, later = (self.comm.Split(color, self.rank) for _ in range(2))
-            assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
-            ranks = MPI.Group.Translate_ranks(now.group, None, self.comm.group)
+            now, later = self._split(self.comm, color)
+            ranks = [0] if self._channel.is_self else MPI.Group.Translate_ranks(now.group, None, self.comm.group)
             members = [self.members[rank] for rank in ranks]
             part = self._axis_of(name, now, later, members)
             self._subgroups[name] = part
         return part
 
     def _part(self, key: tuple[int, ...], parent: MPI.Intracomm, color: int) -> Axis | None:
-        color = color if self.rank in key else MPI.UNDEFINED
-        with Family.creating():
-            now, later = (parent.Split(color, self.rank) for _ in range(2))
+        now, later = self._split(parent, color if self.rank in key else MPI.UNDEFINED)
         if self.rank not in key:
             return None
-        assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
         members = [self.members[rank] for rank in key]
         return self._axis_of(self._names[key], now, later, members)
+
+    def _split(self, parent: MPI.Intracomm, color: int) -> list[MPI.Intracomm]:
+        """Communicators for blocking and for started calls.  MPI.COMM_SELF stays what it is, without a call of MPI."""
+        if parent == MPI.COMM_SELF:
+            return [parent, parent]
+        with Family.creating():
+            return [cast(MPI.Intracomm, parent.Split(color, self.rank)) for _ in range(2)]
 
     def _axis_of(self, name: str, now: MPI.Intracomm, later: MPI.Intracomm, members: list[int]) -> Axis:
         shared: dict[str, Any] = {"matching": self._matching, "said": self._said, "family": self._family}

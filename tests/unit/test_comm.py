@@ -460,6 +460,9 @@ loss = model.loss_and_gradient(tokens, tokens)
 assert np.isfinite(loss) and abs(model.loss(tokens, tokens) - loss) < 1e-9
 axis = mpishard.Axis.single()
 assert (axis.rank, axis.size, axis.members) == (0, 1, [0])
+parts = [axis.subgroup("part", [0]), axis.split("half", 0)]
+assert all((part.rank, part.size, part.members) == (0, 1, [0]) for part in parts)
+assert axis.subgroup("none", [1]) is None
 axis.revoke()
 axis.free()
 assert not MPI.Is_initialized()
@@ -515,8 +518,9 @@ def test_it_has_every_collective() -> None:
         axis.raise_if_any(ValueError("wrong"))
     part = axis.subgroup("part", [0])
     assert part is not None and part.all_reduce(values) is values
+    axis.revoke()  # of a rank alone: nothing to do, also for its parts and under an MPI without ULFM
+    assert part.all_reduce(values) is values and part.start_all_reduce(values).wait() is values
     axis.free()
-    assert part.comm == MPI.COMM_NULL
     for _ in range(2):  # the communicator stays
         another = mpishard.Axis.single()
         assert another.all_reduce(np.ones(2))[0] == 1 and another.ledger is not axis.ledger
