@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mpishard.arguments import shown
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
 from mpishard.comm.errors import CaughtError
@@ -63,6 +64,11 @@ def save_checkpoint(
     ValueError, TypeError
         On every rank, if the parameters or facts of any rank are invalid, or parameters differ between ranks.
     """
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(
+            f"save_checkpoint: optimizer={shown(optimizer)} must be the optimizer that trains the parameters, such as "
+            "DDPOptimizer: its state is saved too"
+        )
     facts = {} if facts is None else facts
     optimizer.bind(_agreed(parameters, optimizer, optimizer.mesh, facts))
     optimizer.state.consolidate()

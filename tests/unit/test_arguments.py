@@ -128,6 +128,7 @@ def flat(*specs, **options):
         (lambda mesh: ElasticOptimizer(SGD(), mesh, scaling=[]), r"scaling=\[\] is none of"),
         (lambda mesh: ElasticOptimizer(SGD(), {}), "expected a Mesh or a ShardingConfiguration, got dict"),
         (lambda mesh: save_checkpoint("no", np.ones(3), DDPOptimizer(SGD(), mesh), facts=[]), r"facts=\[\] must be"),
+        (lambda mesh: save_checkpoint("no", None, None), "save_checkpoint: optimizer=None must be the optimizer that"),
         (lambda mesh: Checkpoints("nowhere", mesh, keep=True), "keep=True must be a whole number"),
         (lambda mesh: Checkpoints("nowhere", mesh, every=True), "every=True must be a whole number of steps"),
         (lambda mesh: Checkpoints("nowhere", "x"), r"Checkpoints: mesh='x' must be mpishard.Mesh\(\)"),
