@@ -83,8 +83,9 @@ def minimize(
         ``hessp(x, direction, *args)``: such a matrix times a direction.
     bounds : optional
         A pair ``(lower, upper)`` for each element, with None for no bound; ``scipy.optimize.Bounds``; one such pair of
-        numbers or arrays for all elements; or by tensor name.  A start outside of its bounds is moved to the nearest
-        bound, and a message says so.
+        numbers or arrays for all elements; or by tensor name.  Two pairs for two elements are one for each, as for
+        SciPy, also where they are arrays: those of all lower and all upper bounds go into ``Bounds`` there.  A start
+        outside of its bounds is moved to the nearest bound, and a message says so.
     constraints : empty
         Refused: equality constraints are for `augmented_lagrangian`.
     tol : float, optional

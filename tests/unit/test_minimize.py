@@ -142,8 +142,10 @@ def test_bounds_in_all_forms(bounds):
 
 
 def test_two_pairs_for_two_elements_are_read_as_scipy_does():
-    lower, upper = pair_of_bounds([(0, 1), (2, None)], 2)
-    assert lower.tolist() == [0, 2] and upper.tolist() == [1, math.inf]
+    for bounds in ([(0, 1), (2, None)], ([0, 1], [2, math.inf]), (np.array([0, 1]), np.array([2, math.inf]))):
+        lower, upper = pair_of_bounds(bounds, 2)
+        assert lower.tolist() == [0, 2] and upper.tolist() == [1, math.inf]
+    assert pair_of_bounds(Bounds([0, 1], [2, math.inf]), 2) == ([0, 1], [2, math.inf])
     assert pair_of_bounds((0, 1), 2) == (0, 1) and pair_of_bounds((None, 1), 2) == (-math.inf, 1)
     assert pair_of_bounds(None, 2) is None
 
