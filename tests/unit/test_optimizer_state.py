@@ -266,6 +266,12 @@ def virtual(h5):
     h5.create_virtual_dataset(ARRAY, layout)
 
 
+def of_no_array(h5):
+    """A tensor of 33 dimensions, which has no state that could have another shape."""
+    del h5["slots"], h5["others"]
+    texts("shapes", str([1] * 33), "[0, 2]", "[]")(h5)
+
+
 TEXT, ARRAY, ELSEWHERE = h5py.string_dtype(), "slots/exp_avg/a%2Fb", h5py.ExternalLink("/elsewhere.h5", "x")
 CHANGES = {
     "no names": replace("names"),
@@ -281,6 +287,7 @@ CHANGES = {
     "shape of no whole numbers": texts("shapes", "[3, 5.5]", "[0, 2]", "[]"),
     "nested shape": texts("shapes", "[" * 100_000, "[0, 2]", "[]"),
     "shape of many dimensions": texts("shapes", str([1] * 100_000), "[0, 2]", "[]"),
+    "shape of more dimensions than any array": of_no_array,
     "many shapes in pieces": replace("shapes", shape=(2**46,), dtype=TEXT, chunks=(1024,)),
     "many shapes": replace("shapes", shape=(2**46,), dtype=TEXT),
     "slots that are a number": replace("slots", data=1.0),
@@ -289,6 +296,7 @@ CHANGES = {
     "another of another shape": replace("others/outer%2Fmomentum_buffer/a%2Fb", data=np.zeros((5, 3))),
     "a slot that is a number": replace("slots/exp_avg", data=1.0),
     "a slot by a link": linked("slots/exp_avg", ELSEWHERE),
+    "a slot by a soft link": linked("slots/exp_avg", h5py.SoftLink("/slots/exp_avg_sq")),
     "a tensor less": replace("slots/exp_avg/%2E"),
     "an array of another shape": replace(ARRAY, data=np.zeros((5, 3))),
     "an array of another dtype": replace(ARRAY, data=np.zeros((3, 5), np.float32)),
