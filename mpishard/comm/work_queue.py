@@ -15,7 +15,7 @@ _ASK, _ANSWER = 1, 2  # tags
 _POLL = 0.001  # seconds between two looks
 
 
-def is_of_mpi(error: Exception) -> bool:
+def is_of_mpi(error: BaseException) -> bool:
     """Return True for an error of MPI itself, such as the death of a rank (ULFM): nothing can be sent after it."""
     return isinstance(error, MPI.Exception)
 

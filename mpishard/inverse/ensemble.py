@@ -96,6 +96,8 @@ def map_runs(
             raise ValueError(
                 f"ranks_each={ranks_each} does not divide the {mesh.size} ranks of the mesh; give {fitting}"
             )
+        if not (folder is None or isinstance(folder, str | os.PathLike)):
+            raise TypeError(f"folder={shown(folder)} must be a path")
         if flag("resume", resume) and folder is None:
             raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
         record = None if folder is None else _Record(Path(folder), cases)
@@ -149,14 +151,14 @@ class _Runs:
         value, problem = None, None
         try:
             value = self._function(self._cases[number], own)
-        except Exception as error:  # of the user's function: it is the result
+        except (Exception, SystemExit) as error:  # of the user's function: it is the result
             if is_of_mpi(error):
                 raise
             problem = error
         try:
             own.world.raise_if_any(problem)
             packed = pickle.dumps(value) if own.rank == 0 else b""
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if is_of_mpi(error):
                 raise
             where = f"rank {first}" if own.size == 1 else f"ranks {first} to {first + own.size - 1}"

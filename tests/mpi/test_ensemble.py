@@ -67,16 +67,18 @@ def test_a_failed_case_is_reported_and_the_others_run(mesh, comm, capfd, same_on
         if case == 2:
             raise ZeroDivisionError("no misfit")
         own.world.raise_if_any(ValueError("of one rank") if case == 3 and own.rank == own.size - 1 else None)
+        if case == 5:
+            raise SystemExit(3)
         return (lambda: case) if case == 4 else case
 
-    results = mpishard.map_runs(run, range(6), mesh, ranks_each=comm.size)
-    assert [results[number] for number in (0, 1, 5)] == [0, 1, 5]
-    for number, text in ((2, "ZeroDivisionError: no misfit"), (3, "ValueError: "), (4, "pickle")):
+    results = mpishard.map_runs(run, range(7), mesh, ranks_each=comm.size)
+    assert [results[number] for number in (0, 1, 6)] == [0, 1, 6]
+    for number, text in ((2, "ZeroDivisionError: no misfit"), (3, "ValueError: "), (4, "pickle"), (5, "SystemExit: 3")):
         assert isinstance(results[number], RuntimeError)
-        assert f"case {number} of 6 failed on rank" in str(results[number]) and text in str(results[number])
+        assert f"case {number} of 7 failed on rank" in str(results[number]) and text in str(results[number])
     assert "in run" in results[2].__notes__[0]
     said = "".join(comm.allgather(capfd.readouterr().err))
-    assert said.count("the other cases continue") == 3
+    assert said.count("the other cases continue") == 4
     assert same_on_all(str(results[3]))
 
 
@@ -143,6 +145,8 @@ def test_bad_arguments_are_an_error_on_all_ranks(mesh, comm):
         mpishard.map_runs(5 if mine else fit, [1], mesh)
     with pytest.raises(ValueError, match=f"ranks_each={comm.size + 1} does not divide .* give {fits}"):
         mpishard.map_runs(fit, [1], mesh, ranks_each=comm.size + 1)
+    with pytest.raises(TypeError, match=r"folder=3 must be a path"):
+        mpishard.map_runs(fit, [1], mesh, folder=3 if mine else "results")
     with pytest.raises(ValueError, match="resume=True takes the results in a folder"):
         mpishard.map_runs(fit, [1], mesh, resume=True)
     if comm.size > 1:
