@@ -208,7 +208,7 @@ def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> El
         if samples is not None:
             raise ValueError(
                 "samples= deals the samples out to ranks that come and go, and needs elastic=True; on ranks that stay, "
-                "let fun return the part of its rank and say reduction='sum'"
+                "let fun return the part of its rank, to minimize with reduction='sum'"
             )
         return None
     options = {} if elastic is True else dict(elastic)

@@ -30,6 +30,7 @@ _LARGEST_PENALTY = 1e14
 _STALLED = 3  # minimisations that change nothing
 _STATUS = {"callback": 99, "signal": 99, "seconds": 1}
 _FATAL = ("not finite", "range", "unbounded")
+_OF_MINIMIZE = ("checkpoints", "resume", "elastic", "samples")
 
 
 def augmented_lagrangian(
@@ -141,6 +142,12 @@ def augmented_lagrangian(
     world = world_of(mesh)
     with raised_on_all(world):
         known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
+        for name in elements:
+            if name in _OF_MINIMIZE:
+                raise TypeError(
+                    f"augmented_lagrangian takes no {name}=, as minimize does: save x, multipliers and penalty in "
+                    "callback=, and call it with these to continue"
+                )
         reject_unknown("augmented_lagrangian", elements)
         if mesh is None and (reduction is not None or record is not None):
             raise ValueError("reduction and record are for a mesh; give mesh=mpishard.Mesh()")

@@ -154,7 +154,8 @@ def least_squares(
         **kwargs)`` and ``jac(x, samples, ...)`` that return the residuals and the rows of these samples; without,
         each rank computes all rows.
     checkpoints, resume, record : optional
-        As for `minimize`; a step of ``"exact"`` is an iteration, and `record` is for ``"cg"``.
+        As for `minimize`; a step of ``"exact"`` is an iteration, and `record` is for ``"cg"``.  ``"exact"``, and so
+        ``"lm"``, outlives a death by them alone: the job starts again, and continues from the last iteration saved.
 
     Returns
     -------
@@ -248,10 +249,10 @@ def _solver(given: Any, method: str, jac: Any, is_named: bool, for_cg: Mapping[s
     if not (reasons or given == "cg"):
         return "exact" if method == "lm" or not callable(jac) else given
     what = reasons[0] if reasons else "tr_solver='cg'"
-    if method == "lm":
-        raise ValueError(f"{what} is not for method='lm'; method='trf' takes it")
-    if given == "exact":
-        raise ValueError(f"{what} is not for tr_solver='exact'; tr_solver='cg' takes it")
+    if method == "lm" or given == "exact":
+        exact, other = ("method='lm'", "method='trf'") if method == "lm" else ("tr_solver='exact'", "tr_solver='cg'")
+        hint = f"; {exact} continues after a death by checkpoints= and resume=True" * (what in ("samples", "elastic"))
+        raise ValueError(f"{what} is not for {exact}; {other} takes it{hint}")
     if not callable(jac) and is_named:
         raise ValueError(f"jac={shown(jac)} is for arrays; an x0 with names needs a function that returns the Jacobian")
     return "cg"

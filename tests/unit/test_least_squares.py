@@ -284,7 +284,9 @@ WRONG = [
     ({"tr_options": {}, "method": "lm"}, ValueError, "tr_options is not for method='lm'"),
     ({"tr_options": 3}, TypeError, "tr_options"),
     ({"tr_options": {"forcing": 2}}, ValueError, "forcing"),
-    ({"samples": 3}, ValueError, "elastic"),
+    ({"elastic": True, "method": "lm"}, ValueError, "method='trf' takes it; method='lm' continues .* by checkpoints="),
+    ({"samples": 3, "tr_solver": "exact"}, ValueError, "tr_solver='exact' continues after a death by checkpoints="),
+    ({"samples": 3}, ValueError, "needs elastic=True; .* fun return the part of its rank"),
     ({"elastic": True}, ValueError, "mesh"),
     ({"resume": True}, ValueError, "for a mesh"),
     ({"jac": lambda x: Operator(np.ones((2, 2))), "x_scale": "jac"}, ValueError, "x_scale='jac' needs the columns"),
@@ -462,7 +464,9 @@ def test_the_end_is_said():
         ({"method": "trust-ncg"}, ValueError, "needs products with the Hessian; 'L-BFGS-B' and 'CG' do not"),
         ({"options": {"gtol": 1}}, ValueError, "gtol= is that of the last one"),
         ({"reduction": "sum"}, ValueError, "for a mesh; give mesh="),
-        ({"elastic": True}, TypeError, "augmented_lagrangian got an unexpected keyword argument 'elastic'"),
+        ({"elastic": True}, TypeError, "takes no elastic=, as minimize does: save x, multipliers and penalty"),
+        ({"checkpoints": None}, TypeError, "augmented_lagrangian takes no checkpoints="),
+        ({"tol": 1}, TypeError, "augmented_lagrangian got an unexpected keyword argument 'tol'"),
     ],
 )
 def test_arguments_that_are_refused(change, error, words):
