@@ -495,7 +495,25 @@ with mpishard.Mesh() as mesh:
 """
 
 
-@pytest.mark.parametrize("script", [WITHOUT_MPI, NOT_STARTED], ids=["a model", "a function"])
+STARTED_BY_OTHERS = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+MPI.Init_thread(MPI.THREAD_SINGLE)
+with mpishard.Mesh() as mesh:
+    assert mpishard.minimize(lambda x: (float(x @ x), 2 * x), np.ones(3), mesh=mesh).success
+    assert mpishard.map_runs(lambda case, group: 2 * case, range(3), mesh) == [0, 2, 4]
+assert not MPI.Is_finalized()
+MPI.Finalize()
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [WITHOUT_MPI, NOT_STARTED, STARTED_BY_OTHERS], ids=["a model", "a function", "started by others"]
+)
 def test_what_has_no_mesh_makes_no_mpi_call_and_a_mesh_starts_mpi(script: str) -> None:
     done = python(script)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
