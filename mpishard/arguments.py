@@ -73,10 +73,13 @@ def returned(value: Any) -> float:
     return float(value)
 
 
-def flag(name: str, value: Any) -> bool:
-    """True or False as a bool; NumPy's booleans are taken too.  Raises TypeError for anything else."""
+def flag(name: str, value: Any, *, otherwise: str = "") -> bool:
+    """True or False as a bool; NumPy's booleans are taken too.  Raises TypeError for anything else.
+
+    `otherwise` says in the message what else the argument may be.
+    """
     if not isinstance(value, bool | np.bool):
-        raise TypeError(f"{name}={shown(value)} must be True or False")
+        raise TypeError(f"{name}={shown(value)} must be True or False" + (f", or {otherwise}" if otherwise else ""))
     return bool(value)
 
 

@@ -294,10 +294,13 @@ def as_distributed_for_low_bandwidth(
 # The optimizer of a model that each rank has whole, as those of PyTorch and JAX.
 
 
-def configuration_of(mesh: Any) -> ShardingConfiguration:
-    """The configuration that a mesh stands for; a configuration is returned as it is. TypeError if it is neither."""
+def configuration_of(mesh: Any, **options: Unpack[ConfigurationOptions]) -> ShardingConfiguration:
+    """The configuration that a mesh stands for; a configuration is returned as it is. TypeError if it is neither.
+
+    The `options` are those of a mesh alone.
+    """
     if isinstance(mesh, Mesh):
-        return ShardingConfiguration.create_for_high_bandwidth(mesh)
+        return ShardingConfiguration.create_for_high_bandwidth(mesh, **options)
     return ShardingConfiguration.of(mesh)
 
 

@@ -302,8 +302,8 @@ class GradientReducer:
         # True in the steps of a training loop.
         self.is_last_pass: bool = sums is not None
         self.accumulation = Accumulation()  # gradients of the caller that wait for an update
+        self.overlap: bool = overlap  # may be changed between two steps: sums start in the same order
         self._sums = sums
-        self._overlap = overlap
         self._tracker = ReadyTracker(pieces, buckets)
         self._second: dict[str, str] = {
             piece.name: second_use(piece.name)
@@ -585,5 +585,5 @@ class GradientReducer:
                 self.memory.release(bucket)
             else:
                 self._pending.append((bucket, gradient, started))
-            if not self._overlap:
+            if not self.overlap:
                 self._wait_all()

@@ -38,6 +38,7 @@ from mpishard.torch.module import (
     known_state,
     state_of,
 )
+from mpishard.torch.overlap import OverlapChoice
 from mpishard.torch.torch_rule import rule_of_optimizer
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
@@ -86,6 +87,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self.unused_parameters: list[str] = []
         self._groups = groups
         self._rule = optimizer.rule
+        self._overlap = OverlapChoice(optimizer)
         self._is_made = False
         super().__init__([*groups.groups], groups.defaults)
         self._is_made = True
@@ -227,6 +229,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         if self._state.units is not None:
             self._state.units.end_step()
         self._groups.show(self.optimizer.steps)
+        self._overlap.end_step()
         if first and self.unused_parameters and self.optimizer.mesh.rank == 0:
             shown = ", ".join(self.unused_parameters[:_SHOWN])
             more = len(self.unused_parameters) - _SHOWN
@@ -494,7 +497,7 @@ def as_distributed(
         ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
         Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone
-        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)``.
+        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh, overlap_communication="auto")``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
         the parameters of the module and treats each element, or each tensor, by itself: its steps are then taken here,
@@ -533,7 +536,7 @@ def as_distributed(
         On every rank, if the module or an argument of any rank is unfit, or they differ between ranks.  The module is
         unchanged then.
     """
-    config = configuration_of(mesh)
+    config = configuration_of(mesh, overlap_communication="auto")
     optimizer, tensors, groups, sharding, own = None, None, None, None, {}
     with CaughtError() as caught:  # of a class of the user's, too
         check_divisible(module, zero)
