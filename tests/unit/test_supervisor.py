@@ -390,7 +390,7 @@ def test_ranks_that_are_gone(names):
         dict.fromkeys(("stdin", "stdout"), subprocess.PIPE),
     )
     with subprocess.Popen(["sh", "-c", launcher], start_new_session=True, **pipes) as child:
-        offspring, began = Offspring(child.pid, 0.01), time.monotonic()
+        offspring, began = Offspring(child.pid, 0.0), time.monotonic()
         try:
             assert child.stdout.readline() == child.stdout.readline() == b"\n"
             offspring.look(started=False)
