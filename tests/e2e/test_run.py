@@ -108,7 +108,7 @@ class Run:
     def code(self):
         """The exit code; nothing of the job may be left with it."""
         try:
-            code = self.process.wait(60)
+            code = self.process.wait(240)
         except subprocess.TimeoutExpired:
             self.process.terminate()
             raise

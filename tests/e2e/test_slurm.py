@@ -244,7 +244,7 @@ def expected(tmp_path_factory):
         [sys.executable, "paced.py", "--steps", "80", "--output", "run"],
         cwd=folder,
         env={**os.environ, **settings()},
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert finished.returncode == 0

@@ -410,7 +410,7 @@ def test_no_thread_goes_on_when_another_has_failed(monkeypatch):
         if item == 0:
             failed.set()
             raise OSError("the disk")
-        failed.wait(20)
+        failed.wait(120)
         time.sleep(0.1)  # in which a map that did not wait would have raised
         ended.set()
 
@@ -427,7 +427,7 @@ def test_equal_items_are_shared_evenly(monkeypatch, count):
 
     def note(item):
         if item in (0, count // 2):  # the first of each thread
-            both.wait(20)
+            both.wait(120)
         names.append(threading.current_thread().name)
 
     with two_threads(monkeypatch) as reading:
@@ -592,7 +592,7 @@ def test_a_message_of_the_dead_is_not_waited_for():
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(120)
     assert raised == [MPI.ERR_PROC_FAILED]
 
 

@@ -107,7 +107,7 @@ def test_another_user_is_no_rank():
             rank.send(b"0 77")
             assert rank.recv(1) == b"."
             rank.close()
-            assert "rank 0 of 1 (process 77 on host) has died" in process.communicate(timeout=20)[1]
+            assert "rank 0 of 1 (process 77 on host) has died" in process.communicate(timeout=120)[1]
 
 
 @pytest.mark.faults

@@ -261,7 +261,7 @@ def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
     ended.set()
     holder.kill()
     holder.wait()
-    thread.join(20)
+    thread.join(120)
     assert found == [1]
     assert made == ([] if done else [1])
 

@@ -640,7 +640,7 @@ class TestWatch:
         with StoppedPeerMonitor(0.4) as monitor:
             monitor.follow([this_process(), *map(self.peer, sleepers)])
             stopped.send_signal(signal.SIGSTOP)
-            assert stopped.wait(10) == -signal.SIGKILL
+            assert stopped.wait(120) == -signal.SIGKILL
             assert running.poll() is None
 
     def test_one_that_goes_on_in_time_is_not(self, sleepers):
