@@ -1,4 +1,4 @@
-"""What the README shows is run."""
+"""What the README and the docs show is run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ LAYOUTS = (ROOT / "docs/how-to/choosing-a-layout.md").read_text("utf-8")
 DEBLUR, FIT, TORCH, GPT, SPLIT, SAVED, ELASTIC = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 FITTED = r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+needs_sphinx = pytest.mark.skipif(
+    importlib.util.find_spec("sphinx") is None, reason="Sphinx is not installed (extra: docs)"
+)
 OPTIMIZE = "    result = optimizer.optimize(problem)\n"
 
 
@@ -96,6 +99,21 @@ def test_layouts_are_estimated_as_shown(capsys: pytest.CaptureFixture[str], tmp_
         assert main(command.replace("profile.json", str(tmp_path / "profile.json")).split()) == 0
     assert len(tables) == 5
     assert "72 layouts of 8 ranks" in capsys.readouterr().out
+
+
+@needs_sphinx
+def test_the_site_builds(tmp_path: Path, alone: Callable[..., Any]) -> None:
+    options = ("-n", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees")
+    built = alone("-m", "sphinx", *options, ROOT / "docs", tmp_path / "site")
+    assert built.code == 0, built.all
+
+
+@needs_sphinx
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_pages_and_docstrings_show_runs(ranks: int, alone: Callable[..., Any], mpirun: Callable[..., Any]) -> None:
+    script = ROOT / "docs" / "snippets.py"
+    finished = alone(script) if ranks == 1 else mpirun(ranks, script)
+    assert finished.code == 0, finished.all
 
 
 def test_links_lead_somewhere() -> None:
