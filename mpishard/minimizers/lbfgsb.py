@@ -29,6 +29,7 @@ from mpishard.minimizers.space import Space
 Array = Any
 _FAR = 10.0  # times gtol
 _SHORT = 0.5  # part of the direction
+_MUCH = 5.0  # times the decrease that `ftol` asks for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class LBFGSB(LBFGS):
        earlier bin, at whose end the model falls again, is passed by.
     3. Where an iteration that is cut short to less than half of its direction changes the value or the point by less
        than `ftol` or `xtol`, while the projected gradient is above 10 gtol, it ends only if the next one is such, too.
+       And then the pairs are dropped, and it continues, if the projected gradient promises a decrease of 5 times what
+       `ftol` asks for.
 
     Parameters
     ----------
@@ -149,12 +152,24 @@ class BoundedQuasiNewton(QuasiNewton):
         return 0.0, self._gradient_top, projected_top
 
     def _continues_after_small_change(self) -> bool:
-        """Continue once after a short step, far from a small projected gradient, with the pair that it has given."""
+        """Continue once after a short step, far from a small projected gradient, with the pair that it has given.
+
+        After another one drop the pairs, if the projected gradient promises far more than that: then the pairs, not the
+        problem, are at an end.
+        """
         progress = self.progress
         if progress.projected_norm <= _FAR * self.method.gtol or progress.step_length >= _SHORT:
             return False
         again, self._doubted = progress.iterations == self._doubted + 1, progress.iterations
-        return not again
+        if not again or not len(self.history):
+            return not again
+        projected = self.bounds.projected_gradient(self.base, self.base_gradient, self._direction)
+        if self._root is not None:
+            weigh(projected, projected, self._root)
+        (top,) = self.space.largest(projected)
+        (square,) = self.space.dots([(projected, projected)], [top * top])
+        asked = max(self.method.ftol, self.space.epsilon) * max(abs(progress.value), 1.0)
+        return self.history.gamma() * square > _MUCH * asked and self.forget()
 
     def _to_measure(self) -> tuple[Array, ...]:
         return (*self.history.opened, self._weighted_gradient())

@@ -210,7 +210,10 @@ def test_breakpoints_that_coincide_and_elements_that_start_at_their_bounds() -> 
 
 @pytest.mark.parametrize("size", [600, 1200])
 def test_a_short_step_far_from_the_minimum_is_no_convergence(size: int) -> None:
-    """EXPLIN of CUTEst, where bounds cut the steps short: the steps are SciPy's, and more follow."""
+    """EXPLIN of CUTEst, where bounds cut the steps short: the steps are SciPy's, and more follow.
+
+    The second short step in a row is far from the minimum, too, to which only other pairs lead.
+    """
     optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
     few, weights = size // 12, 10.0 * np.arange(1, size + 1)
     values: list[float] = []
@@ -231,7 +234,8 @@ def test_a_short_step_far_from_the_minimum_is_no_convergence(size: int) -> None:
     limits, problem = Limits(lower, upper), Problem(explin, None, lower)
     minimized(LBFGSB(**ends), problem, limits)
     np.testing.assert_allclose(values[: len(expected)], expected, rtol=1e-7)
-    assert len(expected) < len(values) < 2 * len(expected) and values[-1] < expected[-1]
+    assert len(expected) < len(values) < 5 * len(expected)
+    assert values[-1] < expected[-1] - 1e-4 * abs(expected[-1])
     assert check_restarts(LBFGSB(**ends), problem, limits).stop_reason == "decrease"
 
 
