@@ -2,8 +2,8 @@
 
 L-BFGS-B of mpishard beside SciPy's where most unknowns end at a bound: source inversion by finite elements, bounded
 deblurring, non-negative least squares, and quadratics of condition 1e4 to 1e8 in a box; several starts each.  Both
-begin at the same points with the same history and tolerances.  With --cutest: problems of CUTEst, from their standard
-starts; they need sif2jax.
+begin at the same points with the same history and tolerances.  The finite elements are those of scikit-fem, which must
+be installed.  With --cutest: problems of CUTEst, from their standard starts; they need sif2jax.
 
 A line a run: the final values and their ratio, evaluations, those of both to the value that both reach (the higher of
 the final ones), the elements at a bound, in how many of the counts of evaluations 25, 50, 100, ... that both have
@@ -58,32 +58,32 @@ class Trace(NamedTuple):
 
 def source_inversion(side: int, weight: float, seed: int) -> tuple[Callable[[Array], tuple[float, Array]], int]:
     """Find the source f in [0, 2] of -laplace u = f from u at some nodes: bilinear elements on the unit square."""
-    from scipy.sparse import diags, kron
     from scipy.sparse.linalg import splu
+    from skfem import Basis, ElementQuad1, MeshQuad
+    from skfem.models.poisson import laplace
+    from skfem.models.poisson import mass as product
 
     rng = np.random.default_rng(seed)
-    n, h = side, 1 / (side + 1)
-    stiff = diags([-1.0, 2.0, -1.0], [-1, 0, 1], (n, n)) / h
-    mass = h / 6 * diags([1.0, 4.0, 1.0], [-1, 0, 1], (n, n))
-    stiffness = (kron(stiff, mass) + kron(mass, stiff)).tocsc()
-    masses = kron(mass, mass).tocsr()
-    solve = splu(stiffness).solve
-    x, y = np.meshgrid(*(np.arange(1, n + 1) * h,) * 2, indexing="ij")
-    true = 2.0 * (((x - 0.3) ** 2 + (y - 0.4) ** 2 < 0.02) | ((abs(x - 0.7) < 0.12) & (abs(y - 0.65) < 0.1))).ravel()
-    seen = rng.permutation(n * n)[: n * n // 3]
+    basis = Basis(MeshQuad.init_tensor(*(np.linspace(0, 1, side + 2),) * 2), ElementQuad1())
+    inner = basis.complement_dofs(basis.get_dofs())
+    stiffness, masses = (form.assemble(basis).tocsr()[inner][:, inner] for form in (laplace, product))
+    solve = splu(stiffness.tocsc()).solve
+    x, y = basis.doflocs[:, inner]
+    true = 2.0 * (((x - 0.3) ** 2 + (y - 0.4) ** 2 < 0.02) | ((abs(x - 0.7) < 0.12) & (abs(y - 0.65) < 0.1)))
+    seen = rng.permutation(inner.size)[: inner.size // 3]
     data = solve(masses @ true)[seen]
     data = data + 1e-3 * abs(data).max() * rng.normal(size=seen.size)
     scale = 1 / abs(data).max() ** 2
 
     def function(f: Array) -> tuple[float, Array]:
         rest = solve(masses @ f)[seen] - data
-        back = np.zeros(n * n)
+        back = np.zeros(inner.size)
         back[seen] = rest
         of_mass = masses @ f
         value = 0.5 * scale * (rest @ rest) + 0.5 * weight * (f @ of_mass)
         return float(value), scale * (masses @ solve(back)) + weight * of_mass
 
-    return function, n * n
+    return function, inner.size
 
 
 def deblurring(side: int, weight: float, seed: int) -> tuple[Callable[[Array], tuple[float, Array]], int]:

@@ -1,7 +1,7 @@
 """The problem of tao.py by PETSc's TAO, or by SciPy on the first rank with gathers and scatters around it.
 
-    mpirun -n 2 python3 benchmarks/tao_petsc.py blmvm|bqnls UNKNOWNS ITERATIONS [PETSc options]
-    mpirun -n 2 python3 benchmarks/tao_petsc.py scipy UNKNOWNS ITERATIONS
+    mpirun -n 2 python3 benchmarks/tao_petsc.py blmvm|bqnls UNKNOWNS ITERATIONS PERCENT [PETSc options]
+    mpirun -n 2 python3 benchmarks/tao_petsc.py scipy UNKNOWNS ITERATIONS PERCENT
 
 Needs petsc4py (Debian: python3-petsc4py), mpi4py and SciPy, and not mpishard.
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from tao_problem import HISTORY, LOWER, UPPER, Rosenbrock, peak_bytes, report, rows_of, start
+from tao_problem import HISTORY, LOWER, Rosenbrock, peak_bytes, report, rows_of, start, upper_bounds
 
 
-def by_tao(method: str, unknowns: int, iterations: int) -> None:
+def by_tao(method: str, unknowns: int, iterations: int, percent: int) -> None:
     import petsc4py
 
     prefix = "tao_blmvm_" if method == "blmvm" else "tao_bqnk_"
-    petsc4py.init([sys.argv[0], f"-{prefix}mat_lmvm_num_vecs", str(HISTORY), *sys.argv[4:]])
+    petsc4py.init([sys.argv[0], f"-{prefix}mat_lmvm_num_vecs", str(HISTORY), *sys.argv[5:]])
     from petsc4py import PETSc
 
     comm = PETSc.COMM_WORLD
@@ -30,10 +30,10 @@ def by_tao(method: str, unknowns: int, iterations: int) -> None:
     PETSc.Vec().createMPI((2, None), comm=comm).norm()  # with all that PETSc needs for itself
     before = peak_bytes()
     x = PETSc.Vec().createMPI((2 * (end - first), unknowns), comm=comm)
-    x.array[:] = start(first, end).reshape(-1)
+    x.array[:] = start(first, end, percent).reshape(-1)
     lower, upper = x.duplicate(), x.duplicate()
     lower.set(LOWER)
-    upper.set(UPPER)
+    upper.array[:] = upper_bounds(first, end, percent).reshape(-1)
     function = Rosenbrock()
 
     def evaluate(tao: Any, point: Any, gradient: Any) -> float:
@@ -56,14 +56,14 @@ def by_tao(method: str, unknowns: int, iterations: int) -> None:
         report(function, seconds, tao.getIterationNumber(), tao.getObjectiveValue(), most)
 
 
-def by_scipy(unknowns: int, iterations: int) -> None:
+def by_scipy(unknowns: int, iterations: int, percent: int) -> None:
     from scipy.optimize import Bounds, minimize
 
     mpi = MPI.COMM_WORLD
     first, end = rows_of(mpi.rank, mpi.size, unknowns)
     counts = [2 * (stop - begin) for begin, stop in (rows_of(rank, mpi.size, unknowns) for rank in range(mpi.size))]
     before = peak_bytes()
-    own, slope, function = start(first, end), np.empty((end - first, 2)), Rosenbrock()
+    own, slope, function = start(first, end, percent), np.empty((end - first, 2)), Rosenbrock()
 
     def part() -> float:
         """Collective: the value of all, of the parts of the point on all ranks."""
@@ -84,7 +84,7 @@ def by_scipy(unknowns: int, iterations: int) -> None:
             return value, gradient
 
         options = {"maxiter": iterations, "maxcor": HISTORY, "ftol": 0.0, "gtol": 0.0}
-        box = Bounds(LOWER, UPPER)
+        box = Bounds(LOWER, upper_bounds(0, unknowns // 2, percent).reshape(-1))
         began = time.perf_counter()
         result = minimize(evaluate, whole, jac=True, method="L-BFGS-B", bounds=box, options=options)
         seconds, taken, value = time.perf_counter() - began, result.nit, result.fun
@@ -102,6 +102,6 @@ def by_scipy(unknowns: int, iterations: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "scipy":
-        by_scipy(*map(int, sys.argv[2:4]))
+        by_scipy(*map(int, sys.argv[2:5]))
     else:
-        by_tao(sys.argv[1], *map(int, sys.argv[2:4]))
+        by_tao(sys.argv[1], *map(int, sys.argv[2:5]))

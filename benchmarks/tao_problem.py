@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-LOWER, UPPER = -2.0, 0.8  # the minimum is at 1, so that every first unknown of a pair ends at its upper bound
+LOWER, UPPER = -2.0, {50: 0.8, 30: 2.0}  # by the percentage of unknowns that end at a bound; the minimum is at 1
+NEAR = -0.5  # the upper bound of the first unknown in six pairs of ten for 30 %, and its start
 HISTORY, ITERATIONS = 10, 30
 
 
@@ -21,10 +22,24 @@ def rows_of(rank: int, size: int, unknowns: int) -> tuple[int, int]:
     return first, first + each + (rank < more)
 
 
-def start(first: int, end: int) -> np.ndarray:
+def near_bounds(first: int, end: int, percent: int) -> np.ndarray:
+    """Of which of these pairs the first unknown has the bound `NEAR`."""
+    return (np.arange(first, end) % 10 < 6) & (percent == 30)
+
+
+def start(first: int, end: int, percent: int) -> np.ndarray:
     """The start of these pairs; another one for each."""
     number = np.arange(first, end)
-    return np.stack([-1.2 + 0.4 * np.sin(number), 0.5 + 0.2 * np.cos(number)], axis=1)
+    pairs = np.stack([-1.2 + 0.4 * np.sin(number), 0.5 + 0.2 * np.cos(number)], axis=1)
+    pairs[near_bounds(first, end, percent), 0] = NEAR
+    return pairs
+
+
+def upper_bounds(first: int, end: int, percent: int) -> np.ndarray:
+    """The upper bounds of these pairs."""
+    bounds = np.full((end - first, 2), UPPER[percent])
+    bounds[near_bounds(first, end, percent), 0] = NEAR
+    return bounds
 
 
 class Rosenbrock:
