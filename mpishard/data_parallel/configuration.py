@@ -393,9 +393,9 @@ class ShardingConfiguration:
     def create_for_low_bandwidth(cls, mesh: Mesh, **options: Unpack[ConfigurationOptions]) -> ShardingConfiguration:
         """The preset for networks that are slower than the model, such as Ethernet, where each message is expensive.
 
-        Gradients are sent in few messages, as buckets of 2**23 elements after the backward pass, compressed to 8 bits.
-        If all nodes have equally many data ranks, only the sums between nodes are compressed.  With this preset
-        `as_distributed` turns a rule into a `LocalSGDOptimizer` that averages every 8 steps.
+        Gradients are sent in few messages, as buckets of 2**23 elements for which the backward pass waits, compressed
+        to 8 bits.  If all nodes have equally many data ranks, only the sums between nodes are compressed.  With this
+        preset `as_distributed` turns a rule into a `LocalSGDOptimizer` that averages every 8 steps.
 
         Parameters
         ----------
@@ -450,7 +450,9 @@ def _in_words(config: ShardingConfiguration) -> list[str]:
     axis, compressor = config.mesh.data, config.compressor
     if axis.size == 1:
         return ["One data rank: gradients are not sent."]
-    when = "while the backward pass still runs" if config.overlap_communication else "after the backward pass"
+    when = "for each of which the backward pass waits"
+    if config.overlap_communication:
+        when = "while the backward pass still runs"
     if config.overlap_communication == "auto":
         when += ", unless steps of a PyTorch module are faster without"
     sentences = [

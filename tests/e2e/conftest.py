@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import shutil
@@ -50,6 +51,12 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
     same_package = str(Path(spec.origin).parents[1])
     users = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     return {**OPEN_MPI, **users, "PYTHONPATH": same_package, **changes}
+
+
+@pytest.fixture(autouse=True)
+def longer_limit() -> None:
+    """Jobs have limits of their own, whose messages say more than the stack of the process that waits for them."""
+    faulthandler.dump_traceback_later(600, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def test_the_bytes_that_are_predicted_are_those_of_the_ledger(mesh, compressor, 
         sent = foretold.between_nodes or foretold.sent
         assert f"LocalSGDOptimizer sends {sent / 8:,.0f} bytes a step" in text
         text = ShardingConfiguration(mesh, overlap_communication=False).describe(1000 * mesh.size)
-        assert "after the backward pass" in text
+        assert "for each of which the backward pass waits" in text
         assert f"this rank sends {8000 * (mesh.size - 1):,} bytes a sum." in text
 
 

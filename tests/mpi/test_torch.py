@@ -380,11 +380,9 @@ def values(module):
         return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy()
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """The losses of PyTorch on one rank."""
-    module, history = smooth(), []
-    adamw = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01)
+def losses_by_pytorch_alone(module, losses):
+    """Six steps of AdamW on this rank; the module is trained."""
+    adamw, history = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01), []
     for step in range(1, 7):
         loss = losses(module, Sampler(SAMPLES, BATCH, 2).batch(step)).mean()
         adamw.zero_grad()
@@ -392,6 +390,11 @@ def alone():
         adamw.step()
         history.append(loss.item())
     return np.array(history)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return losses_by_pytorch_alone(smooth(), losses)
 
 
 @pytest.mark.parametrize(
@@ -424,14 +427,8 @@ def test_frozen_parameters_of_a_divided_problem_stay_whole(mesh, how):
         for name, buffer in layer.named_buffers(recurse=False):
             buffer.copy_(start.get_buffer(name))
 
-    whole, start, history = fresh(), fresh(), []
-    adamw = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.01)
-    for step in range(1, 7):
-        loss = losses(whole, Sampler(SAMPLES, BATCH, 2).batch(step)).mean()
-        adamw.zero_grad()
-        loss.backward()
-        adamw.step()
-        history.append(loss.item())
+    whole, start = fresh(), fresh()
+    history = losses_by_pytorch_alone(whole, losses)
     with torch.device("meta" if how == "meta" else "cpu"):
         module = fresh()
     names = {layer: number for number, layer in enumerate(module)}
