@@ -9,15 +9,17 @@ on.  time: seconds an iteration on 2 ranks, beside the evaluations of the functi
 numbers; runs take turns, figures are medians.  memory: by how much the memory of a rank grows until the history is
 full, on 1, 2, 4 and 8 ranks, in bytes an unknown.
 
-mpishard's arrays are in small pages, as PETSc's are: on a virtual machine the first touch of each huge page may take
-milliseconds, in which its host finds memory.
+Both have the same memory: small pages, as PETSc's are, since on a virtual machine the first touch of each huge page may
+take milliseconds, in which its host finds memory; and a malloc that keeps the memory of arrays of up to 30 MB that are
+freed, for the temporary arrays of the function.
 
 TAO's BLMVM and BQNLS, and SciPy's L-BFGS-B on the first rank with the point scattered and the gradient gathered for
 each evaluation, run in an environment of their own, since PETSc wants the MPI that it was built with.  COMMAND begins
 them, with {ranks} for their number; by default that of Debian's python3-petsc4py, python3-mpi4py and python3-scipy:
 "/usr/bin/mpirun --oversubscribe -n {ranks} /usr/bin/python3".  Where variables of another MPI are set, begin it with
-"env -i PATH=/usr/bin:/bin HOME=/tmp"; without the package petsc-dev it needs PETSC_DIR, the folder of petsc4py's
-"lib" below /usr/lib/petscdir; as root OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.
+"env -i PATH=/usr/bin:/bin HOME=/tmp" and those of MEMORY below; without the package petsc-dev it needs PETSC_DIR, the
+folder of petsc4py's "lib" below /usr/lib/petscdir; as root OMPI_ALLOW_RUN_AS_ROOT=1 and
+OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ PETSC = "/usr/bin/mpirun --oversubscribe -n {ranks} /usr/bin/python3"
 KINDS = {"mpishard": "mpishard", "blmvm": "TAO, BLMVM", "bqnls": "TAO, BQNLS", "scipy": "SciPy with a gather"}
 RANKS = (1, 2, 4, 8)
 TIME_LIMIT = 1800
+MEMORY = {"NUMPY_MADVISE_HUGEPAGE": "0", "MALLOC_MMAP_THRESHOLD_": "30000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 
 
 def by_mpishard(unknowns: int, iterations: int, percent: int) -> None:
@@ -47,29 +50,29 @@ def by_mpishard(unknowns: int, iterations: int, percent: int) -> None:
 
     import mpishard
 
-    def run(pairs: int, iterations: int) -> tuple[Rosenbrock, Any]:
+    def run(pairs: int, iterations: int) -> tuple[Rosenbrock, Any, float]:
         spec = mpishard.ParameterSpec("x", (pairs, 2), tensor_dim=0)
         x = mpishard.FlatParameters([spec], np.float64, place=mesh.place)
         x["x"][...] = start(*x.box("x")[0], percent)
         slope, function = np.empty_like(x["x"]), Rosenbrock()
+        bounds = LOWER, upper_bounds(0, pairs, percent)
+        mesh.world.barrier()
+        began = time.perf_counter()
         found = mpishard.minimize(
             lambda x: (function(x["x"], slope), slope),
             x,
             method="L-BFGS-B",
-            bounds=(LOWER, upper_bounds(0, pairs, percent)),
+            bounds=bounds,
             options={"maxiter": iterations, "maxcor": HISTORY, "ftol": 0, "gtol": 0},
             mesh=mesh,
             reduction="sum",
         )
-        return function, found
+        return function, found, time.perf_counter() - began
 
     with mpishard.Mesh(data=1, tensor=-1) as mesh:
         run(1000, 5)  # compiles
         before = peak_bytes()
-        mesh.world.barrier()
-        began = time.perf_counter()
-        function, found = run(unknowns // 2, iterations)
-        seconds = time.perf_counter() - began
+        function, found, seconds = run(unknowns // 2, iterations)
         most = mesh.world.all_reduce(np.array([peak_bytes() - before]), op="max")
         if mesh.rank == 0:
             report(function, seconds, found.nit, found.fun, int(most[0]))
@@ -84,9 +87,8 @@ def measured(kind: str, ranks: int, options: argparse.Namespace, iterations: int
     else:
         peer = shlex.split(options.petsc.format(ranks=ranks))
         command = [*peer, str(FOLDER / "tao_petsc.py"), kind, size, str(iterations), percent]
-    pages = {"NUMPY_MADVISE_HUGEPAGE": "0"}
     what = f"{KINDS[kind]} on {ranks} ranks"
-    return children.result(what, children.run(what, [(command, pages)], TIME_LIMIT))
+    return children.result(what, children.run(what, [(command, MEMORY)], TIME_LIMIT))
 
 
 def times(options: argparse.Namespace) -> None:

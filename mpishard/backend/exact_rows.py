@@ -261,11 +261,17 @@ def _find(marked, index):  # type: ignore[no-untyped-def]
 
 @inner
 def _gather(rows, indices, begin, index, picked):  # type: ignore[no-untyped-def]
-    """Copy some elements of rows."""
-    for k in range(indices.size):
-        row, values = rows[indices[k]], picked[k]
+    """Copy some elements of rows: of four rows at a time, since then more reads are under way.
+
+    The last row may come several times.
+    """
+    for k in range(0, indices.size, 4):
+        k1, k2, k3 = min(k + 1, indices.size - 1), min(k + 2, indices.size - 1), min(k + 3, indices.size - 1)
+        row0, row1, row2, row3 = rows[indices[k]], rows[indices[k1]], rows[indices[k2]], rows[indices[k3]]
+        values0, values1, values2, values3 = picked[k], picked[k1], picked[k2], picked[k3]
         for i in range(index.size):
-            values[i] = row[begin + index[i]]
+            j = begin + index[i]
+            values0[i], values1[i], values2[i], values3[i] = row0[j], row1[j], row2[j], row3[j]
 
 
 def _rows_with_loop(
@@ -487,26 +493,15 @@ def _changed_loop(
                 for i in range(new.size):
                     changes += new[i] ^ (old[i] & mask)
                 if changes:
-                    # Runs of elements are read faster than some of their elements; what has not changed adds zeros.
-                    every = 4 * changes > new.size
                     for i in range(new.size):
                         change = np.int64(new[i]) - np.int64(old[i] & mask)
                         index[count] = position + i
                         sign[count] = change
-                        count += change != 0 or every
+                        count += change != 0
                 position += new.size
             if count == 0:
                 continue
-            run = index[count - 1] - index[0] == count - 1
-            for k in range(used.size):
-                row, factors = rows[used[k]], left[k]
-                if run:
-                    part = row[index[0] : index[0] + count]
-                    for i in range(count):
-                        factors[i] = part[i]
-                else:
-                    for i in range(count):
-                        factors[i] = row[index[i]]
+            _gather(rows, used, 0, index[:count], left)
             for k in range(seconds.size):
                 part, factors = left[seconds[k]], right[k]
                 for i in range(count):

@@ -107,8 +107,9 @@ def text_of(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {text_of(each)}' for key, each in value.items())}}}"
     if arrays.is_array(value):
-        content = hashlib.blake2b(np.ascontiguousarray(arrays.to_host(value)).tobytes(), digest_size=8).hexdigest()
-        return f"{value.dtype} {value.shape} {content}"
+        content = np.ascontiguousarray(arrays.to_host(value)).reshape(-1).view(np.uint8).data
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return f"{value.dtype} {value.shape} {digest}"
     if is_dataclass(value) and not isinstance(value, type):
         inside = (f"{field.name}={text_of(getattr(value, field.name))}" for field in fields(value) if field.compare)
         return f"{type(value).__name__}({', '.join(inside)})"

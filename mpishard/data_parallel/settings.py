@@ -72,6 +72,7 @@ class Settings:
         self._auxiliary = auxiliary
         self._rule: Rule | Method | None = None
         self._config: ShardingConfiguration | None = None
+        self._known: Mapping[str, str] = {}  # `_fixed` of these two
         self._fingerprint = self._live_fingerprint = 0
 
     @property
@@ -136,7 +137,8 @@ class Settings:
 
         Collective. The other parameters are those of `agree_on_settings`.
         """
-        fixed, live = self._fixed(), self.live
+        # Where nothing was replaced, arrays among the settings, such as bounds, are not read again.
+        fixed, live = self._fixed() if self._replaced else self._known, self.live
         settings = {**fixed, **({} if live is None else live.by_name), **(further or {})}
         agree_on_settings(self._optimizer.world, settings, problem, what=what, remedy=self.remedy)
         self._note(fixed)
@@ -147,7 +149,7 @@ class Settings:
         return self._optimizer.rule is not self._rule or self._optimizer.config is not self._config
 
     def _note(self, settings: Mapping[str, str]) -> None:
-        self._rule, self._config = self._optimizer.rule, self._optimizer.config
+        self._rule, self._config, self._known = self._optimizer.rule, self._optimizer.config, settings
         self._fingerprint = fingerprint(settings)
 
 

@@ -233,13 +233,13 @@ class _Found:
     """Elements in the order of their breakpoints, with what the sums take of them."""
 
     def __init__(self, index: Array, breakpoints: Array, descent: Array, steps: Any) -> None:
-        lengths = breakpoints[index]
+        # Elements are read in the order of memory, which takes less time, and put in order then.
+        lengths, of_dtype = breakpoints[index], steps(index)
         order = arrays.module_of(index).argsort(lengths)
-        self.index = index[order]
         self.lengths = arrays.to_host(lengths[order]).astype(np.float64)
-        self.descent = descent[self.index].astype(np.float64)
-        of_dtype = steps(self.index)
-        self.steps = of_dtype.astype(np.float64)
+        self.descent = descent[index][order].astype(np.float64)
+        self.steps = of_dtype[order].astype(np.float64)
+        self.index = index[order]
         self.largest_step = largest(of_dtype) if index.size else 0.0
         if not math.isfinite(self.largest_step):
             self.largest_step = math.inf
