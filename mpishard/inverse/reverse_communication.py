@@ -422,7 +422,7 @@ class OneProcess:
 
 def _limits(method: Method, unknowns: Unknowns) -> Limits:
     def on_device(values: np.ndarray | None) -> Array | None:
-        return None if values is None else arrays.on_device_of(values, unknowns.flat)
+        return None if values is None else arrays.on_device_of(np.array(values), unknowns.flat)
 
     on_host = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
     lower, upper, fixed, weights, scaling = map(on_device, on_host)

@@ -317,7 +317,7 @@ class _Settings:
             x_scale = x_scale if isinstance(x_scale, str) else tree.by_name("x_scale", x_scale)
             diff_step = tree.by_name("diff_step", diff_step)
         scale = _scale(x_scale, method, unknowns)
-        steps = None if diff_step is None else whole_elements("diff_step", diff_step, unknowns.specs, _FLOAT, missing=0)
+        steps = whole_elements("diff_step", diff_step, unknowns.specs, _FLOAT, missing=0)
         options = Options(ftol, xtol, gtol, max_nfev, scale)
         return cls(start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_named, tree)
 

@@ -57,21 +57,24 @@ def keep_free(h, x, lower, upper, /, reach):
 
 @elementwise
 def breakpoints(descent, t, x, h, lower, upper, /, never):
-    """``h`` where an element moves, else 0; and its breakpoint t, at which it meets its bound: 0 where it does not."""
-    t = (x - lower) / h if h > 0.0 else ((x - upper) / h if h < 0.0 else never)
-    t = t if h != 0.0 else (0.0 if x <= lower else (0.0 if x >= upper else t))
+    """``h`` where an element moves, else 0; and its breakpoint t, at which it meets its bound: 0 where it does not.
+
+    The largest number is one over the first breakpoint.
+    """
+    t = (x - lower if h > 0.0 else x - upper) / h
+    t = t if h != 0.0 else (0.0 if x <= lower else (0.0 if x >= upper else never))
     t = t if t > 0.0 else 0.0
     t = t if lower < upper else 0.0
     descent = h if t > 0.0 else 0.0
-    return descent, t
+    soon = 1.0 / t if t > 0.0 else 0.0
+    return descent, t, largest(soon)
 
 
 @elementwise
-def split_at_cauchy_point(descent, t, free, /, length):
-    """Mark the elements that have not met their bounds; 0 in place of h where they have."""
+def beyond_cauchy_point(t, free, /, length):
+    """Mark the elements that have not met their bounds."""
     free = 1.0 if t > length else 0.0
-    descent = descent if t > length else 0.0
-    return descent, free
+    return free
 
 
 @elementwise

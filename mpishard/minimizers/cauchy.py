@@ -11,9 +11,9 @@ largest product, the `tops`. They are those of a sorted list, whichever rank has
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,14 +74,20 @@ class Sums:
     arrived: np.ndarray
 
 
+class Breakpoints(NamedTuple):
+    """Where the elements of this rank meet their bounds on the path."""
+
+    lengths: Array  # of each element: 0 if it cannot move, infinite without a bound
+    soonest: float  # one over the least length above 0, rounded to the dtype of the lengths; 0 without one
+    steps: Callable[[Array], Array]  # from the indices of some elements to their steps to their bounds
+
+
 class Path:
     """The path of steepest descent from a point, and the model along it. Methods are collective.
 
     `indices` are the numbers of the rows with all s, then all y. `descent` is what a step of length 1 subtracts: the
-    gradient, 0 where an element cannot move; `breakpoints` has the length at which each element meets its bound: 0 for
-    those that cannot move, infinite without a bound; ``steps(index)`` returns the steps of some elements to their
-    bounds. `words` and `tops` are the products of the rows and of the descent, (rows + 1, 2), with the descent, over
-    all ranks, and the bounds with which they were made.
+    gradient, 0 where an element cannot move. `words` and `tops` are the products of the rows and of the descent, (rows
+    + 1, 2), with the descent, over all ranks, and the bounds with which they were made.
 
     After `minimize`, `words` are those over the elements that do not meet their bounds, and `arrived`, float64 (rows,),
     has the products of the rows with the steps of the others.
@@ -95,14 +101,13 @@ class Path:
         curvature: Curvature,
         theta: float,
         descent: Array,
-        breakpoints: Array,
-        steps: Any,
+        breakpoints: Breakpoints,
         words: np.ndarray,
         tops: Sequence[float],
     ) -> None:
         self._space, self._rows, self._indices = space, rows, list(indices)
         self._curvature, self._theta = curvature, theta
-        self._descent, self._breakpoints, self._steps = descent, breakpoints, steps
+        self._descent, self._breakpoints, self._type = descent, breakpoints, breakpoints.lengths.dtype.type
         self.words, self._tops = words, list(tops)
         self.arrived = np.zeros(len(self._indices))
         self._step_tops = [0.0] * len(self._indices)
@@ -155,25 +160,27 @@ class Path:
     def _rounded(self, length: float) -> float:
         """A length as the dtype of the breakpoints has it, so that all compare with it equally."""
         with np.errstate(over="ignore"):
-            return float(self._breakpoints.dtype.type(length))
+            return float(self._type(length))
 
     def _below(self, breakpoint: float) -> float:
         """The longest length below a breakpoint."""
-        of_dtype = self._breakpoints.dtype.type
-        return float(np.nextafter(of_dtype(breakpoint), of_dtype(0)))
+        return float(np.nextafter(self._type(breakpoint), self._type(0)))
 
     def _between(self, low: float, high: float) -> _Found:
         """This rank's elements, of those that count, with breakpoints beyond `low` up to `high`."""
-        module = arrays.module_of(self._breakpoints)
-        high = min(high, float(np.finfo(self._breakpoints.dtype).max))
+        lengths, soonest, steps = self._breakpoints
+        module = arrays.module_of(lengths)
+        high = min(high, float(np.finfo(lengths.dtype).max))
         parts = []
-        block = max(self._breakpoints.size, 1) if arrays.is_device(self._breakpoints) else _BLOCK
-        for start, stop in self._space.spans:
+        block = max(lengths.size, 1) if arrays.is_device(lengths) else _BLOCK
+        with np.errstate(over="ignore"):
+            none = self._type(1) / self._type(high) > soonest  # rounded quotients keep the order, or become equal
+        for start, stop in () if none else self._space.spans:
             for begin in range(start, stop, block):
-                lengths = self._breakpoints[begin : min(begin + block, stop)]
-                parts.append(module.flatnonzero((lengths > low) & (lengths <= high)) + begin)
-        index = module.concatenate(tuple(parts)) if parts else arrays.empty(0, np.int64, like=self._breakpoints)
-        return _Found(index, self._breakpoints, self._descent, self._steps)
+                part = lengths[begin : min(begin + block, stop)]
+                parts.append(module.flatnonzero((part > low) & (part <= high)) + begin)
+        index = module.concatenate(tuple(parts)) if parts else arrays.empty(0, np.int64, like=lengths)
+        return _Found(index, lengths, self._descent, steps)
 
     def _scan(
         self, found: _Found, begin: int, end: int, start: Sums, first: float, last: float, beyond: float
@@ -183,13 +190,14 @@ class Path:
         Returns its length, NaN if the model still falls at `beyond`, and the sums there.
         """
         edges = _edges(first, last)
-        inner = begin + np.searchsorted(found.lengths[begin:end], edges, side="right")
-        starts = np.concatenate([[begin], inner, [end]]).astype(np.int64)
+        starts = found.divide(begin, end, edges)
         words = self._words(found, starts)
         self._space.add(words)
         filled = starts[:-1] < starts[1:]
         ends = np.full((2, len(edges) + 1), -math.inf)
-        ends[0, filled], ends[1, filled] = -found.lengths[starts[:-1][filled]], found.lengths[starts[1:][filled] - 1]
+        if filled.any():
+            lengths, of_bins = found.lengths[:end], starts[:-1][filled]
+            ends[:, filled] = -np.minimum.reduceat(lengths, of_bins), np.maximum.reduceat(lengths, of_bins)
         if len(edges):
             self._space.maximize(ends.reshape(-1))
         else:
@@ -230,20 +238,33 @@ class Path:
 
 
 class _Found:
-    """Elements in the order of their breakpoints, with what the sums take of them."""
+    """Elements between two lengths of the path, with what the sums take of them."""
 
-    def __init__(self, index: Array, breakpoints: Array, descent: Array, steps: Any) -> None:
-        # Elements are read in the order of memory, which takes less time, and put in order then.
-        lengths, of_dtype = breakpoints[index], steps(index)
-        order = arrays.module_of(index).argsort(lengths)
-        self.lengths = arrays.to_host(lengths[order]).astype(np.float64)
-        self.descent = descent[index][order].astype(np.float64)
-        self.steps = of_dtype[order].astype(np.float64)
-        self.index = index[order]
+    def __init__(self, index: Array, breakpoints: Array, descent: Array, steps: Callable[[Array], Array]) -> None:
+        self.index, of_dtype = index, steps(index)
+        self.lengths = arrays.to_host(breakpoints[index]).astype(np.float64)
+        self.descent, self.steps = descent[index].astype(np.float64), of_dtype.astype(np.float64)
         self.largest_step = largest(of_dtype) if index.size else 0.0
         if not math.isfinite(self.largest_step):
             self.largest_step = math.inf
-        self.ends = (-float(self.lengths[0]), float(self.lengths[-1])) if index.size else (-math.inf, -math.inf)
+        ends = (-float(self.lengths.min()), float(self.lengths.max())) if index.size else (-math.inf, -math.inf)
+        self.ends = ends
+
+    def divide(self, begin: int, end: int, edges: np.ndarray) -> np.ndarray:
+        """Put the elements from `begin` to `end` into bins that end with these lengths, and a last one.
+
+        Returns where each bin begins, and where the last one ends.  In a bin they stay in the order of memory, in which
+        reading takes least time: sums do not depend on it.
+        """
+        part = slice(begin, end)
+        bins = np.searchsorted(edges, self.lengths[part]).astype(np.uint8)
+        order = np.argsort(bins, kind="stable")
+        self.lengths[part] = self.lengths[part][order]
+        order = arrays.on_device_of(order, self.index)
+        for values in (self.index, self.descent, self.steps):
+            values[part] = values[part][order]
+        counts = np.bincount(bins, minlength=len(edges) + 1)
+        return begin + np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _edges(first: float, last: float) -> np.ndarray:

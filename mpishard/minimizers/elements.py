@@ -76,14 +76,16 @@ def whole_elements(
     """A flat array over all tensors; None if `given` is None.
 
     `given` is one number, a flat array, or numbers and arrays by tensor name; `missing` is the value of tensors that
-    are not named or have None; `what` names the option in messages. Raises ValueError or TypeError if it does not fit.
+    are not named or have None; `what` names the option in messages. One number is not written out: the array is
+    read-only then. Raises ValueError or TypeError if it does not fit.
     """
     if given is None:
         return None
     if not isinstance(given, Mapping):
         size = sum(spec.size for spec in specs)
         shape = specs[0].shape if len(specs) == 1 else (size,)
-        return np.array(np.broadcast_to(_array(what, given, dtype, shape), shape), dtype).reshape(-1)
+        found = _array(what, given, dtype, shape)
+        return np.array(found).reshape(-1) if found.shape else np.broadcast_to(found, size)
     known = {spec.name for spec in specs}
     for name in given:
         if name not in known:

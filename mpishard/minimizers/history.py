@@ -7,7 +7,7 @@ equation 3.1): dot products with all pairs give, identically on every rank, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import exact, exact_rows
 from mpishard.backend.exact_rows import Factor, words_with
 from mpishard.minimizers import small
-from mpishard.minimizers.cauchy import Curvature, Path
+from mpishard.minimizers.cauchy import Breakpoints, Curvature, Path
 from mpishard.minimizers.space import Space
 
 Array = Any
@@ -516,16 +516,15 @@ class ReducedHistory(History):
     def cauchy_point(
         self,
         descent: Array,
-        breakpoints: Array,
-        steps: Callable[[Array], Array],
+        breakpoints: Breakpoints,
         top: float,
         initial_scaling: float | None,
     ) -> CauchyPoint:
         """The minimum of the model along the path of steepest descent, which bends where elements meet their bounds.
 
-        Collective. The new pair is added before, if there is one and its curvature is positive. `descent`,
-        `breakpoints` and `steps` are as of `Path`, and `top` is the `largest` of the descent; `initial_scaling` is
-        gamma, the size of the initial inverse Hessian, None for s'y / y'y of the newest pair.
+        Collective. The new pair is added before, if there is one and its curvature is positive. `descent` and
+        `breakpoints` are as of `Path`, and `top` is the `largest` of the descent; `initial_scaling` is gamma, the size
+        of the initial inverse Hessian, None for s'y / y'y of the newest pair.
         """
         words, tops = self._products_with(descent, top)
         gamma = self._gamma(initial_scaling)
@@ -536,7 +535,7 @@ class ReducedHistory(History):
         rows = self._all_rows
         if not rows:
             return CauchyPoint(self._gamma(initial_scaling), words[:0], [], np.zeros(0))
-        path = Path(self.space, self.rows, rows, curvature, 1 / gamma, descent, breakpoints, steps, words, tops)
+        path = Path(self.space, self.rows, rows, curvature, 1 / gamma, descent, breakpoints, words, tops)
         length = path.minimize([self._tops[row] for row in rows])
         return CauchyPoint(length, path.words[:-1], tops[:-1], path.arrived)
 
@@ -546,8 +545,8 @@ class ReducedHistory(History):
         """The step of the free elements to the minimum of the quadratic model, where the others are at their bounds.
 
         Collective: one all-reduce. `free` marks this rank's elements that have not met their bounds at the Cauchy
-        point, and `g` is their gradient, 0 for others. Returns gamma and coefficients of s and y, oldest first: the
-        step is ``-gamma g`` and the sum over the pairs, of the free elements.
+        point, and `g` has their gradient; of others it may become 0. Returns gamma and coefficients of s and y, oldest
+        first: the step is ``-gamma g`` and the sum over the pairs, of the free elements.
         """
         gamma, size = self._gamma(initial_scaling), len(self.order)
         if not size:
@@ -555,6 +554,9 @@ class ReducedHistory(History):
         sums = self._sum(prepare_all(self._grams, free))
         for gram in self._grams:
             gram.take(sums.pop(0))
+        total = self.space.total
+        if any(exact.is_doubtful(words, top, total) for words, top in zip(point.words, point.tops, strict=True)):
+            g *= free  # the products are made again
         (of_g,) = self._values([(self._all_rows, g, point.words, point.tops)], [point.words])
         sg, yg, sz, yz = of_g[:size], of_g[size:], point.arrived[:size], point.arrived[size:]
         curvatures = np.array([self.sy[pair][pair] for pair in self.order])

@@ -12,14 +12,15 @@ import numpy as np
 from mpishard.backend.array import empty, module_of
 from mpishard.minimizers.bounds import (
     backtrack_to_bounds,
+    beyond_cauchy_point,
     breakpoints,
     keep_free,
     move_base,
     move_base_and_pair,
     project_step,
-    split_at_cauchy_point,
     steps_from_cauchy_point,
 )
+from mpishard.minimizers.cauchy import Breakpoints
 from mpishard.minimizers.formulas import unweigh, weigh
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
@@ -210,12 +211,13 @@ class BoundedQuasiNewton(QuasiNewton):
         d, descent, scaling = self._direction, self.point, self.method.initial_scaling
         sides = self.bounds.lower, self.bounds.upper
         gradient = self.base_gradient if self._root is None else self._descent(descent)
-        breakpoints(descent, d, self.base, gradient, *sides, math.inf)
-        cauchy = self.history.cauchy_point(self._scaled(descent), d, self._steps_to_bounds, self._weighted_top, scaling)
+        (soonest,) = breakpoints(descent, d, self.base, gradient, *sides, math.inf)
+        ends = Breakpoints(d, soonest, self._steps_to_bounds)
+        cauchy = self.history.cauchy_point(self._scaled(descent), ends, self._weighted_top, scaling)
         if math.isnan(cauchy.length):
             return 0.0, math.nan, 1.0, math.inf
         free = empty(d.size, np.bool_, like=d)
-        split_at_cauchy_point(descent, d, free, cauchy.length)
+        beyond_cauchy_point(d, free, cauchy.length)
         model = self.history.reduced_times(free, descent, cauchy, scaling)
         self._subspace_step(model)
         top, slope, square, closest = self._project_step(free)

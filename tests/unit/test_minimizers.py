@@ -33,6 +33,7 @@ from problems import Problem as ProblemOfSet
 from mpishard.inverse.result import OptimizeResult, result_of
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
+from mpishard.minimizers.cauchy import Breakpoints
 from mpishard.minimizers.elements import element_name, whole_bounds, whole_elements
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.line_search import Armijo, HagerZhang, MoreThuente
@@ -327,8 +328,8 @@ def test_pairs_whose_largest_elements_do_not_meet() -> None:
 
     def found(history: ReducedHistory, free: np.ndarray) -> tuple[object, ...]:
         """Of the path on which the free elements move without end, and the others do not."""
-        ends, top = np.where(free, np.inf, 0.0), float(abs(g).max())
-        point = history.cauchy_point(g * free, ends, lambda index: 0.0 * index, top, 1.0)
+        ends, top = Breakpoints(np.where(free, np.inf, 0.0), 0.0, lambda index: 0.0 * index), float(abs(g).max())
+        point = history.cauchy_point(g * free, ends, top, 1.0)
         return point.length, history.reduced_times(free, g * free, point, 1.0)
 
     for turn in range(4):
