@@ -9,9 +9,9 @@ on.  time: seconds an iteration on 2 ranks, beside the evaluations of the functi
 numbers; runs take turns, figures are medians.  memory: by how much the memory of a rank grows until the history is
 full, on 1, 2, 4 and 8 ranks, in bytes an unknown.
 
-Both have the same memory: small pages, as PETSc's are, since on a virtual machine the first touch of each huge page may
-take milliseconds, in which its host finds memory; and a malloc that keeps the memory of arrays of up to 30 MB that are
-freed, for the temporary arrays of the function.
+All run with small pages, as PETSc's are: on a virtual machine the first touch of each huge page may take milliseconds,
+in which its host finds memory.  And the C library keeps the memory of freed arrays of up to 32 MB, so that the
+temporary arrays of the function cost all of them the same.
 
 TAO's BLMVM and BQNLS, and SciPy's L-BFGS-B on the first rank with the point scattered and the gradient gathered for
 each evaluation, run in an environment of their own, since PETSc wants the MPI that it was built with.  COMMAND begins
@@ -40,7 +40,7 @@ PETSC = "/usr/bin/mpirun --oversubscribe -n {ranks} /usr/bin/python3"
 KINDS = {"mpishard": "mpishard", "blmvm": "TAO, BLMVM", "bqnls": "TAO, BQNLS", "scipy": "SciPy with a gather"}
 RANKS = (1, 2, 4, 8)
 TIME_LIMIT = 1800
-MEMORY = {"NUMPY_MADVISE_HUGEPAGE": "0", "MALLOC_MMAP_THRESHOLD_": "30000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
+MEMORY = {"NUMPY_MADVISE_HUGEPAGE": "0", "MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
 
 
 def by_mpishard(unknowns: int, iterations: int, percent: int) -> None:

@@ -7,6 +7,7 @@ by rank 0 with the rank it comes from, and none goes on to a collective that the
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -292,6 +293,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.mpi)
         elif HERE / "e2e" in item.path.parents:
             item.add_marker(pytest.mark.mpi_skip)  # starts jobs of its own, which a rank must not
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let garbage collections skip what is there before the tests: PyTorch and JAX make most of their time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

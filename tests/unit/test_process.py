@@ -129,10 +129,13 @@ class Ring:
 
 @pytest.fixture(autouse=True)
 def collection_as_before() -> Iterator[None]:
-    enabled = gc.isenabled()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()  # no collection but those of the test
+    gc.unfreeze()
     yield
     gc.unfreeze()
+    if frozen:
+        gc.freeze()
     if enabled:
         gc.enable()
 
