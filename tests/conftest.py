@@ -32,8 +32,6 @@ QUIET = 2.0  # seconds after which a failed rank that is still alone says so its
 WHOLE = 3
 # Which third of the tests a run with --third has: 0, 1 or 2; else it has all.  Those of three days in turn have all.
 THIRD = os.environ.get("MPISHARD_TEST_THIRD", "all")
-# Jobs of Slurm wait side by side, so that a third of their tests takes as long as all: they have a day of their own.
-SLURM_THIRDS = {"MPICH": 1, "Open MPI": 2}
 SHARE = 3  # a sample has one of this many variants of a test, of 8 ranks, where each takes longest, half as many,
 # and in half of the places, which take about as long as the other half.
 HALVES = [
@@ -154,6 +152,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "every_variant(short=True): part of every sample, since its variants follow the ranks; short=False: of all but"
         " the short ones",
     )
+    config.addinivalue_line("markers", "third(number): of one third of the tests, that of one day of three in .ci/run")
     if THIRD not in ("0", "1", "2", "all"):
         raise pytest.UsageError(f"MPISHARD_TEST_THIRD={THIRD!r} must be 0, 1, 2 or all")
     if config.getoption("--cuda-checks"):
@@ -265,9 +264,8 @@ def is_left_out(item: pytest.Item, short: bool = True) -> bool:
 
 def third_of(item: pytest.Item) -> int:
     """In which third of all tests one is."""
-    if item.path.name == "test_slurm.py":
-        return SLURM_THIRDS[item.module.FAMILY]
-    return zlib.crc32(item.nodeid.encode()) % 3
+    marker = item.get_closest_marker("third")
+    return zlib.crc32(item.nodeid.encode()) % 3 if marker is None else int(marker.args[0])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -278,7 +276,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         kept = chosen(items, (MPI.get_vendor()[0], MPI.COMM_WORLD.size), config.getoption("--short"))
     if THIRD != "all" and (of := config.getoption("--third")):
-        whole = {item.nodeid for item in items if of == "faults" and item.get_closest_marker("faults") is None}
+        marks = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
+        whole = {name for name, its in marks.items() if of == "faults" and its.isdisjoint({"faults", "third"})}
         if (turn := in_turn(config)) is not None:
             beside_others = {item.nodeid for item in items if is_left_out(item, short=False)}
             whole, kept = whole | beside_others, kept if turn else kept - beside_others

@@ -49,7 +49,9 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
     spec = importlib.util.find_spec("mpishard")
     assert spec is not None and spec.origin is not None
     same_package = str(Path(spec.origin).parents[1])
-    users = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    # Unbuffered, ranks write the end of a line by itself, after what others may have written.
+    others = "PYTHONSAFEPATH", "PYTHONUNBUFFERED"
+    users = {name: value for name, value in os.environ.items() if name not in others}
     return {**OPEN_MPI, **users, "PYTHONPATH": same_package, **changes}
 
 

@@ -21,6 +21,7 @@ LAYOUTS = (ROOT / "docs/how-to/choosing-a-layout.md").read_text("utf-8")
 DEBLUR, FIT, TORCH, GPT, SPLIT, SAVED, ELASTIC = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 FITTED = r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+on_the_day_without_slurm = pytest.mark.third(0)
 needs_sphinx = pytest.mark.skipif(
     importlib.util.find_spec("sphinx") is None, reason="Sphinx is not installed (extra: docs)"
 )
@@ -101,6 +102,7 @@ def test_layouts_are_estimated_as_shown(capsys: pytest.CaptureFixture[str], tmp_
     assert "72 layouts of 8 ranks" in capsys.readouterr().out
 
 
+@on_the_day_without_slurm
 @needs_sphinx
 def test_the_site_builds(tmp_path: Path, alone: Callable[..., Any]) -> None:
     options = ("-n", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees")
@@ -108,6 +110,7 @@ def test_the_site_builds(tmp_path: Path, alone: Callable[..., Any]) -> None:
     assert built.code == 0, built.all
 
 
+@on_the_day_without_slurm
 @needs_sphinx
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_pages_and_docstrings_show_runs(ranks: int, alone: Callable[..., Any], mpirun: Callable[..., Any]) -> None:

@@ -19,10 +19,12 @@ import slurm
 from mpishard.launch.launchers import find_launcher
 
 NO_SLURM = slurm.missing()
-pytestmark = [pytest.mark.faults, pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
+FAMILY = find_launcher().family
+# Jobs wait side by side, so that a third of these tests takes as long as all: they have a day of their own.
+on_its_day = pytest.mark.third({"MPICH": 1}.get(FAMILY, 2))
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM), on_its_day]
 
 ROOT = Path(__file__).parents[2]
-FAMILY = find_launcher().family
 # Small enough to take a few seconds, long enough to pass.
 GPT = "--layers 1 --width 32 --heads 2 --context 32 --batch 16 --lr 1e-2 --sample 5 --checkpoint-every 10".split()
 # What these tests need as root on one machine and a cluster does not.
