@@ -45,6 +45,8 @@ hypothesis.settings.load_profile("mpishard")
 
 # Shorter than pytest's own limit: mpishard names what waits for what, a stack dump only where.
 os.environ.setdefault("MPISHARD_TIMEOUT", "60")
+# Else JAX takes three quarters of a GPU that several ranks share, and tests that run beside each other.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 class Agreement:

@@ -148,4 +148,5 @@ def test_a_run_that_goes_on_is_traced(start) -> None:
     steps = sorted({event["args"]["step"] for event in whole})
     assert steps == list(range(steps[0], steps[0] + 3)) and steps[0] > 4 and len(whole) == 9
     slept = {rank: [e["dur"] for e in events if e["pid"] == rank and e.get("cat") == "function"] for rank in range(3)}
-    assert min(slept[2]) > max(slept[0] + slept[1])
+    # On a busy machine a sleep may last longer, but not shorter, than what it is asked for.
+    assert min(slept[2]) > 59_000 and min(slept[2]) > min(slept[0] + slept[1])

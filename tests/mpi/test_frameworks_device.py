@@ -17,8 +17,6 @@ import mpishard
 from mpishard import AdamW, FlatParameters, ParameterSpec
 from mpishard.backend import array as arrays
 
-# Else JAX takes three quarters of a GPU that several ranks share.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 PLACE = os.environ.get("MPISHARD_TEST_PLACE", "cuda")
 pytestmark = pytest.mark.gpu
 STEPS, SAMPLES = 4, 24
