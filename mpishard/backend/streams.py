@@ -8,6 +8,7 @@ pages than a device to fill them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -126,20 +127,18 @@ class PendingNumber:
     def __init__(self, array: Array) -> None:
         backend = backend_of(array)
         stream = backend.current_stream(array)
-        self._pool = copy_streams(array).pinned
-        self._slab = self._pool.take(array.nbytes, array)
-        self._copied: Event | None = None
-        self._number = self._slab.bytes[: array.nbytes].view(array.dtype)
+        pool = copy_streams(array).pinned
+        slab = pool.take(array.nbytes, array)
+        self._number = slab.bytes[: array.nbytes].view(array.dtype)
         backend.start_to_host(array, self._number, stream)
         self._copied = backend.record(array, stream)
+        # Not in __del__: where this is part of a cycle of garbage, Python would call the event's, too, which destroys
+        # it, and the pool would ask a destroyed event.
+        weakref.finalize(self, pool.give, slab, self._copied).atexit = False
 
     def __float__(self) -> float:
-        assert self._copied is not None
         self._copied.synchronize()
         return float(self._number[0])
-
-    def __del__(self) -> None:
-        self._pool.give(self._slab, self._copied)
 
 
 def queue_copy(source: np.ndarray, target: Array) -> None:

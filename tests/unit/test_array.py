@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import streams
 from mpishard.backend.array import elementwise
 from mpishard.backend.cuda_source import CudaSource, launch
-from mpishard.backend.streams import PinnedPool
+from mpishard.backend.streams import PendingNumber, PinnedPool
 
 
 @elementwise
@@ -495,6 +496,23 @@ def test_no_more_is_kept_than_the_limit(like, monkeypatch):
     pool.give(slabs[3], backend.record(like, stream))
     assert pool.kept_bytes == 3 * 8192
     assert any(each is slabs[3] for each in pool._kept[8192])  # the copy reads it: another has gone
+
+
+def test_garbage_in_a_cycle_destroys_no_event_that_the_pool_keeps(device, monkeypatch):
+    """CuPy's events are destroyed by `__del__`, which Python calls of all objects of a cycle."""
+    array = device.put(np.float64([3]))
+    pool, backend = streams.copy_streams(array).pinned, arrays.backend_of(array)
+    destroyed: list[int] = []
+    kind = type(backend.record(array, backend.current_stream(array)))
+    number = PendingNumber(array)
+    assert float(number) == 3
+    copied = id(number._copied)
+    monkeypatch.setattr(kind, "__del__", lambda event: destroyed.append(id(event)), raising=False)
+    number.itself = number
+    del number
+    gc.collect()
+    kept = {id(slab.free) for slabs in pool._kept.values() for slab in slabs if slab.free is not None}
+    assert copied in kept and not kept & set(destroyed)
 
 
 def test_streams_are_those_of_the_device(like):
