@@ -31,7 +31,7 @@ Array = Any
 # Largest absolute values and pre-rounded sums of squares on a device.
 
 # Contracting x * x + C would leave out the rounding that makes the additions exact.
-SOURCE = CudaSource(Path(__file__).with_name("cuda") / "norms.cu", ("--fmad=false",))
+SOURCE = CudaSource(Path(__file__).with_name("cuda") / "exact.cu", ("--fmad=false",))
 CHUNK = 16_384  # elements of a block: a reduction at its end costs little then
 _THREADS = 256
 
@@ -111,7 +111,7 @@ def largest(array: Array) -> float:
     if not array.size:
         return 0.0
     if type(array) is not np.ndarray and is_device(array):
-        if not (runs_cuda(array) and array.flags.c_contiguous):
+        if not _runs_cuda(array):
             return float(abs(array).max())
         found = LargestValues(1, array.dtype, array)
         found.take_whole(array)
@@ -131,7 +131,7 @@ def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
         return np.zeros(2)
     scale, coarse, fine = _scalars(top, terms)
     if is_device(array):
-        if runs_cuda(array) and array.flags.c_contiguous:
+        if _runs_cuda(array):
             return sums_on_device([array], Ranges.whole([array]), [(scale, coarse, fine)])[0]
         squares = (array.astype(module_of(array).float64) * scale) ** 2
         rounded = (squares + coarse) - coarse
@@ -280,10 +280,8 @@ def row_dot_words(
     words = np.zeros((len(indices), 2), np.int64)
     magic = magic_numbers(tops)
     if is_device(rows):
-        for k, index in enumerate(indices):
-            for start, stop in spans:
-                add_on_device(words[k], magic[k], _products(rows[index, start:stop], vector[start:stop]))
-    elif words.size and len(spans):
+        return pair_words(rows, vector, [(index, -1) for index in indices], magic, spans)
+    if words.size and len(spans):
         arrays = (rows, vector, np.array(indices, np.int64), np.array(spans, np.int64))
         _row_dots((*arrays, magic, magic.view(np.int64), words))
     return words
@@ -395,7 +393,98 @@ def _products(one: Array, other: Array) -> Array:
     return one.astype(wide) * other.astype(wide)
 
 
-def add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> None:
+EVERY, FREE, HELD, CHANGED = range(4)  # which elements count
+
+
+def pair_words(
+    rows: Array,
+    vector: Array,
+    pairs: Sequence[tuple[int, int]],
+    magic: np.ndarray,
+    spans: Spans,
+    which: int = EVERY,
+    before: Array | None = None,
+    after: Array | None = None,
+) -> np.ndarray:
+    """The words, int64 (pairs, 2), of the dot products of pairs of rows in device memory; -1 is the vector.
+
+    Over the elements that `which` says, by masks: those that are free in `after`, those that are not, or those that are
+    less those that are in `before`.  `magic` is of `magic_numbers`. The host waits for one copy.
+    """
+    words = np.zeros((len(pairs), 2), np.int64)
+    if not words.size or not len(spans):
+        return words
+    if not (_runs_cuda(rows) and _runs_cuda(vector) and vector.dtype == rows.dtype):
+        for start, stop in spans:
+            part = slice(start, stop)
+            for k, (one, other) in enumerate(pairs):
+                products = _products(rows[one, part], (vector if other < 0 else rows[other])[part])
+                if which != EVERY:
+                    products = products * _times(which, before, after, part)
+                _add_on_device(words[k], magic[k], products)
+        return words
+    backend = backend_of(rows)
+    table = on_device_of(np.concatenate([np.array(pairs, np.int64), magic.view(np.int64)]).reshape(-1), rows)
+    found = backend.zeros(words.shape, np.uint64, rows)
+    none = table.view(np.uint8)
+    masks = [none if mask is None else mask.view(np.uint8) for mask in (before, after)]
+    function = SOURCE.function("words_of_pairs", REAL=rows.dtype)
+    for start, stop in spans:
+        blocks = len(pairs) * -(-(stop - start) // CHUNK)
+        numbers = rows.shape[1], start, stop, len(pairs), which, CHUNK
+        launch(function, blocks, _THREADS, rows, vector, *masks, table, found, *numbers)
+    backend.to_host(found, words.view(np.uint64))
+    return normalized(words)
+
+
+def group_words(
+    rows: Array, indices: Sequence[int], index: Array, starts: np.ndarray, factor: Array, magic: np.ndarray
+) -> np.ndarray:
+    """The words, int64 (groups, rows, 2), of the sums of groups of products in device memory, less than 2**28 together.
+
+    The products are those of the elements `index` of some rows with the float64 `factor`.  Those of a group lie end to
+    end; `starts`, int64 (groups + 1,), has where each group begins, and where the last one ends.
+    """
+    words = np.zeros((len(starts) - 1, len(indices), 2), np.int64)
+    if _runs_cuda(rows) and _runs_cuda(index) and _runs_cuda(factor):
+        backend = backend_of(rows)
+        table = on_device_of(np.concatenate([starts, indices, magic.view(np.int64).reshape(-1)]), rows)
+        found = backend.zeros(words.shape, np.uint64, rows)
+        function = SOURCE.function("words_of_groups", REAL=rows.dtype)
+        blocks = len(indices) * -(-int(starts[-1] - starts[0]) // CHUNK)
+        numbers = rows.shape[1], len(indices), len(starts) - 1, CHUNK
+        launch(function, blocks, _THREADS, rows, index, factor, table, found, *numbers)
+        backend.to_host(found, words.view(np.uint64))
+        return normalized(words.reshape(-1, 2)).reshape(words.shape)
+    part = slice(int(starts[0]), int(starts[-1]))
+    last = on_device_of(np.maximum(starts - part.start - 1, 0), index)
+    for k, row in enumerate(indices):
+        first, second = map(float, magic[k])
+        products = _products(rows[row][index[part]], factor[part])
+        coarse = products + first
+        fine = (products - (coarse - first)) + second
+        sums = np.zeros((2, len(starts)), np.int64)
+        for into, each, bits in zip(sums, (coarse, fine), magic[k].view(np.int64), strict=True):
+            total = module_of(products).cumsum(each.view(np.int64) - int(bits))
+            into[:] = np.where(starts > part.start, to_host(total[last]), 0)
+        words[:, k] = normalized(np.diff(sums, axis=1).T)
+    return words
+
+
+def _runs_cuda(array: Array) -> bool:
+    return bool(runs_cuda(array) and array.flags.c_contiguous)
+
+
+def _times(which: int, before: Array | None, after: Array | None, part: slice) -> Array:
+    """How often each element counts."""
+    assert after is not None
+    free = after[part].astype(np.float64)
+    if which == FREE:
+        return free
+    return 1 - free if before is None else free - before[part].astype(np.float64)
+
+
+def _add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> None:
     """Add some products in device memory to the two words of their sum."""
     first, second = map(float, magic)
     coarse = products + first
@@ -409,23 +498,6 @@ def add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> None
         high, low = (_wrapped(high - size * int(bits[0])), _wrapped(low - size * int(bits[1])))
         words += (high + (low >> CARRY), low & _LAST_BITS)
     words[:] = normalized(words[None])[0]
-
-
-def group_words(products: Array, starts: np.ndarray, magic: np.ndarray) -> np.ndarray:
-    """The words, int64 (groups, 2), of the sums of groups of products in device memory, of less than 2**28 together.
-
-    The float64 products of a group lie end to end; `starts`, int64 (groups + 1,), has where each group begins, and
-    where the last one ends.  `magic` is of `magic_numbers`.
-    """
-    first, second = map(float, magic)
-    coarse = products + first
-    fine = (products - (coarse - first)) + second
-    last = on_device_of(np.maximum(starts - 1, 0), products)
-    sums = np.zeros((2, len(starts)), np.int64)
-    for found, part, bits in zip(sums, (coarse, fine), magic.view(np.int64), strict=True):
-        total = module_of(products).cumsum(part.view(np.int64) - int(bits))
-        found[:] = np.where(starts > 0, to_host(total[last]), 0)
-    return normalized(np.diff(sums, axis=1).T)
 
 
 def _wrapped(number: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.backend import exact
-from mpishard.backend.array import is_device, module_of
+from mpishard.backend.array import is_device
 from mpishard.backend.compiled import HostFunction, inner
 from mpishard.backend.exact import CARRY, Spans, touch_next
 
@@ -49,8 +49,10 @@ def words_with(
     """
     words = np.zeros((len(factors), len(indices), 2), np.int64)
     if is_device(rows):
-        for found, factor in zip(words, factors, strict=True):
-            found[...] = exact.row_dot_words(rows, indices, _masked(factor, free), factor.tops, spans)
+        pairs = [(index, -1) for index in indices]
+        for found, (vector, tops, of_free) in zip(words, factors, strict=True):
+            counted = exact.EVERY if of_free is None else exact.FREE if of_free else exact.HELD
+            found[...] = exact.pair_words(rows, vector, pairs, exact.magic_numbers(tops), spans, counted, after=free)
         return words
     if len(indices) and len(spans):
         vectors = [factor.vector for factor in factors] + [factors[0].vector[:0]] * (_MOST - len(factors))
@@ -87,11 +89,8 @@ def sorted_words(
     if part.start == part.stop or not len(indices):
         return np.stack(words, axis=1)
     if is_device(rows):
-        for k, row in enumerate(indices):
-            values = rows[row][index[part]].astype(np.float64)
-            for found, factor, marks in zip(words, factors, magic, strict=True):
-                found[:, k] = exact.group_words(values * factor[part], starts - part.start, marks[k])
-        return np.stack(words, axis=1)
+        each = zip(factors, magic, strict=True)
+        return np.stack([exact.group_words(rows, indices, index, starts, *of_factor) for of_factor in each], axis=1)
     picked, numbers = np.empty((len(indices), _BLOCK)), np.array(indices, np.int64)
     for found, factor, marks in zip(words, factors, magic, strict=True):
         _sorted((rows, numbers, index, starts, factor, marks, picked, found))
@@ -113,15 +112,6 @@ def expect(dtype: np.dtype) -> None:
 def _is_part(part: Factor, whole: Factor) -> bool:
     """Return True if the products with a vector are some of those with another one."""
     return part.vector is whole.vector and whole.of_free is None and list(part.tops) == list(whole.tops)
-
-
-def _masked(factor: Factor, free: Array | None) -> Array:
-    if factor.of_free is None:
-        return factor.vector
-    module = module_of(factor.vector)
-    return module.where(free if factor.of_free else module.logical_not(free), factor.vector, 0).astype(
-        factor.vector.dtype
-    )
 
 
 @inner
@@ -392,7 +382,6 @@ _sorted = HostFunction(_sorted_loop)
 
 _BLOCK_OF_CHANGES = 1024  # elements of which the factors are in the cache
 _SCAN = 64  # elements that are looked at together for a change
-_ON_DEVICE = 2**22  # elements of which the factors are in device memory
 
 
 def changed_words(
@@ -412,17 +401,13 @@ def changed_words(
     if not len(pairs) or not len(spans):
         return words
     magic = exact.magic_numbers(tops)
+    if is_device(rows):
+        which = exact.FREE if before is None else exact.CHANGED
+        return exact.pair_words(rows, rows[0], pairs, magic, spans, which, before, after)
     used, rights = sorted({row for pair in pairs for row in pair}), sorted({other for _, other in pairs})
     of_used, of_right = ({row: place for place, row in enumerate(side)} for side in (used, rights))
     places = np.array([(of_used[one], of_right[other]) for one, other in pairs], np.int64)
     seconds = [of_used[row] for row in rights]
-    if is_device(rows):
-        for start, stop in spans:
-            for begin in range(start, stop, _ON_DEVICE):
-                part = slice(begin, min(begin + _ON_DEVICE, stop))
-                old = None if before is None else before[part]
-                _on_device(rows[:, part], used, seconds, places, magic, old, after[part], words)
-        return words
     keep = 0 if before is None else 1
     flags = [mask.view(np.uint8) for mask in (after if before is None else before, after)]
     numbers = [np.array(side, np.int64) for side in (used, seconds)]
@@ -440,28 +425,6 @@ def expect_changes(dtype: np.dtype) -> None:
     wide = np.empty((0, 0))
     buffers = wide, wide, number, np.empty(0), pair
     _changed.expect((np.empty((0, 0), dtype), number, number, pair, flag, flag, pair, *marks, *buffers), (0,))
-
-
-def _on_device(
-    rows: Array,
-    used: Sequence[int],
-    seconds: Sequence[int],
-    places: np.ndarray,
-    magic: np.ndarray,
-    before: Array | None,
-    after: Array,
-    words: np.ndarray,
-) -> None:
-    module = module_of(rows)
-    signs = after.astype(module.float64)
-    if before is not None:
-        signs -= before.astype(module.float64)
-    index = module.flatnonzero(signs)
-    signs = signs[index]
-    left = [rows[row][index].astype(module.float64) for row in used]
-    right = [left[place] * signs for place in seconds]
-    for k, (one, other) in enumerate(places):
-        exact.add_on_device(words[k], magic[k], left[one] * right[other])
 
 
 def _changed_loop(

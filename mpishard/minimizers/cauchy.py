@@ -196,8 +196,7 @@ class Path:
         filled = starts[:-1] < starts[1:]
         ends = np.full((2, len(edges) + 1), -math.inf)
         if filled.any():
-            lengths, of_bins = found.lengths[:end], starts[:-1][filled]
-            ends[:, filled] = -np.minimum.reduceat(lengths, of_bins), np.maximum.reduceat(lengths, of_bins)
+            ends[:, filled] = found.ends_of(starts[:-1][filled], end)
         if len(edges):
             self._space.maximize(ends.reshape(-1))
         else:
@@ -242,29 +241,44 @@ class _Found:
 
     def __init__(self, index: Array, breakpoints: Array, descent: Array, steps: Callable[[Array], Array]) -> None:
         self.index, of_dtype = index, steps(index)
-        self.lengths = arrays.to_host(breakpoints[index]).astype(np.float64)
+        self.lengths = breakpoints[index].astype(np.float64)
         self.descent, self.steps = descent[index].astype(np.float64), of_dtype.astype(np.float64)
         self.largest_step = largest(of_dtype) if index.size else 0.0
         if not math.isfinite(self.largest_step):
             self.largest_step = math.inf
-        ends = (-float(self.lengths.min()), float(self.lengths.max())) if index.size else (-math.inf, -math.inf)
-        self.ends = ends
+        self.ends = -math.inf, -math.inf  # the least length, negated, and the greatest
+        if index.size:
+            self.ends = -float(self.lengths.min()), float(self.lengths.max())
 
     def divide(self, begin: int, end: int, edges: np.ndarray) -> np.ndarray:
         """Put the elements from `begin` to `end` into bins that end with these lengths, and a last one.
 
         Returns where each bin begins, and where the last one ends.  In a bin they stay in the order of memory, in which
-        reading takes least time: sums do not depend on it.
+        reading takes least time: sums do not depend on it.  On a device, where a sort takes less than a copy to the
+        host, they are in the order of their lengths.
         """
-        part = slice(begin, end)
-        bins = np.searchsorted(edges, self.lengths[part]).astype(np.uint8)
-        order = np.argsort(bins, kind="stable")
-        self.lengths[part] = self.lengths[part][order]
-        order = arrays.on_device_of(order, self.index)
-        for values in (self.index, self.descent, self.steps):
+        part, module = slice(begin, end), arrays.module_of(self.lengths)
+        lengths = self.lengths[part]
+        if arrays.is_device(lengths):
+            order = module.argsort(lengths)
+            there = arrays.on_device_of(edges, lengths)
+            within = arrays.to_host(module.searchsorted(lengths[order], there, side="right"))
+        else:
+            bins = np.searchsorted(edges, lengths).astype(np.uint8)
+            order = np.argsort(bins, kind="stable")
+            within = np.cumsum(np.bincount(bins, minlength=len(edges) + 1))[:-1]
+        for values in (self.index, self.lengths, self.descent, self.steps):
             values[part] = values[part][order]
-        counts = np.bincount(bins, minlength=len(edges) + 1)
-        return begin + np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return begin + np.concatenate([[0], within, [end - begin]]).astype(np.int64)
+
+    def ends_of(self, starts: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The least length, negated, and the greatest of each of these bins, none of which is empty."""
+        if not arrays.is_device(self.lengths):
+            lengths = self.lengths[:end]
+            return -np.minimum.reduceat(lengths, starts), np.maximum.reduceat(lengths, starts)
+        places = np.concatenate([starts, starts[1:] - 1, [end - 1]])
+        low, high = np.split(arrays.to_host(self.lengths[arrays.on_device_of(places, self.lengths)]), 2)
+        return -low, high
 
 
 def _edges(first: float, last: float) -> np.ndarray:

@@ -35,7 +35,7 @@ PROCESSORS = (70, 80, 100, 120)
 OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")
 # Files whose results have the bits of the host, also of float32 below 2^-126, and what they may do with numbers that
 # are taken for zero there: compare with large ones or with themselves, negate a large one, and convert to integers.
-EXACT = ("compressors.cu", "convert.cu", "norms.cu")
+EXACT = ("compressors.cu", "convert.cu", "exact.cu")
 HARMLESS = ("setp.gt", "setp.lt", "setp.num", "setp.nan", "neg", "cvt.rzi", "cvt.rni")
 # It warns that later versions will not compile for processors before 7.5.
 OLD_PROCESSORS = "nvrtc: warning: Architectures prior to"

@@ -30,7 +30,7 @@ from mpishard.backend.exact import (
     sums_of_squares,
     values,
 )
-from mpishard.backend.exact_rows import Factor, sorted_words, words_with
+from mpishard.backend.exact_rows import Factor, changed_words, sorted_words, words_with
 from mpishard.backend.ranges import Range, Ranges
 from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, tree_merges, tree_sum
 
@@ -287,12 +287,36 @@ def test_no_ranges_and_nothing_in_them():
 SIZE = 10_007
 
 
+def with_and_without_cuda(monkeypatch):
+    """Twice, the second time where no CUDA function is compiled for the stand-in."""
+    yield
+    monkeypatch.setattr(StandIn, "compiles_cuda", False)
+    yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("before", [False, True])
+def test_pairs_of_rows_over_elements_that_changed(device, dtype, before, monkeypatch):
+    random = np.random.default_rng(3)
+    rows = random.standard_normal((5, 40_000)).astype(dtype)
+    masks = [random.random(40_000) < 0.6, random.random(40_000) < 0.6]
+    pairs, tops, spans = [(4, 0), (0, 0), (2, 3)], [32.0, 64.0, 32.0], [(3, 35_000), (35_100, 39_999)]
+    first = masks[0] if before else None
+    words = changed_words(rows, pairs, tops, first, masks[1], spans)
+    for found, (one, other), top in zip(words, pairs, tops, strict=True):
+        was, now = (dot_words(rows[one], np.where(mask, rows[other], 0).astype(dtype), top, spans) for mask in masks)
+        assert np.array_equal(found, normalized((now - was if before else now)[None])[0])
+    far = device.put(rows), pairs, tops, None if first is None else device.put(first), device.put(masks[1]), spans
+    for _ in with_and_without_cuda(monkeypatch):
+        assert np.array_equal(changed_words(*far), words)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "parts", [(0.9, 0.9, 0.01, 0.0), (0.01, 0.9, 0.9, 0.9), (0.5,), (0.01,), (0.9, 0.8, 0.9, "of 1")]
 )
 @pytest.mark.parametrize("of_free", [(None, True, False, None), (None, None, True, False)])
-def test_each_vector_with_each_row(device, dtype, parts, of_free):
+def test_each_vector_with_each_row(device, dtype, parts, of_free, monkeypatch):
     random = np.random.default_rng(len(parts))
     rows = random.standard_normal((5, SIZE)).astype(dtype)
     free = random.random(SIZE) < 0.7
@@ -309,12 +333,13 @@ def test_each_vector_with_each_row(device, dtype, parts, of_free):
         counts = vector if of_free is None else np.where(free == of_free, vector, 0).astype(dtype)
         assert np.array_equal(found, row_dot_words(rows, indices, counts, tops, spans))
     far = [Factor(device.put(vector), tops, of_free) for vector, tops, of_free in factors]
-    assert np.array_equal(words_with(device.put(rows), indices, far, spans, device.put(free)), words)
+    for _ in with_and_without_cuda(monkeypatch):
+        assert np.array_equal(words_with(device.put(rows), indices, far, spans, device.put(free)), words)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("starts", [[0, 4, 4, 5003, 9000], [7, 7, 8], [3, 3], [0, 0, 0]])
-def test_each_group_of_elements(device, dtype, starts):
+def test_each_group_of_elements(device, dtype, starts, monkeypatch):
     random = np.random.default_rng(len(starts))
     rows, vectors = random.standard_normal((4, SIZE)).astype(dtype), random.standard_normal((2, SIZE))
     index = random.permutation(SIZE)[: starts[-1]].astype(np.int64)
@@ -330,7 +355,8 @@ def test_each_group_of_elements(device, dtype, starts):
             assert np.array_equal(found, expected)
             np.testing.assert_allclose(approximate_values(found, each), values(found, each), rtol=1e-15)
     far = device.put(rows), indices, device.put(index), np.array(starts), [device.put(factor) for factor in factors]
-    assert np.array_equal(sorted_words(*far, tops), words)
+    for _ in with_and_without_cuda(monkeypatch):
+        assert np.array_equal(sorted_words(*far, tops), words)
 
 
 def test_without_rows_or_elements():
