@@ -7,11 +7,12 @@ without a launcher and with 1, 2 and 4 ranks (`pytest -m gpu`).  training: token
 (12 layers, width 768, 12 heads, vocabulary 50257, 16 sequences of 1024, products in bfloat16, AdamW) with mpishard,
 PyTorch and torch.compile, in turns.  trace: what the GPU does in one step, by class of kernel, and as a picture.
 bandwidth: bytes a second of AdamW, both passes of layer norm and of causal softmax, and cross-entropy, beside a copy.
-all_reduce: 64 MB of 2 ranks through pinned host memory, beside the copies and the MPI that it is made of.  memory: of a
-rank under DDP and ZeRO-1, 2 and 3 with 2 and 4 ranks on the one GPU.  checkpoint: how long an asynchronous save keeps a
-run, beside the copy to the host.  parity: how far losses and gradients of small GPTs and a Llama in float32, float16
-and bfloat16 are from those of PyTorch in float64, beside how far PyTorch's own are.  Figures are medians; ratios are
-medians of ratios of the same turn.
+all_reduce: 64 MB of 2 ranks through pinned host memory, beside the copies and the MPI that it is made of.  memory: of
+a rank under DDP and ZeRO-1, 2 and 3 with 2 and 4 ranks on the one GPU.  checkpoint: how long an asynchronous save
+keeps a run, beside the copy to the host.  minimize: an iteration of L-BFGS-B of ten million unknowns in bounds.
+parity: how far losses and gradients of small GPTs and a Llama in float32, float16 and bfloat16 are from those of
+PyTorch in float64, beside how far PyTorch's own are.  Figures are medians; ratios are medians of ratios of the same
+turn.
 
 Every part runs in processes of its own with a time limit: one that crashes or hangs ends no other.  OUT (default:
 ``gpu-results``) gets results.json and tables.md after each part and during long ones, texts of the tests, and
@@ -70,6 +71,7 @@ CHILDREN: dict[str, Callable[..., dict[str, Any] | None]] = {
     "bandwidth": lambda setting, kind: gpu_parts.child_bandwidth(setting),
     "all_reduce": lambda setting, kind: gpu_parts.child_all_reduce(setting),
     "checkpoint": lambda setting, kind: gpu_parts.child_checkpoint(setting),
+    "minimize": lambda setting, kind: gpu_parts.child_minimize(setting),
     "parity": gpu_parity.child,
 }
 
@@ -193,6 +195,10 @@ def part_checkpoint(launcher: Launcher, setting: Setting, so_far: SoFar) -> Foun
     return launcher.child("checkpoint", setting)
 
 
+def part_minimize(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
+    return launcher.child("minimize", setting)
+
+
 def part_parity(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
     result: Found = {"cases": {}, "losses": {}, "failures": {}, "has_torch": bool(importlib.util.find_spec("torch"))}
     if not result["has_torch"]:
@@ -229,6 +235,7 @@ PARTS: dict[str, Callable[[Launcher, Setting, SoFar], Found]] = {
     "memory": part_memory,
     "all_reduce": part_all_reduce,
     "checkpoint": part_checkpoint,
+    "minimize": part_minimize,
     "parity": part_parity,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -272,3 +273,39 @@ def child_checkpoint(setting: Setting) -> dict[str, Any]:
         "seconds": {name: statistics.median(each) for name, each in found.items()},
         "stall_to_copy": median_ratio(found["save"], found["copy"]),
     }
+
+
+def child_minimize(setting: Setting) -> dict[str, Any]:
+    """Seconds an iteration of L-BFGS-B, with a history of 10, of the bounded problem of tao.py, by percentage."""
+    import numpy as np
+    from tao_problem import HISTORY, LOWER, UPPER, Rosenbrock, start, upper_bounds
+
+    import mpishard
+
+    mesh = mpishard.Mesh()
+    module = setting.use_device(mesh)
+    pairs, iterations = (500, 4) if setting.small else (5_000_000, 20)
+    seconds: dict[str, float] = {}
+    for percent in UPPER:
+        gradient, function = module.empty((pairs, 2)), Rosenbrock()
+        began: list[float] = []
+
+        def one_iteration(intermediate_result: Any, began: list[float] = began) -> None:
+            began.append(time.perf_counter())
+
+        def value_and_gradient(x: Any, function: Any = function, gradient: Any = gradient) -> tuple[float, Any]:
+            return function(x.reshape(-1, 2), gradient), gradient.reshape(-1)
+
+        found = mpishard.minimize(
+            value_and_gradient,
+            module.asarray(start(0, pairs, percent).reshape(-1)),
+            method="L-BFGS-B",
+            bounds=(LOWER, upper_bounds(0, pairs, percent).reshape(-1)),
+            callback=one_iteration,
+            options={"maxiter": iterations, "maxcor": HISTORY, "ftol": 0, "gtol": 0},
+            mesh=mesh,
+        )
+        if found.nit != iterations:
+            raise RuntimeError(f"L-BFGS-B ended after {found.nit} of {iterations} iterations: {found.message}")
+        seconds[str(percent)] = float(np.median(np.diff(began)))
+    return {"unknowns": 2 * pairs, "seconds": seconds}

@@ -124,6 +124,11 @@ def checkpoint(found: dict[str, Any], results: dict[str, Any]) -> str:
     return text + f"\n\nThe stall is {found['stall_to_copy']:.2f} of the copy."
 
 
+def minimize(found: dict[str, Any], results: dict[str, Any]) -> str:
+    rows = [(f"{percent} %", f"{1e3 * seconds:.1f}") for percent, seconds in found["seconds"].items()]
+    return table((f"of {found['unknowns']:,} unknowns at a bound", "ms an iteration"), rows)
+
+
 def parity(found: dict[str, Any], results: dict[str, Any]) -> str:
     if not found["has_torch"]:
         return "PyTorch is not installed: nothing to compare with."
@@ -154,6 +159,7 @@ TABLES: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "all_reduce": all_reduce,
     "memory": memory,
     "checkpoint": checkpoint,
+    "minimize": minimize,
     "parity": parity,
 }
 

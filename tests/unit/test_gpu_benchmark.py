@@ -37,7 +37,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
-    parts = ("facts", "bandwidth", "training", "trace", "checkpoint")
+    parts = ("facts", "bandwidth", "training", "trace", "checkpoint", "minimize")
     results = run(tmp_path, "--module", "numpy", "--small", "--only", *parts)
     assert results["facts"]["versions"]["numpy"] and results["facts"]["mpi"]["library"]
     assert results["bandwidth"]["device copy"]["to_copy"] == 1
@@ -46,7 +46,7 @@ def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
     assert len(losses) == 7 and all(0 < loss < 5 for loss in losses)
     assert results["training"]["turns"][0]["mpishard"]["parameters"] == results["training"]["parameters"]
     assert results["trace"]["kinds"]["mpishard"]["launches"] == 1
-    assert results["checkpoint"]["stall_to_copy"] > 0
+    assert results["checkpoint"]["stall_to_copy"] > 0 and min(results["minimize"]["seconds"].values()) > 0
     text = (tmp_path / "tables.md").read_text()
     assert all(f"## {part}" in text for part in parts) and "figures mean nothing" in text
     assert (tmp_path / "trace.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
