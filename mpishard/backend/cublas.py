@@ -120,7 +120,7 @@ def multiply(a: Array, b: Array, out: Array, accumulate: bool = False) -> Array:
 def _check(a: Array, b: Array, out: Array) -> None:
     if not (a.dtype == b.dtype and a.dtype in TYPES and TYPES.get(out.dtype) in RESULTS[TYPES[a.dtype]]):
         raise TypeError(
-            f"cuBLAS multiplies float16, bits of bfloat16 (uint16), float32 or float64, both alike, into the same or, "
+            f"cuBLAS multiplies float16, bits of bfloat16 (uint16), float32 or float64, both the same, into that or, "
             f"from half precision, float32; got {a.dtype} times {b.dtype} into {out.dtype}"
         )
     fits = a.ndim >= 1 and b.ndim == max(2, a.ndim) and a.shape[-1] == b.shape[-2]

@@ -243,11 +243,11 @@ class Checkpoints:
             return self._writer.conclude(SaveOutcome(fault), step, None)
         assert unfinished is not None
         self._retention.begin(unfinished)
-        beside = (self.asynchronous if asynchronous is None else asynchronous) and probe().threads
-        saved, problem = self._snapshot.values(state, copied=beside)
+        in_background = (self.asynchronous if asynchronous is None else asynchronous) and probe().threads
+        saved, problem = self._snapshot.values(state, copied=in_background)
         retained = self._retention.retained(best)
         task = Task(unfinished, step, saved, retained, self.compression, problem)
-        return self._writer.write(task, beside=beside)
+        return self._writer.write(task, in_background=in_background)
 
     def load(self, state: RunState, *, check: Callable[[Mapping[str, Any]], None] | None = None) -> Contents | None:
         """Read the newest whole checkpoint into the arrays of `state`, whatever layout wrote it.

@@ -391,16 +391,16 @@ def _to_disk(path: Path) -> FileEntry:
         except OSError as error:
             failed.append(error)
 
-    beside = threading.Thread(target=sync, name="mpishard-sync")
+    thread = threading.Thread(target=sync, name="mpishard-sync")
     try:
-        beside.start()
+        thread.start()
     except RuntimeError:  # the interpreter is about to end and starts no more threads
         sync()
         return FileEntry(*folder.hash_file(path))
     try:
         return FileEntry(*folder.hash_file(path))
     finally:
-        beside.join()
+        thread.join()
         if failed:
             raise failed[0]
 
@@ -494,12 +494,12 @@ class Writer:
             raise ValueError(f"the checkpoints in {self._folder} are closed")
         return self._axis
 
-    def write(self, task: Task, *, beside: bool) -> Path | None:
+    def write(self, task: Task, *, in_background: bool) -> Path | None:
         """Write a checkpoint now, or begin to write it next to the training; return its folder. Collective.
 
         None if it failed with a warning.
         """
-        if not beside:
+        if not in_background:
             return self.conclude(carry_out(task, self.axis), task.step, task.unfinished)
         self._under_way = _BackgroundSave(task, self.axis)
         atexit.register(self._at_exit)  # not before: it keeps this object, and so the mesh

@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code.
     """
-    alike = True
+    same_on_all = True
     rank, ranks = _place()
     if ranks > 1:
         # No colours: Open MPI gives its ranks a terminal even if their output goes to a file.
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Abort:
         return 130
     except OSError as error:
-        message, alike = str(error), False
+        message, same_on_all = str(error), False
         if error.filename is not None and error.strerror:
             message = f"{error.filename}: {error.strerror}"
     except ValueError as error:
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = error.format_message()
         where = getattr(getattr(error, "ctx", None), "command_path", "mpishard")
         message = f"{message.rstrip('.')}; see {where} --help"
-    if not alike or rank == 0:
+    if not same_on_all or rank == 0:
         from mpishard.arguments import printable  # which loads NumPy
 
         typer.echo(f"mpishard: error: {printable(' '.join(message.split()))}", err=True)

@@ -125,16 +125,16 @@ def _with_palette(drawn: io.BytesIO) -> bytes:
 
 def write(path: Path, data: bytes) -> None:
     """Write a file next to `path` and rename it, so that a full disk leaves the old file; OSError says the way out."""
-    beside = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         if path.exists() and not path.is_file():  # such as /dev/stdout
             path.write_bytes(data)
             return
-        beside.write_bytes(data)
-        beside.replace(path)
+        temporary.write_bytes(data)
+        temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise OSError(f"cannot write {path}: {error.strerror}; choose another place for it") from None
 
 

@@ -31,7 +31,7 @@ from mpi4py import MPI
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
 from mpishard.launch.exit_codes import INTERRUPTED
-from mpishard.launch.job_notes import ALIKE
+from mpishard.launch.job_notes import ON_ALL_RANKS
 from mpishard.launch.script import describe
 
 # Makes an exit of this process a death by a signal, of which ULFM informs the other ranks.
@@ -371,7 +371,7 @@ class _AbortOnException:
         if dead and (isinstance(error, MPI.Exception) or 0 in dead):
             why = traceback.format_exception_only(error or kind())[0].splitlines()[-1]  # without its notes
             abort(f"mpishard: rank {comm.rank} of {comm.size} ends{step} after rank {dead[0]} has: {why}")
-        if not failed and getattr(error, ALIKE, 0) == comm.size:
+        if not failed and getattr(error, ON_ALL_RANKS, 0) == comm.size:
             failed = list(range(comm.size))
         if len(failed) < 2:
             abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")

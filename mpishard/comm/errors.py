@@ -93,7 +93,7 @@ class ErrorForOthers(NamedTuple):
         return cls(kind, text, code, f"On rank {rank}:\n{frames.rstrip()}" if frames else "")
 
     def made(self, where: str) -> BaseException:
-        """What the other ranks raise; `where` names the rank that has failed."""
+        """The error that the other ranks raise; `where` names the rank that has failed."""
         if self.exit_code is not None:
             return SystemExit(self.exit_code)
         error = _KNOWN_ERRORS.get(self.kind, RuntimeError)(f"{where}: {self.text}")

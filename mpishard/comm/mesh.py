@@ -140,8 +140,8 @@ class Mesh:
         they differ; compare the copies of replicated parameters after every step; and at the start of `optimize` check
         that the function of the problem returns sums.  Default from ``MPISHARD_DEBUG`` (1 or 0).
     collectives : {"mpi", "nccl"}
-        What moves device buffers.  With "nccl" the collectives of an axis whose ranks are all on one node, each with a
-        GPU of its own, go by NCCL, through CuPy; if some rank of an axis cannot, all of them use MPI, and say why once.
+        What moves device buffers.  With "nccl" the collectives of an axis whose ranks are all on one node, each with
+        its own GPU, go by NCCL, through CuPy; if some rank of an axis cannot, all of them use MPI, and say why once.
         Buffers of the host and messages go by MPI always.  A buffer of a collective is then on the device of all ranks
         or of none, and the host does not wait for it.
 
@@ -160,9 +160,9 @@ class Mesh:
     product_libraries : Common
         The libraries for matrix products that all ranks have; see `mpishard.backend.gemm.choice`.
     timeout : float or None
-        As above; None where the longest step decides.
+        The time limit of a collective in seconds; None where the longest step decides.
     collectives : str
-        As above.  What an axis has come to is `Axis.device_collectives`.
+        "mpi" or "nccl".  What an axis has come to is `Axis.device_collectives`.
     ledger : Ledger
         What this rank has communicated over all axes.
     family : Family

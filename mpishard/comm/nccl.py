@@ -306,8 +306,8 @@ def why_not(facts: Sequence[NcclFacts]) -> str:
     for rank, each in enumerate(facts):
         if first.setdefault(each.device, rank) != rank:
             return (
-                f"ranks {first[each.device]} and {rank} share GPU {each.device}, which NCCL refuses; give each rank a "
-                "GPU of its own with cupy.cuda.Device(mesh.device).use(), and start no more ranks than there are GPUs"
+                f"ranks {first[each.device]} and {rank} share GPU {each.device}, which NCCL refuses; give each rank "
+                "its own GPU with cupy.cuda.Device(mesh.device).use(), and start no more ranks than there are GPUs"
             )
     for rank, each in enumerate(facts):
         if each.version != facts[0].version:

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from mpishard.comm.abort import abort_on_exception
 from mpishard.launch.exit_codes import ScriptEnding
-from mpishard.launch.job_notes import ALIKE, ECHO, Ended, Failure, JobNotes, RunLost
+from mpishard.launch.job_notes import ECHO, ON_ALL_RANKS, Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
 from mpishard.launch.signals import Interrupts
 
@@ -113,7 +113,7 @@ class Reports:
                 _where(error),
                 step,
                 self._has_trained,
-                alike=refused and getattr(error, ALIKE, 0) == MPI.COMM_WORLD.size,
+                on_all_ranks=refused and getattr(error, ON_ALL_RANKS, 0) == MPI.COMM_WORLD.size,
             )
             self._run.note_failure(failure, echo=hasattr(error, ECHO))
 

@@ -63,7 +63,7 @@ class FullState:
         }
 
     def identity(self, data: bytes) -> dict[str, str]:
-        """What must be the same on all ranks of this state, which was read from `data`, by name."""
+        """The values that must be the same on all ranks of this state, which was read from `data`, by name."""
         numbers = {"steps": self.steps, "skipped_steps": self.skipped_steps, "loss_scale": self.loss_scale}
         facts = {f"{name} of the state": str(value) for name, value in numbers.items()}
         return facts | {"SHA-256 of the state": f"{_IMAGE.digest(data).hex()[:16]}..."}

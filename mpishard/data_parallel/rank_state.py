@@ -228,7 +228,7 @@ class RankState:
         return [Shard(kind.format(name), slot, *layouts) for name, slot in slots.items()]
 
     def _slot_layouts(self) -> tuple[LocalLayout, LocalLayout]:
-        """What this rank holds of an array with the ranges that it owns end to end, and its primary copies in it."""
+        """This rank's part of an array with the ranges that it owns end to end, and its primary copies in it."""
         parameters, ownership = self.parameters, self.strategy.ownership
         pairs = zip(ownership.own, ownership.counted, _starts(ownership.own), strict=True)
         starts = [offset + first - start for (start, _), (first, _), offset in pairs]
@@ -439,7 +439,7 @@ class _Exchange:
         ends = [each for each in plan if each.source_rank != each.target_rank]
         self._outgoing = sorted(
             (each for each in ends if each.source_rank == rank), key=lambda each: each.target_rank
-        )  # stable: those to one rank are in the order of the plan, as there
+        )  # stable: those to one rank are in the order of the plan, as at the source
         self._incoming = sorted((each for each in ends if each.target_rank == rank), key=lambda each: each.source_rank)
         self._out_counts, self._in_counts = [0] * members, [0] * members
         for each in self._outgoing:

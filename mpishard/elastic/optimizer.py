@@ -190,7 +190,7 @@ class ElasticOptimizer:
             sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name != "data" and size > 1)
             raise ValueError(
                 f"the mesh {mesh.sizes} shares its ranks with one of another shape, made by reshaped(); an elastic run "
-                f"needs one of its own, made as Mesh({sizes})"
+                f"needs its own, made as Mesh({sizes})"
             )
         min_workers = integer("min_workers", min_workers)
         max_workers = integer("max_workers", max_workers)

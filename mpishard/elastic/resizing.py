@@ -287,8 +287,8 @@ class Resizing:
                 sizes = choice.best(offered, run.training.problem.batch_size)
             except Exception as error:  # of the user's function: all processes must learn of it
                 problem = f"layouts fails for {offered} ranks: {type(error).__name__}: {error}"
-        told = membership.axis.allgather_object((sizes, problem))
-        sizes, problem = told[membership.roles.ranks[0]]
+        gathered = membership.axis.allgather_object((sizes, problem))
+        sizes, problem = gathered[membership.roles.ranks[0]]
         if sizes is None:
             raise RunLost(problem or f"no layout fits {offered} ranks of at least {choice.min_ranks}")
         run.workers.offered = offered, wanted

@@ -1,4 +1,4 @@
-"""What a rank holds: its parameters and states, the activations that it keeps, and the work of a step."""
+"""Memory and work of a rank: its parameters and states, the activations that it keeps, and the work of a step."""
 
 from __future__ import annotations
 

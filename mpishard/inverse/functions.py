@@ -118,7 +118,7 @@ class _Hessian:
 
     @staticmethod
     def _matrix(found: Any, flat: Array) -> Callable[[Array], Array]:
-        """What multiplies a vector by a result of the user's function."""
+        """The operator that multiplies a vector by a result of the user's function."""
         device = arrays.is_device(flat)
         if not (device or hasattr(found, "tocsr") or hasattr(found, "matvec")):
             try:

@@ -472,7 +472,7 @@ def _steps(steps: Sequence[float] | None, dtype: np.dtype) -> list[float]:
     return row
 
 
-def _check(line: Line, row: list[float], with_product: bool, alike: bool) -> GradientCheck:
+def _check(line: Line, row: list[float], with_product: bool, same_on_all: bool) -> GradientCheck:
     """Evaluate and judge.  Collective."""
     here = line.at(0.0)
     wrong = line.dots((~np.isfinite(here.gradient) * 1.0, np.ones(line.x.size)))[0]
@@ -481,7 +481,7 @@ def _check(line: Line, row: list[float], with_product: bool, alike: bool) -> Gra
             f"the value at x is {here.value:g}, and {wrong:.0f} elements of the gradient are not finite; "
             "the check needs a point where the function has both"
         )
-    if alike and (difference := line.spread(here.own)):
+    if same_on_all and (difference := line.spread(here.own)):
         raise ValueError(
             f"ranks give values that differ by {difference:.3g} at one point; where each has a term of a sum, give "
             'reduction="sum"'

@@ -416,7 +416,7 @@ class RunFiles:
         if not abs(value - saved) <= _TOLERANCE * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
-                f"{saved:.12g}, and this function is {value:.12g} there; give each function a folder of its own, or "
+                f"{saved:.12g}, and this function is {value:.12g} there; give each function its own folder, or "
                 "resume=False"
             )
 
@@ -480,7 +480,7 @@ class StateFiles:
             log.warn("this job was started again, and least_squares begins from x0 again; resume=True continues")
 
     def load(self, options: Options) -> State | None:
-        """The state of the newest checkpoint; None if there is none, or the run is not to resume."""
+        """The state of the newest checkpoint; None without one, or if the run is not to resume."""
         found = self._checkpoints.load(self._state({}), check=self._check) if self._resumes else None
         if found is None:
             return None

@@ -216,9 +216,9 @@ class ReverseCommunication:
         if minimizer.wanted is Wanted.NOTHING:
             self._ranks.publish(minimizer.point)
 
-    def _check_wanted(self, told: Wanted, what: str) -> None:
+    def _check_wanted(self, given: Wanted, what: str) -> None:
         wanted = Wanted.NOTHING if self._end else self._ranks.minimizer.wanted
-        if wanted is not told:
+        if wanted is not given:
             names = {Wanted.GRADIENT: "value and gradient (tell)", Wanted.PRODUCT: "a Hessian product (tell_product)"}
             raise RuntimeError(f"{what} was told, but {names.get(wanted, 'nothing')} is wanted; ask() says what")
 

@@ -225,8 +225,8 @@ def _pairs(template: Any, given: Any, what: str, path: str, partly: bool = False
         missing = [repr(key) for key in template if key not in given and not partly]
         unknown = [repr(key) for key in given if key not in template]
         if missing or unknown:
-            told = [f"{', '.join(missing)} missing"] * bool(missing) + [f"{', '.join(unknown)} unknown"] * bool(unknown)
-            raise _unlike(what, path, here, " and ".join(told))
+            why = [f"{', '.join(missing)} missing"] * bool(missing) + [f"{', '.join(unknown)} unknown"] * bool(unknown)
+            raise _unlike(what, path, here, " and ".join(why))
         children = [(key, each, given[key]) for key, each in template.items() if key in given]
     else:
         here = f"a {'list' if isinstance(template, list) else 'tuple'} of {len(template)}"

@@ -176,16 +176,16 @@ def write_note(path: Path, content: Any, *, private: bool = False) -> None:
 
     NotPrivateError if the folder must be private to the owner and is not.
     """
-    beside = f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with opened(path.parent, private=private) as folder:
             try:
-                with os.fdopen(create(beside, 0o600, folder), "w") as file:
+                with os.fdopen(create(temporary, 0o600, folder), "w") as file:
                     json.dump(content, file)
-                os.rename(beside, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.unlink(beside, dir_fd=folder)
+                    os.unlink(temporary, dir_fd=folder)
                 raise
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -480,9 +480,9 @@ def _checksummed(blocks: Sequence[bytes]) -> list[bytes]:
     for number, block in enumerate(blocks):
         numbers.setdefault(len(block), []).append(number)
     found = list(blocks)
-    for alike in numbers.values():
-        sums = lookup3(np.array([np.frombuffer(blocks[number], np.uint8) for number in alike]))
-        for number, checksum in zip(alike, sums.tolist(), strict=True):
+    for of_one_size in numbers.values():
+        sums = lookup3(np.array([np.frombuffer(blocks[number], np.uint8) for number in of_one_size]))
+        for number, checksum in zip(of_one_size, sums.tolist(), strict=True):
             found[number] += struct.pack("<I", checksum)
     return found
 

@@ -88,7 +88,7 @@ class OfLeaf:
         return jax.tree.unflatten(self._structure, [*others[: self._number], leaf, *others[self._number + 1 :]])
 
 
-def alike(transformation: Any, leaves: TreeLeaves) -> Mapping[str, Sequence[str]]:
+def equal_leaves(transformation: Any, leaves: TreeLeaves) -> Mapping[str, Sequence[str]]:
     """The names of leaves that a transformation treats equally, in their order, by the name of the first of them.
 
     Raises TypeError if the transformation cannot take a step of such a tree, ValueError if what it does to a leaf
@@ -161,7 +161,7 @@ def checked(transformation: Any, whole: Any = None) -> Kept:
     why = ""
     if flat != grid:
         why = "what it keeps depends on the shapes of tensors"
-    elif not all(_close(a[0], b[0], beside=b[1]) for a, b in zip(alone, together, strict=True)):
+    elif not all(_close(a[0], b[0], terms=b[1]) for a, b in zip(alone, together, strict=True)):
         why = "what it does to an element depends on others"
     elif not all(_close(_numbers(state[number])[:1], state[number]) for number in flat.common):
         why = "what it counts depends on gradients"
@@ -244,10 +244,10 @@ def _joined(tree: Any) -> np.ndarray:
     return np.concatenate([np.reshape(leaf, -1) for leaf in jax.tree.leaves(tree)])
 
 
-def _close(one: Any, other: Any, beside: Any = 0.0) -> bool:
+def _close(one: Any, other: Any, terms: Any = 0.0) -> bool:
     """Return True if numbers are equal but for roundings, also those of larger numbers whose differences they are."""
     one, other = _numbers(one), _numbers(other)
-    rounding = 1e-4 * _largest(other) + 2.5e-7 * _largest(_numbers(beside))
+    rounding = 1e-4 * _largest(other) + 2.5e-7 * _largest(_numbers(terms))
     return np.allclose(one, other, rtol=1e-4, atol=rounding, equal_nan=True)
 
 
@@ -546,7 +546,7 @@ def rule_of(
         raise ValueError(f"optax's {chooser} chooses tensors: give the tree too, rule_of(transformation, tree=tree)")
     leaves = TreeLeaves.of(tree)
     by_name: dict[str, CompiledSteps] = {}
-    for first, names in alike(transformation, leaves).items():
+    for first, names in equal_leaves(transformation, leaves).items():
         by_name |= dict.fromkeys(names, CompiledSteps(OfLeaf(transformation, leaves, first), transformation))
     slots = dict.fromkeys(name for each in by_name.values() for name in each.kept.slots)
     return OptaxRule(1.0, text, tuple(slots), None, by_name, **options)

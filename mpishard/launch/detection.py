@@ -105,20 +105,20 @@ def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
 
 def explain(launch: Launch, library: str) -> str:
     """One line that says what a launcher of another MPI has done, and which launcher to use."""
-    right = _beside() or f"the mpirun of the {library} that it is bound to"
+    right = _own_mpirun() or f"the mpirun of the {library} that it is bound to"
     ranks = "a rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
     return f"the {launch.launcher} started {ranks}, but mpi4py is bound to {library}; use {right}"
 
 
-def _beside() -> str:
+def _own_mpirun() -> str:
     """The path of the mpirun next to this Python if it belongs to its MPI; else empty."""
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.exists() and any((Path(sys.prefix) / "lib").glob("libmpi*.so*")) else ""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    return str(mpirun) if mpirun.exists() and any((Path(sys.prefix) / "lib").glob("libmpi*.so*")) else ""
 
 
 def explain_alone(launch: Launch, library: str) -> str:
     """One line that says that a rank is alone in its world although its launcher started several, and the remedies."""
-    way = f"use {_beside() or f'the mpirun of the {library} that mpi4py is bound to'}"
+    way = f"use {_own_mpirun() or f'the mpirun of the {library} that mpi4py is bound to'}"
     if launch.family == SLURM:
         mpi = "pmix" if library == OPEN_MPI else "pmi2"
         way = f"use srun --mpi={mpi}, or the mpirun of {library} in a script for sbatch"

@@ -21,12 +21,12 @@ _FOLDER, _ATTEMPT, _FIRST = "MPISHARD_RUN", "MPISHARD_ATTEMPT", "MPISHARD_FIRST_
 # An attribute of errors that a process raises because another one has failed.
 ECHO = "mpishard_echo"
 # An attribute of errors that all ranks of a communicator raise equally, after an exchange: the number of these ranks.
-ALIKE = "mpishard_alike"
+ON_ALL_RANKS = "mpishard_on_all_ranks"
 
 
 def raised_by_all(error: E, ranks: int) -> E:
     """Return the error, marked as one that all `ranks` ranks of a communicator raise equally."""
-    setattr(error, ALIKE, ranks)
+    setattr(error, ON_ALL_RANKS, ranks)
     return error
 
 
@@ -44,7 +44,7 @@ class Failure:
     step: int  # the step under way, or 0
     trained: bool = False  # the elastic run of the script had ended
     # A check of mpishard has refused what all ranks gave; they know it from each other, and raise the same error.
-    alike: bool = False
+    on_all_ranks: bool = False
 
     def __str__(self) -> str:
         when = f" in step {self.step}" if self.step else ""

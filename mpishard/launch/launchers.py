@@ -247,8 +247,8 @@ def find_launcher(path: str | None = None) -> Launcher:
 
     Raises ValueError if it does not exist, or does not end when it is asked for its version.
     """
-    beside = [Path(sys.executable).with_name(name) for name in _NAMES]
-    found = path or next((str(each) for each in beside if os.access(each, os.X_OK)), None)
+    next_to_python = [Path(sys.executable).with_name(name) for name in _NAMES]
+    found = path or next((str(each) for each in next_to_python if os.access(each, os.X_OK)), None)
     found = shutil.which(found) if found else next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         raise ValueError(

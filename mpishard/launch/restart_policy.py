@@ -139,7 +139,7 @@ def decide(
         if not outcome.notes.started and not early:
             return Stop(code, what)
         step = 0 if failure is None else failure.step or outcome.notes.step
-        if failure is not None and failure.alike and not step and not history.restarts:
+        if failure is not None and failure.on_all_ranks and not step and not history.restarts:
             # No rank has been lost, so that another start would have the same ranks and give the same.
             return Stop(code, f"{what} on all ranks, before any step: another start would end the same way")
     if failure is not None and failure.trained:

@@ -20,7 +20,7 @@ from mpishard.minimizers import small
 # The reason for which a method has ended: SciPy's status numbers.
 LIMIT, GRADIENT, COST, STEP, COST_AND_STEP = 0, 1, 2, 3, 4
 _NEWTON_TRIALS = 10  # of the multiplier of a region
-# Costs of one function at one point differ by less, relatively, where a rank sums rows of its own in another order.
+# Costs of one function at one point differ by less, relatively, where a rank sums its rows in another order.
 SAME_FUNCTION = 1e-6
 _SINGULAR = 2.0**-64  # of the largest diagonal element, added to a singular matrix
 
@@ -233,7 +233,7 @@ def _begun(residuals: Residuals, start: np.ndarray | State, options: Options) ->
         if not abs(cost - state.cost) <= SAME_FUNCTION * max(abs(cost), abs(state.cost)):
             raise ValueError(
                 f"the checkpoint is of other residuals: at its point the cost was {state.cost:.12g}, by these it is "
-                f"{cost:.12g}; give each problem a folder of its own, or resume=False"
+                f"{cost:.12g}; give each problem its own folder, or resume=False"
             )
         state.cost = cost
         state.njev -= 1

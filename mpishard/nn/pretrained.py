@@ -79,7 +79,7 @@ def stored_tensors(folder: Path) -> list[StoredWeight]:
         if not isinstance(weight_map, dict) or not all(
             isinstance(file, str) and Path(file).name == file for file in weight_map.values()
         ):
-            raise ValueError(f"{folder / INDEX} has no weight_map from names of tensors to files beside it")
+            raise ValueError(f"{folder / INDEX} has no weight_map from names of tensors to files next to it")
     elif not (folder / SINGLE).is_file():
         raise ValueError(
             f"{folder} has neither {SINGLE} nor {INDEX}; other files of weights are not read: load them in "
@@ -107,7 +107,7 @@ def match(
     Raises ValueError if one is missing, there are others, or a shape or a dtype differs.
     """
     wanted = {name: shape for weight in weights for name, shape in weight.published_shapes().items()}
-    # The prefix is there or not.
+    # With the prefix or without.
     full = {name.removeprefix(table.prefix): name for name in wanted}
     found: dict[str, StoredWeight] = {}
     extra = []
@@ -409,18 +409,18 @@ def export_pretrained(
     )
     config = {**table.whole_config(model.architecture), **model.token_ids, "torch_dtype": stored_as.name}
     target = Path(folder)
-    beside = target.parent / f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = target.parent / f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     writes = world.rank == 0
     try:
-        _together(world, writes, lambda: _begin(target, beside))
+        _together(world, writes, lambda: _begin(target, temporary))
         weight_map: dict[str, str] = {}
         for name, weights in zip(names, files, strict=True):
             values = _gathered(world, parameters, weights)
-            _together(world, writes, lambda: _write(beside / name, weights, values, stored_as, weight_map))  # noqa: B023
-        _together(world, writes, lambda: _finish(target, beside, config, weight_map, len(files) > 1))
+            _together(world, writes, lambda: _write(temporary / name, weights, values, stored_as, weight_map))  # noqa: B023
+        _together(world, writes, lambda: _finish(target, temporary, config, weight_map, len(files) > 1))
     finally:
         if writes:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def table_of_model(model: Decoder) -> Published:
@@ -499,10 +499,10 @@ def _together(world: Axis, works: bool, work: Callable[[], None]) -> None:
             work()
 
 
-def _begin(target: Path, beside: Path) -> None:
+def _begin(target: Path, temporary: Path) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{target} is there already, and not an empty folder; export to a new one")
-    beside.mkdir(parents=True)
+        raise FileExistsError(f"{target} exists, and is not an empty folder; export to a new one")
+    temporary.mkdir(parents=True)
 
 
 def _write(
@@ -517,10 +517,10 @@ def _write(
     weight_map.update(dict.fromkeys(tensors, path.name))
 
 
-def _finish(target: Path, beside: Path, config: dict[str, Any], weight_map: dict[str, str], index: bool) -> None:
+def _finish(target: Path, temporary: Path, config: dict[str, Any], weight_map: dict[str, str], index: bool) -> None:
     if index:
-        size = sum(path.stat().st_size for path in beside.iterdir())
+        size = sum(path.stat().st_size for path in temporary.iterdir())
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
-        (beside / INDEX).write_text(text + "\n", "utf-8")
-    (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    os.rename(beside, target)
+        (temporary / INDEX).write_text(text + "\n", "utf-8")
+    (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    os.rename(temporary, target)

@@ -49,7 +49,7 @@ class Muon(Rule):
         How the rate of a matrix of shape (A, B) follows from `lr`: times ``sqrt(max(1, A / B))``; or times ``0.2 *
         sqrt(max(A, B))``, so that the rate and decay of AdamW fit.
     groups : sequence of ParameterGroup
-        Matrices with their own weight decay or learning rate; `rest` has groups of its own.
+        Matrices with their own weight decay or learning rate; `rest` has its own groups.
     ema_decay : float, optional
         Keep an exponential moving average of all parameters with this decay.
     matrices : str or sequence of str

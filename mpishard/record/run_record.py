@@ -195,7 +195,7 @@ class RecordFiles:
 
     @property
     def has_process(self) -> bool:
-        """True if this process has files of its own."""
+        """True if this process has its own files."""
         return self._mesh.rank % -(-self._mesh.size // _MOST_PROCESSES) == 0
 
     def open(self, facts: Mapping[str, Any], every: float, *, stage: bool) -> int:

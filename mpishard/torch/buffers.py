@@ -75,8 +75,8 @@ class Buffers:
                 if found.setdefault(name, owner.table.get(key)) is not owner.table.get(key):
                     raise ValueError(
                         f"buffer {name!r} had a second name when the module was made distributed, "
-                        f"{owner.prefix + key!r}, and one of them is another tensor now; give each name a buffer "
-                        "of its own before as_distributed"
+                        f"{owner.prefix + key!r}, and one of them is another tensor now; give each name its "
+                        "own buffer before as_distributed"
                     )
         for owner in self._owners:
             for key, name in owner.names.items():

@@ -506,7 +506,7 @@ class ModuleState:
     `buffers` is the treatment of buffers after each update, see `mpishard.torch.as_distributed`. With `sharding` the
     parameters are views into storages that come and go, see `ShardedModule`.
 
-    A parameter of another dtype than the flat array has memory of its own, with values that are rounded from the flat
+    A parameter of another dtype than the flat array has its own memory, with values that are rounded from the flat
     array, which has its master.
     """
 

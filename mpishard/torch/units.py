@@ -180,7 +180,7 @@ class FreedParameter:
 
     __slots__ = ()
     whole_class: Any  # the class while it is gathered
-    why_freed: str = "parameters have no values here under zero=3"  # a parameter has a text of its own
+    why_freed: str = "parameters have no values here under zero=3"  # a parameter has its own text
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(f"{self.why_freed}.  As for the module: {_SAVES}")
@@ -222,8 +222,8 @@ class UnitStorages:
     """The memory of gathered units: storages of PyTorch, into which their parameters are views, of 0 bytes when freed.
 
     This is the `UnitMemory` of ShardedUnits. `paths` are those of the units by name of a tensor. Pieces count elements
-    of `like`, bytes where tensors have several dtypes. A tensor of another dtype than a floating-point `like` has a
-    storage of its own, with values that `round` makes of those that were gathered.
+    of `like`, bytes where tensors have several dtypes. A tensor of another dtype than a floating-point `like` has its
+    own storage, with values that `round` makes of those that were gathered.
     """
 
     def __init__(

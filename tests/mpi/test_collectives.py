@@ -16,7 +16,7 @@ from mpishard import AdamW, DDPOptimizer, FlatParameters, Mesh, ShardingConfigur
 from mpishard.backend import array as arrays
 from mpishard.comm import collectives, staging
 from mpishard.comm.agreement import differing
-from mpishard.launch.job_notes import ALIKE
+from mpishard.launch.job_notes import ON_ALL_RANKS
 from mpishard.reduction.hierarchical import node_axes, nodes_of_data
 
 # Collectives against their definition: all kinds of memory, uneven pieces, adjoints, the ledger.
@@ -337,17 +337,17 @@ def test_agree_raises_everywhere(mesh):
     problem = ValueError("bad lunch") if mesh.rank == mesh.size - 1 else None
     with pytest.raises(ValueError, match="bad lunch") as found:
         mesh.data.raise_if_any(problem)
-    assert getattr(found.value, ALIKE, 0) == (mesh.size == 1)
+    assert getattr(found.value, ON_ALL_RANKS, 0) == (mesh.size == 1)
 
 
 def test_an_error_that_all_ranks_have_alike_is_known_for_one(mesh):
     for text, alike in (("bad lunch", True), (f"bad lunch on rank {mesh.rank}", mesh.size == 1)):
         with pytest.raises(ValueError, match=text) as found:
             mesh.world.raise_if_any(ValueError(text))
-        assert getattr(found.value, ALIKE, 0) == mesh.size * alike
+        assert getattr(found.value, ON_ALL_RANKS, 0) == mesh.size * alike
     with pytest.raises(ValueError, match="all ranks must have the same settings") as found:
         raise differing(mesh.world, {"lr": str(mesh.rank)})
-    assert getattr(found.value, ALIKE) == mesh.size
+    assert getattr(found.value, ON_ALL_RANKS) == mesh.size
 
 
 each_kind = pytest.mark.parametrize("memory", ["host", "standin", "aware"], indirect=True)

@@ -18,7 +18,7 @@ from mpishard.comm.abort import _AbortOnException
 from mpishard.comm.agreement import in_words
 from mpishard.comm.call_matching import CollectiveMismatchError
 from mpishard.comm.channel import Family
-from mpishard.launch.job_notes import ALIKE, ECHO
+from mpishard.launch.job_notes import ECHO, ON_ALL_RANKS
 from mpishard.layout.tensors import ModelParallelRank
 
 # Meshes: shapes, coordinates, neighbours, errors, and communicators given back.
@@ -74,7 +74,7 @@ def test_sizes_that_differ_or_are_bad_on_one_rank_are_an_error_on_all(comm):
     message = rf"^{'' if comm.rank == 1 else 'rank 1: '}mesh pipeline=1 x data=1 x tensor={comm.size + 1} needs"
     with pytest.raises(ValueError, match=message) as found:
         mpishard.Mesh(comm, **sizes)
-    assert hasattr(found.value, ECHO) == (comm.rank != 1) and not hasattr(found.value, ALIKE)
+    assert hasattr(found.value, ECHO) == (comm.rank != 1) and not hasattr(found.value, ON_ALL_RANKS)
 
 
 @several

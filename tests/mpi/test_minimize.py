@@ -319,7 +319,7 @@ def test_a_run_that_fails_resumes_with_the_evaluation_that_failed(mesh, same_on_
 def test_a_checkpoint_of_another_function_is_refused(mesh, folder):
     """As where the stages of an inversion share one folder."""
     other = lambda x: (1.0 + rosenbrock(x)[0], rosenbrock(x)[1])  # noqa: E731
-    words = "is of another function: its best iterate had the value .* give each function a folder of its own"
+    words = "is of another function: its best iterate had the value .* give each function its own folder"
     with mpishard.Checkpoints(folder, mesh, every=2) as checkpoints:
         files = {"mesh": mesh, "checkpoints": checkpoints, "resume": True, "method": "L-BFGS"}
         first = minimize(rosenbrock, START, callback=lambda x: True, **files)

@@ -401,15 +401,15 @@ def test_the_same_failure_twice():
 
 def test_what_all_ranks_were_refused_alike_is_not_tried_again():
     def refused(step=0, **changes):
-        return ended_with(1, step=step, failure=replace(FAILURE, **{"step": 0, "alike": True, **changes}))
+        return ended_with(1, step=step, failure=replace(FAILURE, **{"step": 0, "on_all_ranks": True, **changes}))
 
     follows = after(refused(), hosts=HOSTS)
     assert follows.code == 1 and follows.why == (
         "failed by ValueError at train.py:7 on all ranks, before any step: another start would end the same way"
     )
     # What one rank has met, what has come with a step, and what follows a loss of ranks or hosts may come otherwise.
-    early = ended_with(1, failure=replace(FAILURE, step=1, alike=True))
-    for outcome in (refused(alike=False), early, refused(step=3)):
+    early = ended_with(1, failure=replace(FAILURE, step=1, on_all_ranks=True))
+    for outcome in (refused(on_all_ranks=False), early, refused(step=3)):
         assert isinstance(after(outcome), Start)
     for options in (
         {"history": JobHistory(4, 4, restarts=1)},

@@ -423,7 +423,7 @@ def test_a_model_that_transformers_does_not_have_is_not_exported(tmp_path):
 def test_what_is_there_already_is_not_overwritten(folder):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     model = nn.import_pretrained(folder)
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="exists, and is not an empty folder"):
         nn.export_pretrained(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]

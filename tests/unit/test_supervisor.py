@@ -204,7 +204,7 @@ def test_what_all_ranks_were_refused_alike_is_noted(tmp_path):
         with pytest.raises((TypeError, ValueError, OSError)) as found:
             call()
         reports._note_failure(raised_by_all(found.value, ranks), 0)
-        return reports._run.notes.failure.alike
+        return reports._run.notes.failure.on_all_ranks
 
     assert refused(lambda: mpishard.cosine(-1.0, 3)) and refused(lambda: mpishard.FlatParameters(5))
     assert not refused(lambda: mpishard.cosine(-1.0, 3), ranks=0)  # nobody has told of other ranks

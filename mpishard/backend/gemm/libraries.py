@@ -234,7 +234,7 @@ class Mkl:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         if library.MKL_Set_Threading_Layer(_SEQUENTIAL) != _SEQUENTIAL:
-            raise OSError("it is in use already, with threads of its own")
+            raise OSError("it is in use already, with its own threads")
         if status := library.MKL_CBWR_Set(_AUTO | _STRICT):
             raise OSError(
                 f"it is in use already, or does not give results that depend on sizes alone on this processor: "
