@@ -82,6 +82,11 @@ class GradientHooks:
         # The units of the module under ZeRO-3, whose parameters come and go.
         self.units: ShardedModule | None = None
         self.divide_by: int = 0  # by which a mean is divided; 0: the number of ranks
+        # The tensors whose gradients this pass has divided, on their way to the flat ones: each rank divides before the
+        # sums, as DistributedDataParallel does.
+        self._divided: set[str] = set()
+        self._pass: int | None = None  # the pass of autograd under way
+        self._ranks: int = 0  # `sums_over` in it
         self._told_pass = False
         self._parameters = parameters
         self.tensors = dict(tensors)
@@ -102,7 +107,7 @@ class GradientHooks:
             if p.dtype != self.dtype_of[name]:
                 p.grad = None
                 p.grad_dtype = self.dtype_of[name]
-            self._handles.append(p.register_hook(partial(self._make_room, p)))
+            self._handles.append(p.register_hook(partial(self._make_room, name, p)))
             self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, name)))
 
     def remove(self) -> None:
@@ -124,9 +129,11 @@ class GradientHooks:
         """Begin a step: forget which gradients came, and let autograd make new ones."""
         self._seen.clear()
         self._kept.clear()
+        self._divided.clear()
         self._earlier = None
         self._told_pass = False
         self._passes.clear()  # some are left after an exception in a pass
+        self._pass = None
         self.loss_is_scaled = False
         for p in self.tensors.values():
             p.grad = None
@@ -152,14 +159,13 @@ class GradientHooks:
             return self.divide_by or ranks
         self.begin_sums()
         ranks = self.divide_by or ranks
+        self.divide_rest()
         reducer.finalize()
-        flat = as_tensor(reducer.flat)
-        if ranks > 1:
-            flat.div_(ranks)
         if self._earlier is not None:
+            flat = as_tensor(reducer.flat)
             flat.add_(self._earlier)
+            finish_stream(flat)
             self._earlier = None
-        finish_stream(flat)
         for name, p in self.tensors.items():
             view = as_numbers(as_tensor(reducer.memory.view(name)[0]), p)
             self._kept[name] = view, view._version
@@ -168,6 +174,21 @@ class GradientHooks:
             if not moved and (self._seen or p.grad is None):
                 p.grad = view
         return ranks
+
+    def divide_rest(self) -> None:
+        """Divide the gradients that this pass has not touched, which are of passes before, before their sums begin."""
+        gradients, divisor = self._parameters.gradients, self._divisor(self.sums_over())
+        if divisor == 1 or gradients.reduced:
+            return
+        for name in (gradients.memory.written & self.tensors.keys()) - self._divided:
+            memory = as_tensor(gradients.memory.view(name)[0])
+            memory.mul_(1 / divisor)
+            finish_stream(memory)
+        self._divided.update(self.tensors)
+
+    def _divisor(self, ranks: int) -> int:
+        """The number by which gradients are divided before they are summed over `ranks`."""
+        return (self.divide_by or ranks) if ranks else 1
 
     @property
     def has_begun_sums(self) -> bool:
@@ -184,6 +205,7 @@ class GradientHooks:
         """Start those sums that no gradient has started, before the next announcement. Collective."""
         if self.tell is not None:
             self.begin_sums()
+            self.divide_rest()
             self._parameters.gradients.end_pass()
 
     def pass_without_samples(self) -> None:
@@ -235,12 +257,16 @@ class GradientHooks:
                 "no step(); to make gradients, call backward()"
             )
 
-    def _make_room(self, p: Any, _: Any) -> None:
-        """Before autograd adds to ``p.grad``: do not add to a gradient that is summed already, or has left."""
+    def _make_room(self, name: str, p: Any, gradient: Any) -> Any:
+        """Before autograd adds to ``p.grad``: do not add to a gradient that is summed already, or has left.
+
+        Where a pass adds to it again, as a reentrant checkpoint does, the first part is divided already.
+        """
         if type(p.grad) is UnavailableGradient:
             p.grad = None
         if self.serves_loop and self._parameters.gradients.reduced and self.sums_over():
             self._begin_another_pass()
+        return gradient / self._divisor(self.sums_over()) if name in self._divided else None
 
     def _begin_another_pass(self) -> None:
         """Begin another pass since the last step, as of a loss for real and one for generated images: it is summed too.
@@ -261,20 +287,25 @@ class GradientHooks:
                     self._earlier[piece.start : piece.start + piece.size].copy_(as_reals(grad.detach()).reshape(-1))
         self._parameters.reset_gradients()
         self._kept.clear()
+        self._divided.clear()
         self._told_pass = False
         for p in self.tensors.values():
             p.grad = None
 
     def _take(self, name: str, p: Any) -> None:
         """Move a gradient from autograd to the flat gradients, and mark it complete in this pass."""
-        reducer = self._parameters.gradients
+        reducer, divisor = self._parameters.gradients, 1
         if self.serves_loop and reducer.is_last_pass:
             self.begin_sums()
             current = torch._C._current_graph_task_id()
-            if current not in self._passes and self.sums_over():
-                self._passes.add(current)
-                # As in DistributedDataParallel, called when this pass of autograd is over.
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish_pass, current))
+            if current != self._pass:
+                self._pass, self._ranks = current, self.sums_over()
+                if self._ranks and current not in self._passes:
+                    self._passes.add(current)
+                    # As in DistributedDataParallel, called when this pass of autograd is over.
+                    torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish_pass, current))
+            if name not in self._divided:
+                divisor = self._divisor(self._ranks)
         try:
             view, adds = reducer.gradient(name)
         except RuntimeError:
@@ -297,7 +328,10 @@ class GradientHooks:
         scale = self._parameters.loss_scale if self.serves_loop and not self.loss_is_scaled else 1.0
         stays = self.serves_loop and reducer.keeps_memory and self._parameters.loss_scale == 1.0
         # Where ``p.grad`` stays, autograd adds to it; another tensor there means that the user has dropped the first.
-        if not stays or gradient.data_ptr() != memory.data_ptr():
+        if divisor > 1:
+            torch.mul(gradient, 1 / divisor, out=memory)
+            self._divided.add(name)
+        elif not stays or gradient.data_ptr() != memory.data_ptr():
             if scale != 1.0:
                 gradient = gradient * scale
             if adds and not stays:

@@ -26,6 +26,7 @@ from mpishard.data_parallel import summation
 
 torch = pytest.importorskip("torch")
 import torch_zoo  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_models import (  # noqa: E402
     KINDS,
     RULE,
@@ -212,6 +213,27 @@ def test_gradients_are_dropped_as_in_pytorch(mesh):
         loss_of(module, x, y, own).backward()
         optimizer.step()
         assert np.array_equal(optimizer.parameters.flat, once)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_means_where_a_pass_leaves_some_out_or_adds_twice(mesh, comm, zero):
+    """Each rank divides its gradients before they are summed, from whatever pass they are."""
+
+    def passes(module, no_sync):
+        x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3).add(mesh.rank).requires_grad_()
+        with no_sync():
+            module["before"](x).square().sum().backward()
+        again = checkpoint(module["twice"], x, use_reentrant=True)
+        module["twice"](again.square()).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    torch.manual_seed(0)
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3).double() for name in ("before", "twice", "never")})
+    own = passes(copy.deepcopy(module), contextlib.nullcontext)
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
+    for found, *each in zip(passes(module, optimizer.no_sync), *comm.allgather(own), strict=True):
+        wanted = sum(torch.zeros_like(found) if gradient is None else gradient for gradient in each) / mesh.size
+        torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("buffers", ["broadcast", "average", "local"])
