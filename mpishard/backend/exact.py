@@ -24,11 +24,12 @@ from mpishard.backend.compiled import HostFunction, inner
 from mpishard.backend.cuda_source import CudaSource, launch
 from mpishard.backend.kinds import backend_of
 from mpishard.backend.ranges import Ranges
+from mpishard.backend.streams import queue_copy
 
 Array = Any
 
 
-# Largest absolute values and pre-rounded sums of squares on a device.
+# CUDA functions for this file, and largest absolute values and pre-rounded sums of squares by them.
 
 # Contracting x * x + C would leave out the rounding that makes the additions exact.
 SOURCE = CudaSource(Path(__file__).with_name("cuda") / "exact.cu", ("--fmad=false",))
@@ -406,10 +407,10 @@ def pair_words(
     before: Array | None = None,
     after: Array | None = None,
 ) -> np.ndarray:
-    """The words, int64 (pairs, 2), of the dot products of pairs of rows in device memory; -1 is the vector.
+    """The words, int64 (pairs, 2), of the dot products of pairs of rows in device memory; row -1 is the vector.
 
-    Over the elements that `which` says, by masks: those that are free in `after`, those that are not, or those that are
-    less those that are in `before`.  `magic` is of `magic_numbers`. The host waits for one copy.
+    `which` says over which elements: EVERY one; FREE, where `after` is True; HELD, where it is False; or CHANGED, the
+    sum over `after` less the sum over `before`.  `magic` is of `magic_numbers`. The host waits for one copy.
     """
     words = np.zeros((len(pairs), 2), np.int64)
     if not words.size or not len(spans):
@@ -424,7 +425,7 @@ def pair_words(
                 _add_on_device(words[k], magic[k], products)
         return words
     backend = backend_of(rows)
-    table = on_device_of(np.concatenate([np.array(pairs, np.int64), magic.view(np.int64)]).reshape(-1), rows)
+    table = _table(rows, np.array(pairs, np.int64), magic)
     found = backend.zeros(words.shape, np.uint64, rows)
     none = table.view(np.uint8)
     masks = [none if mask is None else mask.view(np.uint8) for mask in (before, after)]
@@ -443,12 +444,13 @@ def group_words(
     """The words, int64 (groups, rows, 2), of the sums of groups of products in device memory, less than 2**28 together.
 
     The products are those of the elements `index` of some rows with the float64 `factor`.  Those of a group lie end to
-    end; `starts`, int64 (groups + 1,), has where each group begins, and where the last one ends.
+    end; `starts`, int64 (groups + 1,), has where each group begins, and where the last one ends. The host waits for one
+    copy.
     """
     words = np.zeros((len(starts) - 1, len(indices), 2), np.int64)
     if _runs_cuda(rows) and _runs_cuda(index) and _runs_cuda(factor):
         backend = backend_of(rows)
-        table = on_device_of(np.concatenate([starts, indices, magic.view(np.int64).reshape(-1)]), rows)
+        table = _table(rows, starts, np.array(indices, np.int64), magic)
         found = backend.zeros(words.shape, np.uint64, rows)
         function = SOURCE.function("words_of_groups", REAL=rows.dtype)
         blocks = len(indices) * -(-int(starts[-1] - starts[0]) // CHUNK)
@@ -469,6 +471,14 @@ def group_words(
             into[:] = np.where(starts > part.start, to_host(total[last]), 0)
         words[:, k] = normalized(np.diff(sums, axis=1).T)
     return words
+
+
+def _table(like: Array, *parts: np.ndarray) -> Array:
+    """The 64-bit numbers of arrays, end to end on the device of `like`; queued."""
+    numbers = np.concatenate([part.view(np.int64).reshape(-1) for part in parts])
+    table = backend_of(like).empty(numbers.size, np.int64, like)
+    queue_copy(numbers, table)
+    return table
 
 
 def _runs_cuda(array: Array) -> bool:

@@ -246,6 +246,7 @@ class _Found:
         self.largest_step = largest(of_dtype) if index.size else 0.0
         if not math.isfinite(self.largest_step):
             self.largest_step = math.inf
+        self._is_sorted = False
         self.ends = -math.inf, -math.inf  # the least length, negated, and the greatest
         if index.size:
             self.ends = -float(self.lengths.min()), float(self.lengths.max())
@@ -259,17 +260,21 @@ class _Found:
         """
         part, module = slice(begin, end), arrays.module_of(self.lengths)
         lengths = self.lengths[part]
-        if arrays.is_device(lengths):
-            order = module.argsort(lengths)
-            there = arrays.on_device_of(edges, lengths)
-            within = arrays.to_host(module.searchsorted(lengths[order], there, side="right"))
-        else:
+        if not arrays.is_device(lengths):
             bins = np.searchsorted(edges, lengths).astype(np.uint8)
-            order = np.argsort(bins, kind="stable")
+            self._permute(part, np.argsort(bins, kind="stable"))
             within = np.cumsum(np.bincount(bins, minlength=len(edges) + 1))[:-1]
+        else:
+            if not self._is_sorted:  # the first time, with all elements
+                self._permute(part, module.argsort(lengths))
+                self._is_sorted = True
+            there = arrays.on_device_of(edges, lengths)
+            within = arrays.to_host(module.searchsorted(self.lengths[part], there, side="right"))
+        return begin + np.concatenate([[0], within, [end - begin]]).astype(np.int64)
+
+    def _permute(self, part: slice, order: Array) -> None:
         for values in (self.index, self.lengths, self.descent, self.steps):
             values[part] = values[part][order]
-        return begin + np.concatenate([[0], within, [end - begin]]).astype(np.int64)
 
     def ends_of(self, starts: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
         """The least length, negated, and the greatest of each of these bins, none of which is empty."""

@@ -232,7 +232,7 @@ class History:
 # iteration. The sums are whole numbers of a quantum that is fixed when a pair is stored, so adding new elements and
 # subtracting old ones gives the same bits as computing anew, on any ranks.
 
-_FEW = 0.1  # part of the elements below which they are looked up one by one
+_FEW = 0.1  # part of the elements below which the host looks them up one by one
 Entry = tuple[str, int, int]
 
 

@@ -513,6 +513,9 @@ class GradientReducer:
         try:
             if complete:
                 self._end_pass(False)
+            else:
+                for order in self._tracker.orders:
+                    self._tracker.end(order)
         finally:
             self.is_last_pass = was_last
 

@@ -521,9 +521,9 @@ def as_distributed(
         quarter of all.
     materialize : callable, optional
         Under ``zero=3`` for a module on the device meta, so that no rank has all parameters at any time:
-        ``materialize(layer)`` is called with each submodule with its own parameters or buffers when these have
-        memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are taken.
-        After an error in it, the module is in no usable state.
+        ``materialize(layer)`` is called with each submodule that has its own parameters or buffers, when these
+        have memory, and fills them in place, as ``lambda layer: layer.reset_parameters()``.  The values of rank 0 are
+        taken.  After an error in it, the module is in no usable state.
 
     Returns
     -------

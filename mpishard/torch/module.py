@@ -82,8 +82,8 @@ class GradientHooks:
         # The units of the module under ZeRO-3, whose parameters come and go.
         self.units: ShardedModule | None = None
         self.divide_by: int = 0  # by which a mean is divided; 0: the number of ranks
-        # The tensors whose gradients this pass has divided, on their way to the flat ones: each rank divides before the
-        # sums, as DistributedDataParallel does.
+        # The tensors whose flat gradients are divided: each rank divides before the sums, as DistributedDataParallel
+        # does, where a pass moves a gradient.
         self._divided: set[str] = set()
         self._pass: int | None = None  # the pass of autograd under way
         self._ranks: int = 0  # `sums_over` in it
@@ -176,7 +176,7 @@ class GradientHooks:
         return ranks
 
     def divide_rest(self) -> None:
-        """Divide the gradients that this pass has not touched, which are of passes before, before their sums begin."""
+        """Divide, before the sums begin, the gradients that only earlier passes, within `no_sync`, have written."""
         gradients, divisor = self._parameters.gradients, self._divisor(self.sums_over())
         if divisor == 1 or gradients.reduced:
             return
@@ -260,7 +260,8 @@ class GradientHooks:
     def _make_room(self, name: str, p: Any, gradient: Any) -> Any:
         """Before autograd adds to ``p.grad``: do not add to a gradient that is summed already, or has left.
 
-        Where a pass adds to it again, as a reentrant checkpoint does, the first part is divided already.
+        Where a pass adds to it again, as a reentrant checkpoint does, the first part is divided already: returns this
+        part divided, too; else None, which leaves it as it is.
         """
         if type(p.grad) is UnavailableGradient:
             p.grad = None
