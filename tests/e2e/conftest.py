@@ -9,12 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hosts import SEGMENTS
 
 # For Open MPI as root and with more ranks than cores; MPICH does not read them.
 OPEN_MPI = {
@@ -53,6 +55,23 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
     others = "PYTHONSAFEPATH", "PYTHONUNBUFFERED"
     users = {name: value for name, value in os.environ.items() if name not in others}
     return {**OPEN_MPI, **users, "PYTHONPATH": same_package, **changes}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_segments() -> Iterator[None]:
+    """A folder for the shared memory of the jobs that these tests start, which no other process of tests uses.
+
+    Open MPI names the files by the host and by 16 bits of a hash of the launcher's number.  Two jobs at once that have
+    the same names crash in `mca_btl_sm_poll_handle_frag`, each in the memory of the other.
+    """
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        yield
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="mpishard-jobs-", ignore_cleanup_errors=True) as folder:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(SEGMENTS, folder)
+            yield
 
 
 @pytest.fixture(autouse=True)
