@@ -132,7 +132,9 @@ def test_resizes_change_no_bit(mesh, same_on_all, strategy, of_one):
         if mesh.rank < now:
             expected[step] = now
         shares = [each.get(step, []) for each in by_rank]
-        assert [bool(share) for share in shares] == [rank < now for rank in range(ranks)]
+        # An epoch's last batch may have fewer micro-batches, of two samples each, than there are workers.
+        busy = min(now, -(-len(batches()[step]) // 2))
+        assert [bool(share) for share in shares] == [rank < busy for rank in range(ranks)]
         assert sorted(sum(shares, [])) == sorted(batches()[step])
         now = sizes.get(step, now)
     assert noted == expected
