@@ -30,6 +30,8 @@ NODES = 6
 _SOON_S = 120.0
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 
+# KillWait is Slurm's default.  With 5 seconds SIGKILL came as some batch scripts, which take about as long to queue
+# themselves again, ended: then slurmstepd may wait for its own timer, for a minute, and drains the node.
 _CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -53,7 +55,7 @@ AccountingStorageType=accounting_storage/none
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
-KillWait=5
+KillWait=30
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0
