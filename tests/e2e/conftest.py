@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hosts import SEGMENTS
+from hosts import SEGMENTS, SESSIONS
 
 # For Open MPI as root and with more ranks than cores; MPICH does not read them.
 OPEN_MPI = {
@@ -72,6 +72,18 @@ def own_segments() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(SEGMENTS, folder)
             yield
+
+
+@pytest.fixture(autouse=True)
+def own_sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder for what Open MPI's launcher and daemons leave behind if a test kills them.
+
+    They name it by their process number, and a later one of the same number fails: "The PMIx server's listener thread
+    failed to start", with code 213.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpishard-jobs-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv(SESSIONS, folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

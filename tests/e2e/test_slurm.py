@@ -14,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from hosts import SESSIONS
 
 import slurm
 from mpishard.launch.launchers import find_launcher
@@ -99,7 +100,8 @@ class Job:
     def __init__(self, cluster, folder, script, *arguments, options=(), warned=True, **environment):
         self.cluster = cluster
         self.folder = folder
-        given = {**settings(), "PYTHON": sys.executable, **environment}
+        # That of the test (conftest.py) may end before the job.
+        given = {**settings(), SESSIONS: f"{folder}/sessions", "PYTHON": sys.executable, **environment}
         for name in ("slurm", "examples"):
             if not (folder / name).exists():
                 (folder / name).symlink_to(ROOT / name)

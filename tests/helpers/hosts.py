@@ -34,7 +34,8 @@ TIME_LIMIT = 240.0
 # After the supervisor has ended nothing of the run may live longer; on a host that was cut off, once it is back.
 LEAVE_S = 2.0
 LINES = 30  # of what a run wrote, if it failed
-SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
+# Where Open MPI has the files of its shared memory, and its launcher and daemons theirs.
+SEGMENTS, SESSIONS = "OMPI_MCA_btl_sm_backing_directory", "PRTE_MCA_prte_tmpdir_base"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def script(folder: Path, case: str = "") -> list[str]:
 def environment() -> dict[str, str]:
     here = Path(__file__).resolve()
     paths = [str(here.parents[2]), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    given = {name: value for name, value in os.environ.items() if name != SEGMENTS}  # hosts have their own /dev/shm
+    # Hosts have their own /dev/shm and TMPDIR.
+    given = {name: value for name, value in os.environ.items() if name not in (SEGMENTS, SESSIONS)}
     return {**given, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OPENBLAS_NUM_THREADS": "1"}
 
 
