@@ -4,10 +4,12 @@
 
 conv: a residual network with batch norm, 1.2 M parameters, 32 images of 3x32x32 a step.  transformer: the encoder of
 torch.nn, 4 layers of width 256.  gpt2: that of `transformers`, random, 4 layers of width 256; needs transformers.
-float32, AdamW (fused in PyTorch), 2 ranks of one thread.  All kinds run in turns; the figure that counts is the median
-of the ratios.
+float32, AdamW (fused in PyTorch), 2 ranks of one thread.
 
-Each run begins with the same parameters and sees the same samples, so that the largest difference of the losses of two
+The kinds take each step in turn, in the same processes, so that whatever else the machine does meets all of them.
+A run's ratio is the median over its steps; of the ratios of all runs the median, the least and the largest are shown.
+
+Each kind begins with the same parameters and sees the same samples, so that the largest difference of the losses of two
 kinds is shown too: with --small --steps 197 --repeats 1 over 200 steps, of sizes that take a minute.  conv has SiLU and
 transformer GELU: at the kink of a ReLU the last bit of an activation decides a gradient, and losses part.
 """
@@ -17,11 +19,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
+import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import children
@@ -93,116 +95,96 @@ def batches(model: str, rank: int, count: int) -> Any:
     import numpy as np
     import torch
 
-    random = np.random.default_rng(0)
+    draw = np.random.default_rng(0)
     if model == "conv":
-        targets = random.integers(0, CLASSES, (count, IMAGES))
-        means = random.standard_normal((CLASSES, 3, PIXELS, PIXELS), np.float32)
-        inputs = means[targets] + random.standard_normal((count, IMAGES, 3, PIXELS, PIXELS), np.float32)
+        targets = draw.integers(0, CLASSES, (count, IMAGES))
+        means = draw.standard_normal((CLASSES, 3, PIXELS, PIXELS), np.float32)
+        inputs = means[targets] + draw.standard_normal((count, IMAGES, 3, PIXELS, PIXELS), np.float32)
     else:
-        known = random.integers(0, VOCABULARY, (64, 8))
-        text = known[random.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
+        known = draw.integers(0, VOCABULARY, (64, 8))
+        text = known[draw.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
         inputs, targets = text[..., :CONTEXT], text[..., 1 : CONTEXT + 1]
     return [torch.from_numpy(np.ascontiguousarray(each[:, rank::RANKS])) for each in (inputs, targets)]
 
 
-def run(kind: str, model: str, steps: int) -> dict[str, Any] | None:
-    """One rank; the result of rank 0."""
-    import torch
-    from torch.nn import functional
-
-    module, parts = make(model)
-    if kind.startswith("torch"):
-        rank, barrier, optimizer, module = with_torch(kind, module, parts)
-    else:
-        rank, barrier, optimizer = with_mpishard(kind, module, parts)
-    inputs, targets = batches(model, rank, WARM_UP + steps)
-    losses = []
-
-    def step(index: int) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        logits = module(inputs[index])
-        logits = getattr(logits, "logits", logits)
-        loss = functional.cross_entropy(logits.flatten(0, -2), targets[index].flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-
-    for index in range(WARM_UP):
-        step(index)
-    barrier()
-    start = time.perf_counter()
-    for index in range(WARM_UP, WARM_UP + steps):
-        step(index)
-    barrier()
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "losses": losses, "threads": torch.get_num_threads()} if rank == 0 else None
-
-
-def with_mpishard(kind: str, module: Any, parts: list[Any]) -> tuple[int, Callable[[], Any], Any]:
-    import mpishard
-
-    mesh = mpishard.Mesh()
-    overlap = kind != "no-overlap"
-    config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, overlap_communication=overlap)
-    zero = {"zero1": 1, "zero2": 2, "zero3": 3}.get(kind, 0)
-    units = {"shard_units": type(parts[0])} if zero == 3 else {}
-    optimizer = mpishard.torch.as_distributed(module, config, mpishard.AdamW(lr=LEARNING_RATE), zero=zero, **units)
-    return mesh.rank, mesh.world.barrier, optimizer
-
-
-def with_torch(kind: str, module: Any, parts: list[Any]) -> tuple[int, Callable[[], Any], Any, Any]:
+def child(model: str, kinds: list[str], steps: int) -> None:
+    """One rank: steps of all kinds in turn; rank 0 prints seconds and losses of each as a line of JSON."""
     import torch
     import torch.distributed as dist
+    from torch.nn import functional
+
+    import mpishard
 
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=RANKS)
-    if kind == "torch-fsdp2":
+    mesh = mpishard.Mesh()
+    with tempfile.TemporaryDirectory() as folder:
+        at = mesh.world.allgather_object(f"file://{folder}/rendezvous")[0]
+        dist.init_process_group("gloo", init_method=at, rank=mesh.rank, world_size=mesh.size)
+        sides = {kind: make_side(kind, model, mesh) for kind in kinds}
+        inputs, targets = batches(model, mesh.rank, WARM_UP + steps)
+        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        losses: dict[str, list[float]] = {kind: [] for kind in kinds}
+        order = random.Random(0)
+        for index in range(WARM_UP + steps):
+            # In another order each time: what a kind leaves in the caches is not always found by the same one.
+            for kind in order.sample(kinds, len(kinds)):
+                module, optimizer = sides[kind]
+                mesh.world.barrier()
+                start = time.perf_counter()
+                optimizer.zero_grad(set_to_none=True)
+                logits = module(inputs[index])
+                logits = getattr(logits, "logits", logits)
+                loss = functional.cross_entropy(logits.flatten(0, -2), targets[index].flatten())
+                loss.backward()
+                optimizer.step()
+                losses[kind].append(float(loss.detach()))
+                mesh.world.barrier()
+                seconds[kind].append(time.perf_counter() - start)
+        if mesh.rank == 0:
+            print(json.dumps({"seconds": {k: each[WARM_UP:] for k, each in seconds.items()}, "losses": losses}))
+        dist.destroy_process_group()
+
+
+def make_side(kind: str, model: str, mesh: Any) -> tuple[Any, Any]:
+    """The module of a kind, and its optimizer."""
+    import torch
+
+    import mpishard
+
+    module, parts = make(model)
+    if kind == FSDP2:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         for part in (*parts, module):
             fully_shard(part, mesh=init_device_mesh("cpu", (RANKS,)))
-    else:
+    elif kind == DDP:
         module = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
-    return rank, dist.barrier, optimizer, module
-
-
-def child(kind: str, model: str, steps: int) -> None:
-    """One rank; rank 0 prints its result as a line of JSON."""
-    result = run(kind, model, steps)
-    if result is not None:
-        print(json.dumps(result), flush=True)
-    if kind.startswith("torch"):
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-
-
-def launch(kind: str, model: str, steps: int, small: bool) -> dict[str, Any]:
-    """Run all ranks of one kind; returns what rank 0 printed."""
-    command = [sys.executable, __file__, model, "--child", kind, "--steps", str(steps), *["--small"] * small]
-    return children.run_on_ranks(KINDS[kind], command, RANKS, TIME_LIMIT, torch=kind.startswith("torch"))
+    else:
+        overlap = kind != "no-overlap"
+        config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, overlap_communication=overlap)
+        zero = {"zero1": 1, "zero2": 2, "zero3": 3}.get(kind, 0)
+        units = {"shard_units": type(parts[0])} if zero == 3 else {}
+        rule = mpishard.AdamW(lr=LEARNING_RATE)
+        return module, mpishard.torch.as_distributed(module, config, rule, zero=zero, **units)
+    return module, torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 def compare(model: str, kinds: list[str], steps: int, repeats: int, small: bool) -> None:
-    """Run the kinds in turns, and print seconds a step, ratios, and differences of losses."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    losses: dict[str, list[float]] = {}
-    for _ in range(repeats):
-        for kind in kinds:
-            result = launch(kind, model, steps, small)
-            seconds[kind].append(result["seconds"] / steps)
-            losses[kind] = result["losses"]
+    """Run the kinds in turn, and print seconds a step, ratios, and differences of losses."""
+    options = ["--kinds", *kinds, "--steps", str(steps), *["--small"] * small]
+    command = [sys.executable, __file__, model, "--child", *options]
+    runs = [children.run_on_ranks(model, command, RANKS, TIME_LIMIT) for _ in range(repeats)]
+    losses = runs[0]["losses"]
     for kind in kinds:
         first, last = losses[kind][0], losses[kind][-1]
-        each = 1e3 * statistics.median(seconds[kind])
+        each = 1e3 * statistics.median(second for run in runs for second in run["seconds"][kind])
         print(f"{model}: {KINDS[kind]:42s} {each:8.1f} ms a step; loss {first:.4f} -> {last:.4f}")
     for ours, theirs in PAIRS:
         if ours not in kinds or theirs not in kinds:
             continue
-        ratios = [other / one for one, other in zip(seconds[ours], seconds[theirs], strict=True)]
+        pairs = [zip(run["seconds"][ours], run["seconds"][theirs], strict=True) for run in runs]
+        ratios = [statistics.median(other / one for one, other in each) for each in pairs]
         apart = max(abs(one - other) for one, other in zip(losses[ours], losses[theirs], strict=True))
         print(
             f"{model}: {KINDS[ours]} is {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times "
@@ -215,10 +197,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)} (default all)")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="default all")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of a run (default 20)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each kind (default 5)")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of a kind in a run (default 40)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs (default 5)")
     parser.add_argument("--small", action="store_true", help="smaller modules, to compare losses of many steps")
-    parser.add_argument("--child", choices=list(KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps < 1 or arguments.repeats < 1:
         parser.error("--steps and --repeats must be at least 1")
@@ -227,13 +209,12 @@ def main() -> None:
     if arguments.small:
         globals().update(SMALL)
     if arguments.child:
-        child(arguments.child, arguments.models[0], arguments.steps)
+        child(arguments.models[0], arguments.kinds, arguments.steps)
         return
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None and (package == "torch" or "gpt2" in arguments.models):
             sys.exit(f"this benchmark needs {package}, which is not installed")
     models = arguments.models or [m for m in MODELS if m != "gpt2" or importlib.util.find_spec("transformers")]
-    launch("ddp", models[0], 1, arguments.small)  # fills the cache of compiled kernels
     for model in models:
         compare(model, arguments.kinds, arguments.steps, arguments.repeats, arguments.small)
 

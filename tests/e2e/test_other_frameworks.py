@@ -1,4 +1,4 @@
-"""The examples of PyTorch, JAX, Deepwave and Devito, which compare themselves with their originals."""
+"""The examples of PyTorch, JAX, Deepwave and Devito, which compare themselves with their originals, and accelerate."""
 
 from __future__ import annotations
 
@@ -76,6 +76,62 @@ def test_nothing_is_copied(
     finished = mpirun(ranks, path, timeout=100, OMP_NUM_THREADS="1")
     assert finished.code == 0, finished.all
     assert "PASS" in finished.output
+
+
+# The loop of docs/how-to/pytorch.md, and what takes the place of each line that changes.
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(72, 5).double(), torch.randn(72, 1).double())
+model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(data, batch_size=12)
+accelerator = Accelerator(cpu=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+losses = []
+for inputs, targets in [*loader] * 3:
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    losses.append(loss.item())
+print("losses", *losses)
+"""
+MPISHARD = {
+    "from accelerate import Accelerator": "import mpishard\nfrom torch.utils.data import DistributedSampler",
+    "accelerator = Accelerator(cpu=True)": "mesh = mpishard.Mesh()",
+    "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)": (
+        "optimizer = mpishard.torch.as_distributed(model, mesh, optimizer, zero=1)\n"
+        "sampler = DistributedSampler(data, mesh.size, mesh.rank, shuffle=False)\n"
+        "loader = DataLoader(data, batch_size=12 // mesh.size, sampler=sampler)"
+    ),
+    "accelerator.backward(loss)": "loss.backward()",
+    "accelerator.clip_grad_norm_(model.parameters(), 0.1)": "optimizer.clip_grad_norm_(0.1)",
+    "losses.append(loss.item())": "losses.append(sum(mesh.world.allgather_object(loss.item())) / mesh.size)",
+    'print("losses"': 'mesh.rank or print("losses"',
+}
+
+
+def test_the_loop_of_accelerate_has_the_same_losses(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    pytest.importorskip("accelerate")
+    ours = ACCELERATE
+    for old, new in MPISHARD.items():
+        assert ours.count(old) == 1
+        ours = ours.replace(old, new)
+    found = []
+    for ranks, source in ((1, ACCELERATE), (3, ours)):
+        path = tmp_path / f"on_{ranks}.py"
+        path.write_text(source, "utf-8")
+        finished = mpirun(ranks, path, timeout=100, OMP_NUM_THREADS="1")
+        assert finished.code == 0, finished.all
+        (line,) = re.findall("^losses (.*)$", finished.output, re.MULTILINE)
+        found.append([float(loss) for loss in line.split()])
+    assert len(found[0]) == 18 and found[0][-1] < found[0][0]
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
 def test_deepwave_gives_the_same_gradients(mpirun: Callable[..., Any]) -> None:
