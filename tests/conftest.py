@@ -202,14 +202,16 @@ def in_turn(config: pytest.Config) -> bool | None:
     """Whether this is the day on which tests beside PyTorch and JAX run in this place; None where they always do.
 
     Their imports take each rank as long as the collection of all other tests.  So where a third of the tests runs each
-    day, all of these run on one day of three, and on the others no rank imports the packages.
+    day, all of these run on one day of three, and on the others no rank imports the packages.  With these days, and
+    those of Slurm's tests, all three take as long as each other.
     """
     if THIRD == "all" or config.getoption("--third") != "all" or not with_mpi(config):
         return None
     from mpi4py import MPI
 
     vendor, ranks = MPI.get_vendor()[0], MPI.COMM_WORLD.size
-    return None if ranks == WHOLE else (ranks.bit_length() + (vendor == "MPICH")) % 3 == int(THIRD)
+    days = {1: 1, 2: 0, 4: 2, 8: 2 if vendor == "MPICH" else 0}
+    return None if ranks == WHOLE else days.get(ranks, 0) == int(THIRD)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
