@@ -8,7 +8,10 @@ import re
 from pathlib import Path
 
 # Packages that only `tox -e full` installs, from MPISHARD_PEERS.
-PEERS = re.compile(r"""importorskip\(['"](torch|jax|optax|transformers)\b|libraries\.installed\(\)|nvrtc\(\) is None""")
+PEERS = re.compile(
+    r"""(importorskip\(['"](torch|jax|optax)|(importorskip|find_spec)\(['"]transformers)\b"""
+    r"""|libraries\.installed\(\)|nvrtc\(\) is None"""
+)
 
 # A file that skips as a whole where such a package is missing.
 WHOLE = re.compile(r"""^(\w+ = )?pytest\.importorskip\(['"](torch|jax|optax|transformers)\b""", re.MULTILINE)

@@ -107,6 +107,8 @@ def test_memory_is_the_share_and_the_units_in_use(mesh, from_the_start):
 @pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
 def test_a_large_table_is_in_memory_once(mesh, standin_kind):
     """A tied model whose table is most of it: blocks of other units are not as large, and a device keeps none."""
+    if mesh.size > 4:
+        pytest.skip("slow where cores are few, and nothing new")
     held = {}
     for strategy in (mpishard.ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer):
         for module in (np, arrays.module_of(standin.empty(1, kind=standin_kind))):
