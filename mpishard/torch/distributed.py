@@ -497,7 +497,8 @@ def as_distributed(
         ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
         Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone
-        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh, overlap_communication="auto")``.
+        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication="auto"`` and
+        ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
         the parameters of the module and treats each element, or each tensor, by itself: its steps are then taken here,
@@ -536,7 +537,7 @@ def as_distributed(
         On every rank, if the module or an argument of any rank is unfit, or they differ between ranks.  The module is
         unchanged then.
     """
-    config = configuration_of(mesh, overlap_communication="auto")
+    config = configuration_of(mesh, overlap_communication="auto", minimum_parameter_group_size=2**21)
     optimizer, tensors, groups, sharding, own = None, None, None, None, {}
     with CaughtError() as caught:  # of a class of the user's, too
         check_divisible(module, zero)

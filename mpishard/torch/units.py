@@ -2,7 +2,8 @@
 
 A unit is a submodule with the parameters that no unit within it has.  It is gathered before its forward pass and freed
 after it, gathered again when the gradient of its output arrives, and freed when the gradients of its inputs are there;
-its own gradients have left for their owners by then.  Freed parameters are views into a storage of 0 bytes, which
+its own gradients have left for their owners by then.  The module's own unit and the one that is used last stay in
+memory for the backward pass, which begins with them.  Freed parameters are views into a storage of 0 bytes, which
 PyTorch reads without a check: meanwhile their class is one whose operations raise.
 
 Zhao et al., "PyTorch FSDP" (2023), sections 3.2 and 4.2.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
@@ -34,6 +36,8 @@ Array = Any
 _LARGEST_PART = 4
 # Elements of a layer that "auto" makes a unit, at least: the messages of smaller ones take longer than their bytes.
 SMALLEST_UNIT = 2**15
+_HUGE_PAGES_FROM = 2**21  # bytes, that of one
+_MADVISE: Any = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
@@ -241,11 +245,6 @@ class UnitStorages:
         ]
 
     def allocate(self, unit: int) -> Array:
-        for piece in self._runs[unit]:
-            p = self._tensors[piece.name]
-            if _is_freed(p):
-                p.__class__ = type(p).whole_class
-                del p.why_freed
         whole, size = self._wholes[unit], self._sizes[unit]
         whole.untyped_storage().resize_(size * whole.element_size())
         for _, memory in self._rounded[unit].values():
@@ -253,8 +252,10 @@ class UnitStorages:
         if whole.is_cuda:
             finish_stream(whole)
             return array_module(whole.device).from_dlpack(self._view(unit, 0, (size,), whole.dtype))
+        address, nbytes = whole.untyped_storage().data_ptr(), size * whole.element_size()
+        _advise_huge_pages(address, nbytes)
         # Tensor.numpy() would fix the size of the storage for ever.
-        memory = (ctypes.c_char * max(1, size * whole.element_size())).from_address(whole.untyped_storage().data_ptr())
+        memory = (ctypes.c_char * max(1, nbytes)).from_address(address)
         return np.frombuffer(memory, str(whole.dtype).removeprefix("torch."), size)
 
     def release(self, unit: int) -> None:
@@ -264,11 +265,24 @@ class UnitStorages:
             self._leave(unit)  # since p.detach().numpy() has fixed a size for ever
         for memory in self._memories(unit):
             memory.untyped_storage().resize_(0)
+        self.hide(unit)
+
+    def hide(self, unit: int) -> None:
+        """Make the parameters of a unit those of a freed one, whose operations raise."""
         for piece in self._runs[unit]:
             p = self._tensors[piece.name]
-            own: Any = type(p)
-            p.__class__ = _freed_class(own)
-            p.why_freed = self._why_freed[piece.name]
+            if not _is_freed(p):
+                own: Any = type(p)
+                p.__class__ = _freed_class(own)
+                p.why_freed = self._why_freed[piece.name]
+
+    def show(self, unit: int) -> None:
+        """Give the parameters of a gathered unit their own class back."""
+        for piece in self._runs[unit]:
+            p = self._tensors[piece.name]
+            if _is_freed(p):
+                p.__class__ = type(p).whole_class
+                del p.why_freed
 
     def round(self, unit: int) -> None:
         """Give the parameters of another dtype the values of a gathered unit."""
@@ -359,6 +373,14 @@ class UnitStorages:
         return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), start, shape, strides)
 
 
+def _advise_huge_pages(address: int, nbytes: int) -> None:
+    """Ask Linux for huge pages: the first use of each new page of 4 kB takes longer than to fill it."""
+    if _MADVISE is not None and nbytes >= _HUGE_PAGES_FROM:
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)  # an error changes nothing
+
+
 class ShardedModule:
     """The units of a module under ZeRO-3: their parameters are divided over `axis`, and hooks gather and free them.
 
@@ -385,6 +407,7 @@ class ShardedModule:
         self.axis = axis
         self._of_name = {name: unit for unit in units for name in (*unit.names, *unit.frozen)}
         self._passes: list[int] = []  # those of autograd under way, a nested one last
+        self._kept: list[Unit] = []  # units that the backward pass uses first, in memory since the forward pass
         self._summoned = False
         first = next(iter(tensors.values()))
         like = self._like = torch.empty(0, dtype=master_dtype(tensors), device=device)
@@ -447,6 +470,7 @@ class ShardedModule:
         self._ready()
         for _, storages, own in self._parts(numbers):
             for number in own:
+                storages.show(number)
                 storages.round(number)
 
     def _keep(self, numbers: Sequence[int]) -> None:
@@ -531,6 +555,7 @@ class ShardedModule:
             unit.opened.clear()
             unit.seen.clear()
             self._free(unit)
+        self._kept.clear()
 
     def end_step(self) -> None:
         """Forget forward passes that had no backward pass."""
@@ -542,6 +567,7 @@ class ShardedModule:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._free_kept()
         for storages in () if restores else self._storages:
             storages.invalidate()
         for number in self._numbers if restores else ():
@@ -587,6 +613,9 @@ class ShardedModule:
 
     def _before(self, unit: Unit, module: Any, args: Any, kwargs: Any) -> None:
         """Gather a unit before its forward pass, and watch for the gradients of its inputs."""
+        # On all ranks, also where one has freed them after an error; a checkpoint calls a unit in its backward pass.
+        if not unit.opened:
+            self._free_kept()
         call = _Call(unit)
         unit.calls.append(call)
         self._gather(unit)
@@ -604,7 +633,9 @@ class ShardedModule:
         if outputs:
             unit.waiting.add(call)
             torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._open(call), mode="any")
-        self._free(unit)
+            self._keep_gathered(unit)
+        else:
+            self._free(unit)
 
     def _open(self, call: _Call) -> None:
         """Gather a unit, since the gradient of its output has arrived."""
@@ -662,14 +693,36 @@ class ShardedModule:
         for sharded, _, own in self._parts(unit.numbers):
             missing |= not all(map(sharded.is_gathered, own))
         if missing:
+            self._free_kept()
+            self._use(unit.numbers)
+        elif unit in self._kept:
+            self._kept.remove(unit)
             self._use(unit.numbers)
 
     def _ready(self) -> None:
         arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
 
     def _free(self, unit: Unit) -> None:
-        if not (unit.calls or unit.opened or self._summoned):
+        if self._is_unused(unit):
             self._drop(unit.numbers)
+
+    def _is_unused(self, unit: Unit) -> bool:
+        return not (unit.calls or unit.opened or self._summoned)
+
+    def _keep_gathered(self, unit: Unit) -> None:
+        """Leave a unit in memory after its forward pass, until another one but the module itself ends its own."""
+        if unit is not self.units[0]:
+            self._free_kept()
+        if self._is_unused(unit):
+            self._kept.append(unit)
+            for _, storages, own in self._parts(unit.numbers):
+                for number in own:
+                    storages.hide(number)
+
+    def _free_kept(self) -> None:
+        for unit in self._kept:
+            self._free(unit)
+        self._kept.clear()
 
 
 def _why_freed(name: str, path: str) -> str:

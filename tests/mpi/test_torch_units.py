@@ -433,6 +433,54 @@ def test_uses_without_a_call_of_their_unit_say_so(mesh):
         module(torch.ones(1, 3, 4))
 
 
+def test_what_the_backward_pass_begins_with_is_gathered_once(mesh):
+    """The unit of the module itself, and the last one within it.
+
+    Between the passes their parameters are refused as all others are, and after a pass that failed on one rank all
+    ranks gather the same units.
+    """
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    units = lambda child: child in (module[0], module[1], module[2])  # noqa: E731
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=units)
+    x, kept = torch.ones(2, 4), 4 * (20 + 20)
+    gathers = lambda: mesh.ledger.totals["data", "all_gather", "parameters"].calls  # noqa: E731
+
+    def backward(loss, expected):
+        before = gathers()
+        loss.backward()
+        assert gathers() - before == expected and held_bytes(module) == 0
+
+    for _ in range(2):
+        before = gathers()
+        loss = module(x).sum()
+        assert gathers() - before == 4 and held_bytes(module) == kept
+        for layer in module:
+            with pytest.raises(RuntimeError, match="has no values here"):
+                layer.weight.sum()
+        backward(loss, 2)
+        optimizer.step()
+    loss = module(x).sum()
+    with mpishard.torch.summon_full_parameters(module):
+        assert all(layer.weight.sum() for layer in module)
+    backward(loss, 4)
+    optimizer.step()
+    loss = module(x).sum()
+    with torch.no_grad():
+        module(x)
+    backward(loss, 4)
+    optimizer.step()
+    fails = module[3].register_forward_hook(lambda *_: 1 // mesh.rank and None)
+    with pytest.raises(ZeroDivisionError) if mesh.rank == 0 else contextlib.nullcontext():
+        module(x)
+    fails.remove()
+    backward(module(x).sum(), 2)
+    optimizer.step()
+    module(x)
+    optimizer.close()
+    assert held_bytes(module) == 4 * 80
+    module(x).sum().backward()
+
+
 def test_passes_within_one_no_sync_may_leave_units_unused(mesh):
     whole, module = fresh(), fresh()
     expected = mpishard.torch.as_distributed(whole, mesh, RULE)
