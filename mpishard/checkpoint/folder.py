@@ -328,7 +328,7 @@ def tidy(published: Path, keep: int | None, own: Collection[str], best: bool = F
     return problems
 
 
-# Which checkpoints `keep` counts; `tidy` removes the others.
+# Which checkpoints `keep` counts: `tidy` removes all but the newest of these, and leaves others alone.
 
 
 @dataclass(frozen=True)

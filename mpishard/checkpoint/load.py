@@ -73,7 +73,7 @@ def fill(
     one_node: bool = False,
     readers: Readers | None = None,
 ) -> None:
-    """Fill the arrays of a state from a checkpoint without damage.  Collective; the ranks count each element once.
+    """Fill the arrays of a state from a checkpoint without damage.  Collective; one rank counts each element.
 
     Ranks of one node share the memory in which the files are after they were hashed: each reads all that it holds,
     straight into its arrays.  Ranks of several nodes read the elements that they stand for, so that no element comes

@@ -1,7 +1,7 @@
 """Files of pieces: the part of a checkpoint that one rank writes, a data set per kind with its boxes of global tensors.
 
 The boxes lie end to end, in the order in which they were written: HDF5 takes long to make or open a data set, and one
-for each of thousands of small tensors had cost seconds. HDF5 writes through a Python file object: system calls run
+for each of thousands of small tensors would cost seconds. HDF5 writes through a Python file object: system calls run
 without the interpreter's lock, and errors of the disk stay outside the HDF5 library, which may leave files open after
 an error. The first 512 bytes of each file, HDF5's user block, have the checkpoint and the writer of the file, so that
 readers can check these before they open the file with HDF5.

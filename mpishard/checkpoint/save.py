@@ -56,9 +56,8 @@ _REMEDIES = {
 # Errors of the caller, which keep their class.
 _KNOWN = {error.__name__: error for error in (ValueError, TypeError, MemoryError)}
 _OTHER_REMEDY = "see to that disk, or give a folder on another one"
-_FIRST_S, _LONGEST_S = 0.0002, 0.02
-# Of the wait so far: it gets longer by no more.
-_PART = 0.1
+# A poll sleeps for this part of the wait so far, and for these seconds at least and at most.
+_PART, _FIRST_S, _LONGEST_S = 0.1, 0.0002, 0.02
 
 
 # -- values of a rank -------------------------------------------------------------------------------------------------

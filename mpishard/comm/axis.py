@@ -199,7 +199,7 @@ class Axis(Communicator):
         parent : mpi4py.MPI.Intracomm
             The ranks of all axes that were rebound together.
         color : int
-            Another one for each of these axes.
+            A different one for each of these axes.
         """
         for key in self._names:
             self._subgroups[key] = self._part(key, parent, color)

@@ -24,8 +24,7 @@ from mpishard.comm.call_matching import CallMatching, CollectiveMismatchError, L
 from mpishard.comm.capabilities import heals_in_place, probe
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Call, Ledger
-from mpishard.layout.boxes import counts as run_lengths
-from mpishard.layout.boxes import split
+from mpishard.layout.boxes import run_lengths, split
 
 Array = Any
 
@@ -143,7 +142,7 @@ class Family:
 
     @classmethod
     def free_orphans(cls, by_rank: Sequence[Sequence[tuple[str, int]]]) -> bool:
-        """Free those that are orphans on all of their ranks; return True if one was an orphan on any rank.
+        """Free those that are orphans on all of their ranks; return True on every rank if there were any.
 
         Collective over the ranks whose `orphans` are given.
         """
@@ -187,8 +186,6 @@ class Family:
 
 
 # -- calls and requests ------------------------------------------------------------------------------------------------
-
-# A collective or message under way: what `start_*` returns.
 
 Fields = tuple[Any, ...]  # of a `Call`
 

@@ -1,4 +1,4 @@
-"""The calls of MPI for each collective and each message: on the array or a staged copy, in one call or in parts.
+"""The calls of MPI for each collective and each message: on the array or a copy of it, in one call or in parts.
 
 First messages, then collectives.
 """
@@ -24,12 +24,11 @@ from mpishard.comm.staging import (
     StagedCollectives,
     StagedPiece,
     StagedRequest,
+    from_wire,
     is_staged,
-    stage_in,
-    stage_out,
+    wire_of,
 )
-from mpishard.layout.boxes import counts as run_lengths
-from mpishard.layout.boxes import split, starts_of
+from mpishard.layout.boxes import run_lengths, split, starts_of
 
 Array = Any
 
@@ -98,17 +97,17 @@ class Collectives:
             return self._staged.all_reduce(call, sent, buffer, buffer if out is None else out, op)
         if out is None or out is buffer:
             out = buffer
-            target = stage_out(buffer, arithmetic=True)
+            target = wire_of(buffer, arithmetic=True)
             sources: list[Any] = [MPI.IN_PLACE for _ in channel.parts(target)]
         else:
             check_alike(buffer, out)
-            target = stage_out(out, arithmetic=True)
-            sources = channel.parts(_apart(stage_out(buffer, arithmetic=True), target))
+            target = wire_of(out, arithmetic=True)
+            sources = channel.parts(_apart(wire_of(buffer, arithmetic=True), target))
         parts = list(zip(sources, channel.parts(target), strict=True))
         calls = [(source, part, OPS[op]) for source, part in parts]
         sent = all_reduce_elements(buffer.size, self._size, self._rank) * buffer.itemsize
         start = partial(self._calls, call, "allreduce", calls)
-        return self._request(call, sent, start, lambda: stage_in(target, out), sources, devices)
+        return self._request(call, sent, start, lambda: from_wire(target, out), sources, devices)
 
     def reduce_scatter(self, buffer: Array, out: Array | None, counts: Counts, op: str, label: str) -> Request:
         """Start a reduce-scatter."""
@@ -123,42 +122,42 @@ class Collectives:
                 out = buffer.reshape(-1)[: counts[rank]]
             check_piece(out, counts[rank], buffer)
             return self._staged.reduce_scatter(call, sent, buffer, out, counts, op)
-        staged = stage_out(buffer, arithmetic=True)
+        wire = wire_of(buffer, arithmetic=True)
         in_place = out is None
         if out is None:
             out = buffer.reshape(-1)[: counts[rank]]
-            target = staged[: counts[rank]]
+            target = wire[: counts[rank]]
         else:
             check_piece(out, counts[rank], buffer)
-            target = stage_out(out, arithmetic=True)
-        if channel.fits(staged.size) and self._exchanges(staged, op, counts):
+            target = wire_of(out, arithmetic=True)
+        if channel.fits(wire.size) and self._exchanges(wire, op, counts):
             total = np.empty(target.size, target.dtype) if devices else target  # `out` alone is on a device
             add: list[Callable[[], Array]] = []
 
             def exchange() -> list[MPI.Request]:
-                request, then = self._start_exchange(staged, total, counts)
+                request, then = self._start_exchange(wire, total, counts)
                 add.append(then)
                 return [request]
 
-            return self._request(call, sent, exchange, lambda: stage_in(add.pop()(), out), [staged], devices)
+            return self._request(call, sent, exchange, lambda: from_wire(add.pop()(), out), [wire], devices)
         into = target
-        if not in_place and (not target.size or arrays.overlap(staged, target)):
+        if not in_place and (not target.size or arrays.overlap(wire, target)):
             into = arrays.empty(target.size, target.dtype, like=target)
-        if channel.fits(staged.size):
-            arguments = (MPI.IN_PLACE, staged) if in_place else (staged, into)
+        if channel.fits(wire.size):
+            arguments = (MPI.IN_PLACE, wire) if in_place else (wire, into)
             start = partial(self._calls, call, "reduce_scatter", [(*arguments, counts, OPS[op])])
         else:
-            start = partial(self._calls, call, "reduce", self._reductions(staged, into, counts, op, in_place))
+            start = partial(self._calls, call, "reduce", self._reductions(wire, into, counts, op, in_place))
             if in_place:
                 first = starts_of(counts)[rank]
-                into = staged[first : first + counts[rank]]
+                into = wire[first : first + counts[rank]]
 
         def finish() -> Array:
             if into is not target:
                 target[...] = _apart(into, target)
-            return stage_in(target, out)
+            return from_wire(target, out)
 
-        return self._request(call, sent, start, finish, [staged], devices)
+        return self._request(call, sent, start, finish, [wire], devices)
 
     def all_gather(self, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
         channel, rank = self.channel, self._rank
@@ -172,25 +171,25 @@ class Collectives:
         if through_host:
             return self._staged.all_gather(call, sent, buffer, piece, counts)
         starts = starts_of(counts)
-        staged = stage_out(buffer)
+        wire = wire_of(buffer)
         source: Any = MPI.IN_PLACE
         if piece is not None:
-            source = _apart(stage_out(piece), staged)
-        fits = channel.fits(staged.size)
+            source = _apart(wire_of(piece), wire)
+        fits = channel.fits(wire.size)
         if not fits and piece is not None:
-            staged[starts[rank] : starts[rank] + counts[rank]] = source
+            wire[starts[rank] : starts[rank] + counts[rank]] = source
 
         def start() -> list[MPI.Request]:
             if fits:
-                return [self.gather(source, staged, counts)]
+                return [self.gather(source, wire, counts)]
             # Above the count limit the owner of each piece broadcasts it, in parts.
             return [
                 self._comm.Ibcast(part, owner)
                 for owner, first in enumerate(starts)
-                for part in channel.parts(staged[first : first + counts[owner]])
+                for part in channel.parts(wire[first : first + counts[owner]])
             ]
 
-        return self._request(call, sent, start, lambda: stage_in(staged, buffer), [source], devices)
+        return self._request(call, sent, start, lambda: from_wire(wire, buffer), [source], devices)
 
     def gather(self, source: Any, buffer: Array, counts: Sequence[int]) -> MPI.Request:
         """MPI's call of an all-gather.
@@ -218,22 +217,22 @@ class Collectives:
         fits = self._all_fit(call, max(buffer.size, out.size))
         if through_host:
             return self._staged.all_to_all(call, sent, buffer, out, runs, arriving, fits)
-        target = stage_out(out)
-        staged = _apart(stage_out(buffer), target)
-        start = partial(self.exchange_runs, staged, target, runs, arriving, fits)
-        return self._request(call, sent, start, lambda: stage_in(target, out), [staged], devices)
+        target = wire_of(out)
+        wire = _apart(wire_of(buffer), target)
+        start = partial(self.exchange_runs, wire, target, runs, arriving, fits)
+        return self._request(call, sent, start, lambda: from_wire(target, out), [wire], devices)
 
-    def exchange_runs(self, staged: Array, target: Array, runs: Runs, arriving: Runs, fits: bool) -> list[MPI.Request]:
+    def exchange_runs(self, wire: Array, target: Array, runs: Runs, arriving: Runs, fits: bool) -> list[MPI.Request]:
         """MPI's calls of an all-to-all; `fits`: whether one takes the buffers of all ranks."""
         comm, parts = self._comm, self.channel.parts
         if fits:
-            buffers = [_own_if_empty(each) for each in (staged, target)]
+            buffers = [_own_if_empty(each) for each in (wire, target)]
             return [comm.Ialltoallv([buffers[0], runs], [buffers[1], arriving])]
         requests = []
         for rank, (count, start) in enumerate(zip(*arriving, strict=True)):
             requests += [comm.Irecv(part, rank) for part in parts(target[start : start + count])]
         for rank, (count, start) in enumerate(zip(*runs, strict=True)):
-            requests += [comm.Isend(part, rank) for part in parts(staged[start : start + count])]
+            requests += [comm.Isend(part, rank) for part in parts(wire[start : start + count])]
         return requests
 
     def broadcast(self, buffer: Array, root: int, label: str) -> Request:
@@ -247,12 +246,12 @@ class Collectives:
         sent = 0 if last else buffer.nbytes
         if through_host:
             return self._staged.broadcast(call, sent, buffer, root)
-        staged = stage_out(buffer)
+        wire = wire_of(buffer)
 
         def start() -> list[MPI.Request]:
-            return [self._comm.Ibcast(part, root) for part in channel.parts(staged)]
+            return [self._comm.Ibcast(part, root) for part in channel.parts(wire)]
 
-        return self._request(call, sent, start, lambda: stage_in(staged, buffer), [], devices)
+        return self._request(call, sent, start, lambda: from_wire(wire, buffer), [], devices)
 
     def _defers(self, devices: Sequence[Array]) -> bool:
         """Return True if a call with these buffers in device memory goes to the queue of `mpishard.comm.deferred`."""
@@ -305,28 +304,28 @@ class Collectives:
             self._ledger.active = None
         return []
 
-    def _exchanges(self, staged: Array, op: str, counts: Sequence[int]) -> bool:
+    def _exchanges(self, wire: Array, op: str, counts: Sequence[int]) -> bool:
         """Return True if a reduce-scatter is an exchange of pieces; the same on all ranks."""
-        if self._size == 1 or op != "sum" or arrays.is_device(staged):
+        if self._size == 1 or op != "sum" or arrays.is_device(wire):
             return False
         # What arrives at the owner of the largest piece, which needs memory for it.
         most = max(counts) * (self._size - 1)
-        if most > 2 * staged.size or not self.channel.fits(most):
+        if most > 2 * wire.size or not self.channel.fits(most):
             return False
-        return staged.nbytes in EXCHANGED_BYTES.get(probe().library, ())
+        return wire.nbytes in EXCHANGED_BYTES.get(probe().library, ())
 
     def _start_exchange(
-        self, staged: Array, target: Array, counts: Sequence[int]
+        self, wire: Array, target: Array, counts: Sequence[int]
     ) -> tuple[MPI.Request, Callable[[], Array]]:
         """Start to send each rank its piece; the function that is returned then adds up this rank's in `target`."""
         starts, rank, count = starts_of(counts), self._rank, counts[self._rank]
-        own = staged[starts[rank] : starts[rank] + count]
+        own = wire[starts[rank] : starts[rank] + count]
         sent, arriving = list(counts), [count] * self._size
         sent[rank] = arriving[rank] = 0
-        size = count * (self._size - 1) * staged.itemsize
+        size = count * (self._size - 1) * wire.itemsize
         memory = self._memory(size)
-        received = memory[:size].view(staged.dtype)
-        exchange = self._comm.Ialltoallv([staged, (sent, starts)], [received, (arriving, starts_of(arriving))])
+        received = memory[:size].view(wire.dtype)
+        exchange = self._comm.Ialltoallv([wire, (sent, starts)], [received, (arriving, starts_of(arriving))])
 
         def add() -> Array:
             total = own
@@ -349,12 +348,12 @@ class Collectives:
         return np.empty(size, np.uint8)
 
     def _reductions(
-        self, staged: Array, into: Array, counts: Sequence[int], op: str, in_place: bool
+        self, wire: Array, into: Array, counts: Sequence[int], op: str, in_place: bool
     ) -> list[tuple[Any, ...]]:
         """The reductions of a reduce_scatter above the count limit: of each piece to its owner, in parts."""
         calls: list[tuple[Any, ...]] = []
         for owner, (first, count) in enumerate(zip(starts_of(counts), counts, strict=True)):
-            sources: list[Any] = self.channel.parts(staged[first : first + count])
+            sources: list[Any] = self.channel.parts(wire[first : first + count])
             targets: list[Any] = [None] * len(sources)
             if owner == self._rank and in_place:
                 sources, targets = [MPI.IN_PLACE] * len(sources), sources
@@ -374,8 +373,10 @@ class Collectives:
             DEFERRED.flush()
         largest = np.array([count], np.int64)
         self._ledger.active = call
-        self._comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
-        self._ledger.active = None
+        try:
+            self._comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        finally:
+            self._ledger.active = None
         return self.channel.fits(int(largest[0]))
 
     def counts(self, buffer: Array, counts: Counts) -> list[int]:
@@ -448,7 +449,7 @@ class PointToPoint:
 
         if on_device and self._is_staged(buffer):
             return self._staged(call, buffer.nbytes, buffer, StagedPiece(buffer.size, _whole(buffer), [], start))
-        wire = stage_out(buffer)
+        wire = wire_of(buffer)
         given = channel.ledger, call, buffer.nbytes
         if on_device:
             return DeferredRequest(*given, lambda: start(wire), lambda: buffer, [buffer], [buffer])
@@ -475,11 +476,11 @@ class PointToPoint:
         if on_device and self._is_staged(buffer):
             piece = StagedPiece(buffer.size, [], _whole(buffer), start, lambda _: check(), statuses)
             return self._staged(call, 0, buffer, piece)
-        wire = stage_out(buffer)
+        wire = wire_of(buffer)
 
         def finish() -> Array:
             check()
-            return stage_in(wire, buffer)
+            return from_wire(wire, buffer)
 
         if on_device:
             return DeferredRequest(channel.ledger, call, 0, lambda: start(wire), finish, [buffer], [buffer], statuses)

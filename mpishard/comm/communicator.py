@@ -44,21 +44,21 @@ class Communicator:
     ================== ======================== =======================================
 
     With ``Mesh(collectives="nccl")`` the collectives of device buffers go by NCCL if all ranks can.  Messages go by
-    MPI: a rank that sends need not wait for the one that receives, and they have tags; those of NCCL are otherwise.
+    MPI: a rank that sends need not wait for the one that receives, and they have tags, both unlike those of NCCL.
 
     All but messages are collective: all ranks must call them in one order.  The started collectives have a
-    separate communicator, so that a blocking call may come before them on one rank and after them on another.  What
-    a rank can check alone raises on it alone: TypeError if a buffer is no array or has the wrong dtype, ValueError if
-    it is strided or its size does not fit.  In debug mode (`Mesh`) all ranks raise CollectiveMismatchError if their
-    calls do not match.
+    separate communicator, so that a blocking call may come before them on one rank and after them on another; but not
+    `start_all_to_all` where MPI has no large counts (Open MPI 5): its ranks first agree, blocking, whether all buffers
+    fit one call.  What a rank can check alone raises on it alone: TypeError if a buffer is no array or has the wrong
+    dtype, ValueError if it is strided or its size does not fit.  In debug mode (`Mesh`) all ranks raise
+    CollectiveMismatchError if their calls do not match.
 
     Device arrays travel in pieces through the host, unless MPI takes them itself.  Their results are in stream order,
     and a started call does not wait for the device.  `mpishard.comm.staging` says which ranks may then have
     a NumPy array, and `mpishard.comm.collectives` where MPI takes them.  The two buffers of a call may overlap: what
     MPI reads is then copied first.
 
-    The class is long since it has what a user of MPI looks for in one place.  Two thirds of it are docstrings; how a
-    collective is done is in `mpishard.comm.collectives`, a message in `mpishard.comm.collectives`.
+    How a collective or a message is done is in `mpishard.comm.collectives`.
 
     Parameters
     ----------

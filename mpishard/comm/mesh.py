@@ -89,7 +89,7 @@ def _unlike_versions(world: MPI.Intracomm, by_rank: Sequence[str]) -> ValueError
 
 
 def _unlike_collectives(by_rank: Sequence[Any]) -> ValueError | None:
-    """The error if `collectives` of some rank is unknown or another than that of rank 0."""
+    """The error if `collectives` of some rank is unknown, or not that of rank 0."""
     for rank, each in enumerate(by_rank):
         if each not in COLLECTIVES:
             return ValueError(f'collectives={each!r} on rank {rank} must be "mpi" or "nccl"')
@@ -113,7 +113,7 @@ def _unlike_sizes(by_rank: Sequence[str]) -> ValueError | None:
 # -- the mesh ----------------------------------------------------------------------------------------------------------
 
 # Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
-CELL_OPTION = "mpishard_newcomer"
+CELL_OPTION = "mpishard_joining"
 
 
 class Mesh:

@@ -33,7 +33,7 @@ Array = Any
 # itself must be ready: see `Collectives` and `DeferredRequest`.
 
 
-def stage_out(buffer: Array, *, arithmetic: bool = False) -> Array:
+def wire_of(buffer: Array, *, arithmetic: bool = False) -> Array:
     """The flat array to hand to MPI for a contiguous buffer: itself, or a copy; device memory may not be ready.
 
     Half precision is copied as uint16, or as float32 for `arithmetic`, in which MPI computes with the elements: it has
@@ -51,18 +51,18 @@ def stage_out(buffer: Array, *, arithmetic: bool = False) -> Array:
     return flat
 
 
-def stage_in(staged: Array, buffer: Array) -> Array:
-    """Copy `staged`, from `stage_out`, back into `buffer` after the call, unless they share memory."""
-    if type(staged) is np.ndarray is type(buffer) and np.may_share_memory(staged, buffer):
+def from_wire(wire: Array, buffer: Array) -> Array:
+    """Copy `wire`, from `wire_of`, back into `buffer` after the call, unless they share memory."""
+    if type(wire) is np.ndarray is type(buffer) and np.may_share_memory(wire, buffer):
         return buffer  # what follows, for the most frequent case
     if arrays.is_device(buffer):
-        if not arrays.is_device(staged):
-            arrays.copy_to_device(staged, buffer.reshape(-1))
+        if not arrays.is_device(wire):
+            arrays.copy_to_device(wire, buffer.reshape(-1))
         return buffer
-    if np.may_share_memory(staged, buffer):
+    if np.may_share_memory(wire, buffer):
         return buffer
-    widened = is_half(buffer.dtype) and staged.dtype == np.float32
-    buffer.reshape(-1)[...] = staged.astype(buffer.dtype) if widened else staged.view(buffer.dtype)
+    widened = is_half(buffer.dtype) and wire.dtype == np.float32
+    buffer.reshape(-1)[...] = wire.astype(buffer.dtype) if widened else wire.view(buffer.dtype)
     return buffer
 
 

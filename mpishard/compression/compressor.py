@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.layout.boxes import counts, split
+from mpishard.layout.boxes import run_lengths, split
 
 Array = Any
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class PieceCompressor(Compressor):
 
     def collectives(self, shapes: Sequence[Sequence[int]], dtype: np.dtype, ranks: int) -> list[Collective]:
         size = sum(prod(shape) for shape in shapes)
-        sizes = [self.nbytes(count, dtype) for count in counts(split(size, ranks))]
+        sizes = [self.nbytes(count, dtype) for count in run_lengths(split(size, ranks))]
         return [Collective("all_to_all", sizes, 1), Collective("all_gather", sizes, 1)]
 
     @abstractmethod

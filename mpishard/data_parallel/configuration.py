@@ -18,7 +18,7 @@ from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.comm.mesh import Mesh
 from mpishard.compression import Compressor, Int8Compressor
 from mpishard.compression.compressor import Collective
-from mpishard.layout.boxes import counts, split
+from mpishard.layout.boxes import run_lengths, split
 from mpishard.layout.tensors import WHOLE, LocalLayout, ParameterSpec
 from mpishard.parameters.buckets import Bucket, TensorRun, make_buckets
 from mpishard.parameters.flat import FlatParameters
@@ -94,7 +94,7 @@ def _of_bucket(
         return Traffic(_sum_bytes(shapes, axis.size, axis.rank, compressor, dtype), 0)
     ranks, number = nodes.count(0), max(nodes) + 1
     local_rank = nodes[: axis.rank].count(nodes[axis.rank])
-    parts = counts(split(bucket.size, ranks))
+    parts = run_lengths(split(bucket.size, ranks))
     within = sum(ring_elements(op, parts, local_rank) for op in ("reduce_scatter", "all_gather")) * dtype.itemsize
     across = _sum_bytes([(parts[local_rank],)], number, nodes[axis.rank], compressor, dtype)
     return Traffic(within + across, across)
@@ -169,8 +169,8 @@ class ShardingConfiguration:
         be sent earlier.
     overlap_communication : bool or "auto"
         Reduce a bucket while the backward pass still computes the next ones.  Both settings give the same bits.
-        "auto": `mpishard.torch.as_distributed` takes its first 10 steps with and without in turns, and then all ranks
-        keep what was faster, which a message says.  It is as True elsewhere, under ``zero=3``, and with one bucket.
+        "auto": `mpishard.torch.as_distributed` takes its first 10 steps alternately with and without overlap; then all
+        ranks keep the faster way, and a message says which.  Elsewhere, with ``zero=3`` or one bucket, it is True.
     max_gradient_norm : float, optional
         Scale the averaged gradient down to this global 2-norm where it is larger.
     max_gradient_value : float, optional

@@ -24,7 +24,7 @@ from mpishard.data_parallel.validation import check_copies
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import SGD, Rule
 from mpishard.parameters.buckets import Bucket
-from mpishard.parameters.reducer import Transfer
+from mpishard.parameters.reducer import PendingSum
 
 if TYPE_CHECKING:
     from mpishard.data_parallel.full_state import FullState
@@ -60,7 +60,7 @@ class _Round:
     problem: Exception | None  # this rank's error up to then
     trouble: Request  # finds out whether any rank has an error
     # For each bucket, the difference from the anchor and the request that sums it.
-    sums: list[tuple[Bucket, Array, Transfer]]
+    sums: list[tuple[Bucket, Array, PendingSum]]
     then: list[Array]  # the parameters of step `begun`, bucket by bucket
 
 
@@ -535,7 +535,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     `synchronize_optimizer_state`: until then workers differ, and an average may be pending.
     """
 
-    strategy: type[Strategy] = LocalUpdates
+    strategy_class: type[Strategy] = LocalUpdates
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, optimizer_of
-from mpishard.data_parallel.ownership import TensorReplicas
+from mpishard.data_parallel.ownership import TensorCopies
 from mpishard.data_parallel.rank_state import gather_full
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_place
@@ -64,7 +64,7 @@ class ShardedModel:
         with raised_on_all(mesh.world):
             check_place(self.parameters, mesh)
         self._axis = mesh.data
-        self._copies = TensorReplicas(mesh, self.parameters)
+        self._copies = TensorCopies(mesh, self.parameters)
         self._copies.broadcast()
 
     @property

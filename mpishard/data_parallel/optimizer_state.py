@@ -165,12 +165,12 @@ class OptimizerState:
         if was is not None and self._checked is not None and all(map(is_, self._checked, objects)):
             check_reducer(parameters, was.strategy.reducer)
             return  # these very objects were found in order
-        check_layout(parameters, config.mesh, optimizer.strategy)
+        check_layout(parameters, config.mesh, optimizer.strategy_class)
         check_layout_dependence(parameters, config)
         if isinstance(rule, Rule):
-            check_rule_fits(rule, parameters, config.mesh, optimizer.strategy)
+            check_rule_fits(rule, parameters, config.mesh, optimizer.strategy_class)
         if was is not None and was.parameters is not parameters:
-            check_same_model(was.parameters, parameters, optimizer.strategy)
+            check_same_model(was.parameters, parameters, optimizer.strategy_class)
         if self._deserialized is not None:
             self._deserialized.check_parameters(parameters.specs, parameters.dtype)
         check_reducer(parameters, None if was is None else was.strategy.reducer)
@@ -442,7 +442,7 @@ class OptimizerState:
             return True
         config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
         inspects = config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or measure_norm
-        return inspects and not self._optimizer.strategy.workers_differ
+        return inspects and not self._optimizer.strategy_class.workers_differ
 
     @property
     def interrupted(self) -> bool:

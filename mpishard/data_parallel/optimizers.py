@@ -32,7 +32,7 @@ class DDPOptimizer(ShardedOptimizer):
         Settings with a mesh, or a mesh with the default settings.
     """
 
-    strategy: type[Strategy] = DataParallel
+    strategy_class: type[Strategy] = DataParallel
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
@@ -51,17 +51,17 @@ class ZeRO1Optimizer(ShardedOptimizer):
         Settings with a mesh, or a mesh with the default settings.
     """
 
-    strategy: type[Strategy] = ZeRO1
+    strategy_class: type[Strategy] = ZeRO1
 
 
 class ZeRO1WithGradients(ZeRO1Optimizer):
     """ZeRO stage 1 in which each rank gets all sums of gradients, for code that reads or changes them before a step.
 
-    A step sends 1.5 times the bytes: an all-reduce of gradients and an all-gather of parameters.  It takes neither
-    compression nor `reproducible`.
+    A step sends 1.5 times the bytes of `ZeRO1Optimizer`: an all-reduce of gradients and an all-gather of parameters.
+    It takes neither compression nor `reproducible`.
     """
 
-    strategy: type[Strategy] = ZeRO1AllReduced
+    strategy_class: type[Strategy] = ZeRO1AllReduced
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
@@ -81,7 +81,7 @@ class ZeRO2Optimizer(ShardedOptimizer):
         Settings with a mesh, or a mesh with the default settings.
     """
 
-    strategy: type[Strategy] = ZeRO2
+    strategy_class: type[Strategy] = ZeRO2
 
 
 class ZeRO3Optimizer(ShardedOptimizer):
@@ -108,7 +108,7 @@ class ZeRO3Optimizer(ShardedOptimizer):
         If the configuration has a compressor.
     """
 
-    strategy: type[Strategy] = ZeRO3
+    strategy_class: type[Strategy] = ZeRO3
 
 
 def optimizer_of(rule: Rule | Method, config: ShardingConfiguration) -> ShardedOptimizer:
@@ -167,7 +167,7 @@ class HybridShardedOptimizer(ShardedOptimizer):
     ) -> None:
         if integer("zero_stage", zero_stage) not in range(len(STRATEGIES)):
             raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
-        self.strategy = STRATEGIES[zero_stage]
+        self.strategy_class = STRATEGIES[zero_stage]
         config = ShardingConfiguration.of(config)
         if (pipeline_parallel_size, tensor_parallel_size, data_parallel_size) != (1, 1, -1):
             mesh = config.mesh.reshaped(

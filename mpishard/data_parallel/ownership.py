@@ -131,7 +131,7 @@ class OwnedRanges:
     def counted_parts(self) -> list[OwnedPart]:
         """This rank's parts in sums over the model: each logical element is on exactly one rank of the sync group."""
         specs, model_rank = self._layout.specs, self._layout.place
-        return [part for part in self._parts(self._in_sync_group) if model_rank.counts(specs[part.tensor])]
+        return [part for part in self._parts(self._in_sync_group) if model_rank.is_primary(specs[part.tensor])]
 
     def _parts(self, ranges: Sequence[Range]) -> list[OwnedPart]:
         number = {spec.name: index for index, spec in enumerate(self._layout.specs)}
@@ -223,7 +223,7 @@ def _by_tensor(parts: Sequence[OwnedPart]) -> Ranges:
     return Ranges([ArrayRange(part.owned, part.start, part.stop, part.tensor) for part in parts])
 
 
-class TensorReplicas:
+class TensorCopies:
     """Keeps the copies of tensors on several ranks equal: sums their gradients, and broadcasts their values.
 
     All methods and the constructor are collective over the mesh, unless a docstring says otherwise. `parameters` are
@@ -316,11 +316,11 @@ class TensorReplicas:
         parameters = self._parameters
         if parameters.sharded is None:
             self._mesh.data.broadcast(parameters.flat, label="parameters")
-            self.broadcast_replicas(parameters.flat)
+            self.broadcast_within_replica(parameters.flat)
         elif self.inside:
-            parameters.sharded.rewrite(self.broadcast_replicas)
+            parameters.sharded.rewrite(self.broadcast_within_replica)
 
-    def broadcast_replicas(self, flat: Array, first: int = 0, last: int | None = None) -> None:
+    def broadcast_within_replica(self, flat: Array, first: int = 0, last: int | None = None) -> None:
         """Set all copies within each data coordinate to those of tensor rank 0 and the owners of ties.
 
         `flat` is laid out like this rank's flat parameters, or like its tensors number `first` to `last` (exclusive).
@@ -411,7 +411,7 @@ class TiedWeights:
         """Indices of the buckets that are not complete when they are summed over the data axis."""
         return {bucket.index for bucket, _ in self._tied} | {use.first.index for use in self._second}
 
-    def add(self, owned: Callable[[Bucket], Array], copies: TensorReplicas) -> None:
+    def add(self, owned: Callable[[Bucket], Array], copies: TensorCopies) -> None:
         """Add the uses of each tied tensor, in this rank's part of the gradient.
 
         ``owned(bucket)`` is this rank's part of the sum of a bucket over the data axis; `copies` adds over pipeline

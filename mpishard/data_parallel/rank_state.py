@@ -129,7 +129,7 @@ class RankState:
     def __init__(self, optimizer: Configured, parameters: FlatParameters) -> None:
         self._optimizer = optimizer
         config, rule = optimizer.config, optimizer.rule
-        self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
+        self.strategy: Strategy = optimizer.strategy_class.fitting(parameters)(config, parameters)
         self._broadcast_carried()
         self.inspection = NonfiniteCheck(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
@@ -321,7 +321,9 @@ def gather_full(world: Axis, parameters: FlatParameters, ranges: Sequence[Range]
     specs = parameters.specs
     number = {spec.name: index for index, spec in enumerate(specs)}
     pieces = [
-        piece for piece in cut_holding(parameters.pieces, ranges) if parameters.place.counts(specs[number[piece.name]])
+        piece
+        for piece in cut_holding(parameters.pieces, ranges)
+        if parameters.place.is_primary(specs[number[piece.name]])
     ]
     own = np.concatenate([values[:0], *(values[piece.start : piece.start + piece.size] for piece in pieces)])
     layouts = world.allgather_object(tuple((number[piece.name], piece.box) for piece in pieces))

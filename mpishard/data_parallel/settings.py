@@ -47,7 +47,7 @@ class Configured(Protocol):
     @property
     def config(self) -> ShardingConfiguration: ...
     @property
-    def strategy(self) -> type[Strategy]: ...
+    def strategy_class(self) -> type[Strategy]: ...
     @property
     def world(self) -> Axis: ...
     @property
@@ -117,15 +117,15 @@ class Settings:
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
         auxiliary = {name: value for each in self._auxiliary for name, value in each.settings.items()}
-        kinds = {"mpishard": VERSION, "optimizer": type(optimizer).__name__, "strategy": optimizer.strategy.__name__}
+        names = {"optimizer": type(optimizer).__name__, "strategy": optimizer.strategy_class.__name__}
         described = {name: text_of(value) for name, value in (config | auxiliary).items()}
-        return kinds | described | settings_of_rule(optimizer.rule)
+        return {"mpishard": VERSION} | names | described | settings_of_rule(optimizer.rule)
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:
         """Further settings that decide how the state for these parameters is created and used."""
         return {
             "measure_norm": str(self._optimizer.measure_norm),
-            "strategy": self._optimizer.strategy.fitting(parameters).__name__,
+            "strategy": self._optimizer.strategy_class.fitting(parameters).__name__,
             "module of the parameters": arrays.module_of(parameters.like).__name__,
             "parameters sharded": str(parameters.sharded is not None),
         }

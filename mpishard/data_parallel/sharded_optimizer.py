@@ -51,7 +51,7 @@ _CLIP_EPSILON = 1e-6
 
 
 class ShardedOptimizer:
-    """Base of the optimizers, which differ only in their `strategy`.
+    """Base of the optimizers, which differ in their `strategy_class`.
 
     Every method is collective over ``config.mesh`` unless its docstring says otherwise; creation is not.
 
@@ -83,7 +83,7 @@ class ShardedOptimizer:
     """
 
     # Longer than other classes: what users call is here, in one place, and more than half of it is docstrings.
-    strategy: type[Strategy]
+    strategy_class: type[Strategy]
 
     def __init__(self, rule: Rule | Method, config: ShardingConfiguration | Mesh) -> None:
         if not isinstance(rule, Rule | Method):
@@ -92,9 +92,9 @@ class ShardedOptimizer:
             )
         self._rule: Rule | Method = rule
         self.config: ShardingConfiguration = ShardingConfiguration.of(config)
-        check_configuration(type(self).__name__, self.config, self.strategy)
+        check_configuration(type(self).__name__, self.config, self.strategy_class)
         if isinstance(rule, Method):
-            check_method(type(self).__name__, rule, self.config, self.strategy)
+            check_method(type(self).__name__, rule, self.config, self.strategy_class)
         if self.config.reproducible:
             fix_blas_threads()
         prepare()  # here, so that the first step does not pay for it
@@ -309,7 +309,7 @@ class ShardedOptimizer:
 
     def _level_workers(self) -> None:
         """Bring workers that take steps by themselves to one state; other ranks take all steps together."""
-        if self.strategy.workers_differ:
+        if self.strategy_class.workers_differ:
             self.state.consolidate()
 
     def optimize(

@@ -5,7 +5,7 @@ for its `GradientReducer`; it all-gathers the new parameters. The optimizer divi
 The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.
 
 Order of summation: the micro-batches, in the gradient buffer; the copies of a tensor within one data coordinate
-(`TensorReplicas`); the data axis. With `reproducible`, the copies on the tensor axis come first; `OrderedSums` then
+(`TensorCopies`); the data axis. With `reproducible`, the copies on the tensor axis come first; `OrderedSums` then
 sums over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`; the uses of a tied tensor
 come last (`TiedWeights`).
 """
@@ -20,7 +20,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
-from mpishard.data_parallel.ownership import OwnedRanges, TensorReplicas, TiedWeights
+from mpishard.data_parallel.ownership import OwnedRanges, TensorCopies, TiedWeights
 from mpishard.data_parallel.summation import (
     Accumulated,
     AllReduce,
@@ -33,7 +33,7 @@ from mpishard.data_parallel.summation import (
     Summation,
     WithinWorker,
 )
-from mpishard.layout.boxes import counts, split
+from mpishard.layout.boxes import run_lengths, split
 from mpishard.layout.run_state import AVERAGE_ERRORS, GRADIENT_ERRORS
 from mpishard.parameters.buckets import Bucket, BucketMemory, make_buckets
 from mpishard.parameters.flat import FlatParameters
@@ -58,11 +58,11 @@ class Strategy(ABC):
 
     # More members than other classes: it is the one interface between the optimizer, the reducer of its gradients, the
     # checks, and those who save its state; each subclass overrides what its stage does in another way.
-    errors_kind: ClassVar[str] = GRADIENT_ERRORS
-    gradients_on_demand: ClassVar[bool] = False
+    errors_kind: ClassVar[str] = GRADIENT_ERRORS  # what the rounding errors of compression are errors of
+    gradients_on_demand: ClassVar[bool] = False  # a bucket has memory from its first gradient until its sum
     shards_parameters: ClassVar[bool] = False
-    gathers_gradients: ClassVar[bool] = False
-    workers_differ: ClassVar[bool] = False
+    gathers_gradients: ClassVar[bool] = False  # all ranks get all sums of gradients, not their part
+    workers_differ: ClassVar[bool] = False  # between two averages each worker has its own parameters
     divides_state: ClassVar[bool] = False
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
@@ -74,7 +74,7 @@ class Strategy(ABC):
         self.sync_group: Axis | ModelParallelGroup = mesh.world
         # Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
-        TensorReplicas(mesh, parameters).broadcast()
+        TensorCopies(mesh, parameters).broadcast()
         self.attach(parameters)
         compressed = config.compressor is not None
         runs, sizes = bucket_layout(
@@ -84,7 +84,7 @@ class Strategy(ABC):
             parameters.pieces, config.minimum_parameter_group_size, runs, sizes
         )
         # By bucket and rank, the number of elements that the rank owns.
-        self.counts: list[list[int]] = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
+        self.counts: list[list[int]] = [run_lengths(split(bucket.size, self.axis.size)) for bucket in self.buckets]
         self.uses: TiedWeights | None = None  # adds the uses of tied tensors; None unless `reproducible`
         if config.reproducible:
             self.uses = TiedWeights(parameters, self.buckets, self.counts, self.axis.rank)
@@ -145,7 +145,7 @@ class Strategy(ABC):
     def attach(self, parameters: FlatParameters) -> None:
         """Use these parameters from now on; their layout is that of the previous ones."""
         self.parameters = parameters
-        self.copies: TensorReplicas = TensorReplicas(self.mesh, parameters)
+        self.copies: TensorCopies = TensorCopies(self.mesh, parameters)
 
     @property
     def blocks(self) -> bool:
@@ -186,7 +186,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def resync(self, slot: Array) -> None:
-        """Make all copies of a state array equal, as `TensorReplicas.broadcast` does for the parameters."""
+        """Make all copies of a state array equal, as `TensorCopies.broadcast` does for the parameters."""
 
     @property
     def sums_are_everywhere(self) -> bool:
@@ -276,7 +276,7 @@ class DataParallel(AllReduced):
 
     def resync(self, slot: Array) -> None:
         self.axis.broadcast(slot, label="state")
-        self.copies.broadcast_replicas(slot)
+        self.copies.broadcast_within_replica(slot)
 
 
 class ZeRO1(Strategy):
@@ -309,7 +309,7 @@ class ZeRO1(Strategy):
     def resync(self, slot: Array) -> None:
         if self.copies.inside:
             flat = self.gather(slot, "state")
-            self.copies.broadcast_replicas(flat)
+            self.copies.broadcast_within_replica(flat)
             for (start, stop), view in zip(self.ownership.own, self.ownership.state_views(slot), strict=True):
                 view[...] = flat[start:stop]
 
@@ -424,8 +424,8 @@ class ZeRO3(ZeRO2):
 class LocalUpdates(DataParallel):
     """Every data coordinate is one of `workers` workers, which updates its copy of the model with its gradient.
 
-    With sums by nodes, the data ranks of a node form one worker and sum their gradients every step. Sums over all
-    workers are those of averages, of differences from the anchor.
+    With sums by nodes, the data ranks of a node form one worker and sum their gradients every step. What
+    all workers sum are differences of their parameters from the anchor, the parameters of the last average.
     """
 
     errors_kind = AVERAGE_ERRORS

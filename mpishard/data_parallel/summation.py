@@ -14,15 +14,15 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import probe
-from mpishard.data_parallel.ownership import TensorReplicas, TiedWeights
+from mpishard.data_parallel.ownership import TensorCopies, TiedWeights
 from mpishard.parameters.buckets import Bucket
-from mpishard.parameters.reducer import Transfer
+from mpishard.parameters.reducer import PendingSum
 from mpishard.reduction.compressed import CompressedSums
 from mpishard.reduction.hierarchical import HierarchicalSums
 from mpishard.reduction.ordered import OrderedSums
 
 Array = Any
-Started = Sequence[tuple[Bucket, Array, Transfer]]
+Started = Sequence[tuple[Bucket, Array, PendingSum]]
 
 
 class Parts(Protocol):
@@ -31,7 +31,7 @@ class Parts(Protocol):
     @property
     def axis(self) -> Axis: ...
     @property
-    def copies(self) -> TensorReplicas: ...
+    def copies(self) -> TensorCopies: ...
     @property
     def compresses(self) -> bool:
         """True if the gradients of this step are compressed, where there is a compressor."""
@@ -86,7 +86,7 @@ class Summation(ABC):
         copies.sum(bucket, gradient)
 
     @abstractmethod
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         """Start the sum of a bucket's gradient; `earlier` are partial sums of other terms. None if it is complete."""
 
     def finish(self, started: Started) -> None:
@@ -112,7 +112,7 @@ IN_PARTS_FROM: dict[str, int] = {"Open MPI": 2**20}
 class AllReduce(Summation):
     """Every data rank gets the whole sum, in the gradient buffer."""
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         if self._axis.size == 1:
             return None
         if self._parts.blocks:
@@ -143,7 +143,7 @@ class AllReduce(Summation):
 class ReduceScatter(Summation):
     """Each data rank gets its part of the sum, at the front of the gradient."""
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         if self._axis.size == 1:
             return None
         counts = self._parts.counts[bucket.index]
@@ -168,7 +168,7 @@ class FixedOrder(Summation):
         self._buckets = buckets
         self._gathers = gathers
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum:
         counts, target = self._parts.counts[bucket.index], self._parts.shard_output(bucket, gradient)
         return self._sums.start(bucket, [*earlier, gradient], counts, target)
 
@@ -208,7 +208,7 @@ class Compressed(Summation):
         self._plain = plain
         self._gathers = gathers
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         if not self._parts.compresses:
             return self._plain.start(bucket, gradient)
         return self._sums.start(bucket, gradient, self._parts.shard_output(bucket, gradient))
@@ -230,7 +230,7 @@ class Hierarchical(Summation):
         super().__init__(parts, sums)
         self._sums = sums
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum:
         return self._sums.start(bucket, gradient)
 
     def finish(self, started: Started) -> None:
@@ -247,7 +247,7 @@ class Accumulated(Summation):
         self._shards = shards
         self._summed: set[int] = set()
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         started = self._sums.start(bucket, gradient)
         if started is None:
             self._add(bucket, self._parts.shard_output(bucket, gradient))
@@ -280,21 +280,21 @@ class WithinWorker(Summation):
         super().__init__(parts, averages)
         self._within = within
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         return None if self._within is None else self._within.start_all_reduce(gradient, label="gradients")
 
 
 class NonblockingAllReduce(Summation):
     """All-reduces that are always started: an average may take several steps."""
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum:
         return self._axis.start_all_reduce(gradient, label="gradients")
 
 
 class HierarchicalAverage(Hierarchical):
     """Sums between nodes of differences that all ranks of a node have."""
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum:
         return self._sums.start_shared(bucket, gradient)
 
     def finish(self, started: Started) -> None:

@@ -13,7 +13,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.ownership import TensorReplicas
+from mpishard.data_parallel.ownership import TensorCopies
 from mpishard.data_parallel.rank_state import slot_names
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.layout.run_state import brief
@@ -176,7 +176,7 @@ def check_count(count: float | None) -> None:
         raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
 
 
-def check_copies(copies: TensorReplicas, step: int) -> None:
+def check_copies(copies: TensorCopies, step: int) -> None:
     """Raise RuntimeError on all ranks if copies of parameters differ.  Collective over the mesh."""
     divergent = copies.find_divergent()
     if divergent:

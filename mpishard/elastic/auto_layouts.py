@@ -84,7 +84,7 @@ class AutoLayouts:
                 "ranks"
             )
         config = optimizer.config
-        strategy = optimizer.strategy
+        strategy = optimizer.strategy_class
         stage = 3 if strategy.shards_parameters else 2 if strategy.gradients_on_demand else int(strategy.divides_state)
         workload = Workload(
             itemsize=start.dtype.itemsize,

@@ -193,7 +193,7 @@ class Control:
             return None
         except NotPrivateError as error:
             if not self._exchanged:
-                log.warn(f"somebody has exchanged the folder for requests, which are not heard any more: {error}")
+                log.warn(f"the folder for requests was replaced, and requests are ignored from now on: {error}")
             self._exchanged = True
             return None
 

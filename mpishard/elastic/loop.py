@@ -156,7 +156,7 @@ class ElasticLoop:
             began = time.perf_counter()
             outcome = transactions.take_step()
             training.evaluate()
-            decisions.request = training.stop_request(transactions.status.committed_step, outcome)
+            decisions.stop_request = training.stop_request(transactions.status.committed_step, outcome)
             decisions.decide()
             if not transactions.status.stop_reason:
                 training.save(last=False)

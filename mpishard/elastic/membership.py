@@ -42,10 +42,10 @@ _POLL_S = 0.25
 
 
 class Peer(NamedTuple):
-    """A process of the run; `host` and `started` distinguish it from others with the same process id, `number`."""
+    """A process of the run; `host` and `started` distinguish it from others with the same `pid`."""
 
     host: str
-    number: int
+    pid: int
     started: str
 
 
@@ -92,7 +92,7 @@ class StoppedPeerMonitor:
                 # This process itself did not run: perhaps the whole job was stopped and has just been continued.
                 since.clear()
             last = now
-            stopped = [each for each in self._peers if _look(each.number) == ("T", each.started)]
+            stopped = [each for each in self._peers if _look(each.pid) == ("T", each.started)]
             since = {each: since.get(each, now) for each in stopped}
             for each, began in since.items():
                 if now - began >= self.limit:
@@ -101,8 +101,8 @@ class StoppedPeerMonitor:
 
 def _end(peer: Peer, seconds: float) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(peer.number, signal.SIGKILL)
-        warn(f"process {peer.number} has been stopped for {seconds:.1f} s and is ended")
+        os.kill(peer.pid, signal.SIGKILL)
+        warn(f"the process with pid {peer.pid} has been stopped for {seconds:.1f} s and was killed")
 
 
 def _look(number: int) -> tuple[str, str]:
@@ -257,7 +257,7 @@ def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 def _shared_axis(comm: MPI.Intracomm) -> Axis:
     """Make the axis of a run and its joining processes; MPI.Exception on all of them if one dies.  Collective."""
-    return Axis("crew", comm, Ledger(), later=_duplicate(comm))
+    return Axis("membership", comm, Ledger(), later=_duplicate(comm))
 
 
 class Order(NamedTuple):
@@ -299,7 +299,7 @@ class Membership:
             self.assign_roles(0)
             atexit.unregister(_leave)
         else:
-            self.axis = Axis("crew", comm.Dup(), Ledger())
+            self.axis = Axis("membership", comm.Dup(), Ledger())
             self.assign_roles(workers)
 
     def assign_roles(self, workers: int, ends: bool = False, leaves: bool = False) -> None:
@@ -359,29 +359,29 @@ class Membership:
         self.axis.recv(numbers, self.roles.ranks[0], _ORDER, label="control")
         return Order(*numbers.tolist())
 
-    def call_in(self, recruitment: SpawnRequest | None) -> tuple[str, str]:
+    def call_in(self, request: SpawnRequest | None) -> tuple[str, str]:
         """Call in the processes that rank 0 has spawned.  Collective.
 
-        Returns the port where they wait, empty if they do not join, and the reason for that.  `recruitment` is the
+        Returns the port where they wait, empty if they do not join, and the reason for that.  `request` is the
         request of rank 0, None on the others.
         """
-        port = "" if recruitment is None else recruitment.call()
-        problem = "" if recruitment is None else recruitment.problem
+        port = "" if request is None else request.call()
+        problem = "" if request is None else request.problem
         of_first: tuple[str, str] = self.axis.allgather_object((port, problem))[self.roles.ranks[0]]
         return of_first
 
-    def take_in(self, port: str, workers: int, recruitment: SpawnRequest | None) -> None:
+    def take_in(self, port: str, workers: int, request: SpawnRequest | None) -> None:
         """Connect to the joining processes, which become the last ranks of the axis.  Collective over both.
 
-        If a process dies meanwhile, this raises MPI.Exception, and the members stay the same.  `recruitment`: see
+        If a process dies meanwhile, this raises MPI.Exception, and the members stay the same.  `request`: see
         `call_in`.
         """
         before, root = self.axis, self.roles.ranks[0]
 
         def check() -> None:
             before.comm.Iprobe()
-            if recruitment is not None:
-                recruitment.check()
+            if request is not None:
+                request.check()
 
         self.axis = in_time(lambda: _shared_axis(meet(before.comm, port, root)), check)
         before.free()

@@ -129,9 +129,9 @@ class ElasticOptimizer:
 
     Notes
     -----
-    A process that gets SIGTERM or SIGUSR1 alone leaves the run in order, and waits for the end of the run.  If all
-    processes that train get one, as launchers pass signals on, or on Ctrl-C, the run saves a checkpoint and stops with
-    ``result.stop_reason == "signal"``.  To report that to a batch script, end the training script with::
+    A process that gets SIGTERM or SIGUSR1 alone leaves after the step under way, and waits for the end of the run.  If
+    all processes that train get one, as launchers pass signals on, or on Ctrl-C, the run saves a checkpoint and stops
+    with ``result.stop_reason == "signal"``.  To report that to a batch script, end the training script with::
 
         if result.stop_reason == "signal":
             sys.exit(os.EX_TEMPFAIL)  # 75

@@ -168,11 +168,11 @@ class WorkerTarget:
 
 
 class Recruiter:
-    """Owns the request for processes that are being spawned; only the first worker has one.
+    """Owns the request for processes that are being spawned; only the first worker ever has such a request.
 
     The spawned processes get the tensor and pipeline size of `place`; they can join only the first run of this process
     (`first_run`).  With `respawn`, processes are spawned to replace lost ones.  `last_disruption` is the last step
-    before a process died or joined, -1 without one; all processes know it.
+    before a process died or joined since this one did, else -1; after a death the survivors exchange theirs.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Decisions:
         transactions: Transactions,
         workers: WorkerMesh | None = None,
     ) -> None:
-        self.request: StopRequest = StopRequest.NONE
+        self.stop_request: StopRequest = StopRequest.NONE
         self.recruits: int = 0
         self.awaits_recruits: bool = False
         self._training = training
@@ -126,7 +126,7 @@ class Decisions:
         asked = requests.signals.report()
         awaited = not ready and self._recruiter.is_starting
         discovered = requests.discovered if world.rank == 0 else -1
-        own = [self.request, target.request, asked, -asked, ready, awaited, discovered, settings.changed]
+        own = [self.stop_request, target.request, asked, -asked, ready, awaited, discovered, settings.changed]
         agreed = world.all_reduce(np.array(own, np.int64), op="max", label="control").tolist()
         stop_request, request, most, least, ready, awaited, requests.discovered, changed = agreed
         if changed:  # by a callback
@@ -308,7 +308,7 @@ class Resizing:
         """Raise on all processes if those that have joined have another model or problem.  Collective."""
         training = self._run.training
         parameters = training.runner.parameters
-        # Meshes of other sizes have other stages and slices of the same tensors.
+        # Meshes of other sizes have other stages and parts of the same tensors.
         chooses = self._run.options.choice is not None
         number = parameters.whole_fingerprint if chooses else parameters.fingerprint
         model = f"{parameters.description} ({number:x})"

@@ -41,7 +41,7 @@ from mpishard.launch.script import parted, without_runner
 
 # Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.
 HELLO, HERE, FAILED, COMES, WORD = 1, 2, 3, 4, 5
-CALL, GO = b"call", b"go"
+CALL, DISMISS = b"call", b"dismiss"
 NAP_S, _CALL_NAP_S = 0.02, 0.0005
 # Limit from the spawn until the processes have called MPI_Init, which takes seconds on a busy machine.
 _START_S = 60
@@ -104,7 +104,7 @@ class SpawnRequest:
         self._inter: MPI.Intercomm | None = None
         self._port = b""
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mpishard-recruitment", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mpishard-spawning", daemon=True)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             self.problem = "this MPI was not started for several threads (MPI_THREAD_MULTIPLE), which spawning needs"
             return
@@ -149,7 +149,7 @@ class SpawnRequest:
             raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
     def close(self) -> None:
-        """Free the connection to the leader, once the processes have joined."""
+        """Free the connection to the spawned processes, once they have joined."""
         assert self._inter is not None
         self._inter.Free()
         self._inter = None
@@ -235,7 +235,7 @@ class SpawnRequest:
         """Order all joining processes to end, and keep why; lost ones do not receive the order."""
         inter, self._inter = self._inter, None
         assert inter is not None
-        self._say(inter, GO)
+        self._say(inter, DISMISS)
         with contextlib.suppress(MPI.Exception):
             inter.Free()
         self.problem, self.here = problem, False
@@ -447,7 +447,7 @@ class JoiningProcess:
             self._tell(FAILED, "one of those that were spawned with it has died")
 
     def _send_away(self) -> NoReturn:
-        """End in order, whatever the script is doing.
+        """End cleanly, whatever the script is doing.
 
         If possible in the script's thread: a call of MPI there after Finalize would end the run.
         """

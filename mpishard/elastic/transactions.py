@@ -4,7 +4,7 @@ Everything that a step changes is copied before, to a `BuddyCheckpoint`.  A step
 agreed that each has its part of the new state, and its *buddy* a copy of that.  If it fails before, every survivor
 rolls back to the state before the step.  The buddy is on another node where there is one, so that the loss of a node
 loses no state: another rank of the data axis, and in a run that changes its mesh any other rank, since it may be asked
-for slices and stages that no survivor holds.  An array that has a version is copied only if it was written since its
+for parts and stages that no survivor holds.  An array that has a version is copied only if it was written since its
 last copy.
 """
 
@@ -143,8 +143,8 @@ class BuddyCheckpoint:
         # By number of the shard: whether the buddy must have this rank's array, and this rank its neighbour's.
         self._buddy_needs, self._neighbour_needs = (
             [
-                shard.required and needs_copy([each[kind] for each in layouts], nodes, rank)
-                for kind, shard in enumerate(state.shards)
+                shard.required and needs_copy([each[number] for each in layouts], nodes, rank)
+                for number, shard in enumerate(state.shards)
             ]
             for rank in (axis.rank, self._neighbour_rank)
         )
@@ -162,8 +162,8 @@ class BuddyCheckpoint:
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Copy the arrays that were written since their last copy, before a step."""
         versions = self._versions()
-        for kind in self._written_since(self._own_versions, versions):
-            self._own_copies[kind][...] = self.state.shards[kind].array
+        for number in self._written_since(self._own_versions, versions):
+            self._own_copies[number][...] = self.state.shards[number].array
         self._own_versions = versions
         self._facts_at_begin, self.facts = dict(facts), None
 
@@ -176,14 +176,14 @@ class BuddyCheckpoint:
         self._sent_versions = self._versions()
         written = self._written_since(self._buddy_versions, self._sent_versions)
         # First what goes to memory of the host: it would wait until the copies of device arrays before it are over.
-        for kind in written:
-            if self._neighbour_needs[kind]:
-                size = sum(piece.size for piece in self._neighbour_layouts[kind])
-                self._received[kind] = self._allocate(size, self.state.shards[kind].array.dtype)
-                pending.append(axis.start_recv(self._received[kind], self._neighbour_rank, tag=kind, label="buddy"))
-        for kind in written:
-            if self._buddy_needs[kind]:
-                pending.append(axis.start_send(self.state.shards[kind].array, self._buddy, tag=kind, label="buddy"))
+        for number in written:
+            if self._neighbour_needs[number]:
+                size = sum(piece.size for piece in self._neighbour_layouts[number])
+                self._received[number] = self._allocate(size, self.state.shards[number].array.dtype)
+                pending.append(axis.start_recv(self._received[number], self._neighbour_rank, tag=number, label="buddy"))
+        for number in written:
+            if self._buddy_needs[number]:
+                pending.append(axis.start_send(self.state.shards[number].array, self._buddy, tag=number, label="buddy"))
         try:
             for each in pending:
                 each.wait()
@@ -195,7 +195,7 @@ class BuddyCheckpoint:
 
     def commit(self) -> None:
         """Make the present state the committed one."""
-        self._free += [self._neighbour_copies[kind] for kind in self._received if kind in self._neighbour_copies]
+        self._free += [self._neighbour_copies[number] for number in self._received if number in self._neighbour_copies]
         self._neighbour_copies |= self._received
         self._received = {}
         self._buddy_versions = self._sent_versions
@@ -216,20 +216,20 @@ class BuddyCheckpoint:
         if self.neighbour in alive:
             return self.state
         shards = []
-        for kind, shard in enumerate(self.state.shards):
-            if not self._neighbour_needs[kind]:
+        for number, shard in enumerate(self.state.shards):
+            if not self._neighbour_needs[number]:
                 shards.append(shard)
                 continue
             own = shard.array.size
-            theirs = tuple(replace(piece, start=piece.start + own) for piece in self._neighbour_layouts[kind])
-            array = arrays.joined([shard.array, arrays.on_device_of(self._neighbour_copies[kind], like=shard.array)])
+            theirs = tuple(replace(piece, start=piece.start + own) for piece in self._neighbour_layouts[number])
+            array = arrays.joined([shard.array, arrays.on_device_of(self._neighbour_copies[number], like=shard.array)])
             shards.append(Shard(shard.kind, array, (*shard.holding, *theirs), (*shard.counted, *theirs)))
         return replace(self.state, shards=tuple(shards))
 
     def _written_since(self, since: Mapping[str, int], versions: Mapping[str, int]) -> list[int]:
         """The numbers of the shards that may have been written since these versions."""
         kinds = enumerate(self.state.kinds)
-        return [kind for kind, name in kinds if name not in versions or versions[name] != since.get(name)]
+        return [number for number, kind in kinds if kind not in versions or versions[kind] != since.get(kind)]
 
     def _allocate(self, size: int, dtype: np.dtype) -> Array:
         """Memory for an array: of an earlier copy if one has this size and dtype."""
@@ -264,7 +264,7 @@ class Survivor(NamedTuple):
     """Facts of a process that all others get after a death."""
 
     status: RunStatus
-    has_state: bool  # it has had a part of the run's state; else its status does not count
+    has_state: bool  # it has a part of the committed state; else its status does not count
     request: int  # the last request for workers that it knows all have agreed on
     last_disruption: int  # see `Recruiter`
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpishard.estimate.layouts import Layout
-from mpishard.layout.boxes import box_size, counts, nested_split, split
+from mpishard.layout.boxes import box_size, nested_split, run_lengths, split
 from mpishard.layout.tensors import ModelParallelRank
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.attention import BLOCK, GROUP_SCORES
@@ -163,7 +163,7 @@ def _tensors(
 
 def rows_of(batch: int, microbatches: int, length: int) -> list[int]:
     """Rows of each micro-batch, in order."""
-    return [count * length for count in counts(split(batch, microbatches))]
+    return [count * length for count in run_lengths(split(batch, microbatches))]
 
 
 @dataclass(frozen=True)

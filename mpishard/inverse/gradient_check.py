@@ -125,7 +125,7 @@ class Line:
         self.d, self.w = np.zeros(point.size), np.zeros(point.size)
         for spec, piece, scale in zip(point.local, point.pieces, scales, strict=False):
             own = slice(piece.start, piece.start + piece.size)
-            self._counted[own] = part.counts and (spec.partial or point.place.counts(spec))
+            self._counted[own] = part.counts and (spec.partial or point.place.is_primary(spec))
             for vector, name in ((self.d, "direction"), (self.w, "other direction")):
                 numbers = uniform_in_box(seed, f"{name} {spec.name}", spec.shape, piece.box)
                 vector[own] = numbers.reshape(-1) * (scale if np.isfinite(scale) and scale else 1.0)

@@ -37,7 +37,7 @@ def nested_split(size: int, parts: int, slices: int = 1) -> list[int]:
     return split(size, slices)[:: slices // parts]
 
 
-def counts(offsets: Sequence[int]) -> list[int]:
+def run_lengths(offsets: Sequence[int]) -> list[int]:
     """Lengths of the runs between consecutive offsets."""
     return [stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
 

@@ -114,7 +114,7 @@ def pieces_of_ranges(pieces: LocalLayout, ranges: Sequence[Range], starts: Seque
 
 def counted_pieces(holding: LocalLayout, specs: Sequence[ParameterSpec], place: ModelParallelRank) -> LocalLayout:
     """The pieces of which this model-parallel rank has the primary copy, the first of its copies and ties."""
-    counts = {spec.name: place.counts(spec) for spec in specs}
+    counts = {spec.name: place.is_primary(spec) for spec in specs}
     return tuple(piece for piece in holding if counts[piece.name])
 
 

@@ -167,13 +167,13 @@ class ModelParallelRank:
         return sorted({self.runner(stage) for stage in (spec.stage, *spec.copies)})
 
     def holds(self, spec: ParameterSpec) -> bool:
-        """Return True if this rank holds a tensor or a slice of it; the same on all tensor ranks."""
+        """Return True if this rank holds a tensor or a part of it; the same on all tensor ranks."""
         return self.pipeline_rank in self.holders(spec)
 
     def box(self, spec: ParameterSpec) -> Box:
-        """The slice of a tensor that belongs to this rank of the tensor axis; all of it if the tensor is not split.
+        """This tensor rank's part of a tensor, a run of its `slices`; all of it if the tensor is not split.
 
-        Raises ValueError if the tensor is cut into several slices, and the tensor size does not divide their number.
+        Raises ValueError if `slices` is above 1 and no multiple of the tensor size.
         """
         if spec.tensor_dim is None:
             return spec.box
@@ -185,12 +185,12 @@ class ModelParallelRank:
         box[spec.tensor_dim] = (cuts[self.tensor_rank], cuts[self.tensor_rank + 1])
         return tuple(box)
 
-    def counts(self, spec: ParameterSpec) -> bool:
+    def is_primary(self, spec: ParameterSpec) -> bool:
         """Return True if this rank's copy of the tensor is the primary one: the first of its copies and ties."""
         return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
 
     def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
-        """The local layout of this rank: its slices of the model's tensors, end to end in their order.
+        """The local layout of this rank: its parts of the model's tensors, end to end in their order.
 
         Tensors of other stages are left out.
         """

@@ -47,7 +47,8 @@ class History:
         self.order: list[int] = []
         self._new = -1  # the pair whose products are not known yet
         self._tops = [0.0] * (2 * m)
-        self.sy = [[0.0] * m for _ in range(m)]  # [i][j] is s_i'y_j, known where i is no newer than j
+        # [i][j] is s_i'y_j, known where i is no newer than j; in `ReducedHistory` where it is no older.
+        self.sy = [[0.0] * m for _ in range(m)]
         self.yy = [[0.0] * m for _ in range(m)]
 
     def open(self) -> tuple[Array, Array]:
@@ -66,7 +67,7 @@ class History:
         return (self._new, self.most + self._new) if self._new >= 0 else ()
 
     def measure(self, s_top: float, y_top: float) -> None:
-        """Set the `largest` of the new pair."""
+        """Set the largest elements of the new pair; drop the pair if one of them is 0, too large or not finite."""
         self._tops[self._new], self._tops[self.most + self._new] = s_top, y_top
         if not (0 < s_top < _LARGE and 0 < y_top < _LARGE):
             self._new = -1
@@ -339,7 +340,7 @@ class Gram:
 
     @property
     def sy(self) -> np.ndarray:
-        """S'Y of the pairs in `order`, as of the last `update`: products of an s with no older y, else zeros."""
+        """S'Y of the pairs in `order`, as of the last `update`: s_i'y_j where j is no older than i, else zeros."""
         return self._matrix("sy")
 
     @property
@@ -468,7 +469,8 @@ class CauchyPoint(NamedTuple):
 class ReducedHistory(History):
     """The newest m pairs (s, y), and their dot products over all elements, over free ones and over the others.
 
-    Of S'Y it knows the products of an s with no younger y; the others are known over the free elements only.
+    Of S'Y it has s_i'y_j where i is no older than j, the other triangle than `History`, so that `products`, `solve` and
+    what uses them are not for it; the rest is known over the free elements only.
     """
 
     def __init__(self, space: Space, rows: Array) -> None:

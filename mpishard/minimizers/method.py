@@ -290,9 +290,8 @@ def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -
     """
     if metadata.get(ELEMENTS, elements) != elements:
         raise ValueError(
-            "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, which what "
-            f"{type(method).__name__} has learned depends on; give those, or leave its state and take the parameters "
-            "alone as a start"
+            "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, on which what "
+            f"{type(method).__name__} has learned depends; give the same ones, or start from the saved parameters alone"
         )
     nothing = np.zeros(0)
     minimizer = method.make(LocalSpace(0, nothing), np.zeros((len(method.slots), 0)), nothing, Limits())
@@ -312,7 +311,7 @@ LARGEST_PRODUCT = 2.0**1000  # of which sums are known
 FAILURES = {
     "line search": "the line search found no lower value along a descent direction, so that the gradient does not fit "
     "the function to rounding; mpishard.check_gradient compares them",
-    "unbounded": "the value fell, and falls on as if it had no lower limit",
+    "unbounded": "the value keeps falling, as if it had no lower limit",
     "range": "the square of the gradient is too small or too large for a float64; scale the function",
     "not finite": "the value, the gradient or a Hessian product is NaN or infinite, also after shorter steps",
 }

@@ -38,7 +38,7 @@ class FreeVariables:
 
     With the user's diagonal p they are ``x / sqrt(p)``, and gradients there are ``sqrt(p) g``; both are 0 at elements
     that are fixed or held at a bound. A callable preconditioner scales nothing; it is applied to gradients, and
-    `preconditioned` is collective if it is. `weights` is the root of p, 0 at elements that are fixed or held; None if
+    `preconditioned` is collective if it is. `root` is that of p, 0 at elements that are fixed or held; None if
     all are free and p is 1.
     """
 
@@ -46,24 +46,24 @@ class FreeVariables:
         self._precondition = limits.precondition
         self._bounds = bounds
         module = module_of(like)
-        self.weights: Array | None = None
+        self.root: Array | None = None
         if limits.scaling is not None:
-            self.weights = module.sqrt(limits.scaling.astype(like.dtype))
+            self.root = module.sqrt(limits.scaling.astype(like.dtype))
         if limits.fixed is not None:
-            if self.weights is None:
-                self.weights = module.ones(like.size, like.dtype)
-            self.weights[limits.fixed] = 0
-        self._released = self.weights  # the weights where no element is held
+            if self.root is None:
+                self.root = module.ones(like.size, like.dtype)
+            self.root[limits.fixed] = 0
+        self._released_root = self.root  # where no element is held
         if bounds.any:
-            if self._released is None:
-                self._released = module.ones(like.size, like.dtype)
-            self.weights = self._released.copy()
+            if self._released_root is None:
+                self._released_root = module.ones(like.size, like.dtype)
+            self.root = self._released_root.copy()
 
     def hold(self, point: Array, gradient: Array) -> None:
         """Hold the elements that are at a bound from which descent leads outside; release all others."""
-        if self.weights is not None and self._released is not None and self._bounds.any:
-            mark_free(self.weights, point, gradient, self._bounds.lower, self._bounds.upper, 0.0)
-            self.weights *= self._released
+        if self.root is not None and self._released_root is not None and self._bounds.any:
+            mark_free(self.root, point, gradient, self._bounds.lower, self._bounds.upper, 0.0)
+            self.root *= self._released_root
 
     @property
     def diagonal(self) -> bool:
@@ -71,11 +71,11 @@ class FreeVariables:
         return self._precondition is None
 
     def scaled(self, gradient: Array) -> Array:
-        """A gradient in these variables: a new array, or the given one if there are no weights."""
-        if self.weights is None:
+        """A gradient in these variables: a new array, or the given one if `root` is None."""
+        if self.root is None:
             return gradient
         out = empty(gradient.size, gradient.dtype, gradient)
-        formulas.weighted(out, gradient, self.weights)
+        formulas.weighted(out, gradient, self.root)
         return out
 
     def preconditioned(self, gradient: Array) -> Array:
@@ -85,7 +85,7 @@ class FreeVariables:
         return self.scaled(self._precondition(gradient))
 
     def unscaled(self, step: Array) -> Array:
-        """A step in these variables as one of the point: a new array, or the given one if there are no weights."""
+        """A step in these variables as one of the point: a new array, or the given one if `root` is None."""
         return self.scaled(step)  # x = sqrt(p) (x / sqrt(p))
 
 

@@ -426,7 +426,7 @@ class Architecture(DecoderArchitecture):
         self.check_sizes()
         if self.heads < 1 or self.width % self.heads:
             raise ValueError(
-                f"width {self.width} is not a multiple of {self.heads} heads; every head needs as many channels"
+                f"width {self.width} is not a multiple of {self.heads} heads; all heads need equally many channels"
             )
         self.check_shards()
 
@@ -462,7 +462,7 @@ class LlamaArchitecture(DecoderArchitecture):
     heads : int
         Heads of queries in each block.
     key_value_heads : int, optional
-        Heads of keys and values, a divisor of `heads`; default: as many.
+        Heads of keys and values, a divisor of `heads`; default: `heads`.
     hidden : int, optional
         Channels inside the gated network; default: 8/3 of the width, and then the next multiple of 32.
     head_width : int, optional

@@ -166,7 +166,7 @@ class AttentionOptions:
     Parameters
     ----------
     key_value_heads : int, optional
-        Heads of keys and values, each of which serves equally many heads of queries; default: as many.
+        Heads of keys and values, each of which serves equally many heads of queries; default: one for each.
     head_width : int, optional
         Channels of a head; default: the width over the number of heads.
     bias, output_bias : bool
@@ -190,7 +190,7 @@ class CausalSelfAttention(Layer):
     """Multi-head attention in which a position sees itself and what came before (Vaswani et al., 2017).
 
     With fewer heads of keys and values than of queries it is grouped-query attention (Ainslie et al., 2023).  Scores
-    are never stored, see `mpishard.nn.attention`.
+    are never stored, see `CausalMixing`.
 
     The bias of the keys shifts all scores of a query equally, which does not change the softmax: its exact gradient is
     zero, and the computed one is rounding noise.  With rotary positions it is not.
@@ -236,7 +236,7 @@ class CausalSelfAttention(Layer):
         sequence_parallel: bool = False,
     ) -> None:
         if options.head_width is None and (heads < 1 or width % heads):
-            raise ValueError(f"width {width} is not a multiple of {heads} heads; every head needs as many channels")
+            raise ValueError(f"width {width} is not a multiple of {heads} heads; all heads need equally many channels")
         groups = heads if options.key_value_heads is None else options.key_value_heads
         if groups < 1 or heads % groups:
             raise ValueError(f"{heads} heads of queries cannot share {groups} heads of keys and values evenly")

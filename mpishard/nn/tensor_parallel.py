@@ -16,7 +16,7 @@ from typing import Any
 
 from mpishard.backend.array import module_of
 from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import counts, nested_split, split
+from mpishard.layout.boxes import nested_split, run_lengths, split
 from mpishard.nn.workspace import Pool
 from mpishard.reduction.tree_sum import Node, add_by_tree, nodes, sort_by_owner, tree_merges
 
@@ -128,7 +128,7 @@ class Slices:
         if self._by_mpi:
             axis.all_reduce(total, label=label)
             return total
-        pieces = counts(split(total.size, axis.size))
+        pieces = run_lengths(split(total.size, axis.size))
         start = sum(pieces[: axis.rank])
         self.reduce_scatter(partial, total.reshape(-1)[start : start + pieces[axis.rank]], pieces, label)
         axis.all_gather(total, counts=pieces, label=label)
@@ -244,11 +244,11 @@ class AdjointPair(ABC):
             return terms_nc[0]
         columns = terms_nc[0].shape[1]
         elements = self._elements(rows, columns)
-        out_nc = memory(counts(self.slices.rank_cuts(rows))[self.rank], columns)
+        out_nc = memory(run_lengths(self.slices.rank_cuts(rows))[self.rank], columns)
         return self.slices.reduce_scatter(terms_nc, out_nc, elements, label)
 
     def _elements(self, rows: int, columns: int) -> list[int]:
-        return [count * columns for count in counts(self.slices.rank_cuts(rows))]
+        return [count * columns for count in run_lengths(self.slices.rank_cuts(rows))]
 
 
 class Copy(AdjointPair):
@@ -342,7 +342,9 @@ def _join_columns(pair: AdjointPair, columns: int, x_nc: Array, rows: int, memor
     arrived = x_nc.reshape(-1)
     if pair.size > 1:
         arrived = module_of(x_nc).empty(rows * columns, x_nc.dtype)
-        pair.axis.all_gather(arrived, x_nc, [rows * count for count in counts(slices.rank_cuts(columns))], label=label)
+        pair.axis.all_gather(
+            arrived, x_nc, [rows * count for count in run_lengths(slices.rank_cuts(columns))], label=label
+        )
     cuts = split(columns, slices.total)
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
         joined_nc[:, first:last] = arrived[rows * first : rows * last].reshape(rows, last - first)
@@ -411,7 +413,7 @@ class TensorParallel:
         int
             All, or this rank's share if rows are split.
         """
-        return counts(self.slices.rank_cuts(rows))[self.rank] if self.splits_rows else rows
+        return run_lengths(self.slices.rank_cuts(rows))[self.rank] if self.splits_rows else rows
 
     def first_row(self, rows: int) -> int:
         """The number of the first row of an array that this rank holds.

@@ -190,8 +190,9 @@ _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 class Rule(ABC):
     """Base of the update rules.
 
-    The hyper-parameters of a rule are its fields.  Those of type float must be finite, those of type bool flags;
-    for some names the check knows more.
+    The hyper-parameters of a rule are its fields.  Those of type float must be finite, those of type bool flags.
+    Those that are called momentum, dampening, weight_decay, eps, lr_decay or initial_accumulator_value must be at least
+    0, `alpha` and each of `betas` at least 0 and below 1.
 
     Parameters
     ----------
@@ -213,8 +214,8 @@ class Rule(ABC):
     lr: LearningRate
     groups: Sequence[ParameterGroup] = field(default=(), kw_only=True)
     ema_decay: float | None = field(default=None, kw_only=True)
-    norm_based: ClassVar[bool] = False
-    whole_tensors: ClassVar[bool] = False
+    norm_based: ClassVar[bool] = False  # has two halves around norms of whole tensors, as LAMB
+    whole_tensors: ClassVar[bool] = False  # needs whole tensors, each on one rank, as Muon
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
@@ -242,7 +243,7 @@ class Rule(ABC):
             raise TypeError(f"{what}={shown(given)} must be a list of ParameterGroup")
         object.__setattr__(self, "groups", tuple(given))
         if any(group.weight_decay is not None for group in given) and not hasattr(self, "weight_decay"):
-            raise ValueError(f"{what} give a weight_decay, which {type(self).__name__} has not; leave it out")
+            raise ValueError(f"{what} give a weight_decay, which {type(self).__name__} does not have; leave it out")
 
     def _check(self, name: str, least: float | None = 0, below: float | None = None) -> None:
         value = number(f"{type(self).__name__}: {name}", getattr(self, name), least=least, below=below)

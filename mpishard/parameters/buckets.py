@@ -290,7 +290,7 @@ class BlockPool:
         return free.pop() if free else arrays.empty(self._sizes[size], self._like.dtype, like=self._like)
 
     def release(self, block: Array) -> None:
-        """Take back a block that `take` gave out."""
+        """Take back a block that `allocate` gave out."""
         if self._keeps:
             self._free[block.size].append(block)
 

@@ -215,14 +215,11 @@ def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]
     return runs
 
 
-# Parameters: named tensors that are views into one flat buffer, the only link between layers and optimizers.
-
-
 class FlatParameters:
-    """One flat parameter buffer, one flat gradient buffer, and named views into both.
+    """The parameters of a model on one rank by name: views into one flat buffer, or under ZeRO-3 into gathered units.
 
-    Methods that are collective say so.  The class is long and has many members since users, layers and
-    optimizers share it; its methods are a line or two over the layout, the units of ZeRO-3 and the gradients.
+    Their gradients are in `gradients`: one flat buffer, or under ZeRO-2 and 3 memory for a bucket at a time.  Methods
+    that are collective say so.
 
     Parameters
     ----------
@@ -249,6 +246,8 @@ class FlatParameters:
         Those of the layout.
     held : 1-D array
         What is always held here: all parameters of the model-parallel rank, or this rank's share under ZeRO-3.
+    sharded : ShardedUnits or None
+        This rank's shares and the units that are gathered now, under ZeRO-3; else None.
     like : array
         An empty array of the parameters' dtype and device.
     dtype : dtype

@@ -69,7 +69,7 @@ class Accumulation:
 
 # What a reducer of gradients calls: to sum a bucket over ranks, and to look at it before.
 
-Transfer = Request | ChainedRequest
+PendingSum = Request | ChainedRequest
 
 
 class BucketSums(Protocol):
@@ -81,14 +81,14 @@ class BucketSums(Protocol):
     def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
         """Add the terms of the other ranks of this model replica to a gradient; in a reproducible run without ties."""
 
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         """Start the sum of a bucket over the data axis; None if nothing is to be waited for.
 
         With None the result is stored already, and the memory of the gradient is free. `earlier` are the partial sums
         that belong to other terms of the sum than the gradient, oldest first.
         """
 
-    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+    def finish(self, started: Sequence[tuple[Bucket, Array, PendingSum]]) -> None:
         """Wait for sums, given as ``(bucket, gradient, start(bucket, gradient))``, and store their results."""
 
     def add_uses(self) -> None:
@@ -133,7 +133,10 @@ TRANSITIONS: tuple[tuple[GradientPhase, GradientPhase], ...] = (
 
 @dataclass
 class BucketOrder:
-    """Buckets `first` to `last` of one virtual stage, reduced in turn, the last one first; `next` is the next one."""
+    """Buckets `first` to `last` (inclusive) of one virtual stage, reduced from the last one to the first.
+
+    `next` is the one that is reduced next, or below `first`.
+    """
 
     virtual_stage: int
     tied: bool
@@ -314,7 +317,7 @@ class GradientReducer:
         self._reproducible = reproducible
         self._microbatches = OrderedMicrobatches(self._tracker.orders if reproducible else (), self.buckets, like)
         self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._microbatches.partials)
-        self._pending: list[tuple[Bucket, Array, Transfer]] = []
+        self._pending: list[tuple[Bucket, Array, PendingSum]] = []
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
@@ -444,8 +447,8 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """Drop the sums under way, whose communicators were revoked."""
-        for _, _, transfer in self._pending:
-            transfer.abandon()
+        for _, _, pending in self._pending:
+            pending.abandon()
         self._pending.clear()
 
     def reset(self) -> None:
@@ -581,8 +584,8 @@ class GradientReducer:
                 self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
             if not self._reproducible:
                 sums.sum_copies(bucket, gradient)
-            for _, _, transfer in self._pending:
-                transfer.test()  # MPI moves data only while it is called
+            for _, _, pending in self._pending:
+                pending.test()  # MPI moves data only while it is called
             started = sums.start(bucket, gradient, earlier)
             if started is None:
                 self.memory.release(bucket)

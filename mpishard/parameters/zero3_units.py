@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import Request
-from mpishard.layout.boxes import counts, split
+from mpishard.layout.boxes import run_lengths, split
 from mpishard.layout.tensors import Piece
 from mpishard.parameters.buckets import BlockPool
 
@@ -108,7 +108,7 @@ class ShardedUnits:
             block = self._pool.allocate(stop - start) if self.memory is None else self.memory.allocate(unit)
             self._blocks[unit] = block
             self._pending[unit] = self.axis.start_all_gather(
-                block[: stop - start], self.share(unit), counts(self._cuts[unit]), label="parameters"
+                block[: stop - start], self.share(unit), run_lengths(self._cuts[unit]), label="parameters"
             )
 
     def use(self, units: Sequence[int]) -> None:
@@ -173,7 +173,7 @@ class ShardedUnits:
     def gather(self, flat: Array) -> None:
         """Fill a flat array of all parameters, unit by unit."""
         for unit, (start, stop) in enumerate(self._extents):
-            self.axis.all_gather(flat[start:stop], self.share(unit), counts(self._cuts[unit]), label="parameters")
+            self.axis.all_gather(flat[start:stop], self.share(unit), run_lengths(self._cuts[unit]), label="parameters")
 
     def rewrite(self, change: Callable[[Array, int, int], None]) -> None:
         """Gather each unit into `block`, change its tensors by ``change(block, first, last)``, and keep the share.
@@ -184,7 +184,7 @@ class ShardedUnits:
         for unit, ((first, last), (start, stop)) in enumerate(zip(self._units, self._extents, strict=True)):
             block = arrays.empty(stop - start, self._like.dtype, like=self._like)
             cuts = self._cuts[unit]
-            self.axis.all_gather(block, self.share(unit), counts(cuts), label="parameters")
+            self.axis.all_gather(block, self.share(unit), run_lengths(cuts), label="parameters")
             change(block, first, last)
             self.share(unit)[...] = block[cuts[self.axis.rank] : cuts[self.axis.rank + 1]]
 

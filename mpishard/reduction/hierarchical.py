@@ -16,7 +16,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest, Request
 from mpishard.comm.mesh import Mesh
 from mpishard.compression import Compressor
-from mpishard.layout.boxes import counts, split
+from mpishard.layout.boxes import run_lengths, split
 from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.compressed import CompressedSums, CompressedSumsMaker
 
@@ -77,7 +77,7 @@ class HierarchicalSums:
         self.within: Axis = axes.within  # the ranks of this node
         self._across = axes.across  # the ranks with the same number on each node
         self._like = like
-        self._counts = {bucket.index: counts(split(bucket.size, axes.within.size)) for bucket in buckets}
+        self._counts = {bucket.index: run_lengths(split(bucket.size, axes.within.size)) for bucket in buckets}
         # This rank's pieces as buckets of an array that holds them end to end.
         self._inner: dict[int, Bucket] = {}
         # The ranges of the flat gradient to which ``compressed.owned`` belongs, end to end.
@@ -87,7 +87,7 @@ class HierarchicalSums:
             pieces = self._counts[bucket.index]
             first, size = bucket.start + sum(pieces[: axes.within.rank]), pieces[axes.within.rank]
             self._inner[bucket.index] = replace(bucket, start=offset, stop=offset + size)
-            part = counts(split(size, axes.across.size))
+            part = run_lengths(split(size, axes.across.size))
             start = first + sum(part[: axes.across.rank])
             self.owned.append((start, start + part[axes.across.rank]))
             parts.append(part)

@@ -15,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest
-from mpishard.layout.boxes import counts, split
+from mpishard.layout.boxes import run_lengths, split
 from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, sort_by_owner, tree_merges
 
@@ -114,7 +114,7 @@ class OrderedSums:
 
     def all_reduce(self, flat: Array) -> None:
         """Sum an array over the axis, in place; the array of each rank, of the same size, is one term. Collective."""
-        pieces = counts(split(flat.size, self._axis.size))
+        pieces = run_lengths(split(flat.size, self._axis.size))
         start = sum(pieces[: self._axis.rank])
         own = flat[start : start + pieces[self._axis.rank]]
         self.reset()

@@ -346,7 +346,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """
         if self._state.hooks.tell is not None and self.parameters.gradients.on_demand:
             raise RuntimeError(
-                "no_sync() under zero=2 sums over ranks in each pass, which join has not: use zero=0 or 1 within join"
+                "no_sync() under zero=2 sums over ranks in each pass, which join cannot do: use zero=0 or 1 within join"
             )
         return self.parameters.gradients.no_sync()
 
@@ -491,10 +491,10 @@ def as_distributed(
     Parameters
     ----------
     module : torch.nn.Module
-        Its parameters are bfloat16, float16, float32, float64, complex64 or complex128, on one device.  What steps are
-        masters: float32, or float64 for all if any is float64 or complex128; a parameter of another dtype is its
-        master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before: freeze, move, load.
-        ``torch.compile`` may come before or after.
+        Its parameters are bfloat16, float16, float32, float64, complex64 or complex128, on one device.  The
+        optimizer updates master copies: float32, or float64 for all if any is float64 or complex128; a parameter of
+        another dtype is its master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before:
+        freeze, move, load.  ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
         Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone
         stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication="auto"`` and

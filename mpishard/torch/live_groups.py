@@ -14,7 +14,7 @@ import torch
 
 from mpishard.comm.agreement import fingerprint
 from mpishard.optim import Rule
-from mpishard.torch.torch_steps import REMEDY, STEP, Division, arguments_of, division_of
+from mpishard.torch.torch_steps import REMEDY, STEP_KEY, Division, arguments_of, division_of
 
 # How a step is computed, which does not change its result: not compared, and not restored.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -118,7 +118,7 @@ class LiveGroups(ParameterGroups):
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
         self.kind = kind = type(optimizer)  # the class of the optimizer
         self._optimizer = optimizer
-        if any(each and each.get(STEP, 1) for each in optimizer.state.values()):
+        if any(each and each.get(STEP_KEY, 1) for each in optimizer.state.values()):
             raise ValueError(
                 f"this {kind.__name__} has taken steps; give a new one, and load_state_dict of what comes back"
             )
@@ -402,7 +402,7 @@ def _check_parameters(groups: list[dict[str, Any]], names: Mapping[int, str]) ->
             f"parameter {missing[0]!r} of the module is not in the optimizer; give it all, or set requires_grad=False"
         )
     if len(held) > len(names):
-        raise ValueError(f"the optimizer has {len(held) - len(names)} parameters that the module has not")
+        raise ValueError(f"the optimizer has {len(held) - len(names)} parameters that the module does not have")
 
 
 def _refuse(optimizer: Any, *_: Any) -> None:

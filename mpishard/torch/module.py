@@ -87,7 +87,7 @@ class GradientHooks:
         self._divided: set[str] = set()
         self._pass: int | None = None  # the pass of autograd under way
         self._ranks: int = 0  # `sums_over` in it
-        self._told_pass = False
+        self._has_announced = False
         self._parameters = parameters
         self.tensors = dict(tensors)
         self._seen: set[str] = set()
@@ -98,7 +98,7 @@ class GradientHooks:
         # The passes of autograd whose ends wait for the sums: several where one is made within another, as by reentrant
         # activation checkpoints.
         self._passes: set[int] = set()
-        self._told = False
+        self._has_warned = False
         self._handles: list[Any] = []
         self._moved_from = {name: (p.shape, p.dtype, p.device) for name, p in self.tensors.items()}
         real = as_tensor(parameters.like).dtype
@@ -131,7 +131,7 @@ class GradientHooks:
         self._kept.clear()
         self._divided.clear()
         self._earlier = None
-        self._told_pass = False
+        self._has_announced = False
         self._passes.clear()  # some are left after an exception in a pass
         self._pass = None
         self.loss_is_scaled = False
@@ -192,13 +192,13 @@ class GradientHooks:
 
     @property
     def has_begun_sums(self) -> bool:
-        """Return True if `begin_sums` was called in this step."""
-        return self._told_pass
+        """Return True if this step's sums were announced, within `mpishard.torch.join`."""
+        return self._has_announced
 
     def begin_sums(self) -> None:
         """Announce once in a step that the sums over ranks begin. Collective within `mpishard.torch.join`."""
-        if self.tell is not None and not self._told_pass:
-            self._told_pass = True
+        if self.tell is not None and not self._has_announced:
+            self._has_announced = True
             self.tell(PASS)
 
     def end_sums(self) -> None:
@@ -275,8 +275,8 @@ class GradientHooks:
         The content of ``p.grad`` after the passes before, changed or not, is added to its mean.
         """
         if any(p.grad is not None for p in self.tensors.values()):
-            if not self._told:
-                self._told = True
+            if not self._has_warned:
+                self._has_warned = True
                 log.inform(
                     "a second backward pass since the last step is summed over the ranks too; make all passes but the "
                     "last within optimizer.no_sync() to sum once"
@@ -289,7 +289,7 @@ class GradientHooks:
         self._parameters.reset_gradients()
         self._kept.clear()
         self._divided.clear()
-        self._told_pass = False
+        self._has_announced = False
         for p in self.tensors.values():
             p.grad = None
 
@@ -695,7 +695,7 @@ class ModuleState:
         return at, p.shape, p.stride(), p.dtype
 
     def check_intact(self) -> None:
-        """Raise ValueError if parameters were added, removed, replaced, moved, frozen or released since wrapping.
+        """Raise ValueError if parameters were added, removed, replaced, moved, frozen or unfrozen since the start.
 
         Or buffers were, but for one that another tensor of its kind has replaced: its values are taken.  Or gradients
         were, since their backward pass.

@@ -12,7 +12,7 @@ import torch
 from mpishard.optim import Rule
 from mpishard.torch.live_groups import LiveGroups
 from mpishard.torch.memory import as_tensor, finish_stream
-from mpishard.torch.torch_steps import STEP, Division, arguments_of, division_of, take_step
+from mpishard.torch.torch_steps import STEP_KEY, Division, arguments_of, division_of, take_step
 
 Array = Any
 
@@ -110,7 +110,7 @@ class TorchRule(Rule):
         if step > 1:
             # PyTorch's fused kernels read it where the parameters are, all else on the host.
             on_device = arguments.get("fused") or arguments.get("capturable")
-            state |= {**own, STEP: torch.tensor(float(step - 1), device=values.device if on_device else None)}
+            state |= {**own, STEP_KEY: torch.tensor(float(step - 1), device=values.device if on_device else None)}
         optimizer.step()
         for name, slot in own.items():
             found = state.get(name)  # none without a momentum, where it was set to 0 between two steps

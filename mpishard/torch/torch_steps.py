@@ -19,7 +19,7 @@ from mpishard.layout.run_state import brief
 
 Shape = tuple[int, ...]
 
-STEP = "step"  # the one number that PyTorch's element-wise optimizers keep in addition to arrays
+STEP_KEY = "step"  # the one number that PyTorch's element-wise optimizers keep in addition to arrays
 REMEDY = "use an element-wise optimizer, such as torch.optim.RAdam"
 
 
@@ -69,7 +69,7 @@ def _division_of(kind: type, options: tuple[tuple[str, Any], ...], shapes: tuple
             f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {remedy}"
         ) from None
     slots = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == whole.shape]
-    left = {name for name, value in (*state.items(), *of_matrix.items()) if value is not None} - {STEP, *slots}
+    left = {name for name, value in (*state.items(), *of_matrix.items()) if value is not None} - {STEP_KEY, *slots}
     if not left and all(torch.allclose(each, whole, rtol=1e-12, atol=0) for each in (parts, matrix.reshape(-1))):
         return Division(tuple(slots))
     try:
@@ -91,9 +91,9 @@ def take_step(
     state = optimizer.state[values]
     if step > 1:
         layout = _layout_of(kind, arguments, values)
-        number = layout.pop(STEP, None)
+        number = layout.pop(STEP_KEY, None)
         if number is not None:
-            state[STEP] = torch.full_like(number, step - 1) if isinstance(number, torch.Tensor) else step - 1
+            state[STEP_KEY] = torch.full_like(number, step - 1) if isinstance(number, torch.Tensor) else step - 1
         left = torch.cat([values.new_zeros(0), *slots])
         for name, like in layout.items():
             state[name] = left[: like.numel()].reshape(like.shape).to(like.dtype)
@@ -111,7 +111,7 @@ def take_step(
 
 def _packed(state: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays that an optimizer keeps of a tensor.  Raises ValueError if it keeps anything else."""
-    found = {name: value for name, value in state.items() if name != STEP and value is not None}
+    found = {name: value for name, value in state.items() if name != STEP_KEY and value is not None}
     for name, value in found.items():
         if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
             raise ValueError(f"it keeps {name!r} besides, which is no array of real numbers")
@@ -131,7 +131,7 @@ def _layout_of(kind: type, arguments: Mapping[str, Any], values: Any) -> dict[st
         optimizer.step()
         state = optimizer.state[probe]
         _layouts[key] = {name: torch.empty_like(each, device="meta") for name, each in _packed(state).items()}
-        _layouts[key] |= {STEP: state[STEP]} if STEP in state else {}
+        _layouts[key] |= {STEP_KEY: state[STEP_KEY]} if STEP_KEY in state else {}
     return dict(_layouts[key])
 
 

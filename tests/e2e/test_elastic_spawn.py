@@ -28,7 +28,7 @@ from mpishard import nn
 
 case, folder = sys.argv[1], Path(sys.argv[2])
 (folder / f"process-{os.getpid()}").touch()
-spawned = "mpishard_newcomer" in sys._xoptions
+spawned = "mpishard_joining" in sys._xoptions
 if spawned and case == "failing":
     raise ArithmeticError("no data here")
 if spawned and case in ("short", "leaving"):
@@ -365,7 +365,7 @@ from pathlib import Path
 
 case, folder = sys.argv[1], Path(sys.argv[2])
 (folder / f"pid-{os.getpid()}").touch()
-spawned = "mpishard_newcomer" in sys._xoptions
+spawned = "mpishard_joining" in sys._xoptions
 if spawned and case == "error":
     raise ArithmeticError("no data here")
 if spawned and case == "exit":
@@ -390,7 +390,7 @@ def one_is_starting():
             line = path.read_text()
         except OSError:
             continue
-        if str(folder) in line and "mpishard_newcomer" in line:
+        if str(folder) in line and "mpishard_joining" in line:
             return True
     return False
 

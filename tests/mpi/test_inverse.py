@@ -259,7 +259,7 @@ def vectors():
 
 def space_of(mesh, strategy):
     config, parameters = ShardingConfiguration(mesh), model(mesh)
-    return ShardedSpace(strategy(SGD(), config).strategy.fitting(parameters)(config, parameters))
+    return ShardedSpace(strategy(SGD(), config).strategy_class.fitting(parameters)(config, parameters))
 
 
 def everything(space, rows, masks):

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpishard import Mesh, nn
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
-from mpishard.layout.boxes import counts, split
+from mpishard.layout.boxes import run_lengths, split
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
 from mpishard.nn import tensor_parallel
 from mpishard.nn.tensor_parallel import Slices
@@ -118,7 +118,7 @@ def test_replicas_have_equal_gradients_unless_declared_partial(mesh, same_on_all
 def test_a_rank_holds_its_part_only(mesh, sequence_parallel):
     size, rank = mesh.tensor.size, mesh.tensor.rank
     gpt = model(mesh, sequence_parallel=sequence_parallel)
-    vocabulary = counts(split(VOCABULARY, size))[rank]
+    vocabulary = run_lengths(split(VOCABULARY, size))[rank]
     assert gpt.parameters["token_embedding.weight"].shape == (vocabulary, WIDTH)
     assert gpt.parameters["head.weight"].shape == (WIDTH, vocabulary)
     assert gpt.parameters["blocks.0.attention.qkv.weight"].shape == (WIDTH, 3 * WIDTH // size)
@@ -127,7 +127,7 @@ def test_a_rank_holds_its_part_only(mesh, sequence_parallel):
     (work,) = gpt.chunks[0].workspaces
     # Of each row: 14 widths of split things in a block, 4 of the norms and the residual stream, which rows split too.
     split_part = LAYERS * ROWS * (12 * WIDTH + HEADS) // size + ROWS * vocabulary
-    own_rows = counts(split(ROWS, size))[rank] if sequence_parallel else ROWS
+    own_rows = run_lengths(split(ROWS, size))[rank] if sequence_parallel else ROWS
     residual = own_rows * (LAYERS * (4 * WIDTH + 4) + 2 * WIDTH + 2)
     assert work.saved_bytes == 8 * (split_part + residual)
 
@@ -153,7 +153,7 @@ def test_bytes_on_the_tensor_axis(mesh, options):
     times = 1 + 2 * LAYERS
     loss = all_reduce_elements(ROWS, size, rank) + all_reduce_elements(2 * ROWS, size, rank) if size > 1 else 0
     stream = all_reduce_elements(ROWS * WIDTH, size, rank) if size > 1 else 0
-    pieces = [WIDTH * count for count in counts(split(ROWS, size))]
+    pieces = [WIDTH * count for count in run_lengths(split(ROWS, size))]
     gather, scatter = (ring_elements(op, pieces, rank) if size > 1 else 0 for op in ("all_gather", "reduce_scatter"))
     if not options["sequence_parallel"]:
         assert sent("all_reduce", "activations") == 8 * (times * stream + loss)
@@ -262,7 +262,7 @@ PAIRS = {
 def element(axis, kind, rows, seed, slices):
     """A random array over the axis; where slices are apart, one for each sum of the rank's slices."""
     own = np.random.default_rng([seed, 0 if kind == "replicated" else axis.rank])
-    part = counts(slices.rank_cuts(rows if kind == "rows" else COLUMNS))[axis.rank]
+    part = run_lengths(slices.rank_cuts(rows if kind == "rows" else COLUMNS))[axis.rank]
     shape = part if kind == "rows" else rows, part if kind == "columns" else COLUMNS
     if kind != "apart":
         return own.standard_normal(shape)

@@ -455,7 +455,7 @@ class TestControl:
             (folder.path / name).symlink_to(tmp_path / "secret")
         for step in (2, 3):
             assert control.poll(3, step) is None
-        assert capfd.readouterr().err.count("somebody has exchanged the folder for requests") == 1
+        assert capfd.readouterr().err.count("the folder for requests was replaced") == 1
         assert (tmp_path / "secret").read_text() == "mine" and (exchanged / "run").exists()
         shutil.rmtree(folder.path)
         folder.path.symlink_to(exchanged)

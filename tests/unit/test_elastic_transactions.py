@@ -103,7 +103,9 @@ def calls(monkeypatch, failing):
 @pytest.fixture
 def agreed(calls):
     mesh = SimpleNamespace(world=SimpleNamespace(comm="workers"))
-    membership = SimpleNamespace(axis=SimpleNamespace(comm="crew"), agree=lambda: agreements.agree("crew", True))
+    membership = SimpleNamespace(
+        axis=SimpleNamespace(comm="membership"), agree=lambda: agreements.agree("membership", True)
+    )
     return agreements.Agreements(mesh, membership)
 
 
@@ -112,14 +114,14 @@ def test_a_process_that_fails_says_no_wherever_others_may_wait(agreed, calls):
     agreed.agree_on_membership()
     assert agreed.workers_may_wait
     agreed.refuse_all()
-    assert calls == [("workers", True), ("crew", True), ("workers", False), ("crew", False)]
+    assert calls == [("workers", True), ("membership", True), ("workers", False), ("membership", False)]
     assert not agreed.workers_may_wait
     calls.clear()
     agreed.end_steps()  # between steps no worker waits
     agreed.refuse_all()
     agreed.begin_steps()
     agreed.refuse_all()
-    assert calls == [("crew", False), ("workers", False), ("crew", False)]
+    assert calls == [("membership", False), ("workers", False), ("membership", False)]
 
 
 def test_no_agreement_is_answered_twice(agreed, calls, failing):
@@ -128,7 +130,7 @@ def test_no_agreement_is_answered_twice(agreed, calls, failing):
     with pytest.raises(MPI.Exception):
         agreed.agree_as_workers()
     agreed.refuse_all()
-    assert calls == [("workers", True), ("crew", False)]
+    assert calls == [("workers", True), ("membership", False)]
 
 
 class Training:
@@ -327,7 +329,7 @@ def test_survivors_make_their_communicator_together_or_not_at_all(monkeypatch, d
     survivors.calls, survivors.hears, survivors.dies = [], True, dies
     broken.survivors = survivors
     membership = object.__new__(Membership)
-    membership.axis = Axis("crew", broken, Ledger(), later=MPI.COMM_SELF)
+    membership.axis = Axis("membership", broken, Ledger(), later=MPI.COMM_SELF)
     with pytest.raises(MPI.Exception) as raised:
         membership.shrink()
     assert raised.value.Get_error_class() == MPI.ERR_PROC_FAILED
@@ -380,7 +382,7 @@ def test_workers_of_one_process(workers, leaves, ends, ranks, working, able, mos
     roles = Roles.assign(members([0] * 4, workers, leaves=leaves, ends=ends), 1, 1)
     assert list(roles.ranks) == list(roles.identities) == ranks
     assert (roles.workers, roles.working, roles.able, roles.most, roles.size) == (working, working, able, most, 4)
-    assert [each.number - 100 for each in roles.peers] == ranks
+    assert [each.pid - 100 for each in roles.peers] == ranks
     assert roles.is_settled == (not any(rank in leaves for rank in ranks[:working]))
 
 

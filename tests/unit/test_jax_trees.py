@@ -387,7 +387,7 @@ def test_a_rule_says_what_it_is(optax):
     assert np.allclose(2 * (1 - values), 1 - fast, atol=1e-6)
     other = rule_of(optax.adamw(schedule, b1=0.7))
     assert other.configuration()["transformation"] != found["transformation"]
-    with pytest.raises(ValueError, match="give a weight_decay, which OptaxRule has not"):
+    with pytest.raises(ValueError, match="give a weight_decay, which OptaxRule does not have"):
         rule_of(optax.sgd(0.1), groups=[ParameterGroup("b", weight_decay=0.0)])
     with pytest.raises(ValueError, match=r"optax.ema alone keeps 'ema', and so does ema_decay: take it in a chain"):
         rule_of(optax.ema(0.9), ema_decay=0.5)

@@ -197,7 +197,7 @@ def test_places_hold_every_element_and_count_it_once(all_places, wanted):
         for place in all_places:
             inside = (*(slice(*run) for run in place.box(spec)), ...)
             held[inside] += place.holds(spec)
-            counted[inside] += place.holds(spec) and place.counts(spec)
+            counted[inside] += place.holds(spec) and place.is_primary(spec)
         first = all_places[0]
         copies = len(first.holders(spec)) * (1 if spec.tensor_dim is not None else first.tensor_size)
         assert (held == copies).all()
@@ -230,8 +230,8 @@ def test_virtual_stages_go_round():
     assert [stage for stage in range(9) if place.runs(stage)] == [1, 4, 7]
     spec = ParameterSpec("w", (2,), stage=7, copies=(0, 4))
     assert place.holders(spec) == [0, 1]
-    assert place.counts(spec)
-    assert not ModelParallelRank(pipeline_rank=0, pipeline_size=3).counts(spec)
+    assert place.is_primary(spec)
+    assert not ModelParallelRank(pipeline_rank=0, pipeline_size=3).is_primary(spec)
 
 
 def test_ties_are_merged():

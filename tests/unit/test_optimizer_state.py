@@ -431,7 +431,7 @@ def group(*names: str, **values: float) -> ParameterGroup:
         (lambda: group("a", weight_decay="0"), TypeError, "weight_decay='0'"),  # type: ignore[arg-type]
         (lambda: SGD(groups=["a"]), TypeError, "SGD: groups=.* must be a list of ParameterGroup"),  # type: ignore[list-item]
         (lambda: SGD(groups=group("a", lr_factor=1)), TypeError, "must be a list"),  # type: ignore[arg-type]
-        (lambda: Bare(0.1, groups=[group("a", weight_decay=1)]), ValueError, "weight_decay, which Bare has not"),
+        (lambda: Bare(0.1, groups=[group("a", weight_decay=1)]), ValueError, "weight_decay, which Bare does not have"),
         (
             lambda: SGD(groups=[group("*.biases", weight_decay=0)]).by_tensor(NAMES),
             ValueError,
