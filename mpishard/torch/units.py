@@ -245,6 +245,7 @@ class UnitStorages:
         ]
 
     def allocate(self, unit: int) -> Array:
+        self.show(unit)
         whole, size = self._wholes[unit], self._sizes[unit]
         whole.untyped_storage().resize_(size * whole.element_size())
         for _, memory in self._rounded[unit].values():
@@ -259,6 +260,7 @@ class UnitStorages:
         return np.frombuffer(memory, str(whole.dtype).removeprefix("torch."), size)
 
     def release(self, unit: int) -> None:
+        self.show(unit)  # a hidden parameter would refuse its other memory
         for memory in self._memories(unit):
             finish_stream(memory)
         if not all(memory.untyped_storage().resizable() for memory in self._memories(unit)):
@@ -407,7 +409,7 @@ class ShardedModule:
         self.axis = axis
         self._of_name = {name: unit for unit in units for name in (*unit.names, *unit.frozen)}
         self._passes: list[int] = []  # those of autograd under way, a nested one last
-        self._kept: list[Unit] = []  # units that the backward pass uses first, in memory since the forward pass
+        self._kept: list[_Call] = []  # units that the backward pass uses first, in memory since the forward pass
         self._summoned = False
         first = next(iter(tensors.values()))
         like = self._like = torch.empty(0, dtype=master_dtype(tensors), device=device)
@@ -549,16 +551,19 @@ class ShardedModule:
 
     def reset(self) -> None:
         """Begin a step: no backward pass is under way."""
+        if self._passes:  # a backward pass that failed
+            self._free_kept()
         self._passes.clear()
         for unit in self.units:
             unit.calls.clear()  # KeyboardInterrupt in a forward pass leaves some
             unit.opened.clear()
             unit.seen.clear()
-            self._free(unit)
-        self._kept.clear()
+            if all(call.unit is not unit for call in self._kept):  # else other ranks may have it yet
+                self._free(unit)
 
     def end_step(self) -> None:
         """Forget forward passes that had no backward pass."""
+        self._free_kept()
         for unit in self.units:
             unit.waiting.clear()
 
@@ -618,7 +623,7 @@ class ShardedModule:
             self._free_kept()
         call = _Call(unit)
         unit.calls.append(call)
-        self._gather(unit)
+        self._gather(call)
         inputs = [each for each in _tensors_in((args, kwargs)) if each.requires_grad] if torch.is_grad_enabled() else []
         # The gradient of a leaf may be there before those of the unit's parameters are; the end of the pass is later.
         if inputs and not any(each.is_leaf for each in inputs):
@@ -633,13 +638,14 @@ class ShardedModule:
         if outputs:
             unit.waiting.add(call)
             torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._open(call), mode="any")
-            self._keep_gathered(unit)
+            self._keep_gathered(call)
         else:
             self._free(unit)
 
     def _open(self, call: _Call) -> None:
         """Gather a unit, since the gradient of its output has arrived."""
         if torch.is_grad_enabled():
+            self._free_kept()
             raise RuntimeError(
                 "create_graph=True under zero=3: the parameters that gradients of gradients need are freed by then; "
                 "use zero=2 or less"
@@ -648,9 +654,9 @@ class ShardedModule:
         if call.task not in self._passes:
             self._passes.append(call.task)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_pass, call.task))
+        self._gather(call)
         call.unit.opened.add(call)
         call.unit.waiting.add(call)
-        self._gather(call.unit)
 
     def _close(self, call: _Call) -> None:
         """End the backward pass of one use of a unit: free it after the last one, when its gradients are complete."""
@@ -671,6 +677,7 @@ class ShardedModule:
         if task in self._passes:
             self._passes.remove(task)
         if not self._passes:
+            self._free_kept()
             # Another pass within one `no_sync` can begin when the sums of this one have.
             others = any(unit.seen for unit in self.units) and not self.parameters.gradients.is_last_pass
             for unit in self.units:
@@ -688,15 +695,19 @@ class ShardedModule:
                     unit.seen.add(name)
                     self.parameters.mark_ready(name)
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, call: _Call) -> None:
+        """Gather the unit of a call, unless it is in use, or in memory since the forward pass of this very call."""
+        unit, kept = call.unit, call in self._kept
+        if kept:
+            self._kept.remove(call)
+        elif any(each.unit is unit for each in self._kept):  # of a forward pass that another rank may have left out
+            self._free_kept()
         missing = False
         for sharded, _, own in self._parts(unit.numbers):
             missing |= not all(map(sharded.is_gathered, own))
         if missing:
             self._free_kept()
-            self._use(unit.numbers)
-        elif unit in self._kept:
-            self._kept.remove(unit)
+        if missing or kept:
             self._use(unit.numbers)
 
     def _ready(self) -> None:
@@ -709,19 +720,20 @@ class ShardedModule:
     def _is_unused(self, unit: Unit) -> bool:
         return not (unit.calls or unit.opened or self._summoned)
 
-    def _keep_gathered(self, unit: Unit) -> None:
+    def _keep_gathered(self, call: _Call) -> None:
         """Leave a unit in memory after its forward pass, until another one but the module itself ends its own."""
+        unit = call.unit
         if unit is not self.units[0]:
             self._free_kept()
         if self._is_unused(unit):
-            self._kept.append(unit)
+            self._kept.append(call)
             for _, storages, own in self._parts(unit.numbers):
                 for number in own:
                     storages.hide(number)
 
     def _free_kept(self) -> None:
-        for unit in self._kept:
-            self._free(unit)
+        for call in self._kept:
+            self._free(call.unit)
         self._kept.clear()
 
 

@@ -469,11 +469,27 @@ def test_what_the_backward_pass_begins_with_is_gathered_once(mesh):
         module(x)
     backward(loss, 4)
     optimizer.step()
-    fails = module[3].register_forward_hook(lambda *_: 1 // mesh.rank and None)
-    with pytest.raises(ZeroDivisionError) if mesh.rank == 0 else contextlib.nullcontext():
-        module(x)
-    fails.remove()
+    for loss in (module(x).sum(), None):  # a pass that fails on one rank, with and without an earlier one
+        fails = module[3].register_forward_hook(lambda *_: 1 // mesh.rank and None)
+        with pytest.raises(ZeroDivisionError) if mesh.rank == 0 else contextlib.nullcontext():
+            module(x)
+        fails.remove()
+        if loss is None:
+            backward(module(x).sum(), 2)
+        else:
+            backward(loss, 4)
+        optimizer.step()
+    loss = module(x).sum()
+    if mesh.rank == 0:
+        optimizer.zero_grad()
+    backward(loss, 2)
+    optimizer.step()
+    arrays = []
+    looks = module[2].register_forward_pre_hook(lambda layer, *_: arrays.append(layer.weight.detach().numpy()))
     backward(module(x).sum(), 2)
+    looks.remove()
+    optimizer.parameters.use(["2.weight"])
+    assert np.array_equal(module[2].weight.detach(), arrays[0])
     optimizer.step()
     module(x)
     optimizer.close()
