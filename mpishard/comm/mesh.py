@@ -30,6 +30,7 @@ from mpishard.comm.channel import CommunicatorsExhaustedError, Family
 from mpishard.comm.deferred import flush
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.nccl import COLLECTIVES
+from mpishard.comm.supervisor_reports import note_cell
 from mpishard.comm.watchdog import Watchdog, arrival
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
 from mpishard.launch.job_notes import ECHO, raised_by_all
@@ -251,6 +252,13 @@ class Mesh:
         if problem is not None:
             self.free()
             raise problem
+        self._note_cell()
+
+    def _note_cell(self) -> None:
+        """Tell a supervisor, if any, what the number of ranks of its next start must be a multiple of."""
+        cell = self.tensor.size * self.pipeline.size
+        if cell > 1 and self.size == MPI.COMM_WORLD.size:
+            note_cell(cell)
 
     def _make(self, comm: MPI.Intracomm, timeout: float | None, *sizes_and_problem: Any) -> Exception | None:
         """Make the communicators and the watchdog, or none of them.  Collective; see `_split`."""
@@ -510,6 +518,7 @@ class _ReshapedMesh(Mesh):
         if problem is not None:
             self.free()
             raise problem
+        self._note_cell()
 
 
 def spawned_cell() -> tuple[int, int] | None:
@@ -529,7 +538,8 @@ def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
         sizes[name] = int(size)
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
-        raise ValueError(f"mesh sizes {' and '.join(unknown)} are both -1; only one can be inferred")
+        hint = "; data is -1 where it is left out, so give it too, such as data=1" if "data" in unknown else ""
+        raise ValueError(f"mesh sizes {' and '.join(unknown)} are -1, and only one can be inferred{hint}")
     known = 1
     for size in sizes.values():
         known *= size if size != -1 else 1

@@ -54,6 +54,12 @@ def note_training(under_way: bool, tells: bool) -> None:
         Reports.this.note_training(under_way, tells)
 
 
+def note_cell(ranks: int) -> None:
+    """Note that the job's mesh needs a multiple of this number of ranks, its tensor times its pipeline size."""
+    if Reports.this is not None:
+        Reports.this.note_cell(ranks)
+
+
 def take_restart() -> bool:
     """Return True, to one caller only, if the supervisor has started this process's job again."""
     reports = Reports.this
@@ -159,6 +165,11 @@ class Reports:
         if tells:
             with contextlib.suppress(OSError):
                 self._run.note_training(under_way)
+
+    def note_cell(self, ranks: int) -> None:
+        if self._is_first:
+            with contextlib.suppress(OSError):
+                self._run.note_cell(ranks)
 
     def give_up(self) -> None:
         code = self._ending.code

@@ -19,7 +19,7 @@ from mpishard.comm.abort import die, fail_alone
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.supervisor_reports import finalize_in_time, give_up, leave_to_others, note_training
+from mpishard.comm.supervisor_reports import finalize_in_time, give_up, leave_to_others, note_cell, note_training
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.healing import Healing
@@ -109,6 +109,8 @@ class ElasticLoop:
         fail_alone(self._heals)
         leave_to_others(False)
         note_training(True, tells=membership.rank == 0)
+        if self._run.options.choice is not None:  # it takes a mesh for any number of ranks
+            note_cell(1)
         # Not a method of the loop: after an error that the script catches, it would keep the state of the run.
         leave = atexit.register(partial(_leave, membership)) if self._heals else None
         while self.phase is not Phase.ENDED:

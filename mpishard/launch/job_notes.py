@@ -88,6 +88,7 @@ class Notes:
     given_up: Ended | None = None
     failure: Failure | None = None  # an uncaught exception of a process
     aborted: bool = False  # a process has tried to end the job
+    multiple_of: int | None = None  # the meshes of the job need a multiple of this number of ranks; None: not noted
 
     @property
     def healed(self) -> int:
@@ -100,7 +101,7 @@ class JobNotes:
     """The files of one start of a run, in a folder that several starts share.
 
     `attempt` is the number of the start, unique in this folder: notes of other starts are ignored.  `first` is the
-    number of this run's first start; an earlier run may have had the folder.  Nine methods write a note of one kind
+    number of this run's first start; an earlier run may have had the folder.  Ten methods write a note of one kind
     each, so that one place has the form of all notes.
     """
 
@@ -116,7 +117,7 @@ class JobNotes:
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        names = ("started", "training", "step", "ended", "given-up", "failure", "echo", "aborted", "healed", "ending")
+        names = "started training step cell ended given-up failure echo aborted healed ending".split()
         remove_notes(path, *(f"{name}-" for name in names))
         begun = cls(path.absolute(), -1).next()
         return replace(begun, first=begun.attempt)
@@ -151,6 +152,10 @@ class JobNotes:
 
     def note_step(self, step: int) -> None:
         self._write("step", step)
+
+    def note_cell(self, ranks: int) -> None:
+        """Note that the meshes of the job need a multiple of this number of ranks."""
+        self._write("cell", ranks)
 
     def note_healed(self, left: int, step: int) -> None:
         """Note that processes have died and `left` others continue after `step`, their last committed step.
@@ -219,6 +224,7 @@ class JobNotes:
             given_up=None if given_up is None else Ended(**given_up),
             failure=None if failure is None else Failure(**failure),
             aborted=self._read("aborted") is not None,
+            multiple_of=self._read("cell"),
         )
 
     def _heal(self) -> Heal | None:

@@ -5,6 +5,7 @@ How far a job came, and whether it is stuck, is read from its notes.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ class Policy:
     # are left.
     replace: bool = True
     min_workers: int = 1  # least number of ranks
-    # The number of ranks is a multiple of this: the product of the mesh's tensor and pipeline sizes.
+    # The number of ranks is a multiple of this: the product of the mesh's tensor and pipeline sizes.  As long as enough
+    # ranks are left it is a multiple of what the meshes of an earlier start have noted, too.
     multiple_of: int = 1
     max_restarts: int = 3  # largest number of starts in succession without progress beyond an earlier start
 
@@ -56,7 +58,7 @@ class JobOutcome:
 class JobHistory:
     """The history over all starts: ranks asked for and left, the furthest step, starts without progress.
 
-    `died_early` is `_died_early` of the last start.
+    `died_early` is `_died_early` of the last start; `multiple_of` is what the meshes of a start have noted last.
     """
 
     asked: int
@@ -65,6 +67,7 @@ class JobHistory:
     restarts: int = 0
     failure: Failure | None = None
     died_early: bool = False
+    multiple_of: int = 1
 
 
 @dataclass(frozen=True)
@@ -153,16 +156,22 @@ def decide(
     hosts_lost = outcome.lost or tuple(answering) != tuple(hosts)
     ranks_lost = failure is None and outcome.code >= 0 and not hosts_lost
     least = -(-max(1, policy.min_workers) // policy.multiple_of) * policy.multiple_of
+    noted = outcome.notes.multiple_of or history.multiple_of
+    multiple = math.lcm(policy.multiple_of, noted)
     ranks = history.asked if policy.replace and progress else history.ranks
     if ranks_lost and not (policy.replace and (progress or not history.restarts)):
         # Launchers do not report the number of dead ranks; the ranks that continued without them do.
         fewer = min(ranks - 1, outcome.notes.healed or ranks)
-        ranks = ranks if policy.replace and fewer < least else fewer
+        ranks = ranks if policy.replace and fewer // multiple * multiple < least else fewer
     slots = sum(host.slots for host in answering) if hosts else ranks
-    now = min(ranks, slots) // policy.multiple_of * policy.multiple_of
+    left = min(ranks, slots)
+    # A script may choose its mesh by the number of ranks, so that what an earlier mesh needed does not end the run.
+    now = left // multiple * multiple
     if now < least:
-        return Stop(code, f"{what}; {min(ranks, slots)} ranks remain and {least} are needed")
-    history = JobHistory(history.asked, ranks, max(history.step, outcome.notes.step), restarts, failure, early)
+        now = left // policy.multiple_of * policy.multiple_of
+    if now < least:
+        return Stop(code, f"{what}; {left} ranks remain and {least} are needed")
+    history = JobHistory(history.asked, ranks, max(history.step, outcome.notes.step), restarts, failure, early, noted)
     return Start(now, tuple(answering), history, what)
 
 

@@ -350,6 +350,18 @@ def test_too_few_ranks():
     assert isinstance(after(KILLED, SHRINKING, JobHistory(1, 1)), Stop)
 
 
+def test_a_start_has_a_multiple_of_what_the_meshes_of_an_earlier_one_need():
+    """Also where the next start dies before it has a mesh; fewer ranks only where no such multiple is left."""
+    first = after(ended_with(137, step=10, multiple_of=4))
+    second = after(ended_with(137, started=False), history=first.history)
+    assert (first.ranks, second.ranks) == (4, 4)
+    assert after(ended_with(137, step=10, multiple_of=1), history=second.history).history.multiple_of == 1
+    eight = after(ended_with(137, multiple_of=4), history=JobHistory(8, 8, restarts=1))
+    assert eight.ranks == 4
+    lost = after(ended_with(137, step=10, multiple_of=4), history=JobHistory(5, 5), hosts=HOSTS, answering=HOSTS[1:])
+    assert lost.ranks == 3
+
+
 def test_starts_that_lose_ranks_in_succession():
     """Of as many once more, since a dead process is no dead core, and then of fewer, until one gets further."""
     history, seen = JobHistory(4, 4), []

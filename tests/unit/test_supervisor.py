@@ -49,6 +49,7 @@ def test_notes_of_a_run(tmp_path):
     assert not first.is_ending and not first.has_healed and first.notes.healed == 0
     other.note_started()
     other.note_training(True)
+    other.note_cell(4)
     other.note_aborted()
     other.note_step(7)
     other.note_ended(Ended(None))
@@ -58,7 +59,7 @@ def test_notes_of_a_run(tmp_path):
     other.note_healed(3, 7)
     other.note_ending()
     heal = Heal(3, 7, (first.path / "healed-0").stat().st_mtime)
-    assert first.notes == Notes(True, True, 7, heal, Ended(None), Ended(3), FAILURE, True)
+    assert first.notes == Notes(True, True, 7, heal, Ended(None), Ended(3), FAILURE, True, multiple_of=4)
     assert first.is_ending and first.has_healed and first.notes.healed == 3
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
     second = first.next()
