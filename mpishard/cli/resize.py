@@ -13,7 +13,9 @@ from mpishard.elastic.mesh_choice import MeshSizes
 
 
 def resize(
-    run: Annotated[Path, typer.Argument(metavar="FOLDER", help="That of its checkpoints, or ElasticOptimizer's own.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Of the run, its checkpoints, or ElasticOptimizer(folder=).")
+    ],
     workers: Annotated[int | None, typer.Argument(min=1, help="How many shall train.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Instead: sizes such as data=2,tensor=2.")] = None,
     wait: Annotated[float, typer.Option(min=0, help="Most seconds until the run has taken it over.")] = 60.0,
@@ -21,8 +23,8 @@ def resize(
     """Change the number of workers of a run in progress, or its mesh.
 
     \b
-    mpishard resize checkpoints/ 4
-    mpishard resize checkpoints/ --mesh data=2,tensor=2
+    mpishard resize run/ 4
+    mpishard resize run/ --mesh data=2,tensor=2
 
     Only the user who started the run can.  The run takes the request over between two steps.  A mesh is for runs with
     ElasticOptimizer(..., layouts=...), whose workers are ranks.

@@ -36,7 +36,10 @@ Wanted = int | MeshSizes
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the request `id`: the workers before and after, or why the request was refused."""
+    """The answer to the request `id`: the workers before and after, or why the request was refused.
+
+    `step` is the last step of the workers before, or the one after which the request was refused.
+    """
 
     id: str
     before: int
@@ -204,8 +207,8 @@ class Control:
         request = self._folder.request
         if self._taken is not None and not (waits and request is not None and request[0] != self._taken[0]):
             id, before = self._taken
-            if not waits:
-                answer, self._taken = Answer(id, before, workers, step, mesh=mesh), None
+            if not waits:  # the workers have changed between the last step and this one
+                answer, self._taken = Answer(id, before, workers, step - 1, mesh=mesh), None
                 self._folder.take_back(id)
         elif request is not None:
             id, wanted = request
@@ -248,10 +251,15 @@ def request_resize(run: Path, wanted: Wanted, wait: float) -> Answer:
     try:
         folder.check()
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(
-            f"no elastic run in {run}; name the folder of its checkpoints, or the one given to "
-            "ElasticOptimizer(..., folder=...)"
-        ) from None
+        below = sorted(path.parent for path in run.glob("*/control"))
+        if len(below) != 1:
+            hint = f": one of {', '.join(map(str, below))}" if below else ""
+            raise FileNotFoundError(
+                f"no elastic run in {run}; name the folder of its checkpoints, or the one given to "
+                f"ElasticOptimizer(..., folder=...){hint}"
+            ) from None
+        folder = ControlFolder(below[0])  # that of the checkpoints in the run's folder
+        folder.check()
     standing = folder.standing
     mesh, workers = (wanted, wanted.ranks) if isinstance(wanted, MeshSizes) else (None, wanted)
     if mesh is not None and standing is not None and not standing.mesh:

@@ -161,8 +161,8 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-# Seconds between two looks, at first and after a segment was found: some segments are made later than others.
-_SOON_S, _EVERY_S = 1.0, 5.0
+# Seconds between two looks, while segments are made, and later.
+_SOON_S, _EVERY_S = 0.2, 5.0
 # Segments of MPICH, Open MPI and UCX; other files there may be the user's.
 _SEGMENT = re.compile(r"/dev/shm/(mpich_sh\w+|(sm|vader)_segment\.\S+|ucx_shm_\w+)$")
 
@@ -181,8 +181,9 @@ class Leftovers:
     def look(self) -> None:
         """Note the segments of the descendants of this process; most calls return at once."""
         if time.monotonic() >= self._next:
-            self._segments |= _mapped(descendants())
-            self._next = time.monotonic() + (_EVERY_S if self._segments else _SOON_S)
+            known, self._segments = self._segments, self._segments | _mapped(descendants())
+            settled = known and known == self._segments
+            self._next = time.monotonic() + (_EVERY_S if settled else _SOON_S)
 
     def remove(self, launcher: int) -> None:
         """Remove the leftovers of dead processes; `launcher` is the process number of their launcher."""

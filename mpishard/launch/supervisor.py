@@ -7,6 +7,7 @@ adopts orphans, and the kernel kills the launcher when the supervisor dies.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import shlex
@@ -16,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from mpishard.io.files import NotPrivateError, opened
 from mpishard.launch.exit_codes import exit_code
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.launchers import (
@@ -100,16 +103,13 @@ class Supervisor:
         for number in (*_STOP, _PASS_ON):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._take_signal)
-        temporary = None
-        path = self.job.folder
-        if path is None:
-            path = temporary = tempfile.mkdtemp(prefix=".mpishard-run-", dir="." if self.hosts else None)
-        try:
-            return self._run(JobNotes.create(Path(path)))
-        finally:
-            self._end_all()
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
+        given = self.job.folder
+        place = contextlib.nullcontext(given) if given is not None else _temporary_folder("." if self.hosts else None)
+        with place as path:
+            try:
+                return self._run(JobNotes.create(Path(path)))
+            finally:
+                self._end_all()
 
     def _run(self, folder: JobNotes) -> int:
         history = JobHistory(self.ranks, self.ranks)
@@ -161,7 +161,7 @@ class Supervisor:
             (), start.ranks, hosts=start.hosts, elastic=elastic, shell=job.hosts.shell, environment=environment
         )
         own = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if given.get(name) != value]
-        line = " ".join([*own, shlex.join([*words, *job.command])])
+        line = _in_lines([*own, *map(shlex.quote, [*words, *job.command])])
         if line != self._line:
             self._line = line
             self._say(f"starts {line}")
@@ -259,3 +259,42 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         print(f"mpishard run: {text}", file=sys.stderr, flush=True)
+
+
+_FOLDER, _WIDTH = ".mpishard-run-", 100
+
+
+@contextlib.contextmanager
+def _temporary_folder(parent: str | None) -> Iterator[str]:
+    """A new folder for a run, removed at the end; those that killed supervisors of this user have left go first.
+
+    The kernel holds the lock on a folder as long as its supervisor lives, whatever number that has in its container.
+    """
+    for left in Path(parent or tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError, NotPrivateError):
+            if left.lstat().st_uid == os.geteuid():
+                with opened(left, private=True) as descriptor:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left)
+    while True:
+        path = tempfile.mkdtemp(prefix=_FOLDER, dir=parent)
+        with opened(Path(path), private=True) as descriptor:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not os.path.exists(path):  # another supervisor has seen it without its lock
+                continue
+            try:
+                yield path
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
+            return
+
+
+def _in_lines(words: Sequence[str]) -> str:
+    """The words of a command line, broken as a shell reads it."""
+    lines = [""]
+    for word in words:
+        if lines[-1].strip() and len(lines[-1]) + len(word) > _WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)

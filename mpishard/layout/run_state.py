@@ -140,10 +140,12 @@ def check_same_tensors(
         *(f"{name} is {theirs[name]} there and {ours[name]} here" for name in changed[:2]),
     ]
     more = len(missing) + len(surplus) + len(changed) - len(differences)
-    tensors = f"{len(theirs)} tensor{'s' if len(theirs) != 1 else ''}"
+    if len(theirs) != len(ours):
+        tensors = f"{len(theirs)} tensor{'s' if len(theirs) != 1 else ''}"
+        differences.insert(0, f"it has {tensors} and this model {len(ours)}")
     raise ValueError(
-        f"{what} is of another model: it has {tensors} and this model {len(ours)}; "
-        f"{'; '.join(map(brief, differences))}{f'; and {more} more differ' if more else ''}.  {remedy}"
+        f"{what} is of another model: {'; '.join(map(brief, differences))}"
+        f"{f'; and {more} more differ' if more else ''}.  {remedy}"
     )
 
 

@@ -167,6 +167,7 @@ def plain(value: Any) -> Any:
 
 # Largest number of files of processes: a hundred thousand in a folder would burden a file system.
 _MOST_PROCESSES = 1024
+_EVENTS = "tensorboard"  # the folder of event files
 _IMPORTED = time.time()  # a start noted before is of another process, even of one with the same number
 
 
@@ -185,7 +186,7 @@ class RecordFiles:
         self.logged = JsonLinesWriter(folder / LOGGED)
         self.process = JsonLinesWriter(folder / PROCESSES / f"{self.name}.jsonl")
         self.spans = JsonLinesWriter(folder / PROCESSES / f"{self.name}{TRACE}")
-        self.events = Events(folder / "tensorboard") if tensorboard else None
+        self.events = Events(folder / _EVENTS) if tensorboard else None
         self.broken = False
         self._mesh = mesh
         self._start = 0  # the number of this start, 0 until it is needed
@@ -207,6 +208,9 @@ class RecordFiles:
         failed, before = None, 0
         try:
             (self.folder / PROCESSES).mkdir(parents=True, exist_ok=True)
+            for inner in (self.folder / PROCESSES, self.folder / _EVENTS):
+                if inner.is_symlink():  # the files in it would be written somewhere else
+                    raise OSError(errno.ELOOP, "it is a link, which is not followed", str(inner))
             if self._mesh.rank == 0:
                 warn_of_writers(self.folder)
                 if stage:
@@ -216,7 +220,7 @@ class RecordFiles:
                 starts.add({**surroundings(self._mesh), "process": self.name, "every": every, **plain(facts)})
                 starts.close()
         except OSError as error:
-            failed = (error.errno, error.strerror or str(error), str(error.filename or self.folder))
+            failed = (error.errno, error.strerror or str(error), os.path.abspath(error.filename or self.folder))
         gathered = self._mesh.world.allgather_object((failed, before))
         failures, before = [each for each, _ in gathered], gathered[0][1]
         rank = next((rank for rank, each in enumerate(failures) if each is not None), None)

@@ -415,15 +415,19 @@ class TestControl:
     def test_a_request_is_taken_over_and_the_command_says_what_happened(self, run, capfd):
         answer = request_resize(run, 3, 10.0)
         assert (answer.before, answer.after) == (4, 3) and answer.step > 0
+        assert request_resize(run.parent, 4, 10.0).before == 3  # the folder around that of the checkpoints
         assert not (run / "control" / "request").exists()
         assert main(["resize", str(run), "2"]) == 0
-        assert "3 -> 2 workers after step" in capfd.readouterr().out
+        assert "4 -> 2 workers after step" in capfd.readouterr().out
         assert main(["resize", str(run), "6"]) == 0
         assert "2 -> 4 workers" in (out := capfd.readouterr().out) and "too few processes for 6" in out
         assert main(["resize", str(run), "7"]) == 2
         assert "7 workers are outside of min_workers=2 to max_workers=6" in capfd.readouterr().err
         assert main(["resize", str(run / "elsewhere"), "3"]) == 2
         assert "no elastic run in" in capfd.readouterr().err
+        (run.parent / "other" / "control").mkdir(parents=True)
+        assert main(["resize", str(run.parent), "3"]) == 2
+        assert f"one of {run.parent / 'other'}, {run}" in " ".join(capfd.readouterr().err.split())
 
     def test_only_the_owner_can_use_it(self, folder, tmp_path, monkeypatch):
         folder.write("run", {})
@@ -498,7 +502,7 @@ class TestControl:
         assert Control(folder, *LIMITS).poll(4, 1) == 3
         successor = Control(folder, *LIMITS)
         assert [successor.poll(*now) for now in ((4, 1), (3, 2), (3, 3))] == [3, None, None]
-        assert folder.standing.answer.after == 3
+        assert (folder.standing.answer.after, folder.standing.answer.step) == (3, 1)
 
     def test_a_request_that_comes_while_another_is_carried_out_is_not_lost(self, folder):
         control = Control(folder, *LIMITS)
@@ -524,6 +528,7 @@ class TestControl:
         assert folder.standing.taken == "y"
         assert control.poll(3, 4) is None
         assert (folder.standing.answer.id, folder.standing.answer.after, folder.standing.taken) == ("y", 3, "")
+        assert folder.standing.answer.step == 3  # as the run says it
 
     def test_a_request_that_waits_for_workers_is_not_taken_back(self, folder):
         control = Control(folder, *LIMITS)

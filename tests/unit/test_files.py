@@ -56,6 +56,15 @@ class TestLinks:
         with pytest.raises(OSError, match=r"it is a link, which is not followed: .*metrics\.jsonl"):
             lines.flush()
 
+    @pytest.mark.parametrize("inner", ["processes", "tensorboard"])
+    def test_a_record_is_not_written_into_a_folder_behind_a_link(self, tmp_path, mesh, inner):
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / inner).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(OSError, match=rf"rank 0 failed at .*run/{inner}: it is a link"):
+            RunRecord(tmp_path / "run", mesh).begin()
+        assert not list((tmp_path / "elsewhere").iterdir())
+
     def test_a_stack_is_not_written_to_what_a_link_leads_to(self, tmp_path, secret, mesh):
         (tmp_path / "processes").mkdir()
         (tmp_path / "processes" / "host-1.stack").symlink_to(secret)

@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard.comm.abort import _try_again
+from mpishard.launch import processes as processes_of_this_machine
 from mpishard.launch.exit_codes import START_AGAIN
 from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
 from mpishard.launch.launchers import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
@@ -165,6 +166,19 @@ kept = [mmap.mmap(file.fileno(), 0) for file in files]
 print(flush=True)
 sys.stdin.read()
 """
+
+
+def test_segments_that_are_made_one_after_another_are_seen_soon(monkeypatch):
+    """A rank that dies in its first second leaves no time for a later look."""
+    now, seen, looks = [0.0], iter([set(), {"a"}, {"a", "b"}, {"a", "b"}]), []
+    monkeypatch.setattr(processes_of_this_machine, "descendants", lambda: looks.append(now[0]))
+    monkeypatch.setattr(processes_of_this_machine, "_mapped", lambda found: next(seen))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    leftovers = Leftovers()
+    for tenth in range(40):
+        now[0] = tenth / 10
+        leftovers.look()
+    assert len(looks) == 4 and looks[-1] < 1.5
 
 
 @pytest.mark.faults

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from mpishard.launch.exit_codes import _code_of_script, _main_frame, _ran_to_its
 from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes, raised_by_all
 from mpishard.launch.launchers import Launcher, find_launcher, parse_hosts
 from mpishard.launch.processes import Offspring
-from mpishard.launch.supervisor import Job, Supervisor
+from mpishard.launch.supervisor import Job, Supervisor, _in_lines, _temporary_folder
 
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
 HOSTS = parse_hosts("a:2,b:2,c:1")
@@ -38,6 +40,26 @@ def python(*words, **environment):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
+
+
+def test_what_a_killed_supervisor_has_left_goes_with_the_next_start(tmp_path, monkeypatch):
+    """And no folder of one that lives, nor anything else."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = Path(tempfile.mkdtemp(prefix=".mpishard-run-"))
+    (dead / "start").touch()
+    open_to_others = tmp_path / ".mpishard-run-open"
+    open_to_others.mkdir(mode=0o755)
+    with _temporary_folder(None) as first, _temporary_folder(None) as second:
+        assert not dead.exists() and Path(first).is_dir() and Path(second).is_dir()
+    assert list(tmp_path.iterdir()) == [open_to_others]
+
+
+def test_a_command_line_is_broken_as_a_shell_reads_it():
+    words = [f"NAME{number}='a b  c'" for number in range(20)]
+    line = _in_lines(words)
+    assert max(map(len, line.split("\n"))) <= 105 and line.count("\\\n") >= 3
+    # shlex keeps an escaped end of a line, which a shell removes
+    assert shlex.split(line.replace("\\\n", "")) == [word.replace("'", "") for word in words]
 
 
 def test_notes_of_a_run(tmp_path):
