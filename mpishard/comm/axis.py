@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.arguments import entries, integer, shown
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.channel import NOTHING, Family
@@ -184,8 +185,18 @@ class Axis(Communicator):
         Axis or None
             None on the other ranks.  A second call with the same ranks returns the same axis, under its first name.  It
             is freed with this axis.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On this rank, if `ranks` are no ranks of this axis, or one is named twice.
         """
-        key = tuple(sorted(ranks))
+        key = tuple(sorted(integer("a rank of the subgroup", rank) for rank in entries("ranks", ranks, "ranks")))
+        if not key or len(set(key)) < len(key) or not 0 <= key[0] <= key[-1] < self.size:
+            raise ValueError(
+                f"subgroup({name!r}, ranks={shown(list(key))}) must be different ranks from 0 to {self.size - 1}, "
+                f"those of axis {self.name!r}"
+            )
         if key not in self._subgroups:
             self._names.setdefault(key, name)
             self._subgroups[key] = self._part(key, self.comm, 0)
@@ -298,6 +309,8 @@ class Axis(Communicator):
         SystemExit
             If the first rank with one has called ``sys.exit``: with the same code.
         """
+        if not isinstance(problem, BaseException | None):
+            problem = TypeError(f"raise_if_any takes an exception or None, got {shown(problem)}")
         if self._channel.is_self and problem is not None:
             raise problem  # code without a mesh may run where nobody has started MPI
         bad = np.array([problem is not None], np.int64)

@@ -382,6 +382,7 @@ class Channel:
         self.started = started
         self.calls = 0  # collectives that this rank has begun
         self.messages = 0  # messages that this rank has begun
+        self.is_freed = False
         self.is_self = comm == MPI.COMM_SELF
         self.rank, self.size = (0, 1) if self.is_self else (comm.rank, comm.size)
         # The most elements that one MPI call takes here; None: no limit.
@@ -420,6 +421,7 @@ class Channel:
 
     def free(self) -> None:
         """Free the communicator, if this rank has one: a spare of an elastic run has none.  Collective."""
+        self.is_freed = True
         if not self.is_self and self.comm != MPI.COMM_NULL:
             DEFERRED.flush()
             if self._family is not None:
@@ -449,16 +451,28 @@ class Channel:
         same on all ranks; `peer` is the other end of a message, or one of MPI's special numbers below zero. Calls that
         are not `deferred` begin after all in the queue of `mpishard.comm.deferred`. Returns the fields of a `Call`.
 
-        Raises TypeError or ValueError on this rank for no array, a strided one, or an operation that is not in `OPS`;
-        in debug mode CollectiveMismatchError on all ranks.
+        Raises TypeError or ValueError on this rank for no array of numbers, a strided one, an operation that is not in
+        `OPS` or not for such numbers, and a rank that is not there; RuntimeError if the communicator was freed.  Raises
+        CollectiveMismatchError on all ranks in debug mode.
         """
         if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
             remedy = "; pass its numpy()" if hasattr(buffer, "numpy") else ""  # as a tensor of PyTorch
             raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}{remedy}")
         if not buffer.flags.c_contiguous:
             raise ValueError(f"{op} needs a contiguous buffer, got a strided one of shape {buffer.shape}")
-        if op in ("all_reduce", "reduce_scatter") and detail not in OPS:
-            raise ValueError(f"{op} knows the operations {', '.join(OPS)}, got {detail!r}")
+        kind = buffer.dtype.kind
+        if kind not in "biufc" and buffer.dtype.name != "bfloat16":
+            raise TypeError(f"{op} needs an array of numbers, got one of {buffer.dtype}")
+        if op in ("all_reduce", "reduce_scatter"):
+            if detail not in OPS:
+                raise ValueError(f"{op} knows the operations {', '.join(OPS)}, got {detail!r}")
+            if kind == "b" or (kind == "c" and detail in ("max", "min")):
+                remedy = "; pass buffer.view(numpy.uint8): its max is any, its min is all" if kind == "b" else ""
+                raise TypeError(f"{op} has no operation {detail!r} for {buffer.dtype}{remedy}")
+        if self.is_freed:
+            raise RuntimeError(f"{op} on axis {self.name!r}, which was freed with its mesh; make a new Mesh")
+        if peer is not None and peer >= self.size:
+            raise ValueError(f"{op} names rank {peer} of axis {self.name!r}, which has {self.size} ranks")
         if DEFERRED.waiting and (not deferred or self.matching is not None):
             DEFERRED.flush()
         if peer is None:

@@ -77,6 +77,8 @@ class Collectives:
         channel = self.channel
         if type(buffer) is not np.ndarray or buffer.itemsize == 2 or not buffer.flags.carray or op not in OPS:
             return False
+        if buffer.dtype.kind not in "iuf" or channel.is_freed:
+            return False
         if channel.matching is not None or not channel.fits(buffer.size):
             return False
         return counts is None or self._cuts(buffer, counts)
@@ -440,6 +442,8 @@ class PointToPoint:
     def send(self, buffer: Array, to: int, tag: int, label: str) -> Request:
         channel = self._channel
         on_device = arrays.is_device(buffer)
+        if tag < 0:
+            raise ValueError(f"send(tag={tag}) must be at least 0")
         call = channel.begin("send", buffer, label, peer=to, deferred=on_device)
         if channel.matching is not None:
             channel.note_message("send", to, tag)
@@ -458,6 +462,8 @@ class PointToPoint:
     def recv(self, buffer: Array, source: int, tag: int, label: str) -> Request:
         channel = self._channel
         on_device = arrays.is_device(buffer)
+        if tag < 0 and tag != MPI.ANY_TAG:
+            raise ValueError(f"recv(tag={tag}) must be at least 0, or MPI.ANY_TAG")
         call = channel.begin("recv", buffer, label, peer=source, deferred=on_device)
         if channel.matching is not None:
             channel.note_message("recv", source, tag)

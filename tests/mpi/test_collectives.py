@@ -324,6 +324,17 @@ def test_ledger_bytes_are_those_of_the_ring(mesh, size):
         (lambda axis: axis.broadcast(np.zeros(3), 99), ValueError, "from rank 99"),
         (lambda axis: axis.all_to_all(np.zeros(3), np.zeros(3, np.float32)), TypeError, "need one dtype"),
         (lambda axis: axis.all_reduce(np.zeros(3), op="mean"), ValueError, "sum, max, min, prod, got 'mean'"),
+        (lambda axis: axis.broadcast(np.zeros(3, object)), TypeError, "numbers, got one of object"),
+        (lambda axis: axis.all_reduce(np.zeros(3, bool)), TypeError, r"'sum' for bool; .*view\(numpy.uint8\)"),
+        (lambda axis: axis.all_reduce(np.zeros(3, complex), op="max"), TypeError, "'max' for complex128"),
+        (lambda axis: axis.send(np.zeros(3), 99), ValueError, "send names rank 99"),
+        (lambda axis: axis.recv(np.zeros(3), 99), ValueError, "recv names rank 99"),
+        (lambda axis: axis.send(np.zeros(3), 0, -5), ValueError, r"tag=-5"),
+        (lambda axis: axis.recv(np.zeros(3), 0, -5), ValueError, r"tag=-5"),
+        (lambda axis: axis.subgroup("s", [0, 99]), ValueError, r"ranks=\[0, 99\]"),
+        (lambda axis: axis.subgroup("s", [0, 0]), ValueError, r"ranks=\[0, 0\]"),
+        (lambda axis: axis.subgroup("s", 5), TypeError, "ranks=5"),
+        (lambda axis: axis.raise_if_any("text"), TypeError, "got 'text'"),
     ],
 )
 def test_bad_buffers(shared_mesh, call, error, message):

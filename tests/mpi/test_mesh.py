@@ -122,6 +122,9 @@ def test_hundreds_of_meshes_can_be_made_and_freed_or_dropped(comm):
         mesh = mpishard.Mesh(comm)
         mesh.free()
         mesh.free()  # a second time does nothing
+    for call in (mesh.world.barrier, lambda: mesh.data.all_reduce(np.ones(3)), lambda: mesh.world.send(np.ones(3), 0)):
+        with pytest.raises(RuntimeError, match="freed with its mesh"):
+            call()
     threads = threading.active_count()
     for _ in range(200 if comm.size < 3 and MPI.get_vendor()[0] == "MPICH" else 30):
         mpishard.Mesh(comm).data.split("part", 0).all_reduce(np.ones(1))
