@@ -30,6 +30,7 @@ NEEDS = {
     "how-to/jax.md": "optax",  # which needs JAX
     "how-to/pyadjoint.md": "pyadjoint",
     "how-to/pytorch.md": "torch",
+    "how-to/slurm.md": "torch",
     "tutorials/jax-function.md": "jax",
     "tutorials/pytorch.md": "torch",
 }

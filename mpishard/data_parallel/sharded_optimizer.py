@@ -40,6 +40,8 @@ from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters, check_flat
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mpishard.checkpoint import Checkpoints
     from mpishard.data.evaluation import EarlyStopping, Evaluation
     from mpishard.record import RunRecord
@@ -101,6 +103,8 @@ class ShardedOptimizer:
         self.axis: Axis = self.config.mesh.data
         self.world: Axis = self.config.mesh.world
         self.measure_norm = False
+        # By folder the ids of the checkpoints that `save_checkpoint` may remove; None: all that are there.
+        self.own_checkpoints: dict[Path, list[str] | None] = {}
         self.state: OptimizerState = self._make_state()
         self._counters = self.state.counters
         self.settings: Settings = self.state.settings

@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
+import numpy as np
+
+from mpishard.arguments import shown
+
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
@@ -102,7 +106,13 @@ class Signals:
     It handles Ctrl-C too, unless the script has its own handler; a second Ctrl-C ends the process.
 
     Outside of the main thread Python allows no signal handlers, so there it handles none.  `came`: whether this process
-    has got a signal.
+    has got a signal, which others may not have got yet.
+
+    In a loop of your own call `should_stop` once a step::
+
+        if signals.should_stop(mesh):
+            optimizer.save_checkpoint("run")
+            sys.exit(os.EX_TEMPFAIL)  # 75
 
     As a callback of a run that is not elastic it stops the run with a last checkpoint after any rank has got a signal;
     then ``result.stop_reason == "callback"`` on all ranks::
@@ -110,11 +120,11 @@ class Signals:
         with mpishard.Signals() as signals:
             result = optimizer.optimize(problem, callback=signals, checkpoints=checkpoints, resume=True)
         if result.stop_reason == "callback":
-            sys.exit(os.EX_TEMPFAIL)  # 75
+            sys.exit(os.EX_TEMPFAIL)
 
     An elastic run handles the signals itself (see `ElasticOptimizer`), and this object gets none of them meanwhile.
 
-    No method is collective.
+    No method but `should_stop` is collective.
     """
 
     def __init__(self) -> None:
@@ -140,8 +150,41 @@ class Signals:
         self._before.clear()
 
     def __call__(self, state: object = None) -> bool:
-        """The same as `came`; `state`, which callbacks get, is ignored."""
+        """Whether this process has got a signal: a callback of a run, whose ranks agree to stop.
+
+        `state` is what callbacks get.  Raises TypeError without it: in a loop of your own ranks would part.
+        """
+        if state is None:
+            raise TypeError(
+                "signals() asks this rank alone, and ranks that get a signal at different moments would part: ask "
+                "signals.should_stop(mesh) on all ranks, once a step; optimize(callback=signals) needs neither"
+            )
         return self.came
+
+    def should_stop(self, mesh: Any) -> bool:
+        """Whether any rank of the mesh has got a signal: for loops of your own, once a step.  Collective.
+
+        It is one message of 8 bytes.
+
+        Parameters
+        ----------
+        mesh : Mesh
+            Its ranks stop together.
+
+        Returns
+        -------
+        bool
+            The same on all ranks.
+
+        Raises
+        ------
+        TypeError
+            On this rank, if `mesh` is no Mesh.
+        """
+        world = getattr(mesh, "world", None)
+        if world is None:  # this file does without MPI, and cannot ask for the class
+            raise TypeError(f"should_stop: mesh={shown(mesh)} must be mpishard.Mesh()")
+        return bool(world.all_reduce(np.array([self.came], np.int64), op="max", label="control")[0])
 
     def report(self) -> int:
         """This process's value for an agreement of the workers; call it once for each agreement.

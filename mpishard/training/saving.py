@@ -26,7 +26,7 @@ def save_checkpoint(
     parameters: Any,
     optimizer: ShardedOptimizer,
     *,
-    keep: int | None = None,
+    keep: int | None = 2,
     compression: str | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -43,8 +43,9 @@ def save_checkpoint(
         The parameters that the optimizer trains.  A model is any object with a FlatParameters as its ``parameters``.
     optimizer : ShardedOptimizer
         Gradients that wait for `ShardedOptimizer.synchronize_optimizer_state` are not saved.
-    keep : int, optional
-        Number of checkpoints to keep in the folder; older ones are removed.
+    keep : int or None
+        Number of checkpoints to keep: older ones are removed; None: all are kept.  Only those saved with this optimizer
+        count and, once it has loaded a checkpoint from the folder, all that exist, as for `Checkpoints`.
     compression : {None, "gzip", "lzf"}
         HDF5 filter for all values.
     facts : mapping, optional
@@ -74,8 +75,13 @@ def save_checkpoint(
     optimizer.state.consolidate()
     state = optimizer.state.capture().with_facts(facts)
     with _for_once(folder, optimizer.mesh, keep=keep, compression=compression) as checkpoints:
-        checkpoints.adopt()
+        known = optimizer.own_checkpoints.get(checkpoints.folder, [])
+        if known is None:
+            checkpoints.adopt()
+        else:
+            checkpoints.own = known
         written = checkpoints.save(state)
+        optimizer.own_checkpoints[checkpoints.folder] = checkpoints.own
     assert written is not None
     return written
 
@@ -138,6 +144,7 @@ def load_checkpoint(
     if found is None:
         raise FileNotFoundError(f"no checkpoint in {folder}")
     if optimizer is not None:
+        optimizer.own_checkpoints[checkpoints.folder] = None
         optimizer.state.restore_settings(found.facts)
         optimizer.state.restore(found.facts)
     elif named.sharded is not None:

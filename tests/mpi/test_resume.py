@@ -277,6 +277,28 @@ def test_one_at_a_time_with_a_loop_of_ones_own(mesh, folder):
     assert np.array_equal(alone, saved)
 
 
+def test_a_loop_of_ones_own_keeps_the_two_newest_of_its_own_run(mesh, folder):
+    def saved():
+        mesh.world.barrier()
+        found = [path.name.lstrip("step-0") for path in sorted(folder.glob("step-*"))]
+        mesh.world.barrier()
+        return found
+
+    flat, first, second = np.linspace(-1, 1, 7), *(DDPOptimizer(AdamW(lr=0.1), mesh) for _ in range(2))
+    for keep in (None, None, 2, 2, 3):
+        first.step(flat, np.ones(7))
+        mpishard.save_checkpoint(folder, flat, first, **{} if keep == 2 else {"keep": keep})
+    assert saved() == ["3", "4", "5"]
+    second.step(flat, np.ones(7))
+    mpishard.save_checkpoint(folder, flat, second, keep=1)
+    assert saved() == ["1", "3", "4", "5"]
+    mpishard.load_checkpoint(folder, flat, second)
+    for _ in range(2):
+        second.step(flat, np.ones(7))
+    mpishard.save_checkpoint(folder, flat, second)
+    assert saved() == ["1", "3-2"]
+
+
 def test_what_cannot_be_loaded_changes_nothing(mesh, folder):
     flat = np.linspace(-1, 1, 7)
     optimizer = DDPOptimizer(AdamW(lr=0.1), mesh)

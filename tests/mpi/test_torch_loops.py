@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
+import re
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -559,3 +563,35 @@ def test_ranks_that_do_different_things_are_told(mesh):
         if mesh.rank == mesh.size - 1:
             optimizer.zero_grad()
         optimizer.step()
+
+
+@pytest.mark.faults
+def test_the_loop_of_the_page_on_slurm_leaves_and_comes_back(mesh, folder, monkeypatch):
+    """As one that was never asked to; a signal comes to one rank."""
+    page = (Path(__file__).parents[2] / "docs/how-to/slurm.md").read_text("utf-8")
+    (script,) = (block for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.M) if "torch" in block)
+    loss, calls, found = torch.nn.functional.cross_entropy, itertools.count(1), []
+    leaves_after = None
+
+    def computed(*arguments):
+        if next(calls) == leaves_after and mesh.rank == mesh.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(*arguments)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", computed)
+    for name, leaves_after in (("whole", None), ("parted", 7), ("parted", None)):
+        calls = itertools.count(1)
+        (folder / name).mkdir(exist_ok=True)
+        monkeypatch.chdir(folder / name)
+        variables: dict = {}
+        with pytest.raises(SystemExit) if leaves_after else contextlib.nullcontext() as left:
+            exec(script, variables)
+        if leaves_after:
+            assert left.value.code == 75
+            assert (folder / name / "torch-run" / "latest").resolve().name == "step-00000007"
+        found.append(variables["model"].weight.detach().clone())
+        mesh.world.barrier()
+    whole, parted, resumed = found
+    assert torch.equal(resumed, whole) and not torch.equal(parted, whole)
+    assert variables["step"] == variables["steps"] == next(calls) - 1 + 7
+    assert len(list((folder / "parted" / "torch-run").glob("step-*"))) <= 2

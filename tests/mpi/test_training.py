@@ -465,6 +465,20 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path):
     assert (folder / "latest").resolve().name == "step-00000003"
 
 
+@pytest.mark.faults
+def test_a_loop_of_ones_own_agrees_to_stop(mesh):
+    """The signal comes between the moments at which the ranks ask."""
+    with mpishard.Signals() as signals:
+        assert not signals.should_stop(mesh)
+        if mesh.rank == mesh.size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.should_stop(mesh) and signals.should_stop(mesh)
+        with pytest.raises(TypeError, match=r"ask signals\.should_stop\(mesh\)"):
+            signals()
+        with pytest.raises(TypeError, match="mesh=3 must be"):
+            signals.should_stop(3)
+
+
 @pytest.fixture
 def ctrl_c():
     """Presses Ctrl-C in this process, which may have been started where it is ignored, as in the background."""
