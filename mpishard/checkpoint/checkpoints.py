@@ -18,8 +18,10 @@ from mpishard.checkpoint.pieces import COMPRESSIONS, Contents
 from mpishard.checkpoint.save import SaveOutcome, Snapshot, Task, Writer, begin_save, rehearse
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import probe
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.io.files import warn_of_writers
+from mpishard.launch.lease import FolderLease
 from mpishard.layout.run_state import RunState
 
 
@@ -73,8 +75,8 @@ class Checkpoints:
     Parameters
     ----------
     folder : path
-        The same for all ranks, on a disk that all ranks see.  Made when it is needed.  Two runs may save into one
-        folder, but then the newest checkpoint of both is loaded.
+        The same for all ranks, on a disk that all ranks see.  Made when it is needed.  A run that begins refuses the
+        folder of another run that lives, and names its host and job: the newest checkpoint of both would be loaded.
     mesh : Mesh
         Its ranks save and load together.
     every : int or float, optional
@@ -129,6 +131,7 @@ class Checkpoints:
         self._retention = Retention(options.keep)
         self._snapshot = Snapshot()
         self._writer = Writer(self.folder, mesh, options.on_error)
+        self._lease: FolderLease | None = None
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"
@@ -178,7 +181,7 @@ class Checkpoints:
         return self._interval.due(step, self.mesh.world)
 
     def rehearse(self) -> None:
-        """Write a small file where checkpoints will be written, and remove it.
+        """Write a small file where checkpoints will be written, and remove it; the folder is this run's until `close`.
 
         It finds a folder that some rank cannot write, or that is not the same for all ranks, before hours of training.
         Rank 0 also warns, once, of a folder into which other users may write.
@@ -188,7 +191,7 @@ class Checkpoints:
         OSError
             On every rank, as `save`; or a warning, by `on_error`.
         ValueError
-            On every rank, if the folder is itself a checkpoint.
+            On every rank, if the folder is itself a checkpoint, or another run that lives uses it.
         """
         axis = self._writer.axis
         self.wait()
@@ -197,8 +200,11 @@ class Checkpoints:
             fault = rehearse(unfinished, axis)
         if fault is not None:
             self._writer.conclude(SaveOutcome(fault), None, None)
-        elif axis.rank == 0:
-            warn_of_writers(self.folder)
+            return
+        with raised_on_all(axis):
+            if axis.rank == 0:
+                warn_of_writers(self.folder)
+                self._lease = self._lease or FolderLease.take(self.folder)
 
     def save(self, state: RunState, *, asynchronous: bool | None = None, best: bool = False) -> Path | None:
         """Write a checkpoint.
@@ -317,6 +323,12 @@ class Checkpoints:
     def close(self) -> None:
         """`wait`, and free the communicators; a second call does nothing."""
         self._writer.close()
+        self._end_lease()
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -329,6 +341,7 @@ class Checkpoints:
         else:
             # Other ranks may not take part in a collective now, but their threads do in this save.
             self._writer.join()
+            self._end_lease()
 
 
 def _agreed_step(state: RunState, world: Axis) -> int:

@@ -20,6 +20,7 @@ from mpishard.elastic.membership import Membership, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.spawning import SpawnRequest
 from mpishard.io import log
+from mpishard.launch.lease import FolderLease
 from mpishard.launch.signals import Signals
 from mpishard.layout.tensors import ModelParallelRank
 
@@ -46,10 +47,14 @@ class ResizeRequests:
         self._limits = min_workers, max_workers
         self._discovery = None if discover is None else Discovery(discover)
         self._control: Control | None = None
+        self._folder = folder
+        self._lease: FolderLease | None = None
+        self._leads = axis.rank == 0 and not is_joining()
         if folder is not None:
             control = ControlFolder(folder)
             with raised_on_all(axis):
-                if axis.rank == 0 and not is_joining():
+                if self._leads:
+                    self._lease = FolderLease.take(folder)
                     control.make()
             refuse = (lambda sizes: FIXED) if choice is None else choice.refuse
             self._control = Control(control, min_workers, max_workers, refuse)
@@ -64,6 +69,8 @@ class ResizeRequests:
         self.signals.__exit__(kind, error, trace)
         if self._discovery is not None:
             self._discovery.close()
+        if self._lease is not None:
+            self._lease.release()
         if self._control is None or self._axis.rank or is_joining():
             return
         if kind is None or not heals_in_place():  # after an error here the other processes continue and need the folder
@@ -84,6 +91,8 @@ class ResizeRequests:
 
         `waits` is true while the run waits for workers to join; `mesh` is the present one, of a run that may change it.
         """
+        if self._folder is not None and not self._leads:  # the first worker so far has left, or died
+            self._lease, self._leads = FolderLease.take(self._folder, succeeds=True), True
         found = None if self._discovery is None else self._discovery.news()
         if found is not None:
             found = min(max(found, self._limits[0]), self._limits[1])

@@ -35,6 +35,7 @@ from mpishard.comm.ledger import Ledger, Span
 from mpishard.comm.mesh import Mesh
 from mpishard.io import log
 from mpishard.io.files import warn_of_writers
+from mpishard.launch.lease import FolderLease
 from mpishard.record.reading import (
     ENDS,
     LOGGED,
@@ -188,6 +189,7 @@ class RecordFiles:
         self.spans = JsonLinesWriter(folder / PROCESSES / f"{self.name}{TRACE}")
         self.events = Events(folder / _EVENTS) if tensorboard else None
         self.broken = False
+        self._lease: FolderLease | None = None
         self._mesh = mesh
         self._start = 0  # the number of this start, 0 until it is needed
         written: tuple[JsonLinesWriter | Events | None, ...]
@@ -198,6 +200,14 @@ class RecordFiles:
     def has_process(self) -> bool:
         """True if this process has its own files."""
         return self._mesh.rank % -(-self._mesh.size // _MOST_PROCESSES) == 0
+
+    def lead(self, succeeds: bool = False) -> None:
+        """Take the lease of the folder as the first rank; `succeeds`: another rank was the first.
+
+        Raises ValueError if another run that lives has it.
+        """
+        if self._lease is None:
+            self._lease = FolderLease.take(self.folder, succeeds=succeeds)
 
     def open(self, facts: Mapping[str, Any], every: float, *, stage: bool) -> int:
         """Make the folder, and note a start with its environment and `facts`.  Collective.
@@ -288,6 +298,9 @@ class RecordFiles:
         for written in self._all:
             with contextlib.suppress(OSError):
                 written.close()
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
 
 
 # -- steps and their times ---------------------------------------------------------------------------------------------
@@ -485,6 +498,7 @@ class StepMetrics:
         """Become the first rank: write the metrics that the last first rank has not written."""
         kept = list(self._kept)
         self._kept.clear()
+        self._files.lead(succeeds=True)
         try:
             there = own_metrics(read_end(self._files.folder / METRICS)) if kept else []
         except OSError as error:
@@ -514,7 +528,8 @@ class RunRecord:
     Parameters
     ----------
     folder : path
-        Made if it does not exist.  All ranks must see it, and only one run at a time may write there.
+        Made if it does not exist.  All ranks must see it.  Only one run at a time may write there: `begin` refuses the
+        folder of another run that lives, and names its host and job.
     mesh : Mesh
         Its ranks are recorded.
     tensorboard : bool
@@ -601,14 +616,17 @@ class RunRecord:
 
         Raises
         ------
-        TypeError
-            On every rank, if `facts` of any of them are no mapping.
+        TypeError, ValueError
+            On every rank, if `facts` of any of them are no mapping, or another run that lives uses the folder.
         OSError
             On every rank, if the folder cannot be made or written; not for a full disk.
         """
         with raised_on_all(self.mesh.world):
             if not (facts is None or isinstance(facts, Mapping)):
                 raise TypeError(f"facts={shown(facts)} must be a mapping, such as a dict")
+        with raised_on_all(self.mesh.world):
+            if self.mesh.rank == 0:
+                self._files.lead()
         self._before = self._files.open(facts or {}, self.every, stage=stage)
         self._last_step = 0
         self._goes_on = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,8 @@ import training_problems
 import mpishard
 from mpishard import AdamW, Checkpoints, DDPOptimizer, OptimizationProblem, RunRecord, ShardingConfiguration
 from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.launch.lease import Holder
+from mpishard.launch.processes import process_facts
 from mpishard.record import Run
 from mpishard.record.reading import read_lines
 from mpishard.record.summary import COMPUTATION, read_trace, spent
@@ -192,3 +197,31 @@ def test_reads_while_it_is_written(mesh, folder, record, saves):
         ddp(mesh).optimize(problem(6), progress=False, callback=look, checkpoints=checkpoints, record=written)
     if mesh.rank == 0:
         assert sum(seen, []) == [1, 2, 3, 4] if saves else seen == [[step] for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("what", ["record", "checkpoints", "elastic"])
+def test_the_folder_of_a_run_that_lives_is_refused(mesh, folder, what):
+    """That of the launcher of these tests, as it were; after it the folder has no holder."""
+    if mesh.rank == 0:
+        launcher = os.getppid()
+        other = replace(Holder.this(), process=launcher, began=process_facts(launcher)[19], job="17 of big")
+        (folder / "holder").write_text(json.dumps(asdict(other)))
+    mesh.world.barrier()
+    optimizer, options = ddp(mesh), {}
+    if what == "record":
+        options = {"record": RunRecord(folder, mesh)}
+    elif what == "checkpoints":
+        options = {"checkpoints": Checkpoints(folder, mesh)}
+    else:
+        optimizer = ElasticOptimizer(optimizer, folder=folder)
+    with pytest.raises(ValueError, match="is used by another run .Slurm job 17 of big, process"):
+        optimizer.optimize(problem(2), progress=False, **options)
+    mesh.world.barrier()
+    if mesh.rank == 0:
+        (folder / "holder").unlink()
+    mesh.world.barrier()
+    assert optimizer.optimize(problem(2), progress=False, **options).steps == 2
+    for each in options.values():
+        each.close()
+    mesh.world.barrier()
+    assert not (folder / "holder").exists()
