@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mpishard.arguments import printable
 from mpishard.cli.output import RecordFolder
-from mpishard.record.reading import check_record
+from mpishard.record.reading import Follower, check_record
 from mpishard.record.stacks import StackFinding, ask, diagnose
 
 _MOST = 16  # ranks of one kind that are listed one by one
@@ -42,7 +43,7 @@ def why(
         typer.echo(json.dumps(shown))
         return
     if asked.ending and not any(finding.kind == "waits" for finding in findings):
-        typer.echo(printable(f"the run has ended: {asked.ending}"))
+        typer.echo(printable(f"the run has ended: {asked.ending}{_newest_checkpoint(run)}"))
         return
     if asked.answers and not asked.fresh:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(asked.answers[-1]["time"]))
@@ -53,6 +54,20 @@ def why(
         typer.echo("no rank has waited for long: the run continues, or computes")
     for line in _lines(findings):
         typer.echo(printable(line))
+
+
+def _newest_checkpoint(run: Path) -> str:
+    """A text for the newest checkpoint of a run that has not ended in order; empty without one."""
+    follower = Follower(run)
+    follower.update()
+    folder = follower.start.get("checkpoints")
+    if follower.ended_in_order or not isinstance(folder, str):
+        return ""
+    from mpishard.checkpoint.folder import candidates
+
+    found = [each for each in candidates(Path(folder)) if each.manifest is not None]
+    newest = f"the newest is of step {found[0].manifest.step}" if found and found[0].manifest else "there is none"
+    return f"; of its checkpoints in {folder} {newest}"
 
 
 def _lines(findings: list[StackFinding]) -> list[str]:

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, NoReturn, Protocol
 
@@ -108,9 +109,10 @@ _PATIENCE_S = 10.0
 
 # argv: host, number of ranks, number of ranks on this node, patience.  Descriptor 0 is a listening socket.  A rank
 # connects, sends its rank and process number, and gets an answer when all are watched: of ranks that ended earlier the
-# order would not be known.  Anybody on the node can connect to the socket; the kernel reports the user id.
+# order would not be known.  Anybody on the node can connect to the socket; the kernel reports the user id.  Later a
+# rank may send a path and a newline: the file to which the death is noted, too.
 _SCRIPT = """
-import os, select, socket, struct, sys
+import json, os, select, socket, struct, sys, time
 host, size, here, patience = sys.argv[1:]
 socket.setdefaulttimeout(float(patience))
 listener = socket.socket(fileno=0)
@@ -127,8 +129,22 @@ try:
         rank.send(b".")
 except OSError:
     sys.exit()  # somebody was gone before all were here
-((first, _),) = events.poll(maxevents=1)  # of several closed sockets the first
+path = told = b"."
+while told:
+    ((first, _),) = events.poll(maxevents=1)  # of several closed sockets the first
+    try:
+        told = ranks[first][0].recv(10000)
+    except OSError:
+        told = b""
+    path = told.split(b"\\n")[-2] if b"\\n" in told else path
 who, process = ranks[first][1].split()
+if path != b".":
+    line = {"time": round(time.time(), 3), "rank": int(who), "ranks": int(size), "process": f"{host}-{process}"}
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        os.write(file, json.dumps(line).encode() + b"\\n")
+    except OSError:
+        pass
 sys.exit(f"mpishard: rank {who} of {size} (process {process} on {host}) has died")
 """
 
@@ -141,6 +157,14 @@ def _watch_exits(wanted: bool) -> None:
     """
     if MPI.get_vendor()[0] != "Open MPI":
         _replace_exit(fails=wanted)
+
+
+def note_deaths(path: Path) -> None:
+    """Have the death monitors of this rank note a death in a file of lines, too; call it on all ranks."""
+    for monitor in DeathMonitor._active:
+        if monitor._socket is not None:
+            with contextlib.suppress(OSError):
+                monitor._socket.send(os.fsencode(path.absolute()) + b"\n")
 
 
 def silence_death_monitors() -> None:

@@ -130,6 +130,7 @@ def _finite(content: Any) -> Any:
 
 
 METRICS, LOGGED, STARTS, ENDS = "metrics.jsonl", "logged.jsonl", "starts.jsonl", "ends.jsonl"
+DEATHS = "deaths.jsonl"
 PROCESSES = "processes"
 TRACE = ".trace.jsonl"
 # The series that a run writes itself.
@@ -550,7 +551,16 @@ class Follower:
             return ""
         if steps and last >= steps:
             return f"all of its {steps} steps are taken"
-        return f"none of its processes is left, and {last_step} was the last" if processes else ""
+        return f"{self._death}none of its processes is left, and {last_step} was the last" if processes else ""
+
+    @property
+    def _death(self) -> str:
+        """A text for the first death since the last start; empty if none was noted."""
+        for line in read_lines(self.folder / DEATHS)[0]:
+            known = is_number(line.get("time")) and isinstance(line.get("process"), str) and is_number(line.get("rank"))
+            if known and line["time"] >= self.start.get("time", 0):
+                return f"rank {line['rank']} ({line['process']}) has died, "
+        return ""
 
     @property
     def ended_in_order(self) -> bool:

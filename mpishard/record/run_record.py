@@ -29,6 +29,7 @@ import numpy as np
 
 from mpishard.arguments import entries, flag, integer, number, shown
 from mpishard.backend.process import arithmetic
+from mpishard.comm.abort import note_deaths
 from mpishard.comm.capabilities import heals_in_place, probe
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import Ledger, Span
@@ -37,6 +38,7 @@ from mpishard.io import log
 from mpishard.io.files import warn_of_writers
 from mpishard.launch.lease import FolderLease
 from mpishard.record.reading import (
+    DEATHS,
     ENDS,
     LOGGED,
     METRICS,
@@ -628,6 +630,7 @@ class RunRecord:
             if self.mesh.rank == 0:
                 self._files.lead()
         self._before = self._files.open(facts or {}, self.every, stage=stage)
+        note_deaths(self.folder / DEATHS)
         self._last_step = 0
         self._goes_on = True
         self._metrics.begin()

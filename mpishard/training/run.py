@@ -331,6 +331,7 @@ class TrainingRun:
             "problem": self.problem.settings,
             "evaluation": None if self.validation.evaluation is None else self.validation.evaluation.settings,
             "stop_early": self.stop_early,
+            "checkpoints": None if self.checkpoints.folder is None else str(self.checkpoints.folder),
             "best": "validation loss" if self.checkpoints.keeps_best else None,
             "parameters": sum(spec.size for spec in self.runner.parameters.specs),
             "dtype": str(self.runner.parameters.dtype),

@@ -273,6 +273,11 @@ class TestTop:
         text = " ".join(shown("top", "--once", run).split())
         assert "ended: none of its processes is left, and step 5 of 9 was the last" in text and "silent" not in text
         assert "the run has ended: none of its processes is left" in shown("why", "--wait", 0.1, run)
+        deaths = [{"time": time, "rank": rank, "ranks": 3, "process": f"n{rank}-7"} for time, rank in ((-1, 0), (4, 2))]
+        write_lines(run / "deaths.jsonl", *deaths)
+        write_lines(run / "starts.jsonl", starts[0] | {"checkpoints": str(tmp_path / "none")})
+        said = shown("why", "--wait", 0.1, run)
+        assert "ended: rank 2 (n2-7) has died, none of" in said and f"checkpoints in {tmp_path}/none there is" in said
 
 
 ANSWER = {"time": 0, "rank": 0, "step": 9, "call": None, "recent": [], "stack": []}
