@@ -387,6 +387,7 @@ class RunFiles:
         if found is not None:
             state.report_changes(found.facts)
             state.restore(found.facts)
+            _report_resumed(found, self._checkpoints)
             saved = found.facts["minimizer.json"]
             self._value = float(saved["progress"]["value"])
             begun = found.facts.get(_START, {}).get("norm", self._start)
@@ -458,6 +459,12 @@ class RunFiles:
         self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}}))
 
 
+def _report_resumed(found: Any, checkpoints: Any) -> None:
+    """Say on the first rank from which checkpoint a minimisation resumes."""
+    if checkpoints.mesh.rank == 0:
+        log.inform(f"resumes from step {found.facts['step']} of {checkpoints.folder}")
+
+
 class StateFiles:
     """Checkpoints of a method for few unknowns, which all ranks have: its iterate, and the numbers of its trust region.
 
@@ -489,6 +496,7 @@ class StateFiles:
         if numbers.pop("tolerances") != _tolerances(options):
             numbers["status"] = None  # with others the run has not ended
         del numbers["method"]
+        _report_resumed(found, self._checkpoints)
         return State(x, gradient=np.zeros(len(x)), units=units, **numbers)
 
     def _check(self, facts: Mapping[str, Any]) -> None:

@@ -180,6 +180,8 @@ class RunCheckpoints:
             return None
         optimizer.state.restore_settings(found.facts)
         optimizer.state.restore(found.facts)
+        if optimizer.world.rank == 0:
+            log.inform(f"resumes from step {optimizer.clock} of {self._checkpoints.folder}")
         self._report_other_model(found.facts)
         progress = self._comparable(self._progress(found.facts), found.facts)
         if not self.keeps_best:
