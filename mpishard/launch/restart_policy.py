@@ -52,6 +52,7 @@ class JobOutcome:
     half_started: bool = False  # the job was ended since some ranks had not imported mpishard
     lost: bool = False  # the job was ended since a host did not answer
     stopped: int = 0  # the signal with which the user ended the job, or 0
+    asked_to_leave: bool = False  # its ranks were sent SIGUSR1
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,10 @@ def decide(
     if outcome.stopped:
         return Stop(128 + outcome.stopped, f"was ended by {name_of(outcome.stopped)}")
     failure = outcome.notes.failure
+    # The launcher of MPICH returns the plain number, or mixes it with those of ranks that it has killed.
+    by_signal = outcome.code in (signal.SIGUSR1, -signal.SIGUSR1, 128 + signal.SIGUSR1)
+    if failure is None and (outcome.asked_to_leave or by_signal):
+        return Stop(128 + signal.SIGUSR1, "was ended by SIGUSR1, which its script did not handle (mpishard.Signals)")
     # A launcher that returns 0 for a job that did not end in order is wrong.
     code = 1 if failure is not None or outcome.half_started else exit_code(outcome.code) or 1
     what = _what(outcome, answering != hosts)

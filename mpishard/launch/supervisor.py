@@ -95,6 +95,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._stopped = 0
         self._stop_began = 0.0
+        self._asked_to_leave = False
         self._at_once = False  # end the launcher without waiting for its report
 
     def run(self) -> int:
@@ -151,7 +152,7 @@ class Supervisor:
         self._leftovers.remove(process.pid)
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
         notes = replace(notes, step=max(notes.step, monitor.furthest))
-        return JobOutcome(code, notes, monitor.half_started, lost, stopped)
+        return JobOutcome(code, notes, monitor.half_started, lost, stopped, self._asked_to_leave)
 
     def _start(self, start: Start, folder: JobNotes) -> subprocess.Popen[bytes]:
         job, elastic = self.job, self.job.policy.elastic
@@ -216,6 +217,7 @@ class Supervisor:
         while self._signals:
             number = self._signals.pop(0)
             if number == _PASS_ON:
+                self._asked_to_leave = True
                 process.send_signal(number)
                 continue
             name = name_of(number)

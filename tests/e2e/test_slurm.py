@@ -320,7 +320,7 @@ def test_an_elastic_run_that_loses_a_rank_and_comes_back(away, expected):
     assert ("; 2 workers continue from step" in job.log) == (FAMILY == "Open MPI"), job.log
     assert {ranks for _, ranks, _ in job.steps()} == {2}
     np.testing.assert_array_equal(job.losses(), expected[:60])
-    assert not list(job.folder.glob(".mpishard-run-*"))
+    assert not list(job.folder.glob(".mpishard-*"))
 
 
 @pytest.mark.parametrize(
@@ -338,6 +338,15 @@ def test_what_cannot_be_started_is_said(submit, script, changes, said):
     assert said in job.log
 
 
+def test_a_second_job_with_the_folder_of_one_that_runs_ends(submit):
+    first = submit("train", "paced.py", "--steps", 1000, "--pace", 0.05, "--output", "run")
+    first.wait_for(lambda: first.steps())
+    second = submit("train", "paced.py", "--output", "run")
+    assert second.end(state="FAILED")["Restarts"] == "0"
+    assert f"run/checkpoints is used by another run (Slurm job {first.number} of tests, process" in second.log
+    assert first.cluster.state(first.number) == "RUNNING"
+
+
 @pytest.mark.skipif(FAMILY != "Open MPI", reason="MPICH starts under both launchers")
 def test_a_launcher_that_does_not_fit_the_mpi_is_found_out(submit):
     job = submit("train", "paced.py", "--output", "run", LAUNCHER="srun")
@@ -349,5 +358,6 @@ def test_a_job_leaves_before_its_time_limit_and_comes_back(away, expected):
     job = away["limited"]
     assert int(job.end()["Restarts"]) >= 1, job.log
     assert [step for _, _, step in job.steps()] == list(range(1, 81))
-    assert "is queued again" in job.log
+    assert "is queued again" in job.log and f"job {job.number} is asked to leave by SIGUSR1 at 2" in job.log
+    assert re.search(r"resumes from step \d+ of \S+/run/checkpoints$", job.log, re.MULTILINE)
     np.testing.assert_array_equal(job.losses(), expected[:80])

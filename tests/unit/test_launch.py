@@ -293,6 +293,20 @@ def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
     return decide(policy, history, outcome, hosts, hosts if answering is None else answering)
 
 
+@pytest.mark.parametrize("policy", [Policy(), ELASTIC])
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (ended_with(10), 138),  # as MPICH's launcher has it
+        (ended_with(138, step=10), 138),
+        (replace(ended_with(11), asked_to_leave=True), 138),  # 9 of ranks that it has killed is mixed in
+        (replace(ended_with(75, ended=Ended(75)), asked_to_leave=True), 75),
+    ],
+)
+def test_a_job_that_is_asked_to_leave_is_not_started_again(outcome, code, policy):
+    assert after(outcome, policy).code == code
+
+
 @pytest.mark.parametrize(
     ("outcome", "code"),
     [
@@ -483,11 +497,20 @@ def test_senseless_policies(changes):
 TRAIN = Path(__file__).parents[2] / "slurm" / "train.sbatch"
 
 PROGRAMS = {
-    # Says which MPI it has, and trains until Slurm asks it to leave.
-    "python": f"""case $1 in -c) echo "MPICH Version: 5" ;; *) exit {START_AGAIN} ;; esac""",
-    "mpirun": "echo 2",  # the size of the world
-    "srun": "true",
-    "squeue": """scontrol --oneliner show job 1 | sed 's/.*JobState=//; s/ .*//'""",
+    # Says which MPI it has, and the size of the world, unless the first $FAILS launches fail; and trains.
+    "python": """
+case $* in
+-c*) echo "MPICH Version: 5" ;;
+*" -c "*)
+    echo >>launches
+    [ "$(wc -l <launches)" -gt "$FAILS" ] || { echo "srun: error: it is busy" >&2; exit 1; }
+    echo 2
+    ;;
+*) exit "$CODE" ;;
+esac""",
+    "mpirun": "true",
+    "srun": '[ "$SILENT" = no ] || [ ! -e launches ]',  # all nodes answer, but for those that fall silent
+    "squeue": "echo 9; echo 1",
     # Does not answer its first $DEAF calls; $ANSWER: a request that is taken is answered.
     "scontrol": """
 calls=$(($(cat calls 2>/dev/null || echo 0) + 1))
@@ -518,10 +541,11 @@ def leave(tmp_path):
     (tmp_path / "train.py").touch()
     (tmp_path / "clock").write_text(CLOCK)
 
-    def run(deaf=0, answer="yes", state="RUNNING", **environment):
+    def run(deaf=0, answer="yes", state="RUNNING", fails=0, silent="no", code=START_AGAIN, **environment):
         given = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2", **environment}
         stand_ins = {"PATH": f"{tmp_path}:{os.defpath}", "BASH_ENV": str(tmp_path / "clock")}
         stand_ins |= {"DEAF": str(deaf), "ANSWER": answer, "STATE": state}
+        stand_ins |= {"FAILS": str(fails), "SILENT": silent, "CODE": str(code)}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 30, "check": False}
         done = subprocess.run(["bash", str(TRAIN), "train.py"], cwd=tmp_path, env={**given, **stand_ins}, **streams)
         requeued = tmp_path / "requeued"
@@ -573,3 +597,27 @@ def test_a_script_gets_the_option_to_resume_that_it_has(leave, tmp_path, script,
     (tmp_path / "train.py").write_text(script)
     log, _, requeued = leave(**environment)
     assert requeued == ["1"] and f"train.py {options}\n" in log, log
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "queued", "said"),
+    [
+        ({"fails": 2}, START_AGAIN, True, "job 1: no rank has begun; it is tried again for"),
+        ({"fails": 10**6}, 2, False, "started no rank within 300 s under MPICH Version: 5"),
+        ({"fails": 10**6, "silent": "yes"}, START_AGAIN, True, "srun: error: it is busy"),
+        ({"PYTHON": "/nowhere/python"}, 2, False, "there is no /nowhere/python; activate its environment"),
+        ({"NOTES": "/nowhere"}, 2, False, "/nowhere cannot be written; set NOTES to a folder"),
+        ({"code": 138}, 138, True, "leaves with code 138 and is queued again"),  # the ranks got SIGUSR1
+        ({"code": 3}, 3, False, "start 0 of job 1"),
+    ],
+)
+def test_a_start_that_fails_is_queued_again_where_the_cause_may_pass(leave, options, code, queued, said):
+    log, left_with, requeued = leave(**options)
+    assert (left_with, requeued) == (code, ["1"] * queued) and said in log, log
+
+
+def test_notes_of_jobs_that_were_killed_are_removed(leave, tmp_path):
+    for name in ("big-7", "big-9", "other-7"):
+        (tmp_path / f".mpishard-job-{name}").mkdir()
+    log, _, _ = leave(SLURM_CLUSTER_NAME="big")
+    assert sorted(path.name[14:] for path in tmp_path.glob(".mpishard-job-*")) == ["big-9", "other-7"], log
