@@ -6,6 +6,7 @@ it.  So an empty module replaces the package `mpishard`.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ def main() -> int:
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            message += "; give --folder a path for the run's notes that can be written, and that all hosts see"
     print(f"mpishard: error: {message}", file=sys.stderr)
     return 2
 

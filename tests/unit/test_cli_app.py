@@ -132,6 +132,13 @@ def test_a_program_that_does_not_exist_is_refused_before_a_start(capsys):
     assert "'trian' cannot be executed: the program does not exist" in capsys.readouterr().err
 
 
+def test_run_says_where_it_cannot_write():
+    command = [sys.executable, "-m", "mpishard", "run", "--folder", "/sys/notes", "-n", "1", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("mpishard: error: /sys/notes: "), done.stderr
+    assert "give --folder a path" in done.stderr
+
+
 def test_a_script_means_this_python(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import mpishard, sys; print(*sys.argv[1:])")
