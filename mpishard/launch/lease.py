@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from mpishard.arguments import printable
-from mpishard.io import files
+from mpishard.io import files, log
 from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.processes import process_facts
 
@@ -114,6 +114,7 @@ class FolderLease:
         self._users = 0
         self._descriptor = -1
         self._over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="mpishard-lease", daemon=True)
 
     @classmethod
     def take(cls, folder: Path, *, succeeds: bool = False) -> FolderLease | None:
@@ -142,6 +143,7 @@ class FolderLease:
     def _end(self) -> None:
         self._held.pop(self.folder, None)
         self._over.set()
+        self._beats.join()
         atexit.unregister(self._end)
         with contextlib.suppress(OSError):
             if _is_own(self._holder()):
@@ -163,7 +165,7 @@ class FolderLease:
                         self._path.unlink()
         os.write(self._descriptor, json.dumps(asdict(Holder.this())).encode())
         atexit.register(self._end)
-        threading.Thread(target=self._beat, name="mpishard-lease", daemon=True).start()
+        self._beats.start()
 
     def _refusal(self, found: Holder | None) -> str:
         who = "another run" if found is None else f"another run ({found})"
@@ -190,6 +192,9 @@ class FolderLease:
                 return not lives
         with contextlib.suppress(FileNotFoundError):
             first = self._last_beat()
+            if self._now() - first < _DEAD_S:
+                who = "another run" if found is None else str(found)
+                log.inform(f"waits at most {_DEAD_S:g} s for a sign of life of {who}, which has used {self.folder}")
             while self._now() - first < _DEAD_S:
                 time.sleep(_POLL_S)
                 if self._last_beat() != first:
