@@ -112,7 +112,7 @@ _PATIENCE_S = 10.0
 # order would not be known.  Anybody on the node can connect to the socket; the kernel reports the user id.  Later a
 # rank may send a path and a newline: the file to which the death is noted, too.
 _SCRIPT = """
-import json, os, select, socket, struct, sys, time
+import os, select, socket, struct, sys
 host, size, here, patience = sys.argv[1:]
 socket.setdefaulttimeout(float(patience))
 listener = socket.socket(fileno=0)
@@ -139,6 +139,7 @@ while told:
     path = told.split(b"\\n")[-2] if b"\\n" in told else path
 who, process = ranks[first][1].split()
 if path != b".":
+    import json, time
     line = {"time": round(time.time(), 3), "rank": int(who), "ranks": int(size), "process": f"{host}-{process}"}
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
