@@ -13,6 +13,7 @@ import numpy as np
 
 from mpishard.backend.convert import convert
 from mpishard.backend.kinds import backend_of
+from mpishard.nn.checks import check_length
 from mpishard.nn.device_attention import AttentionShape, FusedMixing, choose_mixing, fused_mixing
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
@@ -284,6 +285,11 @@ class CausalSelfAttention(Layer):
         -------
         array, shape (n, width)
             The rows that this rank holds, in the memory of `work`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the rows are no whole sequences of `length`.
         """
         qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
         fused = self._fused_in_rows(qkv_nd, work, length)
@@ -375,6 +381,8 @@ class CausalSelfAttention(Layer):
             In the memory of `work`.
         """
         fused, x_nc, heads, o_nc, logsum = work.kept[self.role]
+        if length != logsum.shape[-1]:
+            raise ValueError(f"length={length} is not that of the forward pass, {logsum.shape[-1]}")
         if fused is None:
             dqkv_nd = self._dqkv(dy_nc, heads, o_nc, logsum, work, length)
         else:
@@ -503,5 +511,6 @@ class CausalSelfAttention(Layer):
     def _shape_of_heads(self, qkv_nd: Array, length: int) -> tuple[int, ...]:
         """By slice: kinds, sequences, heads of keys and values, positions, channels."""
         (rows, columns), slices = qkv_nd.shape, len(self.tensor.slices.own)
+        length = check_length(rows, length)
         groups = columns // (self.kinds * self.head_width) // slices
         return slices, self.kinds, rows // length, groups, length, self.head_width

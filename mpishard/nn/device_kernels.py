@@ -21,8 +21,10 @@ from mpishard.backend.array import empty, module_of
 from mpishard.backend.cuda_source import CudaSource
 from mpishard.backend.kinds import backend_of
 from mpishard.backend.streams import PendingNumber
+from mpishard.nn.checks import same_extents
 
 Array = Any
+Indices = Any
 
 
 WARP = 32
@@ -60,6 +62,11 @@ def launch(
             raise ValueError(
                 f"{name} takes C-contiguous arrays, got one of shape {each.shape} with strides {each.strides}; copy it "
                 "to contiguous memory first"
+            )
+        if hasattr(each, "flags") and type(each) is not type(like):
+            raise TypeError(
+                f"{name} takes arrays of one kind, got a {type(each).__module__}.{type(each).__name__} of shape "
+                f"{each.shape} beside a {type(like).__module__}.{type(like).__name__}; copy it to the device first"
             )
     function = source(file).function(name, REAL=like.dtype, STORED=(like if stored is None else stored).dtype)
     cuda_source.launch(function, blocks, threads, *arguments, shared=shared)
@@ -213,14 +220,16 @@ COUNTED_ROWS = 2**15
 SUMMED_ROWS = 32
 
 
-def lookup(weight_vc: Array, indices_n: Array, y_nc: Array, first: int) -> None:
+@same_extents
+def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count: int) -> None:
     rows, columns = y_nc.shape
     blocks, threads = tile_blocks(y_nc, rows, columns, ROWS)
-    scalars = first, len(weight_vc), rows, columns, ROWS
+    scalars = first, len(weight_vc), count, rows, columns, ROWS
     launch("embedding", "lookup", y_nc, None, blocks, threads, weight_vc, indices_n, y_nc, *scalars)
 
 
-def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array, first: int) -> None:
+@same_extents
+def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int) -> None:
     rows, columns = dy_nc.shape
     if rows == 0:
         return
@@ -236,6 +245,7 @@ def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array, first: int) -
     launch("embedding", "add_runs", dy_nc, None, blocks, 8 * WARP, dy_nc, keys_n, dweight_vc, rows, columns)
 
 
+@same_extents
 def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
     rows, columns = y_nc.shape
     blocks, threads = tile_blocks(y_nc, rows, columns, ROWS)
@@ -243,6 +253,7 @@ def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
     launch("activations", "add_bias", y_nc, None, blocks, threads, y_nc, bias_c, residual_nc, *scalars)
 
 
+@same_extents
 def layer_norm(
     x_nc: Array, weight_c: Array, bias_c: Array, y_nc: Array, mean_n: Array, scale_n: Array, epsilon: float
 ) -> None:
@@ -252,6 +263,7 @@ def layer_norm(
     launch("norms", "layer_norm", x_nc, y_nc, *row_blocks(rows, team), *given)
 
 
+@same_extents
 def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon: float) -> None:
     rows, columns = x_nc.shape
     team = row_team(x_nc, columns, ROW_TEAM, HELD_PACKS_FORWARD)
@@ -259,6 +271,7 @@ def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon:
     launch("norms", "rms_norm", x_nc, y_nc, *row_blocks(rows, team), *given)
 
 
+@same_extents
 def layer_norm_backward(
     dy_nc: Array,
     x_nc: Array,
@@ -272,6 +285,7 @@ def layer_norm_backward(
     _norm_backward(dy_nc, x_nc, mean_n, scale_n, weight_c, dx_nc, (dweight_c, dbias_c))
 
 
+@same_extents
 def rms_norm_backward(
     dy_nc: Array, x_nc: Array, scale_n: Array, weight_c: Array, dx_nc: Array, dweight_c: Array
 ) -> None:
@@ -317,12 +331,14 @@ def _norm_backward(
     _add_sums(partial, parts, *sums)
 
 
+@same_extents
 def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
     rows, columns = x_nc.shape
     blocks, threads = tile_blocks(x_nc, rows, columns, ROWS)
     launch("activations", "gelu", x_nc, y_nc, blocks, threads, x_nc, bias_c, y_nc, rows, columns, ROWS)
 
 
+@same_extents
 def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
     rows, columns = dx_nc.shape
     if not dx_nc.size:
@@ -355,29 +371,33 @@ def gelu_backward_of_rounded(dx_nc: Array, before_nc: Array, dbias_c: Array) -> 
     _add_sums(partial, parts, dbias_c)
 
 
+@same_extents
 def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
     blocks = ceiling(gate_nc.size, THREADS * columns_of_pack(gate_nc))
     launch("activations", "swiglu", gate_nc, y_nc, blocks, THREADS, gate_nc, up_nc, y_nc, gate_nc.size)
 
 
+@same_extents
 def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
     blocks = ceiling(dy_nc.size, THREADS * columns_of_pack(dy_nc))
     launch("activations", "swiglu_backward", dy_nc, None, blocks, THREADS, dgate_nc, dup_nc, dy_nc, dy_nc.size)
 
 
-def drop(x_nc: Array, keys_n: Array, positions_n: Array, rate: float) -> None:
+@same_extents
+def drop(x_nc: Array, keys_n: Indices, positions_n: Indices, rate: float) -> None:
     rows, columns = x_nc.shape
     blocks, threads = tile_blocks(x_nc, rows, columns, ROWS)
     scalars = rate, 1 / (1 - rate), rows, columns, ROWS
     launch("activations", "drop", x_nc, None, blocks, threads, x_nc, keys_n, positions_n, *scalars)
 
 
-def cross_entropy(logits_nv: Array, targets_n: Array) -> SupportsFloat:
+@same_extents
+def cross_entropy(logits_nv: Array, targets_n: Indices) -> SupportsFloat:
     return cross_entropy_rounded(logits_nv, targets_n, logits_nv, logits_nv.shape[1], 1)
 
 
 def cross_entropy_rounded(
-    logits_np: Array, targets_n: Array, gradient_np: Array, columns: int, scale: float
+    logits_np: Array, targets_n: Indices, gradient_np: Array, columns: int, scale: float
 ) -> SupportsFloat:
     rows, stride = logits_np.shape
     losses_n = empty(rows, np.float64, like=logits_np)
@@ -393,21 +413,26 @@ def cross_entropy_rounded(
     return _sum(losses_n)
 
 
+@same_extents
 def row_maximum(logits_nv: Array, top_n: Array) -> None:
     rows, columns = logits_nv.shape
     team = row_team(logits_nv, columns, LOGITS_TEAM)
     launch("loss", "row_maximum", logits_nv, None, *row_blocks(rows, team), logits_nv, top_n, rows, columns, team)
 
 
-def exponentials(logits_nv: Array, targets_n: Array, top_n: Array, total_n: Array, picked_n: Array, first: int) -> None:
+@same_extents
+def exponentials(
+    logits_nv: Array, targets_n: Indices, top_n: Array, total_n: Array, picked_n: Array, first: int, count: int
+) -> None:
     rows, columns = logits_nv.shape
     team = row_team(logits_nv, columns, LOGITS_TEAM)
-    given = logits_nv, targets_n, top_n, total_n, picked_n, first, rows, columns, team
+    given = logits_nv, targets_n, top_n, total_n, picked_n, first, count, rows, columns, team
     launch("loss", "exponentials", logits_nv, None, *row_blocks(rows, team), *given)
 
 
+@same_extents
 def cross_entropy_of_sums(
-    weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int
+    weights_nv: Array, targets_n: Indices, total_n: Array, picked_n: Array, first: int
 ) -> SupportsFloat:
     rows, columns = weights_nv.shape
     losses_n = empty(rows, np.float64, like=weights_nv)

@@ -20,6 +20,7 @@ from mpishard.backend.array import module_of
 from mpishard.backend.convert import BITS, convert
 
 Array = Any
+Indices = Any  # arrays of int64
 
 # GELU in its tanh form is h * sigmoid(2 u) with u = sqrt(2 / pi) (h + 0.044715 h^3).
 # Python numbers, since a scalar of NumPy would widen float32 arrays.
@@ -37,15 +38,16 @@ def _store(y: Array, values: Array) -> None:
         y[...] = values
 
 
-def lookup(weight_vc: Array, indices_n: Array, y_nc: Array, first: int) -> None:
-    """``y[n] = weight[indices[n] - first]``, and 0 for indices outside of the table."""
+def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count: int) -> None:
+    """``y[n] = weight[indices[n] - first]``, 0 where that is outside of the table, and NaN where no rank has it."""
     rows_n = indices_n - first
     inside_n = (rows_n >= 0) & (rows_n < len(weight_vc))
     y_nc[...] = 0
+    y_nc[(indices_n < 0) | (indices_n >= count)] = np.nan
     y_nc[inside_n] = weight_vc[rows_n[inside_n]]
 
 
-def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array, first: int) -> None:
+def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int) -> None:
     """``dweight[indices[n] - first] += dy[n]`` where that is inside; the adjoint of a lookup."""
     xp = module_of(dy_nc)
     rows_n = indices_n - first
@@ -151,7 +153,7 @@ def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
     dup_nc *= dy_nc
 
 
-def drop(x_nc: Array, keys_n: Array, positions_n: Array, rate: float) -> None:
+def drop(x_nc: Array, keys_n: Indices, positions_n: Indices, rate: float) -> None:
     """``x = 0`` where a number in [0, 1), drawn for each key, position and channel, is below `rate`, else
     ``x / (1 - rate)``.
 
@@ -264,21 +266,19 @@ def causal_softmax_backward(
         _store(drounded_gtt[:, start : start + keys, start:], dscores_gkq)
 
 
-def cross_entropy(logits_nv: Array, targets_n: Array) -> SupportsFloat:
-    """Sum over rows of ``-log softmax(logits)[target]`` in nats; `logits` becomes the gradient of that sum."""
+def cross_entropy(logits_nv: Array, targets_n: Indices) -> SupportsFloat:
+    """Sum over rows of ``-log softmax(logits)[target]`` in nats; `logits` becomes the gradient of that sum.
+
+    Both are NaN in a row whose target is no column.
+    """
     xp = module_of(logits_nv)
-    rows = xp.arange(len(targets_n))
-    logits_nv -= logits_nv.max(axis=1)[:, None]
-    picked_n = logits_nv[rows, targets_n].astype(np.float64)
-    xp.exp(logits_nv, out=logits_nv)
-    total_n = logits_nv.sum(axis=1)
-    logits_nv /= total_n[:, None]
-    logits_nv[rows, targets_n] -= 1
-    return float((xp.log(total_n.astype(np.float64)) - picked_n).sum())
+    total_n, picked_n = xp.empty((2, len(targets_n)), logits_nv.dtype)
+    exponentials(logits_nv, targets_n, logits_nv.max(axis=1), total_n, picked_n, 0, logits_nv.shape[1])
+    return cross_entropy_of_sums(logits_nv, targets_n, total_n, picked_n, 0)
 
 
 def cross_entropy_rounded(
-    logits_np: Array, targets_n: Array, gradient_np: Array, columns: int, scale: float
+    logits_np: Array, targets_n: Indices, gradient_np: Array, columns: int, scale: float
 ) -> SupportsFloat:
     """`cross_entropy` of the first columns; `gradient` gets its gradient times a scale, and zeros in the other columns.
 
@@ -297,10 +297,13 @@ def row_maximum(logits_nv: Array, top_n: Array) -> None:
     top_n[...] = logits_nv.max(axis=1) if logits_nv.shape[1] else -np.inf
 
 
-def exponentials(logits_nv: Array, targets_n: Array, top_n: Array, total_n: Array, picked_n: Array, first: int) -> None:
+def exponentials(
+    logits_nv: Array, targets_n: Indices, top_n: Array, total_n: Array, picked_n: Array, first: int, count: int
+) -> None:
     """Logits become ``exp(logits - top)``; `total` their sums, `picked` the logit of the target, less the top.
 
-    Columns are a slice of the vocabulary from `first` on; `picked` is 0 where the target is outside.
+    Columns are a slice of the `count` of the vocabulary from `first` on; `picked` is 0 where the target is outside of
+    the slice, `total` NaN where it is outside of the vocabulary.
     """
     xp = module_of(logits_nv)
     columns_n = targets_n - first
@@ -310,10 +313,11 @@ def exponentials(logits_nv: Array, targets_n: Array, top_n: Array, total_n: Arra
     picked_n[rows] = logits_nv[rows, columns_n[rows]]
     xp.exp(logits_nv, out=logits_nv)
     total_n[...] = logits_nv.sum(axis=1)
+    total_n[(targets_n < 0) | (targets_n >= count)] = np.nan
 
 
 def cross_entropy_of_sums(
-    weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int
+    weights_nv: Array, targets_n: Indices, total_n: Array, picked_n: Array, first: int
 ) -> SupportsFloat:
     """The rest of `cross_entropy`, from what `exponentials` left, with `total` and `picked` of the whole vocabulary."""
     xp = module_of(weights_nv)

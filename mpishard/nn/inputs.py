@@ -114,9 +114,12 @@ def _draws(seed: int, samples: Any, step: int, size: int, length: int, first: in
     """The key of the dropout masks of some sequences of a batch; None if no samples are given."""
     if samples is None:
         return None
-    if np.shape(samples) != (size,):
-        raise ValueError(f"samples has shape {np.shape(samples)}, but there are {size} sequences: give one number each")
-    return Draws(seed, step, tuple(int(each) for each in samples[first:last]), length)
+    samples = np.asarray(to_host(samples) if is_array(samples) else samples)
+    if samples.shape != (size,):
+        raise ValueError(f"samples has shape {samples.shape}, but there are {size} sequences: give one number each")
+    if size and samples.dtype.kind not in "iu":
+        raise TypeError(f"samples must be integers, got {samples.dtype}")
+    return Draws(seed, step, tuple(samples[first:last].tolist()), length)
 
 
 def check_tokens(what: str, tokens: np.ndarray, vocabulary_size: int) -> None:

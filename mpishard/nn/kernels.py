@@ -18,6 +18,7 @@ import numpy as np
 
 from mpishard.backend.compiled import HostFunction, before_compiling
 from mpishard.compression.kernels import upper_half
+from mpishard.nn.checks import same_extents
 from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE, GOLDEN, MIX_1, MIX_2
 
 Array = Any
@@ -166,6 +167,7 @@ def _define_wide_vectors() -> None:
 LLAMA_GROUP = KernelGroup()
 
 
+@same_extents
 @LLAMA_GROUP.kernel
 def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon: float) -> None:
     rows, columns = x_nc.shape
@@ -182,6 +184,7 @@ def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon:
         scale_n[n] = scale
 
 
+@same_extents
 @LLAMA_GROUP.kernel
 def rms_norm_backward(
     dy_nc: Array, x_nc: Array, scale_n: Array, weight_c: Array, dx_nc: Array, dweight_c: Array
@@ -200,6 +203,7 @@ def rms_norm_backward(
             dx_nc[n, c] += scale * (dy_nc[n, c] * weight_c[c] - x_nc[n, c] * along)
 
 
+@same_extents
 @LLAMA_GROUP.kernel
 def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
     wide_vectors()
@@ -219,6 +223,7 @@ def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
             up_nc[n, c] = silu
 
 
+@same_extents
 @LLAMA_GROUP.kernel
 def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
     rows, columns = dy_nc.shape
@@ -269,6 +274,7 @@ def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int
                     x[2 * p + 1] = second * cos[p] + first * (sign * sin[p])
 
 
+@same_extents
 @kernel_apart
 def drop(x_nc: Array, keys_n: Indices, positions_n: Indices, rate: float) -> None:
     rows, columns = x_nc.shape
@@ -293,19 +299,26 @@ GROUP = KernelGroup()
 LANES = 16
 
 
+@same_extents
 @GROUP.kernel
-def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int) -> None:
+def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count: int) -> int:
     rows, columns = y_nc.shape
+    outside = 0
     for n in range(rows):
         v = indices_n[n] - first
         if 0 <= v < weight_vc.shape[0]:
             for c in range(columns):
                 y_nc[n, c] = weight_vc[v, c]
         else:
+            inside = 0 <= indices_n[n] < count
+            outside += not inside
+            nothing = y_nc.dtype.type(0 if inside else np.nan)
             for c in range(columns):
-                y_nc[n, c] = 0
+                y_nc[n, c] = nothing
+    return outside
 
 
+@same_extents
 @GROUP.kernel
 def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int) -> None:
     rows, columns = dy_nc.shape
@@ -316,6 +329,7 @@ def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int)
                 dweight_vc[v, c] += dy_nc[n, c]
 
 
+@same_extents
 @GROUP.kernel
 def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
     rows, columns = y_nc.shape
@@ -324,6 +338,7 @@ def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
             y_nc[n, c] += bias_c[c] + residual_nc[n, c]
 
 
+@same_extents
 @GROUP.kernel
 def layer_norm(
     x_nc: Array, weight_c: Array, bias_c: Array, y_nc: Array, mean_n: Array, scale_n: Array, epsilon: float
@@ -349,6 +364,7 @@ def layer_norm(
         scale_n[n] = scale
 
 
+@same_extents
 @GROUP.kernel
 def layer_norm_backward(
     dy_nc: Array,
@@ -382,6 +398,7 @@ def layer_norm_backward(
             dx_nc[n, c] += scale * (dy_nc[n, c] * weight_c[c] - plain - normed * along)
 
 
+@same_extents
 @GROUP.kernel
 def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
     wide_vectors()
@@ -403,6 +420,7 @@ def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
             x_nc[n, c] = s + y * rest * outer * (one + cubic3 * square)
 
 
+@same_extents
 @GROUP.kernel
 def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
     rows, columns = dx_nc.shape
@@ -511,9 +529,14 @@ def causal_softmax_backward(
             dscores_gtt[g, start + j, start : start + j] = 0
 
 
+@same_extents
 @GROUP.kernel
 def cross_entropy(logits_nv: Array, targets_n: Indices) -> float:
     rows, columns = logits_nv.shape
+    # Before anything is written, so that the logits stay as they are.
+    for n in range(rows):
+        if not 0 <= targets_n[n] < columns:
+            return np.nan
     loss = 0.0
     for n in range(rows):
         top = logits_nv[n, 0]
@@ -534,6 +557,7 @@ def cross_entropy(logits_nv: Array, targets_n: Indices) -> float:
     return loss
 
 
+@same_extents
 @kernel_apart
 def row_maximum(logits_nv: Array, top_n: Array) -> None:
     rows, columns = logits_nv.shape
@@ -545,9 +569,10 @@ def row_maximum(logits_nv: Array, top_n: Array) -> None:
         top_n[n] = top
 
 
+@same_extents
 @kernel_apart
 def exponentials(
-    logits_nv: Array, targets_n: Indices, top_n: Array, total_n: Array, picked_n: Array, first: int
+    logits_nv: Array, targets_n: Indices, top_n: Array, total_n: Array, picked_n: Array, first: int, count: int
 ) -> None:
     rows, columns = logits_nv.shape
     for n in range(rows):
@@ -559,9 +584,10 @@ def exponentials(
             weight = exp(logits_nv[n, v] - top)
             logits_nv[n, v] = weight
             total += weight
-        total_n[n] = total
+        total_n[n] = total if 0 <= targets_n[n] < count else np.nan
 
 
+@same_extents
 @kernel_apart
 def cross_entropy_of_sums(weights_nv: Array, targets_n: Indices, total_n: Array, picked_n: Array, first: int) -> float:
     rows, columns = weights_nv.shape

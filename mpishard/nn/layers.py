@@ -304,11 +304,21 @@ class Dropout(Layer):
         -------
         array, shape (n, width)
             `x_nc` itself.
+
+        Raises
+        ------
+        ValueError
+            If there are more rows than the samples of `Workspace.draws` have.
         """
         draws: Draws | None = work.draws
         if draws is None or not self.rate:
             return x_nc
         first = self.tensor.first_row(work.rows)
+        if first + len(x_nc) > len(draws.samples) * draws.length:
+            raise ValueError(
+                f"x_nc has {len(x_nc)} rows from row {first} on, but {len(draws.samples)} samples of length="
+                f"{draws.length} have {len(draws.samples) * draws.length}"
+            )
         # Most samples have many rows: one key each.
         keys_b = np.array(
             [key(draws.seed, "dropout", draws.step, each, self.name) for each in draws.samples], np.uint64

@@ -112,7 +112,14 @@ class RopeScaling:
         -------
         (array, float)
             Of the same dtype.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `length` is no number of tokens, or longrope has another number of factors.
         """
+        length = integer("length", length, least=0)
+        self.check(len(frequencies_p))
         if self.kind == "linear":
             return frequencies_p / frequencies_p.dtype.type(self.factor), 1.0
         assert self.original_context is not None
@@ -207,6 +214,11 @@ class Rotary:
         -------
         (array, array), each of shape (length, head_width / 2)
             The same arrays in every call: not to be written to.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For other numbers or dtypes.
         """
         return _tables(self, head_width, length, np.dtype(dtype), module)
 
@@ -228,7 +240,14 @@ class Rotary:
         -------
         (array, array), each of shape (stop - start, head_width / 2)
             Not to be written to.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For other numbers or dtypes.
         """
+        if not 0 <= start <= stop:
+            raise ValueError(f"positions from start={start} to stop={stop} are none of a sequence")
         length = -(-stop // _TABLE) * _TABLE  # one table for many lengths
         if (change := self.changes_after) is not None and stop <= change:
             length = min(length, change)
@@ -246,6 +265,10 @@ class Rotary:
 # One entry serves all blocks of a model; ragged batches and the growing text of a generation have others.
 @functools.lru_cache(maxsize=16)
 def _tables(rotary: Rotary, head_width: int, length: int, dtype: np.dtype, module: Any) -> tuple[Array, Array]:
+    head_width, length = integer("head_width", head_width, least=0), integer("length", length, least=0)
+    rotary.check(head_width)
+    if dtype not in (np.float32, np.float64):
+        raise TypeError(f"dtype={dtype} of rotary positions must be float32 or float64")
     exponents_p = np.arange(0, head_width, 2, dtype=dtype) / dtype.type(head_width)
     frequencies_p, factor = 1 / dtype.type(rotary.theta) ** exponents_p, 1.0
     if rotary.scaling is not None:

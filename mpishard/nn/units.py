@@ -7,15 +7,18 @@ whose vocabulary may be split over it (Shoeybi et al., 2019, section 3).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import numpy as np
 
+from mpishard.arguments import integer
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.nn import device_kernels
 from mpishard.nn.block import TransformerBlock
+from mpishard.nn.checks import check_length, refuse_outside, same_extents
 from mpishard.nn.layers import Draws, Dropout, Layer, operations
 from mpishard.nn.linear import Linear, TiedLinear
 from mpishard.nn.norms import LayerNorm, Norm
@@ -24,6 +27,7 @@ from mpishard.nn.tensor_parallel import ALONE, FORWARD, GatherColumns, TensorPar
 from mpishard.nn.workspace import KeyValueCache, Workspace
 
 Array = Any
+Indices = Any
 
 
 class Embedding(Layer):
@@ -69,7 +73,7 @@ class Embedding(Layer):
         Parameters
         ----------
         indices_n : array of int64, shape (n,)
-            Checked by the caller; they must stay as they are until `backward`.
+            From 0 to ``count - 1``; they must stay as they are until `backward`.
         work : Workspace
             Memory of the micro-batch.
         out_nc : array, shape (n, width), optional
@@ -79,11 +83,19 @@ class Embedding(Layer):
         -------
         array, shape (n, width)
             Zeros for indices of which another rank has the row.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an index is out of range, or an array has another shape or dtype.  On a device the host does not wait for
+            the indices: the rows of those out of range are NaN instead.
         """
         work.kept[self.role] = indices_n
         if out_nc is None:
             out_nc = work.save(f"{self.role}.y", len(indices_n), self.width)
-        self.ops.lookup(self.parameters[self.weight_name], indices_n, out_nc, self.first)
+        # None on a device.
+        if self.ops.lookup(self.parameters[self.weight_name], indices_n, out_nc, self.first, self.count):
+            refuse_outside("indices_n", indices_n, self.count)
         return out_nc
 
     def backward(self, dy_nc: Array, work: Workspace) -> None:
@@ -125,11 +137,25 @@ class PositionEmbedding(Embedding):
             Sequences of t tokens.
         starts : sequence of int, optional
             The position of the first token of each sequence; default: 0.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the array has another shape, or a position is out of range.
         """
-        length = x_btc.shape[1]
+        length = self._length(x_btc)
         if starts is None and self.module is not np:
             x_btc += self.parameters[self.weight_name][:length]
             return
+        if starts is not None:
+            if len(starts) != len(x_btc):
+                raise ValueError(f"there are {len(starts)} starts, but {len(x_btc)} sequences: give one position each")
+            for start in starts:
+                if integer("each of starts", start, least=0) + length > self.count:
+                    raise ValueError(
+                        f"a sequence of {length} tokens from position start={start} on ends beyond the {self.count} "
+                        f"positions of {self.weight_name}"
+                    )
         # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
         for x_tc, first in zip(x_btc, starts or [0] * len(x_btc), strict=True):
             x_tc += self.parameters[self.weight_name][first : first + length]
@@ -144,13 +170,22 @@ class PositionEmbedding(Embedding):
         work : Workspace
             That of the forward pass.
         """
-        rows_tc = self._gradient_to_add_to(self.weight_name)[: dx_btc.shape[1]]
+        rows_tc = self._gradient_to_add_to(self.weight_name)[: self._length(dx_btc)]
         if self.module is not np:
             rows_tc += dx_btc.sum(axis=0)
         else:
             for dx_tc in dx_btc:
                 rows_tc += dx_tc
         self._finished(self.weight_name, work)
+
+    def _length(self, x_btc: Array) -> int:
+        """Tokens of the sequences; ValueError if they have more positions or other channels than there are."""
+        if x_btc.ndim != 3 or x_btc.shape[1] > self.count or x_btc.shape[2] != self.width:
+            raise ValueError(
+                f"an array of shape {x_btc.shape} are no sequences of at most {self.count} positions, the count of "
+                f"{self.weight_name}, and {self.width} channels"
+            )
+        return x_btc.shape[1]
 
 
 def cross_entropy(
@@ -170,7 +205,8 @@ def cross_entropy(
     logits_nv : float array, shape (n, v)
         This rank's columns of the logits, slice by slice (`mpishard.nn.tensor_parallel`); overwritten by the gradient.
     targets_n : int64 array, shape (n,)
-        Numbers of the right columns, of the whole vocabulary.
+        Numbers of the right columns, of the whole vocabulary.  No number says that a row is to be ignored: leave such
+        rows out of both arrays.
     tensor : TensorParallel
         With several ranks the call is collective: a maximum and two sums per row are reduced, never logits.  All ranks
         return the same loss.
@@ -185,8 +221,36 @@ def cross_entropy(
     -------
     float
         In nats, summed over the rows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a target is out of range, or an array has another shape or dtype.  With several ranks of `tensor` on all of
+        them for a target that all of them have.  The logits then hold nothing defined.
     """
-    return float(queue_cross_entropy(logits_nv, targets_n, tensor, first, work, vocabulary_size))
+    _check_rows(logits_nv, targets_n)
+    first, columns = integer("first", first, least=0), logits_nv.shape[1]
+    whole = None if vocabulary_size is None else integer("vocabulary_size", vocabulary_size, least=1)
+    if tensor.slices.total == 1:
+        here = 0, columns
+    elif work is None:
+        raise ValueError("several ranks or slices need memory for sums of each row: give work=Workspace(...)")
+    elif whole is None:
+        if len(tensor.slices.own) > 1:
+            raise ValueError("several slices a rank need vocabulary_size, the columns of all ranks; give it")
+        here = first, columns
+    else:
+        cuts = tensor.slices.rank_cuts(whole)
+        here = cuts[tensor.rank], cuts[tensor.rank + 1] - cuts[tensor.rank]
+    if (first, columns) != here:
+        raise ValueError(
+            f"first={first} and logits_nv of {columns} columns are not what tensor rank {tensor.rank} of {tensor.size} "
+            f"has of vocabulary_size={whole}: {here[1]} columns from first={here[0]} on"
+        )
+    loss = float(queue_cross_entropy(logits_nv, targets_n, tensor, first, work, whole))
+    if math.isnan(loss):  # of a device
+        _refuse_targets(logits_nv, targets_n, tensor, first, whole)
+    return loss
 
 
 def queue_cross_entropy(
@@ -197,14 +261,54 @@ def queue_cross_entropy(
     work: Workspace | None,
     vocabulary_size: int | None,
 ) -> SupportsFloat:
-    """`cross_entropy`, whose host does not wait for a device: there it is a `PendingNumber`."""
-    ops = operations(logits_nv)
-    slices = tensor.slices
-    if slices.total == 1:
-        return ops.cross_entropy(logits_nv, targets_n)
-    assert work is not None
+    """`cross_entropy`, whose host does not wait for a device: there it is a `PendingNumber`, NaN for bad targets."""
+    if tensor.slices.total == 1:
+        loss = operations(logits_nv).cross_entropy(logits_nv, targets_n)
+    else:
+        assert work is not None
+        loss = _cross_entropy_of_slices(logits_nv, targets_n, tensor, first, work, vocabulary_size)
+    if isinstance(loss, float) and math.isnan(loss):
+        _refuse_targets(logits_nv, targets_n, tensor, first, vocabulary_size)
+    return loss
+
+
+def _refuse_targets(
+    logits_nv: Array, targets_n: Array, tensor: TensorParallel, first: int, vocabulary_size: int | None
+) -> None:
+    """Raise ValueError if a target is no column, or else do nothing: the logits are NaN.
+
+    Collective over the tensor axis without `vocabulary_size`.
+    """
+    if vocabulary_size is None:
+        end = np.array([first + logits_nv.shape[1]])
+        if tensor.size > 1:
+            tensor.axis.all_reduce(end, op="max", label=FORWARD)
+        vocabulary_size = int(end[0])
+    refuse_outside(
+        "targets_n", targets_n, vocabulary_size, "; leave out the rows whose target is to be ignored, as torch's -100"
+    )
+
+
+@same_extents
+def _check_rows(logits_nv: Array, targets_n: Indices) -> None: ...
+
+
+def _cross_entropy_of_slices(
+    logits_nv: Array,
+    targets_n: Array,
+    tensor: TensorParallel,
+    first: int,
+    work: Workspace,
+    vocabulary_size: int | None,
+) -> SupportsFloat:
+    _check_rows(logits_nv, targets_n)
+    if not logits_nv.flags.c_contiguous:
+        raise ValueError(f"logits_nv of strides {logits_nv.strides} must be C-contiguous: its slices are views")
+    ops, slices = operations(logits_nv), tensor.slices
     rows = len(targets_n)
     columns = logits_nv.shape[1] if vocabulary_size is None else vocabulary_size
+    if vocabulary_size is None:  # only the last rank knows how many there are
+        vocabulary_size = columns + first if tensor.rank == tensor.size - 1 else np.iinfo(np.int64).max
     logits_snv = slices.column_slices(logits_nv, columns)
     starts = [first + offset for offset in slices.offsets(columns)] if len(logits_snv) > 1 else [first]
     top_n = work.borrow("largest logits", rows)
@@ -217,7 +321,9 @@ def queue_cross_entropy(
         tensor.axis.all_reduce(top_n, op="max", label=FORWARD)
     sums_2n = slices.all_reduce(
         slices.add(
-            lambda index, out_2n: ops.exponentials(logits_snv[index], targets_n, top_n, *out_2n, starts[index]),
+            lambda index, out_2n: ops.exponentials(
+                logits_snv[index], targets_n, top_n, *out_2n, starts[index], vocabulary_size
+            ),
             lambda depth: work.borrow(f"sums of exponentials, and targets {depth}", 2, rows),
         ),
         FORWARD,
@@ -246,6 +352,15 @@ class Batch:
     draws: Draws | None = None  # None: nothing is dropped
     # Keys and values of earlier tokens of the sequences, which continue there; for predictions.
     cache: KeyValueCache | None = None
+
+    def __post_init__(self) -> None:
+        self.length = check_length(self.rows, self.length)
+        if self.targets_n is not None and self.targets_n.shape != self.tokens_n.shape:
+            raise ValueError(f"tokens_n have shape {self.tokens_n.shape}, but targets_n {self.targets_n.shape}")
+        if self.draws is not None and len(self.draws.samples) * self.length != self.rows:
+            raise ValueError(
+                f"{len(self.draws.samples)} samples of length={self.length} are not the {self.rows} tokens_n"
+            )
 
     @property
     def rows(self) -> int:
@@ -403,6 +518,8 @@ class OutputHead(Layer):
         float, or on a device `PendingNumber`
             In nats.
         """
+        if batch.targets_n is None:
+            raise ValueError("the loss needs targets, but targets_n of the batch is None; predict() needs none")
         x_nc = self.final_norm.forward(x_nc, work)
         half = rounded_dtype(self.head.matmul)
         if self.tensor.slices.total == 1 and half is not None and self.ops is device_kernels:

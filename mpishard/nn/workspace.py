@@ -89,6 +89,8 @@ class Pool:
         return view
 
     def _view(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        if min(shape, default=0) < 0:
+            raise ValueError(f"the array {name!r} of shape {shape} has a negative extent")
         size = prod(shape)
         memory = self._memory.get((name, dtype))
         if memory is None or memory.size < size:

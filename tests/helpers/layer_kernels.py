@@ -79,7 +79,7 @@ def of_rows(name: str, dtype: Any, rows: int, columns: int) -> list[list[Any]]:
     if name == "cross_entropy":
         return [[5 * x, random.integers(0, columns, rows)]]
     if name == "lookup":
-        return [[table, np.arange(rows) % 7, y, first] for first in (0, 2, 9)]
+        return [[table, np.arange(rows) % 7 - 1, y, first, 5] for first in (0, 2, 9)]
     if name == "scatter_add":
         return [[x, random.integers(0, 7, rows), table, first] for first in (0, 2, 9)]
     total, picked = normal(dtype, rows, rows, seed=1)
@@ -87,7 +87,7 @@ def of_rows(name: str, dtype: Any, rows: int, columns: int) -> list[list[Any]]:
     if name == "row_maximum":
         return [[x, total]]
     if name == "exponentials":
-        return [[5 * x, targets, 5 * x.max(axis=1), total, picked, 10]]
+        return [[5 * x, targets, 5 * x.max(axis=1), total, picked, 10, columns + 15]]
     return [[x, targets, np.abs(total) + 1, picked, 10]]
 
 

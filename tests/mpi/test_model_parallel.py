@@ -233,6 +233,23 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("bad", [VOCABULARY, -1, 2**40])
+def test_a_number_that_no_rank_has_is_an_error_on_all(mesh, bad):
+    tensor, (first, stop) = nn.TensorParallel(mesh.tensor), split(VOCABULARY, mesh.size)[mesh.rank : mesh.rank + 2]
+
+    def loss(targets, vocabulary_size):
+        given = tensor, first, nn.Workspace(float), vocabulary_size
+        return nn.cross_entropy(np.ones((3, stop - first)), np.array(targets), *given)
+
+    for vocabulary_size in (None, VOCABULARY):
+        with pytest.raises(ValueError, match=rf"targets_n\[1\]={bad} is out of range: valid are 0 to 10"):
+            loss([0, bad, VOCABULARY - 1], vocabulary_size)
+        assert loss([0, 5, VOCABULARY - 1], vocabulary_size) == pytest.approx(3 * np.log(VOCABULARY))
+    chunk = model(mesh).chunks[0]
+    with pytest.raises(ValueError, match=rf"indices_n\[2\]={bad} is out of range: valid are 0 to 10"):
+        chunk.infer(None, chunk.workspace(), Batch(np.array([0, 1, bad, 3, 4]), None, LENGTH))
+
+
 def test_heads_that_cannot_be_split(mesh):
     heads = mesh.tensor.size + 1
     with pytest.raises(ValueError, match=f"{heads} attention heads cannot be split over {heads - 1} tensor-parallel"):

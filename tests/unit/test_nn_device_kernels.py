@@ -181,7 +181,7 @@ def test_empty_vocabularies():
     """Of a rank that has no columns."""
     logits, targets = np.zeros((3, 0)), np.array([0, 1, 2])
     top, total, picked = np.zeros((3, 3))
-    compare("exponentials", [logits, targets, top, total, picked, 5])
+    compare("exponentials", [logits, targets, top, total, picked, 5, 5])
     compare("cross_entropy_of_sums", [logits, targets, total + 2, picked, 5])
     assert np.array_equal(outcome("row_maximum", [logits, top])[1], [-np.inf] * 3)
 
@@ -198,7 +198,7 @@ def test_scatter_add(dtype, counted, rows, columns, table, first, monkeypatch):
 def test_lookup_and_scatter_add_are_adjoint():
     weight, dy = normal(np.float64, (6, 20), (31, 20))
     indices = np.random.default_rng(3).integers(0, 9, 31)
-    _, _, y = outcome("lookup", [weight, indices, np.empty_like(dy), 1])
+    _, _, y = outcome("lookup", [weight, indices, np.empty_like(dy), 1, 9])
     _, _, dweight = outcome("scatter_add", [dy, indices, np.zeros_like(weight), 1])
     assert np.vdot(y, dy) == pytest.approx(np.vdot(weight, dweight), rel=1e-13)
 

@@ -3,19 +3,20 @@
 template <int N>
 __device__ __forceinline__ void lookup_tile(
     const REAL* __restrict__ weight, const long long* __restrict__ indices, REAL* __restrict__ y, long long first,
-    long long table_rows, long long rows, int columns, long long each) {
+    long long table_rows, long long count, long long rows, int columns, long long each) {
     const Tile tile = Tile::of<N>(rows, columns, each);
     if (tile.column >= columns) return;
     const bool whole_w = aligned<N>(weight), whole_y = aligned<N>(y);
     REAL part[N];
 #pragma unroll 4
     for (long long row = tile.first; row < tile.last; row++) {
-        const long long from = indices[row] - first;
+        const long long index = indices[row], from = index - first;
         if (from >= 0 && from < table_rows) {
             load_pack<N>(weight + from * columns + tile.column, whole_w, part);
         } else {
+            const REAL nothing = index >= 0 && index < count ? (REAL)0 : NOT_A_NUMBER;
 #pragma unroll
-            for (int v = 0; v < N; v++) part[v] = 0;
+            for (int v = 0; v < N; v++) part[v] = nothing;
         }
         store_pack<N>(y + row * columns + tile.column, whole_y, part);
     }
@@ -23,9 +24,9 @@ __device__ __forceinline__ void lookup_tile(
 
 extern "C" __global__ void lookup(
     const REAL* __restrict__ weight, const long long* __restrict__ indices, REAL* __restrict__ y, long long first,
-    long long table_rows, long long rows, int columns, long long each) {
-    if (columns % PACK == 0) lookup_tile<PACK>(weight, indices, y, first, table_rows, rows, columns, each);
-    else lookup_tile<1>(weight, indices, y, first, table_rows, rows, columns, each);
+    long long table_rows, long long count, long long rows, int columns, long long each) {
+    if (columns % PACK == 0) lookup_tile<PACK>(weight, indices, y, first, table_rows, count, rows, columns, each);
+    else lookup_tile<1>(weight, indices, y, first, table_rows, count, rows, columns, each);
 }
 
 // What is sorted: the row of the table in the upper half, that of dy in the lower one.  So equal tokens stand together,

@@ -15,6 +15,12 @@ __device__ __forceinline__ void load_logits(const REAL* p, bool whole, int left,
             if (v >= left) x[v] = NEGATIVE_INFINITY;
 }
 
+// The target of a row, or -1 if it is no column: then the loss and the gradient of the row are NaN.
+__device__ __forceinline__ int target_of(const long long* targets, long long row, int columns) {
+    const long long target = targets[row];
+    return target >= 0 && target < columns ? (int)target : -1;
+}
+
 // The gradient may lie where the logits are.  Rows are `stride` elements apart, where the gradient has zeros behind the
 // last column.
 template <int N>
@@ -25,12 +31,13 @@ __device__ __forceinline__ void cross_entropy_of_row(
     if (team.row >= rows) return;
     REAL* const row = logits + team.row * stride;
     const int step = size * N, first = team.lane * N;
-    const REAL picked = row[targets[team.row]];  // before anybody writes
+    const int column = target_of(targets, team.row, columns);
+    const REAL picked = column < 0 ? NOT_A_NUMBER : row[column];  // before anybody writes
     // From the first logit of this thread on: logits of the row, with and without a gap behind them, and the place of
     // the target.
     REAL* const x = row + first;
     STORED* const y = gradient + team.row * stride + first;
-    const int left = columns - first, until = stride - first, target = (int)targets[team.row] - first;
+    const int left = columns - first, until = stride - first, target = column - first;
     const bool whole = aligned<N>(x), whole_y = aligned<N>(y);
     REAL held[HELD], part[N];
     REAL top = NEGATIVE_INFINITY, total = 0;
@@ -53,7 +60,7 @@ __device__ __forceinline__ void cross_entropy_of_row(
                 total += held[k * N + v];
             }
     total = team.sum(total);
-    const REAL share = scale / total;
+    const REAL share = column < 0 ? NOT_A_NUMBER : scale / total;
     __syncwarp();  // `picked` has been read: the sums of a warp are shuffles, which order no memory
 #pragma unroll
     for (int k = 0; k < HELD / N; k++)
@@ -117,7 +124,7 @@ __device__ __forceinline__ void cross_entropy_in_turns(
         STORED* const y = gradient + row * stride;
         const REAL* const packs = SHARED ? places[0].of : logits + own.first;
         const int next_packs = row + gridDim.x < rows ? next.packs : 0;
-        const int single = own.single(lane), target = (int)targets[row];
+        const int single = own.single(lane), target = target_of(targets, row, columns);
         REAL of_single = single < 0 ? NEGATIVE_INFINITY : x[single], top = of_single, part[PACK];
         if (SHARED) end_copies();
 #pragma unroll 4
@@ -139,8 +146,8 @@ __device__ __forceinline__ void cross_entropy_in_turns(
             if (SHARED) store_pack<PACK>(places[p].of, true, part);
         }
         total = team.sum(total);
-        const REAL share = scale / total;
-        const bool has_target = lane == own.owner(target);
+        const REAL share = target < 0 ? NOT_A_NUMBER : scale / total;
+        const bool has_target = target >= 0 && lane == own.owner(target);
         const REAL picked = has_target ? x[target] - top : (REAL)0;  // before this thread stores there
 #pragma unroll 4
         for (int p = lane; p < columns / PACK; p += LONG_TEAM) {
@@ -158,6 +165,7 @@ __device__ __forceinline__ void cross_entropy_in_turns(
             store(y + target, exponential(picked) * share - scale);
             losses[row] = log((double)total) - (double)picked;
         }
+        if (target < 0 && lane == 0) losses[row] = NOT_A_NUMBER;
     }
 }
 
@@ -198,12 +206,12 @@ extern "C" __global__ void __launch_bounds__(1024) row_maximum(
 template <int N>
 __device__ __forceinline__ void exponentials_of_row(
     REAL* logits, const long long* targets, const REAL* tops, REAL* totals, REAL* picked, long long first,
-    long long rows, int columns, int size) {
+    long long count, long long rows, int columns, int size) {
     const Team team(size);
     if (team.row >= rows) return;
     REAL* const x = logits + team.row * columns;
     const bool whole = aligned<N>(x);
-    const long long target = targets[team.row] - first;
+    const long long number = targets[team.row], target = number - first;
     const REAL top = tops[team.row];
     REAL total = 0, part[AT_ONCE * N];
     if (team.lane == 0 && (target < 0 || target >= columns)) picked[team.row] = 0;
@@ -227,15 +235,15 @@ __device__ __forceinline__ void exponentials_of_row(
         }
     }
     total = team.sum(total);
-    if (team.lane == 0) totals[team.row] = total;
+    if (team.lane == 0) totals[team.row] = number >= 0 && number < count ? total : NOT_A_NUMBER;
 }
 
 extern "C" __global__ void __launch_bounds__(1024) exponentials(
     REAL* logits, const long long* targets, const REAL* tops, REAL* totals, REAL* picked, long long first,
-    long long rows, int columns, int size) {
+    long long count, long long rows, int columns, int size) {
     if (columns % PACK == 0)
-        exponentials_of_row<PACK>(logits, targets, tops, totals, picked, first, rows, columns, size);
-    else exponentials_of_row<1>(logits, targets, tops, totals, picked, first, rows, columns, size);
+        exponentials_of_row<PACK>(logits, targets, tops, totals, picked, first, count, rows, columns, size);
+    else exponentials_of_row<1>(logits, targets, tops, totals, picked, first, count, rows, columns, size);
 }
 
 extern "C" __global__ void losses_of_sums(const REAL* total, const REAL* picked, double* losses, long long rows) {

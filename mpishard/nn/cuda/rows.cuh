@@ -6,6 +6,7 @@
 
 #define PACK ((int)(16 / sizeof(REAL)))
 #define NEGATIVE_INFINITY (-(REAL)__uint_as_float(0x7f800000u))
+#define NOT_A_NUMBER ((REAL)__uint_as_float(0x7fc00000u))
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
