@@ -162,7 +162,7 @@ class _Runs:
             if is_of_mpi(error):
                 raise
             where = f"rank {first}" if own.size == 1 else f"ranks {first} to {first + own.size - 1}"
-            text = f"case {number} of {len(self._cases)} failed on {where}: {type(error).__name__}: {error}"
+            text = f"cases[{number}] of {len(self._cases)} failed on {where}: {type(error).__name__}: {error}"
             if own.rank == 0:
                 log.warn(f"{text}; the other cases continue")
             return _Failure(text, "".join(traceback.format_exception(error)))
@@ -170,7 +170,7 @@ class _Runs:
             try:
                 self._record.save(number, value)
             except (OSError, TypeError, ValueError) as error:
-                log.warn(f"the result of case {number} is not saved, and resume=True will run it again: {error}")
+                log.warn(f"the result of cases[{number}] is not saved, and resume=True will run it again: {error}")
         return packed
 
 
@@ -219,7 +219,7 @@ class _Record:
                 raise ValueError(f"{self._path(number)} is no result of a case: {error!r}; remove it") from None
             if case != self._texts[number]:
                 raise ValueError(
-                    f"{self._folder} has the result of another case {number}: {shown(case)}, and now it is "
+                    f"{self._folder} has the result of another case for cases[{number}]: {shown(case)}, and now it is "
                     f"{shown(self._texts[number])}; give other cases a folder of their own"
                 )
         return results

@@ -75,7 +75,7 @@ def test_a_failed_case_is_reported_and_the_others_run(mesh, comm, capfd, same_on
     assert [results[number] for number in (0, 1, 6)] == [0, 1, 6]
     for number, text in ((2, "ZeroDivisionError: no misfit"), (3, "ValueError: "), (4, "pickle"), (5, "SystemExit: 3")):
         assert isinstance(results[number], RuntimeError)
-        assert f"case {number} of 7 failed on rank" in str(results[number]) and text in str(results[number])
+        assert f"cases[{number}] of 7 failed on rank" in str(results[number]) and text in str(results[number])
     assert "in run" in results[2].__notes__[0]
     said = "".join(comm.allgather(capfd.readouterr().err))
     assert said.count("the other cases continue") == 4
@@ -108,7 +108,7 @@ def test_a_run_that_resumes_repeats_no_case_that_is_done(mesh, comm, folder):
     with pytest.raises(ValueError, match=r"has the results of 5 of 5 cases; resume=True takes them"):
         mpishard.map_runs(run, cases, mesh, folder=place)
     cases[1] = {"weight": 9.0, "start": 0}
-    with pytest.raises(ValueError, match=r"has the result of another case 1: .*weight: 1.* now it is .*weight: 9"):
+    with pytest.raises(ValueError, match=r"another case for cases\[1\]: .*weight: 1.* now it is .*weight: 9"):
         mpishard.map_runs(run, cases, mesh, folder=place, resume=True)
     if mesh.rank == 0:
         (place / "case-1.json").write_text(json.dumps({"case": "x", "result": {"array": 3}}))
