@@ -6,6 +6,7 @@ The cases enter, their results leave, in order.  `map_runs` deals them out, `_Re
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import traceback
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from mpishard.arguments import flag, integer, shown
 from mpishard.comm.agreement import agree_on_settings, text_of
@@ -57,7 +59,9 @@ def map_runs(
         numbers, strings, arrays, and lists, tuples, dictionaries and `OptimizeResult` of these; one that does not is
         returned, and a warning says that it is not saved.
     resume : bool
-        Take the results that are in `folder`, and run the other cases only.
+        Take the results that are in `folder`, and run the other cases only.  Each has a hash, by which a damaged one is
+        found; it is refused, and its case runs again once the file is removed.  So is one without a hash, as earlier
+        versions wrote it.
 
     Returns
     -------
@@ -69,7 +73,7 @@ def map_runs(
     ------
     ValueError, TypeError
         On all ranks, if an argument is invalid or differs between ranks, or if `folder` has results without
-        `resume`, or of other cases.
+        `resume`, of other cases, or damaged.
     OSError
         On all ranks, if `folder` cannot be used.
 
@@ -204,31 +208,54 @@ class _Record:
     def open(self, resume: bool) -> dict[int, Any]:
         """The existing results, by case; makes the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        notes = {number: read_note(self._path(number)) for number in range(len(self._texts))}
+        notes = {number: self._note(number) for number in range(len(self._texts))}
         notes = {number: note for number, note in notes.items() if note is not None}
         if notes and not resume:
             raise ValueError(
                 f"{self._folder} has the results of {len(notes)} of {len(self._texts)} cases; resume=True takes them, "
                 "and another folder begins anew"
             )
-        results = {}
-        for number, note in notes.items():
-            try:
-                case, results[number] = note["case"], _decoded(note["result"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{self._path(number)} is no result of a case: {error!r}; remove it") from None
-            if case != self._texts[number]:
-                raise ValueError(
-                    f"{self._folder} has the result of another case for cases[{number}]: {shown(case)}, and now it is "
-                    f"{shown(self._texts[number])}; give other cases a folder of their own"
-                )
-        return results
+        return {number: self._result(number, note) for number, note in notes.items()}
+
+    def _note(self, number: int) -> Any:
+        try:
+            return read_note(self._path(number))
+        except ValueError as error:
+            raise ValueError(f"{error}; {_REMOVE}") from None
+
+    def _result(self, number: int, note: Any) -> Any:
+        """The result in a file; ValueError if it is damaged, or of another case."""
+        try:
+            case, result, digits = note["case"], note["result"], note.get(_HASH)
+            if digits is None:
+                raise ValueError("it has no hash")
+            if digits != _hash_of(case, result):
+                raise ValueError("it is damaged: it differs from what was written")
+            value = _decoded(result)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{self._path(number)} is no result of a case: {error!r}; {_REMOVE}") from None
+        if case != self._texts[number]:
+            raise ValueError(
+                f"{self._folder} has the result of another case for cases[{number}]: {shown(case)}, and now it is "
+                f"{shown(self._texts[number])}; give other cases a folder of their own"
+            )
+        return value
 
     def save(self, number: int, value: Any) -> None:
-        write_note(self._path(number), {"case": self._texts[number], "result": _encoded(value)})
+        case, result = self._texts[number], _encoded(value)
+        write_note(self._path(number), {"case": case, "result": result, _HASH: _hash_of(case, result)})
 
     def _path(self, number: int) -> Path:
         return self._folder / f"case-{number}.json"
+
+
+_HASH = "xxh3_128"
+_REMOVE = "remove it, and the case runs again"
+
+
+def _hash_of(case: Any, result: Any) -> str:
+    """The hash of a case and its result as JSON, in hex."""
+    return xxhash.xxh3_128(json.dumps([case, result], sort_keys=True).encode()).hexdigest()
 
 
 def _encoded(value: Any) -> Any:
@@ -258,7 +285,10 @@ def _decoded(note: Any) -> Any:
     if kind == "complex":
         return complex(*content)
     if kind in ("array", "scalar"):
-        array = np.frombuffer(base64.b64decode(content[2]), np.dtype(content[0])).reshape(content[1]).copy()
+        dtype, shape, data = content
+        if not isinstance(dtype, str) or any(type(extent) is not int or extent < 0 for extent in shape):
+            raise ValueError(f"dtype={shown(dtype)} and shape={shown(shape)} are those of no array")
+        array = np.frombuffer(base64.b64decode(data, validate=True), np.dtype(dtype)).reshape(shape).copy()
         return array if kind == "array" else array[()]
     if kind in ("list", "tuple"):
         return (list if kind == "list" else tuple)(map(_decoded, content))

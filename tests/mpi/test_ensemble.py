@@ -110,11 +110,47 @@ def test_a_run_that_resumes_repeats_no_case_that_is_done(mesh, comm, folder):
     cases[1] = {"weight": 9.0, "start": 0}
     with pytest.raises(ValueError, match=r"another case for cases\[1\]: .*weight: 1.* now it is .*weight: 9"):
         mpishard.map_runs(run, cases, mesh, folder=place, resume=True)
-    if mesh.rank == 0:
-        (place / "case-1.json").write_text(json.dumps({"case": "x", "result": {"array": 3}}))
+
+
+def test_a_damaged_result_is_refused_and_run_again_once_it_is_removed(mesh, comm, folder):
+    def resumed():
+        return mpishard.map_runs(lambda case, own: np.array([case, 4.0]), [1.0, 2.0], mesh, folder=folder, resume=True)
+
+    right = [each.tolist() for each in resumed()]
+    path = folder / "case-1.json"
+    sound = path.read_bytes()
     comm.Barrier()
-    with pytest.raises(ValueError, match=r"case-1.json is no result of a case"):
-        mpishard.map_runs(run, cases, mesh, folder=place, resume=True)
+    note = json.loads(sound)
+
+    def with_result(result):
+        from mpishard.inverse.ensemble import _hash_of
+
+        return json.dumps(note | {"result": result, "xxh3_128": _hash_of(note["case"], result)}).encode()
+
+    def array(**changed):
+        content = dict(zip(("dtype", "shape", "data"), note["result"]["array"], strict=True)) | changed
+        return with_result({"array": list(content.values())})
+
+    # Every bit of the result and of the hash, and what a program that forges the hash can write.
+    start = sound.index(b'"result"')
+    damaged = [
+        sound[:place] + bytes([sound[place] ^ 1 << bit]) + sound[place + 1 :]
+        for place in range(start, len(sound), 3 if comm.size == 1 else 29)
+        for bit in range(8)
+    ]
+    damaged += [array(dtype=None), array(shape=[-1]), array(shape=[True, 2]), array(dtype="O"), array(shape=[3])]
+    damaged += [array(data="?"), with_result({"array": 3}), b"[]", b"{}"]
+    damaged.append(json.dumps({name: note[name] for name in ("case", "result")}).encode())  # of earlier versions
+    for content in damaged:
+        if mesh.rank == 0:
+            path.write_bytes(content)
+        comm.Barrier()
+        with pytest.raises(ValueError, match="case-1.json is .*remove it, and the case runs again"):
+            resumed()
+    if mesh.rank == 0:
+        path.unlink()
+    comm.Barrier()
+    assert [each.tolist() for each in resumed()] == right
 
 
 def test_what_cannot_be_saved_is_returned(mesh, comm, folder, capfd):
