@@ -110,6 +110,8 @@ class Ledger:
     def __init__(self) -> None:
         # Fields of the `Call` in which this rank may be waiting now; read by the watchdog from another thread.
         self.active: tuple[Any, ...] | None = None
+        # Why this rank does not come to a call in which others wait for it: "has raised ..."; for their watchdogs.
+        self.absent = ""
         self._step = 0
         self.any_over = False  # a step has ended
         self.seconds: float = 0.0  # inside all calls until now, including those under way

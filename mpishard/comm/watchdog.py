@@ -280,6 +280,9 @@ class Watchdog:
                 self._stand_down = time.monotonic() + 3 * _ANSWER_S
             own = self._state()
             sequence, _, kind = buffer.decode().partition(" ")
+            call = self._ledger.waiting
+            if self._ledger.absent and call is not None and call.kind != kind:
+                own = _Reply(True, f"{self._ledger.absent}, and {own.text}")
             if self._ledger.took_part(kind, int(sequence)):
                 own = _Reply(own.idle, f"{_TOOK_PART}, and {own.text}")
             self._send(source, _ANSWER, f"{own.idle} {own.text}".encode()[:_ANSWER_BYTES])

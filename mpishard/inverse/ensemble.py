@@ -19,6 +19,7 @@ import xxhash
 
 from mpishard.arguments import flag, integer, shown
 from mpishard.comm.agreement import agree_on_settings, text_of
+from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.work_queue import WorkQueue, is_of_mpi
@@ -46,7 +47,8 @@ def map_runs(
     function : callable
         ``function(case, mesh)`` returns the result of a case.  All ranks of a group call it, with a `Mesh` over that
         group; what its rank 0 returns is kept.  An error must be raised on all ranks of the group, as the functions of
-        mpishard do, or be passed to ``mesh.world.raise_if_any``.
+        mpishard do, or be passed to ``mesh.world.raise_if_any``: where others wait in a collective for the rank that
+        has raised it, they soon end the job, and name the error.
     cases : iterable
         What differs between the runs, such as numbers, arrays, or tuples and dictionaries of these; the same on all
         ranks.
@@ -137,6 +139,8 @@ class _Runs:
         comm: Any = mesh.world.comm.Split(group, mesh.rank)
         with Mesh(comm, timeout=mesh.timeout, debug=mesh.debug, collectives=mesh.collectives) as own:
             comm.Free()
+            # Where the ranks of the group meet after a case: collectives of the function cannot match.
+            after = Axis("case", own.world.comm.Dup(), own.ledger)
             turn = np.empty(1, np.int64)
             while True:
                 if own.rank == 0:
@@ -145,12 +149,13 @@ class _Runs:
                 if turn[0] < 0:
                     break
                 number = self._numbers[turn[0]]
-                outcome = self._outcome(number, own, mesh.rank)
+                outcome = self._outcome(number, own, after, mesh.rank)
                 if own.rank == 0:
                     outcomes[number] = outcome
+            after.free()
             return queue.gather(outcomes)
 
-    def _outcome(self, number: int, own: Mesh, first: int) -> _Outcome:
+    def _outcome(self, number: int, own: Mesh, after: Axis, first: int) -> _Outcome:
         """Call the function. Collective over the group, whose rank 0 logs and saves."""
         value, problem = None, None
         try:
@@ -159,8 +164,9 @@ class _Runs:
             if is_of_mpi(error):
                 raise
             problem = error
+            own.ledger.absent = f"has raised {type(error).__name__}: {error}".partition("\n")[0]
         try:
-            own.world.raise_if_any(problem)
+            after.raise_if_any(problem)
             packed = pickle.dumps(value) if own.rank == 0 else b""
         except (Exception, SystemExit) as error:
             if is_of_mpi(error):
@@ -170,6 +176,8 @@ class _Runs:
             if own.rank == 0:
                 log.warn(f"{text}; the other cases continue")
             return _Failure(text, "".join(traceback.format_exception(error)))
+        finally:
+            own.ledger.absent = ""
         if own.rank == 0 and self._record is not None:
             try:
                 self._record.save(number, value)

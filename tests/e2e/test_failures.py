@@ -251,6 +251,32 @@ def test_a_rank_that_leaves_while_others_wait_is_noticed(mpirun: Callable[..., A
     assert finished.seconds < SOON
 
 
+# One rank of a group of `map_runs` raises, in its second case, while the other waits for it.
+GROUPS = """
+import numpy as np
+import mpishard
+from mpishard.comm import watchdog
+
+watchdog._SUSPICION_S = 0.5
+
+def run(case, mesh):
+    if case == 1 and mesh.rank == 1:
+        raise ArithmeticError("spoilt")
+    return float(mesh.world.{call}[0])
+
+print(mpishard.map_runs(run, [0, 1], mpishard.Mesh(), ranks_each=2))
+"""
+
+
+@pytest.mark.usefixtures("without_debug")
+@pytest.mark.parametrize("call", ["all_reduce(np.ones(1))", "all_reduce(np.ones(1, np.int64), op='max')"])
+def test_an_error_on_one_rank_of_a_group_ends_the_wait_of_the_others(call: str, mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(2, "-c", GROUPS.format(call=call), MPISHARD_TIMEOUT="600")
+    assert finished.code != 0 and not finished.output.strip(), finished.all
+    assert "can never end, since rank 1 has raised ArithmeticError: spoilt" in finished.errors, finished.all
+    assert finished.seconds < SOON
+
+
 def test_a_late_rank_is_waited_for_where_the_root_has_left(mpirun: Callable[..., Any]) -> None:
     """MPICH sends to rank 3 through rank 2; ranks 0 and 1 are over long before."""
     finished = mpirun(4, "-c", LATE.format(late="time.sleep(3)", collective="broadcast", then=0))
