@@ -11,6 +11,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import io
 import os
 import stat
 import tempfile
@@ -23,7 +24,8 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.caching import FunctionCache
+import xxhash
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
@@ -137,6 +139,35 @@ def _open(path: str) -> int | None:
 Function = tuple[Any, tuple[Any, ...]]
 
 
+class _CheckedFiles(IndexDataCacheFile):
+    """The files of Numba's cache, each with its hash behind it: what is damaged is compiled again."""
+
+    @contextlib.contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[Any]:
+        content = io.BytesIO()
+        yield content
+        with super()._open_for_write(filepath) as file:
+            file.write(content.getvalue() + xxhash.xxh3_128_digest(content.getvalue()))
+
+    def _load_index(self) -> Any:
+        return super()._load_index() if _is_sound(self._index_path) else {}
+
+    def _load_data(self, name: str) -> Any:
+        path = self._data_path(name)
+        if not _is_sound(path):
+            raise OSError(errno.EIO, "its hash is of other content", path)  # to Numba as if it were missing
+        return super()._load_data(name)
+
+
+def _is_sound(path: str) -> bool:
+    """Return True if there is such a file, with its hash behind it, which pickle does not read."""
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        return False
+    return xxhash.xxh3_128_digest(memoryview(content)[:-16]) == content[-16:]
+
+
 class _Cache(FunctionCache):
     """Numba's cache, which here loads without the imports that only compiling needs (a third of a second per process).
 
@@ -146,6 +177,8 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
         settings = sorted((name, sorted(each) if isinstance(each, set) else each) for name, each in options.items())
         self._mark = hashlib.sha256(repr((settings, _compiled_with(function))).encode()).hexdigest()
 

@@ -150,6 +150,19 @@ def test_what_was_cached_with_the_runtime_is_compiled_again(tmp_path):
     assert run([script], cache, "float64", "counted") == ["5.0 1 loaded", "5.0"]
 
 
+def test_what_is_damaged_in_the_cache_is_compiled_again(tmp_path):
+    script, cache = tmp_path / "script.py", tmp_path / "cache"
+    script.write_text(SCRIPT)
+    assert run([script], cache, "float64") == ["5.0 0 compiler"]
+    index, code = sorted(cache.rglob("*.nb?"), reverse=True)
+    for path in (index, code):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        assert run([script], cache, "float64") == ["5.0 0 compiler"]
+        assert run([script], cache, "float64") == ["5.0 1 loaded"]
+
+
 def test_a_function_that_has_no_file_is_compiled(tmp_path):
     for _ in range(2):
         assert run(["-c", SCRIPT], tmp_path, "float64") == ["5.0 0 compiler"]
