@@ -6,6 +6,7 @@ The host never waits for a device: there rows of numbers that are out of range a
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,45 +19,51 @@ Array = Any
 INDEX = np.dtype(np.int64)
 
 
-def same_extents(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: refuse arrays in which axes of one letter have several extents, and indices of another dtype.
+def same_extents(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of kernels that get a user's arrays: refuse several extents of one axis, and indices of another dtype.
 
-    The letters after the underscore in the name of a parameter are its axes; parameters that are annotated as Indices
-    are int64.  Raises TypeError or ValueError.
+    `names` are the arrays that a user can give, and one that has the right extents: each takes time in every call.  The
+    letters after the underscore in a name are its axes; parameters that are annotated as Indices are int64.  Raises
+    TypeError or ValueError.
     """
-    kinds = [(name, kind) for name, kind in function.__annotations__.items() if kind in ("Array", "Indices")]
-    names = [name for name, _ in kinds]
-    indices = [place for place, (_, kind) in enumerate(kinds) if kind == "Indices"]
 
-    @functools.lru_cache(maxsize=1024)
-    def check(shapes: tuple[tuple[int, ...], ...]) -> None:
-        """Raise unless the shapes fit together: they are few, and most calls find them here."""
-        extents: dict[str, tuple[int, str]] = {}
-        for name, shape in zip(names, shapes, strict=True):
-            axes = name.rpartition("_")[2]
-            if len(shape) != len(axes):
-                raise ValueError(f"{name} of shape {shape} must have {len(axes)} axes")
-            for axis, extent in zip(axes, shape, strict=True):
-                wanted, other = extents.setdefault(axis, (extent, name))
-                if extent != wanted:
-                    raise ValueError(
-                        f"{name} of shape {shape} and {other} of shape {shapes[names.index(other)]} differ in axis "
-                        f"{axis}: {extent} and {wanted}"
-                    )
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        order = list(function.__annotations__)
+        indices = [order.index(name) for name in names if function.__annotations__[name] == "Indices"]
+        of_names = operator.itemgetter(*map(order.index, names))
 
-    @functools.wraps(function)
-    def checked(*arguments: Any) -> Any:
-        try:
-            check(tuple([array.shape for array in arguments[: len(names)]]))
-            for place in indices:
-                if arguments[place].dtype != INDEX:
-                    raise TypeError(f"{names[place]} must be int64, got {arguments[place].dtype}: use astype()")
-        except AttributeError:
-            name, given = next(pair for pair in zip(names, arguments, strict=False) if not hasattr(pair[1], "dtype"))
-            raise TypeError(f"{name}={shown(given)} must be an array") from None
-        return function(*arguments)
+        @functools.lru_cache(maxsize=1024)
+        def check(*shapes: tuple[int, ...]) -> None:
+            """Raise unless the shapes fit together: they are few, and most calls find them here."""
+            extents: dict[str, tuple[int, str]] = {}
+            for name, shape in zip(names, shapes, strict=True):
+                axes = name.rpartition("_")[2]
+                if len(shape) != len(axes):
+                    raise ValueError(f"{name} of shape {shape} must have {len(axes)} axes")
+                for axis, extent in zip(axes, shape, strict=True):
+                    wanted, other = extents.setdefault(axis, (extent, name))
+                    if extent != wanted:
+                        raise ValueError(
+                            f"{name} of shape {shape} and {other} of shape {shapes[names.index(other)]} differ in axis "
+                            f"{axis}: {extent} and {wanted}"
+                        )
 
-    return checked
+        @functools.wraps(function)
+        def checked(*arguments: Any) -> Any:
+            try:
+                check(*[array.shape for array in of_names(arguments)])
+                for place in indices:
+                    if arguments[place].dtype != INDEX:
+                        raise TypeError(f"{order[place]} must be int64, got {arguments[place].dtype}: use astype()")
+            except AttributeError:
+                pairs = zip(names, of_names(arguments), strict=True)
+                name, given = next(pair for pair in pairs if not hasattr(pair[1], "dtype"))
+                raise TypeError(f"{name}={shown(given)} must be an array") from None
+            return function(*arguments)
+
+        return checked
+
+    return decorated
 
 
 def refuse_outside(what: str, indices_n: Array, count: int, otherwise: str = "") -> None:
@@ -73,7 +80,8 @@ def refuse_outside(what: str, indices_n: Array, count: int, otherwise: str = "")
 
 def check_length(rows: int, length: Any) -> int:
     """The tokens of a sequence, of which there are whole ones in so many rows; raises TypeError or ValueError."""
-    length = integer("length", length, least=1)
+    if type(length) is not int or length < 1:  # else without a call: it is asked in every pass of a block
+        length = integer("length", length, least=1)
     if rows % length:
         raise ValueError(f"{rows} rows are no whole sequences of length={length}")
     return length

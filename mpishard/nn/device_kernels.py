@@ -220,7 +220,7 @@ COUNTED_ROWS = 2**15
 SUMMED_ROWS = 32
 
 
-@same_extents
+@same_extents("weight_vc", "indices_n", "y_nc")
 def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count: int) -> None:
     rows, columns = y_nc.shape
     blocks, threads = tile_blocks(y_nc, rows, columns, ROWS)
@@ -228,7 +228,7 @@ def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count:
     launch("embedding", "lookup", y_nc, None, blocks, threads, weight_vc, indices_n, y_nc, *scalars)
 
 
-@same_extents
+@same_extents("dy_nc", "indices_n", "dweight_vc")
 def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int) -> None:
     rows, columns = dy_nc.shape
     if rows == 0:
@@ -245,7 +245,7 @@ def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int)
     launch("embedding", "add_runs", dy_nc, None, blocks, 8 * WARP, dy_nc, keys_n, dweight_vc, rows, columns)
 
 
-@same_extents
+@same_extents("y_nc", "bias_c", "residual_nc")
 def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
     rows, columns = y_nc.shape
     blocks, threads = tile_blocks(y_nc, rows, columns, ROWS)
@@ -253,7 +253,7 @@ def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
     launch("activations", "add_bias", y_nc, None, blocks, threads, y_nc, bias_c, residual_nc, *scalars)
 
 
-@same_extents
+@same_extents("x_nc", "weight_c")
 def layer_norm(
     x_nc: Array, weight_c: Array, bias_c: Array, y_nc: Array, mean_n: Array, scale_n: Array, epsilon: float
 ) -> None:
@@ -263,7 +263,7 @@ def layer_norm(
     launch("norms", "layer_norm", x_nc, y_nc, *row_blocks(rows, team), *given)
 
 
-@same_extents
+@same_extents("x_nc", "weight_c")
 def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon: float) -> None:
     rows, columns = x_nc.shape
     team = row_team(x_nc, columns, ROW_TEAM, HELD_PACKS_FORWARD)
@@ -271,7 +271,7 @@ def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon:
     launch("norms", "rms_norm", x_nc, y_nc, *row_blocks(rows, team), *given)
 
 
-@same_extents
+@same_extents("dy_nc", "x_nc", "dx_nc")
 def layer_norm_backward(
     dy_nc: Array,
     x_nc: Array,
@@ -285,7 +285,7 @@ def layer_norm_backward(
     _norm_backward(dy_nc, x_nc, mean_n, scale_n, weight_c, dx_nc, (dweight_c, dbias_c))
 
 
-@same_extents
+@same_extents("dy_nc", "x_nc", "dx_nc")
 def rms_norm_backward(
     dy_nc: Array, x_nc: Array, scale_n: Array, weight_c: Array, dx_nc: Array, dweight_c: Array
 ) -> None:
@@ -331,14 +331,14 @@ def _norm_backward(
     _add_sums(partial, parts, *sums)
 
 
-@same_extents
+@same_extents("x_nc", "bias_c")
 def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
     rows, columns = x_nc.shape
     blocks, threads = tile_blocks(x_nc, rows, columns, ROWS)
     launch("activations", "gelu", x_nc, y_nc, blocks, threads, x_nc, bias_c, y_nc, rows, columns, ROWS)
 
 
-@same_extents
+@same_extents("dx_nc", "slope_nc", "dbias_c")
 def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
     rows, columns = dx_nc.shape
     if not dx_nc.size:
@@ -371,19 +371,16 @@ def gelu_backward_of_rounded(dx_nc: Array, before_nc: Array, dbias_c: Array) -> 
     _add_sums(partial, parts, dbias_c)
 
 
-@same_extents
 def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
     blocks = ceiling(gate_nc.size, THREADS * columns_of_pack(gate_nc))
     launch("activations", "swiglu", gate_nc, y_nc, blocks, THREADS, gate_nc, up_nc, y_nc, gate_nc.size)
 
 
-@same_extents
 def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
     blocks = ceiling(dy_nc.size, THREADS * columns_of_pack(dy_nc))
     launch("activations", "swiglu_backward", dy_nc, None, blocks, THREADS, dgate_nc, dup_nc, dy_nc, dy_nc.size)
 
 
-@same_extents
 def drop(x_nc: Array, keys_n: Indices, positions_n: Indices, rate: float) -> None:
     rows, columns = x_nc.shape
     blocks, threads = tile_blocks(x_nc, rows, columns, ROWS)
@@ -391,7 +388,7 @@ def drop(x_nc: Array, keys_n: Indices, positions_n: Indices, rate: float) -> Non
     launch("activations", "drop", x_nc, None, blocks, threads, x_nc, keys_n, positions_n, *scalars)
 
 
-@same_extents
+@same_extents("logits_nv", "targets_n")
 def cross_entropy(logits_nv: Array, targets_n: Indices) -> SupportsFloat:
     return cross_entropy_rounded(logits_nv, targets_n, logits_nv, logits_nv.shape[1], 1)
 
@@ -413,14 +410,12 @@ def cross_entropy_rounded(
     return _sum(losses_n)
 
 
-@same_extents
 def row_maximum(logits_nv: Array, top_n: Array) -> None:
     rows, columns = logits_nv.shape
     team = row_team(logits_nv, columns, LOGITS_TEAM)
     launch("loss", "row_maximum", logits_nv, None, *row_blocks(rows, team), logits_nv, top_n, rows, columns, team)
 
 
-@same_extents
 def exponentials(
     logits_nv: Array, targets_n: Indices, top_n: Array, total_n: Array, picked_n: Array, first: int, count: int
 ) -> None:
@@ -430,7 +425,6 @@ def exponentials(
     launch("loss", "exponentials", logits_nv, None, *row_blocks(rows, team), *given)
 
 
-@same_extents
 def cross_entropy_of_sums(
     weights_nv: Array, targets_n: Indices, total_n: Array, picked_n: Array, first: int
 ) -> SupportsFloat:

@@ -131,4 +131,5 @@ def check_tokens(what: str, tokens: np.ndarray, vocabulary_size: int) -> None:
         raise ValueError(
             f"{what} range from {low} to {high}, but the model's vocabulary_size is {vocabulary_size}: "
             f"valid tokens are 0 to {vocabulary_size - 1}"
+            + ("; none is ignored, as by torch's -100: cut sequences so that all their targets count" * (low == -100))
         )

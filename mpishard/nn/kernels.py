@@ -167,7 +167,7 @@ def _define_wide_vectors() -> None:
 LLAMA_GROUP = KernelGroup()
 
 
-@same_extents
+@same_extents("x_nc", "weight_c")
 @LLAMA_GROUP.kernel
 def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon: float) -> None:
     rows, columns = x_nc.shape
@@ -184,7 +184,7 @@ def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon:
         scale_n[n] = scale
 
 
-@same_extents
+@same_extents("dy_nc", "x_nc", "dx_nc")
 @LLAMA_GROUP.kernel
 def rms_norm_backward(
     dy_nc: Array, x_nc: Array, scale_n: Array, weight_c: Array, dx_nc: Array, dweight_c: Array
@@ -203,7 +203,6 @@ def rms_norm_backward(
             dx_nc[n, c] += scale * (dy_nc[n, c] * weight_c[c] - x_nc[n, c] * along)
 
 
-@same_extents
 @LLAMA_GROUP.kernel
 def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
     wide_vectors()
@@ -223,7 +222,6 @@ def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
             up_nc[n, c] = silu
 
 
-@same_extents
 @LLAMA_GROUP.kernel
 def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
     rows, columns = dy_nc.shape
@@ -274,7 +272,6 @@ def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int
                     x[2 * p + 1] = second * cos[p] + first * (sign * sin[p])
 
 
-@same_extents
 @kernel_apart
 def drop(x_nc: Array, keys_n: Indices, positions_n: Indices, rate: float) -> None:
     rows, columns = x_nc.shape
@@ -299,7 +296,7 @@ GROUP = KernelGroup()
 LANES = 16
 
 
-@same_extents
+@same_extents("weight_vc", "indices_n", "y_nc")
 @GROUP.kernel
 def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count: int) -> int:
     rows, columns = y_nc.shape
@@ -318,7 +315,7 @@ def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count:
     return outside
 
 
-@same_extents
+@same_extents("dy_nc", "indices_n", "dweight_vc")
 @GROUP.kernel
 def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int) -> None:
     rows, columns = dy_nc.shape
@@ -329,7 +326,7 @@ def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int)
                 dweight_vc[v, c] += dy_nc[n, c]
 
 
-@same_extents
+@same_extents("y_nc", "bias_c", "residual_nc")
 @GROUP.kernel
 def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
     rows, columns = y_nc.shape
@@ -338,7 +335,7 @@ def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
             y_nc[n, c] += bias_c[c] + residual_nc[n, c]
 
 
-@same_extents
+@same_extents("x_nc", "weight_c")
 @GROUP.kernel
 def layer_norm(
     x_nc: Array, weight_c: Array, bias_c: Array, y_nc: Array, mean_n: Array, scale_n: Array, epsilon: float
@@ -364,7 +361,7 @@ def layer_norm(
         scale_n[n] = scale
 
 
-@same_extents
+@same_extents("dy_nc", "x_nc", "dx_nc")
 @GROUP.kernel
 def layer_norm_backward(
     dy_nc: Array,
@@ -398,7 +395,7 @@ def layer_norm_backward(
             dx_nc[n, c] += scale * (dy_nc[n, c] * weight_c[c] - plain - normed * along)
 
 
-@same_extents
+@same_extents("x_nc", "bias_c")
 @GROUP.kernel
 def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
     wide_vectors()
@@ -420,7 +417,7 @@ def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
             x_nc[n, c] = s + y * rest * outer * (one + cubic3 * square)
 
 
-@same_extents
+@same_extents("dx_nc", "slope_nc", "dbias_c")
 @GROUP.kernel
 def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
     rows, columns = dx_nc.shape
@@ -529,7 +526,7 @@ def causal_softmax_backward(
             dscores_gtt[g, start + j, start : start + j] = 0
 
 
-@same_extents
+@same_extents("logits_nv", "targets_n")
 @GROUP.kernel
 def cross_entropy(logits_nv: Array, targets_n: Indices) -> float:
     rows, columns = logits_nv.shape
@@ -557,7 +554,6 @@ def cross_entropy(logits_nv: Array, targets_n: Indices) -> float:
     return loss
 
 
-@same_extents
 @kernel_apart
 def row_maximum(logits_nv: Array, top_n: Array) -> None:
     rows, columns = logits_nv.shape
@@ -569,7 +565,6 @@ def row_maximum(logits_nv: Array, top_n: Array) -> None:
         top_n[n] = top
 
 
-@same_extents
 @kernel_apart
 def exponentials(
     logits_nv: Array, targets_n: Indices, top_n: Array, total_n: Array, picked_n: Array, first: int, count: int
@@ -587,7 +582,6 @@ def exponentials(
         total_n[n] = total if 0 <= targets_n[n] < count else np.nan
 
 
-@same_extents
 @kernel_apart
 def cross_entropy_of_sums(weights_nv: Array, targets_n: Indices, total_n: Array, picked_n: Array, first: int) -> float:
     rows, columns = weights_nv.shape

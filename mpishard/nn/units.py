@@ -229,10 +229,12 @@ def cross_entropy(
         them for a target that all of them have.  The logits then hold nothing defined.
     """
     _check_rows(logits_nv, targets_n)
+    if logits_nv.dtype.char not in "fd":
+        raise TypeError(f"logits_nv must be float32 or float64, got {logits_nv.dtype}")
     first, columns = integer("first", first, least=0), logits_nv.shape[1]
     whole = None if vocabulary_size is None else integer("vocabulary_size", vocabulary_size, least=1)
     if tensor.slices.total == 1:
-        here = 0, columns
+        here = 0, columns if whole is None else whole
     elif work is None:
         raise ValueError("several ranks or slices need memory for sums of each row: give work=Workspace(...)")
     elif whole is None:
@@ -289,7 +291,7 @@ def _refuse_targets(
     )
 
 
-@same_extents
+@same_extents("logits_nv", "targets_n")
 def _check_rows(logits_nv: Array, targets_n: Indices) -> None: ...
 
 

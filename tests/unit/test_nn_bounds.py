@@ -83,12 +83,21 @@ def test_targets_of_cross_entropy(targets, error, message, dtype):
 def test_labels_to_ignore_are_left_out():
     with pytest.raises(ValueError, match=r"targets_n\[1\]=-100 .* leave out the rows"):
         nn.cross_entropy(rows(2, COUNT), np.array([0, -100]))
+    with pytest.raises(ValueError, match="targets range from -100 .* none is ignored"):
+        nn.GPT(COUNT, 4, WIDTH, 1, 2).loss([[1, 2]], [[2, -100]])
+
+
+@pytest.mark.parametrize("dtype", ["f2", int, bool, object, complex])
+def test_dtypes_of_logits(dtype):
+    with pytest.raises(TypeError, match=f"logits_nv must be float32 or float64, got {np.dtype(dtype)}"):
+        nn.cross_entropy(np.ones((ROWS, COUNT), dtype), INDICES)
 
 
 @pytest.mark.parametrize(
     "given, error, message",
     [
         (dict(first=1), ValueError, "first=1 .* 5 columns from first=0"),
+        (dict(vocabulary_size=7), ValueError, "vocabulary_size=7: 7 columns from first=0"),
         (dict(first=-1), ValueError, "first=-1"),
         (dict(first=0.0), TypeError, "first=0.0"),
         (dict(vocabulary_size="5"), TypeError, "vocabulary_size='5'"),
