@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
 
 Array = Any
+_DIGITS = 52  # of float64
 HAS_TERMS = "mpishard_has_terms"  # the attribute of a function to which `regularized` adds terms
 
 
@@ -139,6 +140,18 @@ class _Hessian:
             rows = SparseRows.of(found)  # whose products have the same bits on any number of threads
             return lambda vector: rows.times(np.ascontiguousarray(vector, np.float64))
         return lambda vector: np.asarray(found.matvec(vector)).reshape(-1)
+
+
+def digits_of(vector: Any) -> int:
+    """The binary digits of the floats of a vector as a user gave it, the fewest where it has many arrays."""
+    if isinstance(vector, Mapping) or is_tree(vector):
+        parts = vector.values() if isinstance(vector, Mapping) else vector
+        return min(map(digits_of, parts), default=_DIGITS)
+    try:
+        dtype = vector.dtype if arrays.is_device(vector) else np.asarray(vector).dtype
+    except (TypeError, ValueError, RuntimeError):  # the error of `Unknowns.vector` says more
+        return _DIGITS
+    return min(_DIGITS, int(np.finfo(dtype).nmant)) if dtype.kind in "fc" else _DIGITS
 
 
 def number_of(value: Any) -> float:

@@ -23,7 +23,7 @@ from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.strategies import ZeRO1
 from mpishard.data_parallel.update import tell_product, tell_value
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import Unknowns, on_any
+from mpishard.inverse.functions import Unknowns, digits_of, on_any
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
@@ -97,32 +97,36 @@ class MeshRanks:
 
         `what` names the vector, a gradient or a Hessian product. Raises on all ranks if any has a problem.
         """
-        flat, total = self.combined(what, value, vector, problem)
+        flat, total, digits = self.combined(what, value, vector, problem)
         own = self._own_part_of_sum(flat) if self._sums else self._state.own_part(flat)
         if self.minimizer.wanted is Wanted.PRODUCT:
             tell_product(self.optimizer, self.optimizer.state, own)
         else:
             self.value = total
+            self.minimizer.take_digits(digits)
             tell_value(self.optimizer, self.optimizer.state, total, own)
         if self.minimizer.stop_reason == "not finite":
             self._find_culprits(what.removeprefix("the "), value, flat)
 
-    def combined(self, what: str, value: float, given: Any, problem: BaseException | None) -> tuple[Array, float]:
-        """This rank's vector, and the value of all ranks; raises on all if any has a problem, or if they differ."""
+    def combined(self, what: str, value: float, given: Any, problem: BaseException | None) -> tuple[Array, float, int]:
+        """This rank's vector, the value of all ranks, and the fewest `digits_of` their vectors.
+
+        Raises on all ranks if any has a problem, or if they differ.
+        """
         flat = None
         if problem is None:
             try:
                 flat = self._unknowns.vector(what, given)
             except (TypeError, ValueError) as error:
                 problem = error
-        numbers = [self._interrupts.came, *self._comparison.hashes(flat)]
+        numbers = [self._interrupts.came, digits_of(given), *self._comparison.hashes(flat)]
         values, facts = exchange(self.world, problem, value, numbers)
         assert flat is not None
         self.interrupted = bool(facts[:, 0].any())
         if not self._sums:
             check_identical("values", values)
-        self._comparison.check(what, flat, facts[:, 1:])
-        return flat, _sum(values.tolist()) if self._sums else float(values[0])
+        self._comparison.check(what, flat, facts[:, 2:])
+        return flat, _sum(values.tolist()) if self._sums else float(values[0]), int(facts[:, 1].min())
 
     def _own_part_of_sum(self, flat: Array) -> Array:
         """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
@@ -413,7 +417,7 @@ class RunFiles:
         This rank's `value` and `gradient` are at the best iterate of the checkpoint.
         """
         saved = self._value
-        _, value = self._ranks.combined("the gradient", value, gradient, problem)
+        _, value, _ = self._ranks.combined("the gradient", value, gradient, problem)
         if not abs(value - saved) <= _TOLERANCE * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "

@@ -18,7 +18,6 @@ from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import on_any
 from mpishard.inverse.trees import Tree, is_tree
 
 if TYPE_CHECKING:
@@ -135,16 +134,15 @@ class ResidualFunctions:
         self._steps, self._lower, self._upper = steps, lower, upper
         self._tree = tree
         self.rows = -1  # of the first call
-        self._first: tuple[bytes, Array, Any] | None = None  # the evaluation that chose a method
+        self.epsilon = _EPSILON  # the relative rounding error of the residuals
+        self._first: tuple[bytes, Array, Any] | None = None  # the evaluation at the start
 
     def is_dense_at(self, x: Array) -> bool:
         """Return True if the Jacobian at the start is an array; the evaluation is kept for the first step."""
-        if not callable(self._jac):
-            return True
         f = self.residuals(x)
-        jacobian = self.jacobian(x, f)
+        jacobian = self.jacobian(x, f) if callable(self._jac) else None
         self._first = x.tobytes(), f, jacobian
-        return isinstance(jacobian, np.ndarray)
+        return jacobian is None or isinstance(jacobian, np.ndarray)
 
     def residuals(self, x: Any, *samples: Array) -> Array:
         """The residuals as a float64 array of one dimension, as many in each call unless there are samples."""
@@ -153,6 +151,8 @@ class ResidualFunctions:
         found = _numbers("fun", self._fun(self._shown(x), *samples, *self._args, **self._kwargs))
         if found.ndim > 1:
             raise ValueError(f"fun must return the residuals in one dimension, but their shape is {found.shape}")
+        if found.dtype.kind == "f":
+            self.epsilon = max(self.epsilon, float(np.finfo(found.dtype).eps))
         found = np.array(found.reshape(-1), np.float64)
         if not samples:
             if self.rows < 0:
@@ -166,7 +166,7 @@ class ResidualFunctions:
         if self._first is not None:
             key, _, found = self._first
             self._first = None
-            if key == _flat(x).tobytes():
+            if found is not None and key == _flat(x).tobytes():
                 return found
         if not callable(self._jac):
             return self._differences(x, f, *samples)
@@ -196,7 +196,7 @@ class ResidualFunctions:
         """The Jacobian by finite differences inside of the bounds."""
         power = DIFFERENCES[self._jac]
         sign = np.where(x < 0, -1.0, 1.0)
-        steps = _EPSILON**power * sign * np.maximum(1.0, abs(x))
+        steps = self.epsilon**power * sign * np.maximum(1.0, abs(x))
         if self._steps is not None:
             given = self._steps * sign * abs(x)
             steps = np.where((x + given) - x == 0, steps, given)
@@ -261,12 +261,15 @@ def _numbers(what: str, found: Any) -> np.ndarray:
 # Rows on ranks.
 
 
-def sum_of_losses(loss: Loss, values: Array, world: Axis | OneRank) -> float:
-    """The sum of `Loss.values` over all ranks, rounded once; infinite where one is not finite.  Collective."""
-    tops = np.array([largest(values)])
+def sum_of_losses(loss: Loss, values: Array, functions: ResidualFunctions, world: Axis | OneRank) -> float:
+    """The sum of `Loss.values` over all ranks, rounded once; infinite where one is not finite.  Collective.
+
+    It also gives the functions of all ranks the largest `epsilon`.
+    """
+    tops = np.array([largest(values), functions.epsilon])
     tops[~np.isfinite(tops)] = np.inf
     world.all_reduce(tops, op="max", label="dots")
-    top = float(tops[0])
+    top, functions.epsilon = tops.tolist()
     if not math.isfinite(top):
         return math.inf
     other, bound = (values, top * top) if loss.is_linear else (np.ones(len(values)), top)
@@ -291,7 +294,7 @@ class Rows:
             self.f = self._functions.residuals(x)
             with np.errstate(all="ignore"):
                 values = self._loss.values(self.f)
-        return 0.5 * sum_of_losses(self._loss, values, self.world)
+        return 0.5 * sum_of_losses(self._loss, values, self._functions, self.world)
 
     def gram(self, x: Array) -> ExactGram:
         with raised_on_all(self.world):
@@ -325,10 +328,16 @@ class Rows:
         return exact_gram.gram(words, exponents)
 
     def are_dense_at(self, x: Array) -> bool:
-        """Return True if the Jacobian at the start is an array on all ranks. Collective."""
+        """Return True if the Jacobian at the start is an array on all ranks.  Collective.
+
+        Then all ranks have one `epsilon`, and so one step of finite differences: they call `fun` for the same points.
+        """
+        functions = self._functions
         with raised_on_all(self.world):
-            is_dense = self._functions.is_dense_at(x)
-        return not on_any(self.world, not is_dense)
+            is_dense = functions.is_dense_at(x)
+        found = self.world.all_reduce(np.array([not is_dense, functions.epsilon]), op="max", label="control")
+        functions.epsilon = float(found[1])
+        return not found[0]
 
 
 # A least-squares problem as a function with its gradient and Gauss-Newton products, for the loop of `minimize`.
@@ -383,10 +392,10 @@ class GaussNewtonFunctions:
             with np.errstate(all="ignore"):
                 values = self._loss.values(here.f)
             rows, factors = here.weighted(here.of_gradient * here.f, size_on_rank(x))
-        value = 0.5 * sum_of_losses(self._loss, values, self._world)
+        value = 0.5 * sum_of_losses(self._loss, values, self._functions, self._world)
         if self._parts and self._world.rank:
             value = 0.0
-        return value, self._sum(rows, factors)
+        return value, self._rounded(self._sum(rows, factors))
 
     def product(self, x: Any, direction: Array, *samples: Array) -> Array:
         """The Gauss-Newton matrix at a point times a direction."""
@@ -394,6 +403,15 @@ class GaussNewtonFunctions:
             here = self.linearized(x, *samples)
             rows, factors = here.weighted(here.of_hessian * here.times(direction), size_on_rank(x))
         return self._sum(rows, factors)
+
+    def _rounded(self, gradient: Array) -> Array:
+        """The gradient as float32, if the residuals are no better: from its dtype the method knows their precision."""
+        if self._functions.epsilon <= _EPSILON:
+            return gradient
+        with np.errstate(over="ignore"):
+            rounded = gradient.astype(np.float32)
+        in_range = np.isfinite(rounded).all() and ((rounded != 0) == (gradient != 0)).all()
+        return rounded if in_range else gradient
 
     def _sum(self, rows: SparseRows, factors: Array) -> Array:
         return summed(rows, factors, OneRank() if self._parts else self._world)

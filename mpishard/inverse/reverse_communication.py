@@ -22,7 +22,7 @@ import numpy as np
 from mpishard.arguments import printable, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import CaughtError, OneRank, raised_on_all
-from mpishard.inverse.functions import Unknowns, number_of, world_of
+from mpishard.inverse.functions import Unknowns, digits_of, number_of, world_of
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.method import (
@@ -398,6 +398,7 @@ class OneProcess:
             return
         warn_projected_start(self._moved)  # not before: a state may replace the start
         self._moved = 0
+        self.minimizer.take_digits(digits_of(vector))
         self.minimizer.tell(value, flat)
 
     def serialize(self) -> bytes:

@@ -108,7 +108,8 @@ def least_squares(
         ``jac(x, *args, **kwargs)`` returns the derivatives of the residuals of this rank, of shape (residuals,
         unknowns): an array; sparse rows, as SciPy's; or an operator with ``shape``, ``matvec(v)`` and ``rmatvec(u)``,
         as ``scipy.sparse.linalg.LinearOperator``, for ``"cg"``.  Those of the last two points are kept and used.  A
-        name: by finite differences inside of the bounds, or by complex steps.
+        name: by finite differences inside of the bounds, or by complex steps; a `fun` that computes in float32 must
+        return float32, so that the steps are as long as its rounding errors want them.
     bounds : pair or scipy.optimize.Bounds
         ``(lower, upper)``, each a number or an array as long as `x0`; the start must be between them.  For ``"trf"``.
         Of a FlatParameters or a structure of arrays as for `minimize`.
@@ -226,6 +227,8 @@ def least_squares(
     rows = Rows(functions, losses, world)
     if chosen is None:
         chosen = "exact" if rows.are_dense_at(settings.start) else "cg"
+    elif chosen == "cg" and not (elastic or callable(jac)):
+        rows.are_dense_at(settings.start)
     if chosen == "cg":
         return settings.shown(by_products.run(functions, losses, watcher))
     files: StateFiles | None = None

@@ -147,7 +147,7 @@ class Descent(Minimizer):
         best = finite and value < search.start.value and state.best.step == search.step
         # With one evaluation left, the best trial is taken or asked for again, so that it is not lost.
         taken = verdict is Verdict.ACCEPT or (best and left <= 1 and verdict is Verdict.EVALUATE)
-        if verdict is not Verdict.ACCEPT and _is_rounding(search, value, self.space.epsilon):
+        if verdict is not Verdict.ACCEPT and _is_rounding(search, value, self.epsilon):
             # The decrease that the model expects is below the rounding errors, and so no line search can find it.
             taken = abs(slope) < abs(search.start.slope) and value <= search.start.value
             if not taken:

@@ -149,7 +149,7 @@ class QuasiNewton(Descent):
         curvature, modelled = step * (slope - slope_before), -step * step * slope_before
         powell = self.method.damping == "powell"
         self._pair_tops = []
-        if not powell and curvature <= self.space.epsilon * -step * slope_before:
+        if not powell and curvature <= self.epsilon * -step * slope_before:
             return
         s, y = self.history.open()
         self.note_written(*(len(SLOTS) + row for row in self.history.opened_rows))

@@ -169,7 +169,7 @@ class BoundedQuasiNewton(QuasiNewton):
             weigh(projected, projected, self._root)
         (top,) = self.space.largest(projected)
         (square,) = self.space.dots([(projected, projected)], [top * top])
-        asked = max(self.method.ftol, self.space.epsilon) * max(abs(progress.value), 1.0)
+        asked = max(self.method.ftol, self.epsilon) * max(abs(progress.value), 1.0)
         return self.history.gamma() * square > _MUCH * asked and self.forget()
 
     def _to_measure(self) -> tuple[Array, ...]:

@@ -213,6 +213,7 @@ class Minimizer(ABC):
 
     def __init__(self, slots: tuple[str, ...], space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         self.space = space
+        self.epsilon = space.epsilon  # the relative rounding error of values and gradients
         self.point = point
         self.limits = limits
         self.wanted: Wanted = Wanted.GRADIENT  # the next evaluation, at `point`
@@ -260,6 +261,10 @@ class Minimizer(ABC):
     def tell_product(self, product: Array) -> None:
         """Take the Hessian times `direction`, this rank's part, which is only read."""
         raise NotImplementedError(f"{type(self).__name__} wants no Hessian products")
+
+    def take_digits(self, digits: int) -> None:
+        """Take note that the next value and gradient have no more than this number of binary digits."""
+        self.epsilon = max(self.space.epsilon, 2.0**-digits)
 
     def reopen(self) -> None:
         """After the end, want another evaluation, at the last iterate, since a limit was lifted."""

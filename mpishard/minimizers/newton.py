@@ -431,7 +431,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             if self._judge(value, gradient_top, step_top):
                 self._take(value, *tops)
                 reason = self._converged(before.value, step_top, base_top)
-            elif finite and step_top > _NOISE * self.space.epsilon * base_top and self._decrease > self._noise(value):
+            elif finite and step_top > _NOISE * self.epsilon * base_top and self._decrease > self._noise(value):
                 self._refused = True
             self._not_finite = 0 if finite else self._not_finite + 1
             if self._not_finite > NOT_FINITE_LIMIT or (step_top == 0 and not finite):
@@ -477,7 +477,7 @@ class TruncatedNewtonMinimizer(Minimizer):
 
     def _noise(self, value: float) -> float:
         """The rounding error of the difference of this value and the last one."""
-        return _NOISE * self.space.epsilon * max(abs(self.progress.value), abs(value))
+        return _NOISE * self.epsilon * max(abs(self.progress.value), abs(value))
 
     def _take(self, value: float, gradient_top: float, riesz_top: float, projected_top: float) -> None:
         """The point becomes the base; the gradient there is in the residual."""

@@ -67,6 +67,19 @@ def test_differences_of_own_rows(mesh, same_on_all):
     assert np.array_equal(result.x, alone.x) and result.nfev == alone.nfev and same_on_all(result.x)
 
 
+@pytest.mark.parametrize("solver", ["exact", "cg"])
+def test_differences_of_residuals_of_which_one_rank_has_float32(mesh, same_on_all, solver):
+    dtype, points = (np.float64 if mesh.rank else np.float32), []
+
+    def residuals(x):
+        points.append(x.copy())
+        return (CURVE.residuals(x) * (mesh.rank == 0)).astype(dtype)
+
+    result = least_squares(residuals, CURVE.start, tr_solver=solver, mesh=mesh, max_nfev=30)
+    assert same_on_all(np.array(points))
+    assert result.cost == pytest.approx(least_squares(CURVE.residuals, CURVE.start).cost, rel=1e-6)
+
+
 def test_errors_of_one_rank_are_raised_on_all(mesh):
     last = mesh.size - 1
 

@@ -231,6 +231,13 @@ def test_adjoints(dtype: type, close: float, capsys: pytest.CaptureFixture[str])
         mpishard.check_adjoint(forward, lambda y: y, x, y, disp=False)
 
 
+def test_an_operator_that_rounds_to_float32() -> None:
+    half = A.astype(np.float32)
+    given = lambda x: half @ x.astype(np.float32), lambda y: half.T @ y.astype(np.float32)
+    check = mpishard.check_adjoint(*given, np.zeros(30), np.zeros(40), disp=False)
+    assert check and check.error > 1e-12
+
+
 @pytest.mark.parametrize("scale", [1e300, 1e200, 1e-200, 1e-300])
 def test_values_near_the_ends_of_float64(scale):
     def function(x, factor=1.0):

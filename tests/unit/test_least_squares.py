@@ -179,6 +179,27 @@ def test_a_parabola_through_three_points():
     assert found.jac[0, 0] == pytest.approx(13, rel=1e-9) and found.status == 0
 
 
+@pytest.mark.parametrize("solver", ["exact", "cg"])
+@pytest.mark.parametrize("jac", ["2-point", "3-point"])
+@pytest.mark.parametrize("problem", ["curve", "rosenbrock", "linear", "in bounds"])
+def test_residuals_in_float32(problem, jac, solver):
+    numbers = np.random.default_rng(0)
+    matrix, right = numbers.standard_normal((30, 8)), numbers.standard_normal(30)
+    fun, start, limits = {
+        "curve": (CURVE.residuals, CURVE.start, (-np.inf, np.inf)),
+        "rosenbrock": (rosenbrock, [-1.2, 1.0], (-np.inf, np.inf)),
+        "linear": (lambda x: matrix.astype(x.dtype) @ x - right, np.zeros(8), (-np.inf, np.inf)),
+        "in bounds": (rosenbrock, [-2.0, 0.5], (-2.5, 0.8)),
+    }[problem]
+
+    def rounded(x):
+        return fun(x.astype(np.float32)).astype(np.float32)
+
+    found = least_squares(rounded, np.array(start, np.float32), jac, limits, tr_solver=solver)
+    peer = scipys(rounded, start, jac, limits)
+    assert found.success and found.cost == pytest.approx(peer.cost, rel=1e-4, abs=1e-9)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_derivatives_of_losses(name):
     z, h = np.linspace(0, 3, 31)[1:] + 0.013, 1e-5

@@ -116,6 +116,25 @@ def test_ends_without_success():
             assert result.fun == bowl(result.x)[0]
 
 
+@pytest.mark.parametrize("method", ["L-BFGS-B", "CG", "trust-ncg"])
+@pytest.mark.parametrize("form", [np.asarray, lambda g: {"a": g}], ids=["array", "tree"])
+def test_a_function_in_float32_of_unknowns_in_float64(method, form):
+    numbers = np.random.default_rng(0)
+    matrix, right = (numbers.standard_normal(shape).astype(np.float32) for shape in ((60, 20), 60))
+
+    def rounded(x):
+        misfit = matrix @ plain(x).astype(np.float32) - right
+        return float(misfit @ misfit), form(2 * matrix.T @ misfit)
+
+    def plain(x):
+        return x["a"] if isinstance(x, dict) else x
+
+    product = {"hessp": lambda x, d: form(2 * matrix.T @ (matrix @ plain(d)))} if method == "trust-ncg" else {}
+    result = minimize(rounded, form(np.full(20, -0.7)), method=method, **product)
+    least = np.linalg.lstsq(matrix.astype(float), right.astype(float))[1][0]
+    assert result.success and result.fun == pytest.approx(least, rel=1e-6) and result.nfev < 50
+
+
 class Bounds:
     """As scipy.optimize.Bounds."""
 
