@@ -67,7 +67,8 @@ class Functions:
 
         `samples` are those whose sum is wanted, if there are any. Raises TypeError if `fun` returned something else.
         """
-        found = self._fun(x, *samples, *self._args)
+        # Either may change the point that it is given.
+        found = self._fun(_copy(x) if callable(self._jac) else x, *samples, *self._args)
         if callable(self._jac):
             gradient = self._jac(x, *samples, *self._args)
         elif isinstance(found, tuple | list) and len(found) == 2:
@@ -89,6 +90,14 @@ class Functions:
                 "hess=function(x, *args), which returns the matrix"
             )
         return self._hessp(x, direction, *samples, *self._args)
+
+
+def _copy(x: Any) -> Any:
+    """A copy of a point; parameters with names stay what they are."""
+    if has_names(x):
+        return x
+    tree = Tree(x) if is_tree(x) or is_complex(x) else None
+    return x.copy() if tree is None else tree.of(tree.flat)
 
 
 class _Hessian:

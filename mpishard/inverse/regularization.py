@@ -510,10 +510,11 @@ def regularized(
         return function
 
     def plain(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
-        value, given = function(x, *samples)
         if samples and 0 not in samples[0]:
+            value, given = function(x, *samples)
             return value, given
-        unknowns = Unknowns(x)
+        unknowns = Unknowns(x)  # a copy, unless x has names: the function may change the point that it is given
+        value, given = function(x, *samples)
         gradient = unknowns.vector("the gradient", given).copy()
         for term in chosen:
             field, start = _field(unknowns, x, term)
@@ -548,7 +549,8 @@ def _field(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tuple[Array,
     """The array of a term, and its place in a flat gradient."""
     tree = unknowns.tree
     if tree is None:
-        return _tensor(x, term), x.layout.piece_of[_name(x, term)].start if has_names(x) else 0
+        values = x if has_names(x) else unknowns.flat.reshape(np.shape(x))
+        return _tensor(values, term), x.layout.piece_of[_name(x, term)].start if has_names(x) else 0
     leaves = {leaf.name: leaf for leaf in tree.leaves}
     name = _name(leaves, term)
     if name not in leaves:

@@ -525,13 +525,15 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles 
         log.inform(_HEAD)
     status = None
     saved = None if files is None else files.load(settings.options)
+    called = 0 if saved is None else saved.iterations  # the last iteration that the callback has seen
     for state in settings.iterate(rows, saved):
         if shows:
             log.inform(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}")
         status = state.status
-        if status is None and state.iterations and watched:
+        if watched and state.iterations > called:
+            called = state.iterations
             made = partial(_intermediate, settings, state)
-            if callback.stops_any(made, rows.world):
+            if callback.stops_any(made, rows.world) and status is None:
                 status = _CALLBACK
                 break
         if files is not None and status is None and state.iterations:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.array import elementwise, empty, largest, to_host
+from mpishard.backend.array import elementwise, empty, largest, module_of, to_host
 from mpishard.minimizers.formulas import advance
 from mpishard.minimizers.method import Limits
 from mpishard.minimizers.space import Space
@@ -157,7 +157,11 @@ class Bounds:
             self.lower = self._whole(self.lower, -np.inf, space)
             self.upper = self._whole(self.upper, np.inf, space)
         self._counted = space.spans
-        self._work: Array | None = None if self.fixed is None else empty(space.size, space.like.dtype, space.like)
+        # Elements whose bounds are equal keep their value, and their gradient may be NaN.
+        equal = self.lower == self.upper if self.any else None
+        self._equal: Array | None = equal if equal is not None and bool(to_host(equal.any())) else None
+        copies = self.fixed is not None or self._equal is not None
+        self._work: Array | None = empty(space.size, space.like.dtype, space.like) if copies else None
 
     @property
     def any(self) -> bool:
@@ -184,11 +188,17 @@ class Bounds:
             advance(point, base, direction, step)
 
     def moving(self, gradient: Array) -> Array:
-        """The gradient with 0 at fixed elements: itself, or working memory that the next call overwrites."""
+        """The gradient with 0 at fixed elements, and in place of NaN where bounds are equal.
+
+        It is the gradient itself, or working memory that the next call overwrites.
+        """
         if self._work is None:
             return gradient
         self._work[:] = gradient
-        self._work[self.fixed] = 0
+        if self.fixed is not None:
+            self._work[self.fixed] = 0
+        if self._equal is not None:
+            self._work[self._equal & ~module_of(self._work).isfinite(self._work)] = 0
         return self._work
 
     def projected_gradient(self, point: Array, gradient: Array, out: Array) -> Array:

@@ -411,9 +411,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self._expect(Wanted.GRADIENT)
         self.note_written(*_OF_STEP)
         step, trial_gradient, base = (self.row(slot) for slot in ("direction", "residual", "base"))
-        trial_gradient[:] = gradient
-        if self.limits.fixed is not None:
-            trial_gradient[self.limits.fixed] = 0
+        trial_gradient[:] = self.bounds.moving(gradient)
         formulas.moved(step, self.point, base, -1.0)
         riesz = self._riesz(trial_gradient)
         gradient_top, step_top, base_top, *rest = self.space.largest(trial_gradient, step, base, *riesz)
