@@ -8,11 +8,12 @@ Steps at which rounding hides the remainder are left out (Griewank and Walther, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from mpishard.arguments import entries, flag, integer, number, returned, shown
 from mpishard.backend import array as arrays
@@ -397,7 +398,7 @@ def check_gradient(
     hessp : callable, optional
         ``hessp(x, p) -> vector``: the Hessian times p.  It must be the whole Hessian; Gauss-Newton products are others.
     mesh : Mesh, optional
-        The ranks.  Without it each rank checks by itself.
+        The ranks.  Without it each rank checks by itself, and the verdict says so on several ranks.
     reduction : {None, "sum"}
         On a mesh: None if the function gives the whole value and gradient on every rank, ``"sum"`` if it gives terms of
         both that are summed over ranks.
@@ -438,6 +439,9 @@ def check_gradient(
     line = Line(part, direction, integer("seed", seed))
     row = _steps(steps, line.dtype)
     result = _check(line, row, hessp is not None, mesh is not None and reduction is None and x is not None)
+    if mesh is None and (ranks := MPI.COMM_WORLD.size) > 1:
+        alone = f"; on rank {MPI.COMM_WORLD.rank} of {ranks} alone: mesh= checks the function of all of them"
+        result = replace(result, verdict=result.verdict + alone)
     if part.world.rank == 0:
         if disp:
             print(f"check of the gradient of {line.size} elements, {line.dtype}\n{result}")

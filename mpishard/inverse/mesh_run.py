@@ -65,6 +65,11 @@ class MeshRanks:
             parameters = parameters_of(unknowns)
             if reduction not in (None, "sum"):
                 raise ValueError(f"reduction={shown(reduction)} must be None or 'sum'")
+            if mesh.size > mesh.data.size and not unknowns.is_split:
+                raise ValueError(
+                    f"x0 is whole, and the mesh has {mesh.sizes}, which cut it: give a mesh with a data axis alone, "
+                    "mpishard.Mesh(), or this rank's part of x0, FlatParameters(specs, place=mesh.place)"
+                )
         self.parameters = parameters
         start = f"{parameters.description} ({parameters.fingerprint:x})"
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
@@ -106,7 +111,7 @@ class MeshRanks:
             self.minimizer.take_digits(digits)
             tell_value(self.optimizer, self.optimizer.state, total, own)
         if self.minimizer.stop_reason == "not finite":
-            self._find_culprits(what.removeprefix("the "), value, flat)
+            self._find_culprits(what.removeprefix("the "), value, flat, total, own)
 
     def combined(self, what: str, value: float, given: Any, problem: BaseException | None) -> tuple[Array, float, int]:
         """This rank's vector, the value of all ranks, and the fewest `digits_of` their vectors.
@@ -148,12 +153,16 @@ class MeshRanks:
         reducer.reset()
         return own
 
-    def _find_culprits(self, what: str, value: float, flat: Array) -> None:
+    def _find_culprits(self, what: str, value: float, flat: Array, total: float, own: Array) -> None:
         """Find the tensors and ranks whose number that is not finite has ended the run, unless all have one.
 
-        `value` and `flat` are this rank's terms.
+        `value` and `flat` are this rank's terms, `total` and `own` the sum of all values and this rank's part of that
+        of vectors. All are finite where only trials before them were not.
         """
         finite = math.isfinite(value) and math.isfinite(largest(flat))
+        summed = math.isfinite(total) and math.isfinite(largest(own))
+        if not on_any(self.world, not (finite and summed)):
+            return
         if not (self._sums or (on_any(self.world, finite) and on_any(self.world, not finite))):
             return
         inspection = self.optimizer.state.on_rank.inspection
@@ -505,12 +514,16 @@ class StateFiles:
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless these are the facts of a checkpoint of this method."""
-        saved = facts.get(_SQUARES, {}).get("method", "another function")
-        if saved != self._name:
+        saved = facts.get(_SQUARES)
+        method = saved.get("method") if isinstance(saved, Mapping) else "another function"
+        if method != self._name:
             raise ValueError(
-                f"the checkpoint in {self._checkpoints.folder} is of {saved}, and this is {self._name}; give each its "
-                "own folder, or resume=False"
+                f"the checkpoint in {self._checkpoints.folder} is of {brief(method)}, and this is {self._name}; give "
+                "each its own folder, or resume=False"
             )
+        numbers = {name: value for name, value in saved.items() if name not in ("method", "tolerances")}
+        if set(numbers) != set(_NUMBERS) or not all(isinstance(each, int | float | None) for each in numbers.values()):
+            raise ValueError(f"the checkpoint in {self._checkpoints.folder} has damaged numbers: {brief(dict(saved))}")
 
     def iterated(self, state: State, options: Options) -> None:
         """Save after an iteration, if that is due."""

@@ -29,6 +29,7 @@ from mpishard.minimizers.space import Space
 
 Array = Any
 _RESOLVED, _NOISE = 4, 1000  # units in the last place of a value
+_STEEP = 0.5  # part of the first slope of a search that is left at a wall of values that are not finite
 SLOTS = ("base", "base_gradient", "direction")
 _BASE, _GRADIENT, _DIRECTION = range(len(SLOTS))
 
@@ -155,9 +156,10 @@ class Descent(Minimizer):
                 return
         if taken:
             self._learn(gradient, search.step, slope, search.start.slope)
-            self._end_iteration(value, gradient, top, search.start.value, search.step)
+            at_wall = math.isfinite(state.wall) and slope < _STEEP * search.start.slope
+            self._end_iteration(value, gradient, top, search.start.value, search.step, at_wall=at_wall)
         elif verdict is Verdict.FAIL and best:
-            failure = "" if self.forget() else _failure(state)
+            failure = "" if self.forget() else _failure(state, self.epsilon)
             self._end_iteration(value, gradient, top, math.nan, search.step, failure)
         elif left <= 0:
             self._end("evaluations")
@@ -169,14 +171,22 @@ class Descent(Minimizer):
         elif self.forget():
             self._begin_line_search()
         else:
-            self._end(_failure(state))
+            self._end(_failure(state, self.epsilon))
 
     def _end_iteration(
-        self, value: float, gradient: Array, top: float, value_before: float, step: float, failure: str = ""
+        self,
+        value: float,
+        gradient: Array,
+        top: float,
+        value_before: float,
+        step: float,
+        failure: str = "",
+        at_wall: bool = False,
     ) -> None:
         """The point becomes the base, after an iteration or the first evaluation.
 
         Without a value before (NaN), only a small gradient is convergence; `failure` is the reason to end otherwise.
+        Nor is a small step convergence that ends `at_wall` of values that are not finite.
         """
         # The direction, too: `_measure` and `_begin_line_search` write there.
         self.note_written(_BASE, _GRADIENT, _DIRECTION)
@@ -196,6 +206,8 @@ class Descent(Minimizer):
         reason = converged(self.method, self.progress, value_before, step * self._direction_top, base_top)
         if reason in ("decrease", "step") and self._continues_after_small_change():
             reason = ""
+        if reason in ("decrease", "step") and at_wall:
+            reason = "wall"
         reason = reason or failure or exhausted(self.method, self.progress)
         if reason:
             self._end(reason)
@@ -261,6 +273,10 @@ def _is_rounding(search: LineSearchState, value: float, epsilon: float) -> bool:
     return hidden and abs(value - start.value) <= _NOISE * unit
 
 
-def _failure(search: LineSearchState) -> str:
+def _failure(search: LineSearchState, epsilon: float) -> str:
     """The reason for which a minimisation ends whose line search has failed."""
-    return "unbounded" if search.unbounded else "not finite" if search.not_finite else "line search"
+    if search.unbounded or search.not_finite:
+        return "unbounded" if search.unbounded else "not finite"
+    # Steps that are short enough for finite values may be too short to be felt in the value.
+    felt = -search.start.slope * search.farthest > _NOISE * epsilon * abs(search.start.value)
+    return "wall" if math.isfinite(search.wall) and (search.best.step > 0 or not felt) else "line search"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import integer, number
+from mpishard.arguments import integer, number, printable
 from mpishard.io import log
 from mpishard.minimizers.space import LocalSpace, Space
 
@@ -302,8 +302,8 @@ def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -
     minimizer = method.make(LocalSpace(0, nothing), np.zeros((len(method.slots), 0)), nothing, Limits())
     try:
         minimizer.restore(metadata)
-    except ValueError:
-        raise
+    except ValueError as error:
+        raise ValueError(printable(str(error))) from None
     except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:  # of a file that others wrote
         raise ValueError(f"{type(method).__name__}: the saved state cannot be restored: {error!r}") from None
 
@@ -316,6 +316,8 @@ LARGEST_PRODUCT = 2.0**1000  # of which sums are known
 FAILURES = {
     "line search": "the line search found no lower value along a descent direction, so that the gradient does not fit "
     "the function to rounding; mpishard.check_gradient compares them",
+    "wall": "steps end where the value or the gradient is NaN or infinite, and the gradient still leads there: "
+    "keep the unknowns inside by bounds, or let the function have finite values beyond",
     "unbounded": "the value keeps falling, as if it had no lower limit",
     "range": "the square of the gradient is too small or too large for a float64; scale the function",
     "not finite": "the value, the gradient or a Hessian product is NaN or infinite, also after shorter steps",

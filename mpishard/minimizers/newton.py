@@ -389,6 +389,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self._gradient_top = 0.0
         self._not_finite = 0  # trials one after the other
         self._decrease = 0.0  # that the model says for the step
+        self._at_wall = False  # whether a trial since the last iterate was not finite
         self._refused = False  # whether a step since the last iterate was, that should have been felt in the value
         self._clipped = False  # whether the product of a step is wanted that was projected into the bounds
 
@@ -400,7 +401,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self.progress, self.stop_reason, self.wanted = Progress(), "", Wanted.GRADIENT
         self._radius, self._gradient_square = min(self.method.initial_radius or 0.0, self._max_radius), math.nan
         self._gradient_top, self._not_finite = 0.0, 0
-        self._decrease, self._refused, self._clipped = 0.0, False, False
+        self._decrease, self._at_wall, self._refused, self._clipped = 0.0, False, False, False
         outside = self.bounds.outside(self.point)
         self.bounds.project(self.point)
         self.row("base")[:] = self.point
@@ -432,10 +433,11 @@ class TruncatedNewtonMinimizer(Minimizer):
             elif finite and step_top > _NOISE * self.epsilon * base_top and self._decrease > self._noise(value):
                 self._refused = True
             self._not_finite = 0 if finite else self._not_finite + 1
+            self._at_wall = self._at_wall or not finite
             if self._not_finite > NOT_FINITE_LIMIT or (step_top == 0 and not finite):
                 reason = "unbounded" if value == -math.inf else "not finite"
             elif step_top == 0:
-                reason = reason or ("line search" if self._refused else "step")
+                reason = reason or ("line search" if self._refused else "wall" if self._at_wall else "step")
         self._continue(reason or exhausted(self.method, self.progress))
 
     def _expect(self, what: Wanted) -> None:
@@ -492,7 +494,8 @@ class TruncatedNewtonMinimizer(Minimizer):
             step_length=float(started),
             accepted=started,
         )
-        self._gradient_top, self._gradient_square, self._refused = gradient_top, math.nan, False
+        self._gradient_top, self._gradient_square = gradient_top, math.nan
+        self._at_wall = self._refused = False
 
     def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
         """The reason for which the method has converged; of a step that was cut only the gradient counts."""
@@ -593,6 +596,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             "gradient_top": self._gradient_top,
             "not_finite": self._not_finite,
             "decrease": self._decrease,
+            "at_wall": self._at_wall,
             "refused": self._refused,
             "clipped": self._clipped,
         }
@@ -604,11 +608,13 @@ class TruncatedNewtonMinimizer(Minimizer):
             radius, square, top = (float(metadata[name]) for name in ("radius", "gradient_square", "gradient_top"))
             not_finite, decrease = int(metadata["not_finite"]), float(metadata["decrease"])
             refused, clipped = bool(metadata["refused"]), bool(metadata["clipped"])
+            at_wall = bool(metadata.get("at_wall", False))
         except (KeyError, TypeError) as error:
             raise ValueError(f"TruncatedNewton: the saved state cannot be restored: {error!r}") from None
         self.wanted, self.stop_reason, self.progress = wanted, reason, progress
         self.cg.state, self._radius, self._gradient_square, self._gradient_top = state, radius, square, top
         self._not_finite, self._decrease, self._refused, self._clipped = not_finite, decrease, refused, clipped
+        self._at_wall = at_wall
         self.free.hold(self.row("base"), self.row("base_gradient"))
 
 
