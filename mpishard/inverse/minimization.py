@@ -284,12 +284,12 @@ class _Loop:
         optimizer = self._optimizer
         with optimizer.run.watching():
             if self._files is not None and self._files.needs_check:
-                self._files.check_function(*self._outcome(EvaluationRequest(optimizer.result.x)))
+                self._files.check_function(*self._outcome(EvaluationRequest(optimizer.gather_result().x)))
             while (request := optimizer.ask()) is not None:
                 self._step(request)
         if self._files is not None:
             self._files.end(optimizer.stop_reason)
-        result = optimizer.result
+        result = optimizer.gather_result()
         self._table.end(result.message)
         return result
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from mpishard import minimizers
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.io import log
 from mpishard.minimizers.method import FAILURES, Method, Progress
 
 # By reason of the end SciPy's status, and a sentence with the values of `Progress` and the method's options.
@@ -50,6 +49,12 @@ _NOT_SYMMETRIC = (
 # Such trials are shortened, and a minimum at the edge of such a region may be taken for one of the function.
 _NOT_FINITE = (
     "the value or gradient was NaN or infinite at {} trial points of line searches, whose steps were shortened"
+)
+
+
+_HELD = (
+    "the start is held at bounds beyond which descent leads; if it should move, the gradient may have the wrong sign: "
+    "mpishard.check_gradient tests it"
 )
 
 
@@ -89,7 +94,9 @@ class OptimizeResult(dict[str, Any]):
 
     def __repr__(self) -> str:
         width = max(map(len, self), default=0)
-        return "\n".join(f"{name:>{width}}: {value!r}" for name, value in self.items())
+        with np.printoptions(threshold=12, edgeitems=2):  # arrays are abbreviated as in a result of SciPy
+            lines = {name: repr(value).replace("\n", "\n" + " " * (width + 2)) for name, value in self.items()}
+        return "\n".join(f"{name:>{width}}: {line}" for name, line in lines.items())
 
 
 def result_of(
@@ -107,6 +114,8 @@ def result_of(
     values = {name: getattr(method, name) for name in ("gtol", "ftol", "xtol", "maxiter", "maxfun")}
     if progress.asymmetry > _ASYMMETRIC and reason != "gradient":
         culprits += "; " * bool(culprits) + _NOT_SYMMETRIC.format(progress.asymmetry)
+    if reason == "gradient" and not progress.iterations and progress.gradient_norm > method.gtol:
+        culprits += "; " * bool(culprits) + _HELD
     if progress.not_finite and reason != "not finite":
         culprits += "; " * bool(culprits) + _NOT_FINITE.format(progress.not_finite)
     message = text.format(projected_norm=progress.projected_norm, **values) + (f": {culprits}" if culprits else "")
@@ -309,14 +318,15 @@ class Table:
         if not self._shown:
             return
         if not self._has_head:
-            log.inform(_HEAD)
+            print(_HEAD)
             self._has_head = True
         seconds = time.perf_counter() - self._began
-        log.inform(
+        print(
             f"{progress.iterations:>9} {progress.value:>17.10e} {progress.gradient_norm:>9.2e} "
-            f"{progress.projected_norm:>9.2e} {progress.step_length:>9.2e} {progress.evaluations:>11} {seconds:>9.2f}"
+            f"{progress.projected_norm:>9.2e} {progress.step_length:>9.2e} {progress.evaluations:>11} {seconds:>9.2f}",
+            flush=True,
         )
 
     def end(self, message: str) -> None:
         if self._shown:
-            log.inform(message)
+            print(message, flush=True)

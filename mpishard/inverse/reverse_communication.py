@@ -127,6 +127,7 @@ class ReverseCommunication:
         self._end = ""  # why the caller's loop has ended before the method
         self._is_published = False  # the unknowns are the point
         self._is_asked = False  # the caller has a request that was not answered
+        self._result: OptimizeResult | None = None  # once it has ended
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class ReverseCommunication:
         # Between two products of a method the point stays where it is.
         self._is_published = is_product and minimizer.wanted is Wanted.PRODUCT
         if minimizer.wanted is Wanted.NOTHING:
-            self._ranks.publish(minimizer.point)
+            self.gather_result()
 
     def _check_wanted(self, given: Wanted, what: str) -> None:
         wanted = Wanted.NOTHING if self._end else self._ranks.minimizer.wanted
@@ -231,7 +232,7 @@ class ReverseCommunication:
             For the message of the result; the same on all ranks.
         """
         self._end = reason
-        self._ranks.publish(self._best)
+        self.gather_result()
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
@@ -257,9 +258,26 @@ class ReverseCommunication:
 
     @property
     def result(self) -> OptimizeResult:
-        """The best iterate so far, with the fields of SciPy's result.
+        """The best iterate, with the fields of SciPy's result; not collective.
+
+        On several ranks it is there when the minimisation has ended; until then `gather_result` brings it together.
+        """
+        if self._result is None and self._ranks.world.size > 1:
+            raise RuntimeError(
+                "the minimisation has not ended, and its best iterate is divided over the ranks; call gather_result() "
+                "on all of them"
+            )
+        return self.gather_result() if self._result is None else self._result
+
+    def gather_result(self) -> OptimizeResult:
+        """The best iterate so far, as `result` has it at the end; with a mesh collective.
 
         A FlatParameters then has its values; while a request waits for its answer, ``x`` is a copy.
+
+        Returns
+        -------
+        OptimizeResult
+            With the fields of SciPy's result.
         """
         ranks, minimizer, unknowns = self._ranks, self._ranks.minimizer, self._unknowns
         if self._is_asked and not self.has_ended:
@@ -272,6 +290,7 @@ class ReverseCommunication:
         culprits = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
         result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, culprits)
         result["jac"] = unknowns.like_x0(gradient)
+        self._result = result if self.has_ended else None
         return result
 
     @property
@@ -313,7 +332,7 @@ class ReverseCommunication:
             If these are not the bytes of such a minimisation; nothing has changed then.
         """
         self._one_process().deserialize(data)
-        self._end, self._is_published, self._is_asked = "", False, False
+        self._loaded()
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint that any number of ranks can load; with a mesh only.
@@ -339,7 +358,12 @@ class ReverseCommunication:
             As for `mpishard.load_checkpoint`.
         """
         self._mesh_ranks().load(folder)
-        self._end, self._is_published, self._is_asked = "", False, False
+        self._loaded()
+
+    def _loaded(self) -> None:
+        self._end, self._is_published, self._is_asked, self._result = "", False, False, None
+        if self.has_ended:
+            self.gather_result()
 
     def _one_process(self) -> OneProcess:
         if not isinstance(self._ranks, OneProcess):

@@ -18,7 +18,6 @@ from mpishard.inverse.minimization import ElasticArguments, elastic_options, sol
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import Tree
-from mpishard.io import log
 from mpishard.minimizers.elements import whole_bounds, whole_elements
 from mpishard.minimizers.least_squares import (
     Options,
@@ -505,7 +504,7 @@ class _ConjugateGradients:
             result["active_mask"] = self.settings.active_mask(found.x)
         message = _message(status, self.settings.options, progress.projected_norm) if status >= 0 else found.message
         if self.settings.verbose == 1 and (self.mesh is None or self.mesh.rank == 0):
-            log.inform(message)
+            print(message, flush=True)
         result |= {"grad": found.jac, "optimality": progress.projected_norm, "nit": progress.iterations}
         result |= {"nfev": progress.evaluations, "njev": progress.evaluations, "nhev": progress.products}
         return OptimizeResult(**result, status=status, success=status > 0, message=message)
@@ -522,13 +521,13 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles 
     is_first, watched = rows.world.rank == 0, on_any(rows.world, callback.is_given)
     shows = settings.verbose == 2 and is_first
     if shows:
-        log.inform(_HEAD)
+        print(_HEAD)
     status = None
     saved = None if files is None else files.load(settings.options)
     called = 0 if saved is None else saved.iterations  # the last iteration that the callback has seen
     for state in settings.iterate(rows, saved):
         if shows:
-            log.inform(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}")
+            print(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}", flush=True)
         status = state.status
         if watched and state.iterations > called:
             called = state.iterations
@@ -543,7 +542,7 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles 
         files.end(state, settings.options)
     message = _message(status, settings.options, state.optimality)
     if settings.verbose and is_first:
-        log.inform(message)
+        print(message, flush=True)
     return OptimizeResult(
         x=state.x,
         cost=state.cost,

@@ -10,6 +10,8 @@ from residual_problems import Bundle, Curve, Diffusion
 
 import mpishard
 from mpishard import FlatParameters, ParameterSpec, least_squares
+from mpishard.inverse.mesh_run import StateFiles
+from mpishard.minimizers.least_squares import Options, State
 from mpishard.record import Run
 
 CURVE, FIELD = Curve(), Diffusion()
@@ -271,6 +273,20 @@ def test_an_exact_method_is_saved_and_continues(comm, mesh, folder, case):
                     found = [run(alone, problem.residuals) for _ in range(2)]
                 assert all(np.array_equal(each[name], whole[name]) for each in found for name in SAME)
             comm.Barrier()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("\x1b[31mother", r"is of .*\\x1b\[31mother"), (None, "damaged numbers.*x1b")]
+)
+def test_a_forged_checkpoint_writes_no_escapes(mesh, folder, name, words):
+    name = name or "least_squares by trf, without x_scale='jac'"
+    options, zeros = Options(1e-8, 1e-8, 1e-8, 10, np.ones(4)), np.zeros(4)
+    with mpishard.Checkpoints(folder, mesh) as checkpoints:
+        forged = StateFiles(mesh, checkpoints, False, name, 4)
+        forged.end(State(CURVE.start, "\x1b[31m" if "least" in name else 0.0, zeros, zeros, iterations=1), options)
+        with pytest.raises(ValueError, match=words) as raised:
+            least_squares(CURVE.residuals, CURVE.start, mesh=mesh, checkpoints=checkpoints, resume=True)
+    assert "\x1b" not in str(raised.value)
 
 
 def test_unknowns_that_are_split(comm, same_on_all):

@@ -162,6 +162,15 @@ def test_the_rank_whose_part_is_not_finite_is_named(mesh):
     found = f"NaN or infinite loss at step 1: nan on rank 0; also the gradient of 'x' on rank {last}"
     assert message.startswith("failed: the value, the gradient or a Hessian product is NaN") and message.endswith(found)
 
+    calls = []
+
+    def falling(x):  # between the second evaluation and the last one nothing is finite
+        calls.append(x)
+        return math.nan if 2 < len(calls) < 14 else -x.sum(), -np.ones(SIZE)
+
+    result = minimize(falling, START, mesh=mesh, reduction="sum")
+    assert result.status == 2 and "NaN or infinite" in result.message and "rank" not in result.message
+
     points = []
 
     def whole(x):
@@ -234,6 +243,28 @@ def test_a_preconditioner_gets_vectors_on_the_device_of_the_start(mesh, device):
     result = minimize(fun, device.put(START), mesh=mesh, preconditioner=precondition, **given)
     expected = minimize(rosenbrock, START, preconditioner=lambda vector: 0.5 * vector, **given)
     assert np.array_equal(arrays.to_host(result.x), expected.x)
+
+
+def test_a_whole_start_on_a_mesh_that_cuts_it(mesh):
+    if mesh.size == 1:
+        pytest.skip("for several ranks")
+    with pytest.raises(ValueError, match=f"x0 is whole.*tensor={mesh.size}.*place=mesh.place"):
+        minimize(rosenbrock, START, mesh=mesh.reshaped(tensor=mesh.size))
+
+
+def test_the_result_of_ones_own_loop(mesh, same_on_all):
+    optimizer = ReverseCommunication("L-BFGS-B", START, mesh=mesh, options={"maxiter": 3})
+    while (request := optimizer.ask()) is not None:
+        optimizer.tell(*rosenbrock(request.x))
+        found = optimizer.gather_result()
+    if mesh.rank == mesh.size - 1:  # not collective
+        assert np.array_equal(optimizer.result.x, found.x) and optimizer.result.nit == 3
+    assert same_on_all(optimizer.result.x) and optimizer.result.fun == rosenbrock(found.x)[0]
+    running = ReverseCommunication("L-BFGS-B", START, mesh=mesh)
+    if mesh.size > 1 and mesh.rank == 0:
+        with pytest.raises(RuntimeError, match="gather_result"):
+            running.result  # noqa: B018
+    assert running.gather_result().status == -1
 
 
 def test_one_rank_stops_all(mesh, same_on_all):

@@ -265,9 +265,16 @@ def test_the_callback_sees_iterates_and_stops():
     assert found.cost == seen[-1][1] and found.nit == 3
 
 
+@pytest.mark.parametrize("solver", ["exact", "cg"])
+def test_the_callback_sees_the_last_iteration(solver):
+    seen = []
+    found = least_squares(rosenbrock, [-1.2, 1], callback=seen.append, tr_solver=solver)
+    assert found.success and len(seen) == found.nit and np.array_equal(seen[-1], found.x)
+
+
 def test_what_it_shows(capfd):
     least_squares(rosenbrock, [-1.2, 1], verbose=2, max_nfev=5)
-    shown = capfd.readouterr().err
+    shown = capfd.readouterr().out
     assert "cost" in shown and "max_nfev" in shown and len(shown.splitlines()) >= 4
 
 

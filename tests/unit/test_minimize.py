@@ -28,6 +28,8 @@ def test_the_result_has_scipys_fields_by_attribute_and_by_item():
     assert (result.status, result.success) == (0, True) and result.message.startswith("converged: the projected")
     assert result.nfev == result.njev == result.nit + 1 and result.nhev == 0
     assert "success: True" in repr(result) and "nit" in dir(result)
+    long = repr(OptimizeResult(x=np.arange(500.0).reshape(250, 2), tree={"a": np.zeros(900)}))
+    assert "..." in long and len(long.splitlines()) < 10
     with pytest.raises(AttributeError, match="has no 'hess_inv'; it has x, fun"):
         result.hess_inv  # noqa: B018
 
@@ -133,6 +135,50 @@ def test_a_function_in_float32_of_unknowns_in_float64(method, form):
     result = minimize(rounded, form(np.full(20, -0.7)), method=method, **product)
     least = np.linalg.lstsq(matrix.astype(float), right.astype(float))[1][0]
     assert result.success and result.fun == pytest.approx(least, rel=1e-6) and result.nfev < 50
+
+
+@pytest.mark.parametrize("method", ["L-BFGS-B", "L-BFGS", "CG", "trust-ncg"])
+@pytest.mark.parametrize("beyond", [math.nan, math.inf])
+def test_a_wall_of_values_that_are_not_finite_is_no_minimum(method, beyond):
+    def parabola(x):
+        if x[0] >= 1:
+            return beyond, np.full(2, beyond)
+        return (x - 3) @ (x - 3), 2 * (x - 3)
+
+    result = minimize(parabola, np.zeros(2), method=method, hessp=lambda x, d: 2 * d)
+    assert result.status == 2 and not result.success and result.x[0] == pytest.approx(1, abs=1e-5)
+    assert "NaN or infinite" in result.message and "does not fit" not in result.message
+
+
+def test_a_function_may_change_what_it_is_given():
+    def spoils(x):
+        value = bowl(x)[0]
+        x[:] = math.nan
+        return value
+
+    given = minimize(spoils, np.zeros(3), method=Descent(), jac=lambda x: bowl(x)[1])
+    assert given.success and np.allclose(given.x, CENTER, atol=1e-4)
+    term = mpishard.Tikhonov(weight=1.0)
+    own = mpishard.regularized(lambda x: (spoils(x), np.zeros(3)), term)(np.arange(3.0))
+    assert own[0] == bowl(np.arange(3.0))[0] + term.value_and_gradient(np.arange(3.0))[0]
+
+
+@pytest.mark.parametrize("method", ["L-BFGS-B", "trust-ncg"])
+def test_elements_with_equal_bounds_may_have_no_gradient(method):
+    def without(x):
+        value, gradient = bowl(x)
+        gradient[1] = math.nan
+        return value, gradient
+
+    bounds = [(None, None), (0.25, 0.25), (None, None)]
+    result = minimize(without, np.zeros(3), method=method, hessp=lambda x, d: 2 * d, bounds=bounds)
+    assert result.success and np.allclose(result.x, [CENTER[0], 0.25, CENTER[2]], atol=1e-4)
+
+
+def test_a_start_that_is_held_at_its_bounds_is_said():
+    wrong = minimize(lambda x: (bowl(x)[0], -bowl(x)[1]), [0, 0, 0], bounds=[(0, 2), (-2, 0), (0, 2)])
+    assert (wrong.nit, wrong.status) == (0, 0) and "held at bounds" in wrong.message
+    assert "held at" not in minimize(bowl, CENTER, bounds=(-3, 3)).message
 
 
 class Bounds:
@@ -430,7 +476,7 @@ def test_a_part_of_split_parameters_needs_a_mesh():
 
 def test_the_table(capsys):
     result = minimize(bowl, np.zeros(3), method=Descent(maxiter=2), options={"disp": True})
-    lines = [line.removeprefix("mpishard: ") for line in capsys.readouterr().err.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["iteration", "value", "|g|", "|proj", "g|", "step", "evaluations", "seconds"]
     assert [int(line.split()[0]) for line in lines[1:4]] == [0, 1, 2] and lines[4:] == [result.message]
     assert float(lines[1].split()[1]) == 14.0 and len({len(line) for line in lines[:4]}) == 1
