@@ -262,7 +262,7 @@ class ReverseCommunication:
 
         On several ranks it is there when the minimisation has ended; until then `gather_result` brings it together.
         """
-        if self._result is None and self._ranks.world.size > 1:
+        if self._result is None and not isinstance(self._ranks, OneProcess) and self._ranks.world.size > 1:
             raise RuntimeError(
                 "the minimisation has not ended, and its best iterate is divided over the ranks; call gather_result() "
                 "on all of them"

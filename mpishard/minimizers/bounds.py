@@ -158,7 +158,7 @@ class Bounds:
             self.upper = self._whole(self.upper, np.inf, space)
         self._counted = space.spans
         # Elements whose bounds are equal keep their value, and their gradient may be NaN.
-        equal = self.lower == self.upper if self.any else None
+        equal: Array = self.lower == self.upper if self.any else None
         self._equal: Array | None = equal if equal is not None and bool(to_host(equal.any())) else None
         copies = self.fixed is not None or self._equal is not None
         self._work: Array | None = empty(space.size, space.like.dtype, space.like) if copies else None
