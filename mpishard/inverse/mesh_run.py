@@ -514,8 +514,9 @@ class StateFiles:
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless these are the facts of a checkpoint of this method."""
-        saved = facts.get(_SQUARES)
-        method = saved.get("method") if isinstance(saved, Mapping) else "another function"
+        found = facts.get(_SQUARES)
+        saved: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        method = saved.get("method", "another function")
         if method != self._name:
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of {brief(method)}, and this is {self._name}; give "
