@@ -79,7 +79,7 @@ class OptimizationResult(Generic[P]):
         ``"steps"``, ``"tolerance"``, ``"seconds"``, ``"callback"`` or ``"patience"`` of `stop_early`; ``"signal"``
         after Ctrl-C, and in an elastic run also after other signals.  With a method also its own: ``"gradient"``,
         ``"decrease"`` and ``"step"`` where it has converged, ``"iterations"`` and ``"evaluations"`` at its limits,
-        ``"line search"``, ``"unbounded"``, ``"range"`` and ``"not finite"`` where it cannot continue.
+        ``"line search"``, ``"wall"``, ``"unbounded"``, ``"range"`` and ``"not finite"`` where it cannot continue.
     communication : dict
         Communication of this rank over all axes since the mesh was made: calls, bytes sent and seconds, by kind.
     validation_steps : ndarray, int64 (evaluations,)
