@@ -35,6 +35,11 @@ def allgather_values(comm: MPI.Comm, value: Any) -> list[Any]:
         raise
 
 
+def rank_in_job() -> tuple[int, int]:
+    """The rank of this process among those of its launch, and their number."""
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
 class Axis(Communicator):
     """One direction of a mesh: the ranks that differ in one coordinate only, and the collectives over them.
 

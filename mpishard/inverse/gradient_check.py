@@ -13,12 +13,11 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpishard.arguments import entries, flag, integer, number, returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.random import uniform_in_box
-from mpishard.comm.axis import Axis
+from mpishard.comm.axis import Axis, rank_in_job
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
@@ -439,8 +438,9 @@ def check_gradient(
     line = Line(part, direction, integer("seed", seed))
     row = _steps(steps, line.dtype)
     result = _check(line, row, hessp is not None, mesh is not None and reduction is None and x is not None)
-    if mesh is None and (ranks := MPI.COMM_WORLD.size) > 1:
-        alone = f"; on rank {MPI.COMM_WORLD.rank} of {ranks} alone: mesh= checks the function of all of them"
+    rank, ranks = rank_in_job()
+    if mesh is None and ranks > 1:
+        alone = f"; on rank {rank} of {ranks} alone: mesh= checks the function of all of them"
         result = replace(result, verdict=result.verdict + alone)
     if part.world.rank == 0:
         if disp:
