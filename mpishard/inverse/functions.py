@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Array = Any
 _DIGITS = 52  # of float64
-HAS_TERMS = "mpishard_has_terms"  # the attribute of a function to which `regularized` adds terms
+TERMS = "mpishard_terms"  # the attribute of a function to which `regularized` adds terms: its reduction
 
 
 class Functions:
@@ -60,7 +60,16 @@ class Functions:
     @property
     def has_terms(self) -> bool:
         """Return True if the function is one of `regularized`."""
-        return bool(getattr(self._fun, HAS_TERMS, False))
+        return hasattr(self._fun, TERMS)
+
+    def check_terms(self, reduction: str | None) -> None:
+        """Raise ValueError if terms of `regularized` would not count once with this reduction."""
+        given = getattr(self._fun, TERMS, reduction)
+        if given != reduction:
+            raise ValueError(
+                f"regularized has reduction={given!r}, and this call reduction={reduction!r}, so that the terms would "
+                "not count once; give both the same mesh= and reduction="
+            )
 
     def value_and_gradient(self, x: Any, *samples: Any) -> tuple[float, Any]:
         """The value and the gradient at a point, the latter as the user gave it.

@@ -339,17 +339,19 @@ def digest(*vectors: Array) -> int:
 # The files of a minimisation: checkpoints, from which it resumes, and its record.
 
 
-def _check_files(checkpoints: Any, resume: Any, record: Any, world: Axis) -> None:
-    """Raise on all ranks if an argument of any is no file of a minimisation on these ranks. Collective."""
-    with raised_on_all(world):
+def _check_files(checkpoints: Any, resume: Any, record: Any, mesh: Mesh) -> None:
+    """Raise on all ranks if an argument of any is no file of a minimisation on this mesh. Collective."""
+    with raised_on_all(mesh.world):
         if flag("resume", resume) and checkpoints is None:
             raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
         if not (checkpoints is None or hasattr(checkpoints, "due")):
             raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
-        if checkpoints is not None and checkpoints.mesh.world is not world:
+        if checkpoints is not None and checkpoints.mesh.world is not mesh.world:
             raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
         if not (record is None or isinstance(record, RunRecord)):
             raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
+        if record is not None and record.mesh.ledger is not mesh.ledger:
+            raise ValueError("the record is of another mesh; make it with the mesh of minimize")
 
 
 class RunFiles:
@@ -365,7 +367,7 @@ class RunFiles:
         self._checkpoints = checkpoints
         self._record = record
         self._resumes = resume
-        _check_files(checkpoints, resume, record, ranks.world)
+        _check_files(checkpoints, resume, record, ranks.mesh)
         given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
         self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
         self._start = self._norm_of_start()
@@ -486,7 +488,7 @@ class StateFiles:
     """
 
     def __init__(self, mesh: Mesh, checkpoints: Any, resume: bool, name: str, size: int) -> None:
-        _check_files(checkpoints, resume, None, mesh.world)
+        _check_files(checkpoints, resume, None, mesh)
         agree_on_settings(mesh.world, {"resume": str(resume)})
         self._checkpoints = checkpoints
         self._resumes = resume

@@ -167,6 +167,7 @@ def minimize(
             raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         watcher = Callback(callback)
         functions = Functions(fun, jac, hessp, args, hess)
+        functions.check_terms(reduction)
         workers = elastic_options(elastic, samples, reduction, mesh)
         unknowns = Unknowns(x0)
         if hess is not None and unknowns.is_split:

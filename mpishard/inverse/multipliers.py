@@ -163,7 +163,9 @@ def augmented_lagrangian(
         chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
         if chosen.needs_products:
             raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")
-        run = _Multipliers(Functions(fun, jac, None, args), constraints, adjoint, args, unknowns, world, reduction)
+        functions = Functions(fun, jac, None, args)
+        functions.check_terms(reduction)
+        run = _Multipliers(functions, constraints, adjoint, args, unknowns, world, reduction)
         run.penalty = number("penalty", penalty, above=0)
         gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)
         maxiter = integer("maxiter", maxiter, least=1)

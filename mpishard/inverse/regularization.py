@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,7 +21,8 @@ from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.inverse.functions import HAS_TERMS, Unknowns, has_names
+from mpishard.inverse.functions import TERMS, Unknowns, has_names, world_of
+from mpishard.layout.tensors import ParameterSpec
 
 Array = Any
 
@@ -144,7 +145,7 @@ class RegularizationTerm(ABC):
     mesh : Mesh, optional
         The field is cut along its first dimension over the tensor axis, a slab a rank.  Methods are collective over
         this axis then, as is making a term with an array of weights; arrays are parts of this rank, and the value is
-        that of the whole field, on every rank.
+        that of the whole field, on every rank.  Default: that of `regularized`, if the field is cut.
     exchange : callable, optional
         For a field that is cut in another way along its first dimension: ``exchange(slab) -> (before, after)`` returns
         the neighbours' `halo` rows next to this slab, or None at an end.  The value is that of the slab.
@@ -472,9 +473,11 @@ def regularized(
     terms : RegularizationTerm or sequence of them
         What is added.
     mesh : Mesh, optional
-        With ``reduction="sum"``: the mesh of `minimize`.
+        The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
+        axis, unless the term has a mesh or an `exchange`.  Then making the function is collective over this axis, if a
+        term has an array of weights.
     reduction : {None, "sum"}
-        As for `minimize`: with ``"sum"`` one data rank adds the terms.
+        That of `minimize`: with ``"sum"`` one data rank adds the terms.
 
     Returns
     -------
@@ -484,7 +487,8 @@ def regularized(
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid.
+        If an argument is invalid, or a term has another mesh.  The function raises ValueError where a term does not fit
+        the way in which its field is cut.
 
     Notes
     -----
@@ -505,9 +509,17 @@ def regularized(
         raise TypeError(f"regularized needs a function and terms, got {shown(function)} and {shown(terms)}")
     if reduction not in (None, "sum") or (reduction == "sum" and mesh is None):
         raise ValueError(f'reduction={shown(reduction)} must be None, or "sum" with a mesh')
+    world_of(mesh)  # raises TypeError for what is no mesh
+    for term in chosen:
+        if mesh is not None and term.mesh is not None and term.mesh.tensor.size != mesh.tensor.size:
+            raise ValueError(
+                f"{type(term).__name__} has the mesh {term.mesh.sizes}, and regularized {mesh.sizes}; "
+                "leave mesh= out of the term"
+            )
     summed = mesh is not None and reduction == "sum"
     if summed and mesh is not None and mesh.data.rank:
         return function
+    pairs = [(term, _over(term, mesh)) for term in chosen]
 
     def plain(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
         if samples and 0 not in samples[0]:
@@ -516,23 +528,32 @@ def regularized(
         unknowns = Unknowns(x)  # a copy, unless x has names: the function may change the point that it is given
         value, given = function(x, *samples)
         gradient = unknowns.vector("the gradient", given).copy()
-        for term in chosen:
+        for pair in pairs:
+            term = _fitting(x, *pair)
             field, start = _field(unknowns, x, term)
             added, slope = term.value_and_gradient(field)
-            # On a mesh every tensor rank has the value of the whole field.
-            if not (summed and term.mesh is not None and term.mesh.tensor.rank):
+            # Every tensor rank has the value of the whole field, unless there is an exchange.
+            if not (summed and term.exchange is None and _tensor_rank(x, term)):
                 value = value + added
-            gradient[start : start + slope.size] += slope.reshape(-1)
+            if not (summed and _is_partial(x, term) and _tensor_rank(x, term)):
+                gradient[start : start + slope.size] += slope.reshape(-1)
         return value, unknowns.like_x0(gradient)
 
     def of_samples(x: Any, samples: np.ndarray, gradients: Any) -> float:
+        if summed:
+            raise ValueError(
+                'reduction="sum" is for minimize; each data rank adds the terms to its samples of an '
+                "OptimizationProblem, so leave it out of regularized"
+            )
         loss = function(x, samples, gradients)
-        for term in chosen:
+        for pair in pairs:
+            term = _fitting(x, *pair)
             if not (len(samples) or term.mesh is not None):
                 continue
             added, slope = term.value_and_gradient(_tensor(x, term))
             if len(samples) and has_names(x):
-                gradients[_name(x, term)] += len(samples) * slope
+                if not (_is_partial(x, term) and _tensor_rank(x, term)):
+                    gradients[_name(x, term)] += len(samples) * slope
             elif len(samples):
                 gradients += len(samples) * slope
             loss = loss + len(samples) * added
@@ -541,8 +562,62 @@ def regularized(
     def with_terms(x: Any, *rest: Any) -> Any:
         return plain(x, *rest) if len(rest) < 2 else of_samples(x, *rest)
 
-    setattr(with_terms, HAS_TERMS, True)
+    setattr(with_terms, TERMS, reduction)
     return with_terms
+
+
+def _over(term: RegularizationTerm, mesh: Mesh | None) -> RegularizationTerm:
+    """The term for a field that is cut over the tensor axis of the mesh, unless it says itself how it is cut."""
+    known = mesh is None or term.mesh is not None or term.exchange is not None
+    return term if known else replace(term, mesh=mesh)
+
+
+def _fitting(x: Any, term: RegularizationTerm, on_mesh: RegularizationTerm) -> RegularizationTerm:
+    """The term for a whole field, or `on_mesh` for one that is cut over tensor ranks; ValueError if it does not fit."""
+    if not has_names(x) or x.place.tensor_size == 1:
+        return term
+    spec, place, kind = _spec(x, term), x.place, type(term).__name__
+    mesh = on_mesh.mesh
+    if mesh is not None and (mesh.tensor.size, mesh.tensor.rank) != (place.tensor_size, place.tensor_rank):
+        raise ValueError(f"{kind} has the mesh {mesh.sizes}, but x0 is cut over {place.tensor_size} tensor ranks")
+    if spec.tensor_dim is None:
+        if term.mesh is not None:
+            raise ValueError(
+                f"{kind} has a mesh, but {spec.name!r} is whole on all tensor ranks; leave mesh= out of it"
+            )
+        return term
+    if mesh is None and term.exchange is None:
+        raise ValueError(
+            f"{spec.name!r} is cut over {place.tensor_size} tensor ranks, and {kind} has no mesh, so it would miss the "
+            "differences across the cuts; give mesh= to regularized, or to the term"
+        )
+    if spec.tensor_dim and term.halo:
+        raise ValueError(
+            f"{spec.name!r} is cut along dimension {spec.tensor_dim}, but {kind} takes slabs along dimension 0; give "
+            "its ParameterSpec tensor_dim=0"
+        )
+    return on_mesh
+
+
+def _tensor_rank(x: Any, term: RegularizationTerm) -> int:
+    """The tensor rank that has this field; 0 if that is not known."""
+    if has_names(x):
+        return int(x.place.tensor_rank)
+    return 0 if term.mesh is None else term.mesh.tensor.rank
+
+
+def _is_partial(x: Any, term: RegularizationTerm) -> bool:
+    """Return True if the gradient of this field is summed over tensor ranks."""
+    return has_names(x) and _spec(x, term).partial
+
+
+def _spec(x: Any, term: RegularizationTerm) -> ParameterSpec:
+    """What all ranks know of the field of a term in parameters with names."""
+    name, specs = _name(x, term), {spec.name: spec for spec in x.local}
+    if name not in specs:
+        raise ValueError(f"{type(term).__name__}: x0 has no array {name!r}; there are {', '.join(specs)}")
+    found: ParameterSpec = specs[name]
+    return found
 
 
 def _field(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tuple[Array, int]:

@@ -214,7 +214,7 @@ class OptimizationProblem(Objective[P]):
             On every rank, if an option of any rank has a wrong type.
         """
         with CaughtError() as caught:
-            _check_options(callback, progress, checkpoints, resume, record)
+            _check_options(callback, progress, checkpoints, resume, record, optimizer)
             best = getattr(checkpoints, "best", None) is not None
             check_evaluation(evaluate, stop_early, best, self)
             if evaluate is not None and isinstance(optimizer.rule, Method):
@@ -254,7 +254,9 @@ class OptimizationProblem(Objective[P]):
         optimizer.settings.agree({name: str(value) for name, value in own.items()}, problem)
 
 
-def _check_options(callback: Any, progress: Any, checkpoints: Any, resume: Any, record: Any) -> None:
+def _check_options(
+    callback: Any, progress: Any, checkpoints: Any, resume: Any, record: Any, optimizer: ShardedOptimizer
+) -> None:
     """Raise unless these options of `minimize` are valid."""
     if not (callback is None or callable(callback)):
         raise TypeError(f"callback={shown(callback)} must be a function of a TrainingState")
@@ -262,6 +264,8 @@ def _check_options(callback: Any, progress: Any, checkpoints: Any, resume: Any, 
         raise TypeError(f"checkpoints must be Checkpoints(folder, mesh), got {type(checkpoints).__name__}")
     if not (record is None or isinstance(record, RunRecord)):
         raise TypeError(f"record must be RunRecord(folder, mesh), got {type(record).__name__}")
+    if record is not None and record.mesh.ledger is not optimizer.mesh.ledger:
+        raise ValueError("the record is not of the optimizer's mesh; make both with one mesh")
     flag("progress", progress)
     if flag("resume", resume) and checkpoints is None:
         raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")

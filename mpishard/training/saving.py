@@ -10,7 +10,7 @@ from typing import Any
 from mpishard.arguments import shown
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
-from mpishard.comm.errors import CaughtError
+from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.rank_state import parameters_alone
 from mpishard.data_parallel.settings import agree_on_step
@@ -105,7 +105,7 @@ def load_checkpoint(
     optimizer : ShardedOptimizer, optional
         Its slots, steps and loss scale are restored, and its gradients reset.  Without it only parameters are read.
     mesh : Mesh, optional
-        The mesh of the parameters; needed without an optimizer.
+        The mesh of the parameters; needed without an optimizer, which has one.
 
     Returns
     -------
@@ -131,7 +131,11 @@ def load_checkpoint(
             "load_checkpoint needs an optimizer, or mesh=..., to know which ranks hold the parameters; got the mesh "
             f"{mesh!r}"
         )
-    mesh = mesh if optimizer is None else optimizer.mesh
+    if optimizer is not None:
+        with raised_on_all(optimizer.mesh.world):
+            if mesh not in (None, optimizer.mesh):
+                raise ValueError(f"mesh={shown(mesh)} is not that of the optimizer; leave it out")
+        mesh = optimizer.mesh
     assert mesh is not None
     named = _agreed(parameters, optimizer, mesh)
     if optimizer is not None:

@@ -209,6 +209,88 @@ def test_a_term_counts_once_on_many_ranks(reduction: str | None) -> None:
         assert np.allclose(parameters["k"], alone.x.reshape(REGULARIZATION_SHAPE)[rows], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("spec", "term", "words"),
+    [
+        ({"tensor_dim": 0}, {}, ""),
+        ({"tensor_dim": 0}, {"order": 0}, ""),
+        ({"tensor_dim": 0, "slices": 12}, {"order": 2}, ""),
+        ({"tensor_dim": 1}, {"order": 0}, ""),
+        ({"tensor_dim": 1}, {}, "cut along dimension 1"),
+        ({}, {}, ""),
+        ({"partial": True}, {}, ""),
+        ({}, {"mesh": True}, "whole on all tensor ranks"),
+    ],
+)
+def test_a_term_without_a_mesh_has_that_of_the_call(spec: Any, term: Any, words: str) -> None:
+    """Cut or whole on the tensor ranks, over which a gradient may be summed: the minimum is that of one rank."""
+    if MPI.COMM_WORLD.size > 4:
+        pytest.skip("the field has four columns")
+    whole = mpishard.minimize(
+        mpishard.regularized(
+            lambda p: (((p["k"] - TARGET) ** 2).sum(), 2 * (p["k"] - TARGET)), Tikhonov(order=term.get("order", 1))
+        ),
+        mpishard.FlatParameters.of({"k": FIELD}),
+        tol=1e-10,
+    )
+    with mpishard.Mesh(tensor=-1, data=1) as mesh:
+        parameters = mpishard.FlatParameters(
+            [mpishard.ParameterSpec("k", REGULARIZATION_SHAPE, **spec)], np.float64, place=mesh.place
+        )
+        box = tuple(slice(*ends) for ends in parameters.box("k"))
+        parameters["k"][...] = FIELD[box]
+        copies = 1 if spec.get("tensor_dim") is not None else mesh.size
+
+        def part(p: Any) -> tuple[float, np.ndarray]:
+            error = p["k"] - TARGET[box]
+            return float((error**2).sum()) / copies, 2 * error / (copies if spec.get("partial") else 1)
+
+        own = Tikhonov(**{**term, **({"mesh": mesh} if "mesh" in term else {})})
+        given: dict[str, Any] = {"mesh": mesh, "reduction": "sum"}
+        fun = mpishard.regularized(part, own, **given)
+        if words and mesh.size > 1:
+            with pytest.raises(ValueError, match=words):
+                mpishard.minimize(fun, parameters, **given)
+        else:
+            result = mpishard.minimize(fun, parameters, tol=1e-10, **given)
+            assert result.fun == pytest.approx(whole.fun, rel=1e-9)
+            assert np.allclose(parameters["k"], whole.x["k"][box], rtol=0, atol=1e-5)
+
+
+def test_terms_that_would_not_count_once_are_refused(slab_mesh: mpishard.Mesh) -> None:
+    term, zeros = Tikhonov(), np.zeros(8)
+
+    def nothing(x: Any) -> Any:
+        return 0.0, 0 * (x if isinstance(x, np.ndarray) else x.flat)
+
+    def samples(x: Any, these: Any, gradients: Any) -> float:
+        return 0.0
+
+    if slab_mesh.size > 1:
+        with pytest.raises(ValueError, match="Tikhonov has no mesh"):
+            mpishard.minimize(mpishard.regularized(nothing, term), slab_of(slab_mesh), mesh=slab_mesh)
+    with mpishard.Mesh() as mesh:
+        given: dict[str, Any] = {"mesh": mesh, "reduction": "sum"}
+        if mesh.size > 1:
+            with pytest.raises(ValueError, match=f"has the mesh .*tensor={mesh.size}"):
+                mpishard.regularized(nothing, Tikhonov(mesh=slab_mesh), **given)
+            with pytest.raises(ValueError, match=f"has the mesh .* cut over {mesh.size}"):
+                mpishard.minimize(
+                    mpishard.regularized(nothing, term, **given), slab_of(slab_mesh), mesh=slab_mesh, reduction="sum"
+                )
+        with pytest.raises(ValueError, match="regularized has reduction=None, and this call reduction='sum'"):
+            mpishard.minimize(mpishard.regularized(nothing, term), zeros, **given)
+        with pytest.raises(ValueError, match="regularized has reduction='sum', and this call reduction=None"):
+            mpishard.minimize(mpishard.regularized(nothing, term, **given), zeros, mesh=mesh)
+        problem = mpishard.OptimizationProblem(
+            mpishard.regularized(samples, term, **given), zeros, samples=8, batch_size=8, steps=1
+        )
+        with pytest.raises(ValueError, match="leave it out of regularized"):
+            mpishard.ZeRO1Optimizer(mpishard.LBFGSB(), mesh).optimize(problem, progress=False)
+    with pytest.raises(TypeError, match="mesh=3"):
+        mpishard.regularized(nothing, term, mesh=3)  # type: ignore[arg-type]
+
+
 def test_weights_for_a_sum_and_for_a_mean(capsys: Any) -> None:
     """`minimize` sums over samples, a problem takes their mean: with the factor that is said, one minimum."""
     data = np.random.default_rng(4).standard_normal((8, 30))

@@ -505,3 +505,8 @@ def test_files_that_make_no_sense(mesh, folder):
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             minimize(rosenbrock, START, method="L-BFGS", **{"mesh": mesh, **options})
+    with mpishard.Mesh() as another:  # whose ledger is not that of the run
+        record = mpishard.RunRecord(folder, another)
+        for options in ({}, {"elastic": True}):
+            with pytest.raises(ValueError, match="the record is (not )?of (another|the optimizer's) mesh"):
+                minimize(rosenbrock, START, mesh=mesh, record=record, **options)

@@ -308,6 +308,8 @@ def test_what_cannot_be_loaded_changes_nothing(mesh, folder):
         mpishard.load_checkpoint(folder, flat, optimizer)
     with pytest.raises(TypeError, match="needs an optimizer, or mesh="):
         mpishard.load_checkpoint(folder, flat)
+    with mpishard.Mesh(tensor=-1, data=1) as another, pytest.raises(ValueError, match="not that of the optimizer"):
+        mpishard.load_checkpoint(folder, flat, optimizer, mesh=another)
     mpishard.save_checkpoint(folder, flat, optimizer)
     for other, message in [(np.zeros(8), "another model"), (np.zeros(7, np.float32), "float64")]:
         with pytest.raises(ValueError, match=message):
