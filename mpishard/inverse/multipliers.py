@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
-# Algorithm 17.4 of Nocedal and Wright: factors and powers of the penalty.
-_GROW = 100.0
-_VIOLATION, _VIOLATION_AFTER = 0.1, 0.9
+# Bertsekas, section 2.2.5: the penalty grows where a correction has not made the constraints so much smaller.
+_GROW, _SMALLER = 10.0, 0.25
 _LARGEST_PENALTY = 1e14
+_FIRST_TOLERANCE, _TIGHTER = 0.01, 0.1  # of the minimisations
 _STALLED = 3  # minimisations that change nothing
 _STATUS = {"callback": 99, "signal": 99, "seconds": 1}
 _FATAL = ("not finite", "range", "unbounded")
+_NO_SOLUTION = (
+    "the constraints may have no common solution, or adjoint is not that of their Jacobian, which "
+    "mpishard.check_adjoint tests"
+)
 _OF_MINIMIZE = ("checkpoints", "resume", "elastic", "samples")
 
 
@@ -58,9 +62,10 @@ def augmented_lagrangian(
     """Minimise a function under equality constraints ``c(x) = 0``, and bounds.
 
     The method of multipliers minimises ``f - y'c + penalty / 2 |c|^2`` by `minimize`, then corrects the multipliers y
-    by ``y - penalty c``, or enlarges the penalty where the constraints have not become small enough, until both the
-    constraints and the gradient of the Lagrangian ``f - y'c`` are.  It needs products with the adjoint of the Jacobian
-    of c, not the Jacobian.  With a mesh it is collective.
+    by ``y - penalty c``, until both the constraints and the gradient of the Lagrangian ``f - y'c`` are small enough.
+    The penalty grows tenfold where the largest constraint is more than a quarter of the one before, and a minimisation
+    ends at a tenth of the tolerance of the one before.  It needs products with the adjoint of the Jacobian of c, not
+    the Jacobian.  With a mesh it is collective.
 
     Parameters
     ----------
@@ -126,9 +131,9 @@ def augmented_lagrangian(
 
     References
     ----------
-    J. Nocedal and S. J. Wright: Numerical Optimization (2006), algorithm 17.4.  A. R. Conn, N. I. M. Gould, P. L.
-    Toint: A globally convergent augmented Lagrangian algorithm for optimization with general constraints and simple
-    bounds.  SIAM Journal on Numerical Analysis 28, 545-572 (1991).
+    D. P. Bertsekas: Constrained Optimization and Lagrange Multiplier Methods (1982), section 2.2.5.  R. Andreani, E. G.
+    Birgin, J. M. Martinez and M. L. Schuverdt: On augmented Lagrangian methods with general lower-level constraints.
+    SIAM Journal on Optimization 18, 1286-1309 (2007), algorithm 3.1.
 
     Examples
     --------
@@ -201,9 +206,8 @@ def _outer_loop(
     maxiter: int,
 ) -> OptimizeResult:
     """Minimise and correct in turns. Collective over the mesh."""
-    wanted, tolerance = run.penalty**-_VIOLATION, 1 / run.penalty
+    tolerance, before, lowest = _FIRST_TOLERANCE, math.inf, math.inf
     iterations = evaluations = stalled = 0
-    lowest = math.inf
     watched = on_any(run.world, callback.is_given)
     status, text = 1, f"stopped: the number of minimisations reached maxiter={maxiter}"
     while iterations < maxiter:
@@ -214,29 +218,23 @@ def _outer_loop(
         if reason in _STATUS or reason in _FATAL:
             status, text = _STATUS.get(reason, 2), ended.result.message
             break
-        small_enough = run.violation <= max(wanted, ctol)
-        if small_enough:
-            run.correct()
-            wanted, tolerance = wanted * run.penalty**-_VIOLATION_AFTER, tolerance / run.penalty
-            if run.violation <= ctol and optimality <= gtol:
-                status, text = 0, f"converged: the constraints are met to ctol={ctol:g}, the gradient to gtol={gtol:g}"
-                break
+        run.correct()
+        if run.violation <= ctol and optimality <= gtol:
+            status, text = 0, f"converged: the constraints are met to ctol={ctol:g}, the gradient to gtol={gtol:g}"
+            break
         stalled = 0 if run.violation < 0.5 * lowest or reason == "gradient" else stalled + 1
         lowest = min(lowest, run.violation)
         if stalled >= _STALLED:
-            status, text = 2, f"failed: nothing gets smaller any more; the last minimisation {ended.result.message}"
-            text += "; mpishard.check_adjoint tests adjoint"
+            hint = "mpishard.check_adjoint tests adjoint" if run.violation <= ctol else _NO_SOLUTION
+            text = f"failed: nothing gets smaller any more; the last minimisation {ended.result.message}; {hint}"
+            status = 2
             break
-        if not small_enough:
+        if run.violation > max(_SMALLER * before, ctol):
             if run.penalty * _GROW > _LARGEST_PENALTY:
-                status = 2
-                text = (
-                    f"failed: the penalty has reached {run.penalty:g}; the constraints may have no common solution, or "
-                    "adjoint is not that of their Jacobian, which mpishard.check_adjoint tests"
-                )
+                status, text = 2, f"failed: the penalty has reached {run.penalty:g}; {_NO_SOLUTION}"
                 break
             run.penalty *= _GROW
-            wanted, tolerance = run.penalty**-_VIOLATION, 1 / run.penalty
+        before, tolerance = run.violation, tolerance * _TIGHTER
         if watched and run.stops(callback, iterations, evaluations):
             status, text = 99, "stopped: the callback raised StopIteration or returned True"
             break

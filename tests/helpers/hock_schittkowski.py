@@ -1,0 +1,162 @@
+"""Problems with constraints, of Hock and Schittkowski (1981): equations, inequalities and bounds, and their minima."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, pi, sqrt
+from typing import Any
+
+import numpy as np
+
+Array = Any
+_STEP = 1e-30  # of a derivative by a complex step, which has no cancellation
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Minimise `fun` where `equations` are 0 and `inequalities` not negative, between two `bounds`."""
+
+    fun: Callable[[Array], Any]
+    start: Sequence[float]
+    minimum: float
+    equations: Callable[[Array], list[Any]] = lambda x: []
+    inequalities: Callable[[Array], list[Any]] = lambda x: []
+    bounds: tuple[Any, Any] = (-inf, inf)
+
+    @property
+    def size(self) -> int:
+        return len(self.start)
+
+    @property
+    def slacks(self) -> int:
+        """The number of further unknowns that make inequalities equations."""
+        return len(self.inequalities(np.array(self.start, float)))
+
+    def constraints(self, x: Array) -> Array:
+        """The equations, and those of inequalities and slacks."""
+        point, slacks = np.split(x, [self.size])
+        return np.concatenate([np.array(self.equations(point)), np.array(self.inequalities(point)) - slacks])
+
+    @property
+    def unknowns(self) -> dict[str, Any]:
+        """The start with slacks that meet what they can, and the bounds of all unknowns."""
+        lower, upper = (np.broadcast_to(np.asarray(end, float), self.size) for end in self.bounds)
+        start = np.clip(np.array(self.start, float), lower, upper)
+        slacks = np.maximum(np.array(self.inequalities(start), float), 0.0)
+        bounds = [*zip(lower.tolist(), upper.tolist(), strict=True), *[(0.0, inf)] * self.slacks]
+        return {"x0": np.concatenate([start, slacks]), "bounds": bounds}
+
+
+def derivatives(function: Callable[[Array], Any], x: Array) -> Array:
+    """The derivatives by all elements, one a row."""
+    return np.stack([np.imag(np.asarray(function(x + step))) / _STEP for step in 1j * _STEP * np.eye(x.size)])
+
+
+def _sphere_and_cubes(x: Array) -> list[Any]:
+    return [x @ x - 10, x[1] * x[2] - 5 * x[3] * x[4], x[0] ** 3 + x[1] ** 3 + 1]
+
+
+_OF_80 = np.array([2.3, 2.3, 3.2, 3.2, 3.2])
+
+PROBLEMS: dict[int, Problem] = {
+    7: Problem(
+        lambda x: np.log(1 + x[0] ** 2) - x[1], [2, 2], -sqrt(3), lambda x: [(1 + x[0] ** 2) ** 2 + x[1] ** 2 - 4]
+    ),
+    9: Problem(
+        lambda x: np.sin(pi * x[0] / 12) * np.cos(pi * x[1] / 16), [0, 0], -0.5, lambda x: [4 * x[0] - 3 * x[1]]
+    ),
+    11: Problem(
+        lambda x: (x[0] - 5) ** 2 + x[1] ** 2 - 25, [4.9, 0.1], -8.498464223, inequalities=lambda x: [x[1] - x[0] ** 2]
+    ),
+    14: Problem(
+        lambda x: (x[0] - 2) ** 2 + (x[1] - 1) ** 2,
+        [2, 2],
+        9 - 2.875 * sqrt(7),
+        lambda x: [x[0] - 2 * x[1] + 1],
+        lambda x: [1 - 0.25 * x[0] ** 2 - x[1] ** 2],
+    ),
+    23: Problem(
+        lambda x: x @ x,
+        [3, 1],
+        2.0,
+        inequalities=lambda x: [
+            x[0] + x[1] - 1,
+            x @ x - 1,
+            9 * x[0] ** 2 + x[1] ** 2 - 9,
+            x[0] ** 2 - x[1],
+            x[1] ** 2 - x[0],
+        ],
+        bounds=(-50, 50),
+    ),
+    24: Problem(
+        lambda x: ((x[0] - 3) ** 2 - 9) * x[1] ** 3 / (27 * sqrt(3)),
+        [1, 0.5],
+        -1.0,
+        inequalities=lambda x: [x[0] / sqrt(3) - x[1], x[0] + sqrt(3) * x[1], 6 - x[0] - sqrt(3) * x[1]],
+        bounds=(0, inf),
+    ),
+    26: Problem(
+        lambda x: (x[0] - x[1]) ** 2 + (x[1] - x[2]) ** 4,
+        [-2.6, 2, 2],
+        0.0,
+        lambda x: [(1 + x[1] ** 2) * x[0] + x[2] ** 4 - 3],
+    ),
+    39: Problem(lambda x: -x[0], [2] * 4, -1.0, lambda x: [x[1] - x[0] ** 3 - x[2] ** 2, x[0] ** 2 - x[1] - x[3] ** 2]),
+    40: Problem(
+        lambda x: -np.prod(x),
+        [0.8] * 4,
+        -0.25,
+        lambda x: [x[0] ** 3 + x[1] ** 2 - 1, x[0] ** 2 * x[3] - x[2], x[3] ** 2 - x[1]],
+    ),
+    43: Problem(
+        lambda x: x @ (np.array([1, 1, 2, 1]) * x) - 5 * x[0] - 5 * x[1] - 21 * x[2] + 7 * x[3],
+        [0] * 4,
+        -44.0,
+        inequalities=lambda x: [
+            8 - x @ x - x[0] + x[1] - x[2] + x[3],
+            10 - x @ (np.array([1, 2, 1, 2]) * x) + x[0] + x[3],
+            5 - x @ (np.array([2, 1, 1, 0]) * x) - 2 * x[0] + x[1] + x[3],
+        ],
+    ),
+    52: Problem(
+        lambda x: (4 * x[0] - x[1]) ** 2 + (x[1] + x[2] - 2) ** 2 + (x[3] - 1) ** 2 + (x[4] - 1) ** 2,
+        [2] * 5,
+        1859 / 349,
+        lambda x: [x[0] + 3 * x[1], x[2] + x[3] - 2 * x[4], x[1] - x[4]],
+    ),
+    63: Problem(
+        lambda x: 1000 - x[0] ** 2 - 2 * x[1] ** 2 - x[2] ** 2 - x[0] * x[1] - x[0] * x[2],
+        [2, 2, 2],
+        961.7151721,
+        lambda x: [8 * x[0] + 14 * x[1] + 7 * x[2] - 56, x @ x - 25],
+        bounds=(0, inf),
+    ),
+    64: Problem(
+        lambda x: 5 * x[0] + 5e4 / x[0] + 20 * x[1] + 7.2e4 / x[1] + 10 * x[2] + 1.44e5 / x[2],
+        [1, 1, 1],
+        6299.842428,
+        inequalities=lambda x: [1 - 4 / x[0] - 32 / x[1] - 120 / x[2]],
+        bounds=(1e-5, inf),
+    ),
+    71: Problem(
+        lambda x: x[0] * x[3] * (x[0] + x[1] + x[2]) + x[2],
+        [1, 5, 5, 1],
+        17.0140173,
+        lambda x: [x @ x - 40],
+        lambda x: [np.prod(x) - 25],
+        (1, 5),
+    ),
+    77: Problem(
+        lambda x: (x[0] - 1) ** 2 + (x[0] - x[1]) ** 2 + (x[2] - 1) ** 2 + (x[3] - 1) ** 4 + (x[4] - 1) ** 6,
+        [2] * 5,
+        0.24150513,
+        lambda x: [
+            x[0] ** 2 * x[3] + np.sin(x[3] - x[4]) - 2 * sqrt(2),
+            x[1] + x[2] ** 4 * x[3] ** 2 - 8 - sqrt(2),
+        ],
+    ),
+    80: Problem(
+        lambda x: np.exp(np.prod(x)), [-2, 2, 2, -1, -1], 0.0539498478, _sphere_and_cubes, bounds=(-_OF_80, _OF_80)
+    ),
+}
