@@ -581,7 +581,7 @@ class ShardedOptimizer:
         """The state of a new optimizer; called once the configuration is known."""
         if isinstance(self.rule, Method):
             return OptimizerState(self, [MethodState(self, self.rule)])
-        return OptimizerState(self)
+        return OptimizerState(self, [] if self.rule.undivided is None else [self.rule.undivided])
 
     def serialize(self) -> bytes:
         """The whole state as an HDF5 file image, which `deserialize` reads in any layout.

@@ -262,6 +262,11 @@ class Rule(ABC):
         return None
 
     @property
+    def undivided(self) -> Any:
+        """What takes the steps of all tensors by itself, where each rank has them whole; None for most rules."""
+        return None
+
+    @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
         """Names of the state arrays, each as large as the parameters; an option that is off needs no array."""

@@ -61,7 +61,7 @@ class Buffers:
     def facts(self) -> dict[str, np.ndarray]:
         """Copies of the values, flat, by the names that they have among the facts of a state."""
         self.take_back()
-        return {_FACT.format(name): _as_numbers(tensor) for name, tensor in self._tensors.items()}
+        return {_FACT.format(name): as_fact(tensor) for name, tensor in self._tensors.items()}
 
     def take_back(self) -> None:
         """Take the values of tensors that have replaced a buffer, and put the buffer back in its place.
@@ -109,7 +109,7 @@ class Buffers:
         The state of an optimizer alone has none, as it has no parameters.
         """
         for name, tensor in self._tensors.items() if _are_in(facts) else ():
-            saved, wanted = facts.get(_FACT.format(name)), _as_numbers(tensor)
+            saved, wanted = facts.get(_FACT.format(name)), as_fact(tensor)
             if not isinstance(saved, np.ndarray) or saved.shape != wanted.shape or saved.dtype != wanted.dtype:
                 there = "has none" if saved is None else f"has {_shown(saved)}"
                 raise ValueError(
@@ -121,8 +121,8 @@ class Buffers:
         """Take the values from facts that `check` accepts, if they have any."""
         self.take_back()
         for name, tensor in self._tensors.items() if _are_in(facts) else ():
-            values = torch.from_numpy(np.array(facts[_FACT.format(name)]))
-            tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
+            values = from_fact(facts[_FACT.format(name)], tensor.dtype)
+            tensor.detach().copy_(values.reshape(tensor.shape))
 
     def broadcast(self, axis: Axis) -> None:
         """Copy the values of rank 0. Collective."""
@@ -191,13 +191,18 @@ def _flattened(tensors: Sequence[Any]) -> tuple[Array, bool]:
     return memory, floating
 
 
-def _as_numbers(tensor: Any) -> np.ndarray:
+def as_fact(tensor: Any) -> np.ndarray:
     """A copy of the values as a flat array that a fact can be: bytes where NumPy or a fact lacks the dtype."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if not (flat.dtype.is_floating_point or flat.dtype in _WHOLE) or flat.dtype in _HALF:
         flat = flat.view(torch.uint8)
     values: np.ndarray = flat.numpy()
     return values.copy()
+
+
+def from_fact(values: np.ndarray, dtype: Any) -> Any:
+    """A flat tensor with the values that `as_fact` has returned for one of a dtype."""
+    return torch.from_numpy(np.array(values)).view(dtype)
 
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

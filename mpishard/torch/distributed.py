@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from mpishard.data_parallel.models import configuration_of, optimizer_for
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
+from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
 from mpishard.torch.buffers import MODES
@@ -39,6 +41,7 @@ from mpishard.torch.module import (
     state_of,
 )
 from mpishard.torch.overlap import OverlapChoice
+from mpishard.torch.own_steps import OwnSteps
 from mpishard.torch.torch_rule import rule_of_optimizer
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
@@ -350,6 +353,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
             )
         return self.parameters.gradients.no_sync()
 
+    @property
+    def _own_steps(self) -> OwnSteps | None:
+        rule = self.optimizer.rule
+        return rule.undivided if isinstance(rule, Rule) else None
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer, for ``torch.save`` on one rank; the module has its own ``state_dict``.
 
@@ -369,6 +377,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._state.take_values()
         image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
         state_dict: dict[str, Any] = {"mpishard": image}
+        own_steps = self._own_steps
+        if own_steps is not None and own_steps.rest:
+            state_dict["rest"] = copy.deepcopy(own_steps.rest)
         if masters := self._state.masters:
             state_dict["masters"] = masters
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -399,6 +410,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         self._state.take_values()
         own, masters = self._state.masters, state_dict.get("masters", {})
+        own_steps, rest = self._own_steps, state_dict.get("rest", {})
         with raised_on_all(self.optimizer.mesh.world):
             if "mpishard" not in state_dict:
                 raise ValueError(
@@ -408,6 +420,10 @@ class ModuleOptimizer(torch.optim.Optimizer):
                 )
             _check_masters(masters, own)
         self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
+        if own_steps is not None:
+            with raised_on_all(self.optimizer.mesh.world):
+                own_steps.check_rest(rest, self.optimizer.steps)
+            own_steps.rest = copy.deepcopy(rest)
         self._state.masters = masters
         self._groups.show(self.optimizer.steps)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -501,9 +517,10 @@ def as_distributed(
         ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
-        the parameters of the module and treats each element, or each tensor, by itself: its steps are then taken here,
-        with the learning rates and other values that its parameter groups have then, as a scheduler sets them; or an
-        optimizer of this mesh with its options, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
+        the parameters of the module: under ``zero=0`` it takes its own step on them, else ranks divide its steps, if it
+        treats each element, or each tensor, by itself; the learning rates and other values are those that its parameter
+        groups have then, as a scheduler sets them; or an optimizer of this mesh with its options, such as
+        ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too, 3 also the parameters.  Under 0
         and 1 ``p.grad`` is the mean over ranks after a backward pass, as under DDP, and the step takes it as the loop
@@ -545,7 +562,8 @@ def as_distributed(
         array_module(tensors.device)  # raises for a device that has no arrays
         check_unchanged(module)
         if isinstance(rule, torch.optim.Optimizer):
-            rule = rule_of_optimizer(rule, {id(p): name for name, p in tensors.trained.items()})
+            divides = zero != 0 or config.sync_every > 1
+            rule = rule_of_optimizer(rule, tensors.trained, divides=divides)
         optimizer = optimizer_for("a PyTorch module", rule, config, zero, shards_parameters=True)
         if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)

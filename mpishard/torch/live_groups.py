@@ -14,7 +14,7 @@ import torch
 
 from mpishard.comm.agreement import fingerprint
 from mpishard.optim import Rule
-from mpishard.torch.torch_steps import REMEDY, STEP_KEY, Division, arguments_of, division_of
+from mpishard.torch.torch_steps import REMEDY, STEP_KEY, Division, arguments_of, check_step, division_of
 
 # How a step is computed, which does not change its result: not compared, and not restored.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -111,17 +111,22 @@ class ParameterGroups:
 class LiveGroups(ParameterGroups):
     """The present groups of an optimizer of PyTorch that was made for the parameters of a module and has taken no step.
 
-    `names` has the names of the parameters by their ids. Raises TypeError or ValueError if the optimizer has other
-    parameters than the module, has taken steps, or cannot be divided; or its groups keep different arrays.
+    `tensors` are the parameters of the module by name; `divides` says that ranks share its steps, else it takes them
+    itself. Raises TypeError or ValueError if the optimizer has other parameters than the module, or has taken steps;
+    and if steps are to be divided and cannot be, or its groups keep different arrays.
     """
 
-    def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
+    def __init__(self, optimizer: Any, tensors: Mapping[str, Any], *, divides: bool = True) -> None:
         self.kind = kind = type(optimizer)  # the class of the optimizer
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        self._divides = divides
+        self._takes_step = False
+        names = {id(p): name for name, p in tensors.items()}
         if any(each and each.get(STEP_KEY, 1) for each in optimizer.state.values()):
             raise ValueError(
                 f"this {kind.__name__} has taken steps; give a new one, and load_state_dict of what comes back"
             )
+        check_step(kind)
         groups = optimizer.param_groups
         if "lr" not in groups[0]:
             raise TypeError(f"this {kind.__name__} has no learning rate 'lr' in its parameter groups; {REMEDY}")
@@ -134,43 +139,59 @@ class LiveGroups(ParameterGroups):
             names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names
         }
         self._shapes = [tuple(p.shape) for group in groups for p in group["params"] if id(p) in names]
-        # The arrays that the optimizer keeps, the same for all groups.
-        self.division, *others = map(self._division, range(len(groups)))
-        for number, division in enumerate(others, 1):
-            if division != self.division:
-                raise ValueError(
-                    f"param_groups[{number}] of this {kind.__name__} keeps {_listed(division)}, and param_groups[0] "
-                    f"{_listed(self.division)}; give both the same options that decide this, as momentum and amsgrad do"
-                )
+        # The arrays that the optimizer keeps, the same for all groups; of one that takes its steps itself, those that
+        # ranks could divide.
+        self.division = Division(())
+        self.is_divisible = True
+        try:
+            found = self._common_division()
+        except (TypeError, ValueError):
+            if divides:
+                raise
+            self.is_divisible = False
+        else:
+            # What is packed are reals; those of complex tensors are kept by the optimizer alone.
+            self.is_divisible = divides or found.packed is None or not any(p.is_complex() for p in tensors.values())
+            self.division = found if self.is_divisible else self.division
         self._known: set[tuple[bool, ...]] = {self._switches(number) for number in range(len(groups))}
         self._checked: list[dict[str, Any]] = []
 
     def claim(self) -> None:
-        """Free the state of the optimizer, and make it refuse steps by itself."""
-        self._optimizer.state.clear()
-        self._optimizer.register_step_pre_hook(_refuse)
+        """Make the optimizer refuse steps but those of `take_step`, and free its state where ranks divide it."""
+        if self._divides:
+            self.optimizer.state.clear()
+        self._state = self.optimizer.state
+        self.optimizer.register_step_pre_hook(self._refuse)
+
+    def take_step(self) -> None:
+        """The step of the optimizer itself."""
+        self._takes_step = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._takes_step = False
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._optimizer.param_groups  # `load_state_dict` replaces the list
+        groups: list[dict[str, Any]] = self.optimizer.param_groups  # `load_state_dict` replaces the list
         return groups
 
     @groups.setter
     def groups(self, groups: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = groups
+        self.optimizer.param_groups = groups
 
     def arguments(self, number: int) -> dict[str, Any]:
         """The arguments of the class for a group, as plain values."""
-        group = self._optimizer.param_groups[number]
+        group = self.optimizer.param_groups[number]
         return {name: _plain(group[name]) for name in self._arguments}
 
     def rate(self, number: int) -> float:
-        return float(self._optimizer.param_groups[number]["lr"])
+        return float(self.optimizer.param_groups[number]["lr"])
 
     def check(self) -> None:
         super().check()
-        optimizer = self._optimizer
-        if any(optimizer.state.values()):
+        optimizer = self.optimizer
+        if any(optimizer.state.values()) if self._divides else optimizer.state is not self._state:
             raise ValueError(
                 f"{self.what} has got a state of its own since the module was made distributed, which no step uses; "
                 "call load_state_dict of the optimizer of as_distributed, with what its state_dict returned"
@@ -181,12 +202,30 @@ class LiveGroups(ParameterGroups):
                 raise ValueError(
                     f"lr of param_groups[{number}] of {self.what} must be at least 0 and finite, got {rate}"
                 )
-            if values != self._checked and self._switches(number) not in self._known:
+            if values != self._checked and self.is_divisible and self._switches(number) not in self._known:
                 self._check_slots(number)
         self._checked = values
         optimizer._opt_called = True  # or schedulers would warn that no step was taken
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _common_division(self) -> Division:
+        first, *others = map(self._division, range(len(self.groups)))
+        for number, division in enumerate(others, 1):
+            if division != first:
+                raise ValueError(
+                    f"param_groups[{number}] of {self.what} keeps {_listed(division)}, and param_groups[0] "
+                    f"{_listed(first)}; give both the same options that decide this, as momentum and amsgrad do"
+                )
+        return first
+
+    def _refuse(self, *_: Any) -> None:
+        """A hook before each step that the optimizer would take by itself."""
+        if not self._takes_step:
+            raise RuntimeError(
+                f"mpishard takes the steps of {self.what}: call step() of the optimizer of as_distributed, and give "
+                "that to a GradScaler"
+            )
 
     def _switches(self, number: int) -> tuple[bool, ...]:
         """The options of a group that are on: only these decide which arrays it keeps."""
@@ -366,7 +405,8 @@ def groups_of(rule: Any, tensors: Mapping[str, Any]) -> ParameterGroups:
     One group without values where the rule has none that could change.  Raises ValueError if such an optimizer of
     PyTorch needs whole tensors, and one is complex: steps see pairs of reals.
     """
-    if isinstance(rule, Rule) and rule.whole_tensors and hasattr(rule, "with_values"):
+    divides = isinstance(rule, Rule) and rule.undivided is None
+    if divides and rule.whole_tensors and hasattr(rule, "with_values"):
         for name, p in tensors.items():
             if p.is_complex():
                 raise ValueError(f"parameter {name!r} is complex, and {rule.kernel.name} needs whole tensors; {REMEDY}")
@@ -403,14 +443,6 @@ def _check_parameters(groups: list[dict[str, Any]], names: Mapping[int, str]) ->
         )
     if len(held) > len(names):
         raise ValueError(f"the optimizer has {len(held) - len(names)} parameters that the module does not have")
-
-
-def _refuse(optimizer: Any, *_: Any) -> None:
-    """A hook before each step that an optimizer would take by itself."""
-    raise RuntimeError(
-        f"mpishard takes the steps of this {type(optimizer).__name__}: call step() of the optimizer of as_distributed, "
-        "and give that to a GradScaler"
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,8 @@ import torch
 from mpishard.optim import Rule
 from mpishard.torch.live_groups import LiveGroups
 from mpishard.torch.memory import as_tensor, finish_stream
-from mpishard.torch.torch_steps import STEP_KEY, Division, arguments_of, division_of, take_step
+from mpishard.torch.own_steps import OwnSteps
+from mpishard.torch.torch_steps import REMEDY, STEP_KEY, Division, arguments_of, division_of, take_step
 
 Array = Any
 
@@ -37,6 +38,7 @@ class TorchRule(Rule):
     # Groups whose present options are used at each step, since schedulers change them.
     of_optimizer: LiveGroups | None = field(default=None, compare=False, repr=False)
     group: int = field(default=0, compare=False, repr=False)  # the number of its group, of which this is the rule
+    own_steps: OwnSteps | None = field(default=None, compare=False, repr=False)  # that take its steps under zero=0
     _division: Division = field(default=Division(()), init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -49,6 +51,11 @@ class TorchRule(Rule):
     def live(self) -> LiveGroups | None:
         """The groups of an optimizer of PyTorch; None of a class alone."""
         return self.of_optimizer
+
+    @property
+    def undivided(self) -> OwnSteps | None:
+        """The steps of an optimizer of PyTorch by itself, under ``zero=0``."""
+        return self.own_steps
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -111,7 +118,14 @@ class TorchRule(Rule):
             # PyTorch's fused kernels read it where the parameters are, all else on the host.
             on_device = arguments.get("fused") or arguments.get("capturable")
             state |= {**own, STEP_KEY: torch.tensor(float(step - 1), device=values.device if on_device else None)}
+        (group,) = optimizer.param_groups
+        before = dict(group)
         optimizer.step()
+        if changed := [name for name, value in group.items() if value is not before.get(name)]:
+            raise ValueError(
+                f"step {step} of {self.kind.__name__} changed {changed[0]!r} of its param_groups, which ranks that "
+                f"divide its steps cannot keep; {REMEDY}"
+            )
         for name, slot in own.items():
             found = state.get(name)  # none without a momentum, where it was set to 0 between two steps
             if found is not None and found.data_ptr() != slot.data_ptr():
@@ -208,14 +222,16 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
     return _fitting(made._division)(lr, kind, given, float(decay), groups=groups, ema_decay=ema_decay)
 
 
-def rule_of_optimizer(optimizer: Any, names: Mapping[int, str]) -> TorchRule:
+def rule_of_optimizer(optimizer: Any, tensors: Mapping[str, Any], *, divides: bool = True) -> TorchRule:
     """The rule of an optimizer that was made for the parameters of a module and has taken no step.
 
-    The rule follows later changes of its parameter groups, as by a scheduler; `names` has the names of the parameters
-    by their ids. Raises as `LiveGroups`.
+    The rule follows later changes of its parameter groups, as by a scheduler; `tensors` are the parameters by name.
+    Where ranks do not divide the steps, the optimizer takes them itself. Raises as `LiveGroups`.
     """
-    live = LiveGroups(optimizer, names)
-    return _fitting(live.division)(_LiveRate(live, 0), live.kind, {}, of_optimizer=live)
+    live = LiveGroups(optimizer, tensors, divides=divides)
+    own_steps = None if divides else OwnSteps(live, tensors)
+    rate = _LiveRate(live, 0)
+    return _fitting(live.division)(rate, live.kind, {}, of_optimizer=live, own_steps=own_steps)
 
 
 def _fitting(division: Division) -> type[TorchRule]:

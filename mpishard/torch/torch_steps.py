@@ -6,6 +6,7 @@ of a whole tensor, such as a row and a column, is packed end to end into the fir
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -20,7 +21,10 @@ from mpishard.layout.run_state import brief
 Shape = tuple[int, ...]
 
 STEP_KEY = "step"  # the one number that PyTorch's element-wise optimizers keep in addition to arrays
-REMEDY = "use an element-wise optimizer, such as torch.optim.RAdam"
+REMEDY = (
+    "give the optimizer itself to as_distributed with zero=0, where each rank takes its step of all tensors, or use an "
+    "element-wise one, such as torch.optim.RAdam"
+)
 
 
 class Division(NamedTuple):
@@ -28,10 +32,22 @@ class Division(NamedTuple):
 
     slots: tuple[str, ...]
     packed: tuple[str, ...] | None = None
+    counts: bool = True  # it keeps a count of steps, too
 
 
 def arguments_of(kind: type) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(kind).parameters
+
+
+def check_step(kind: type) -> None:
+    """Raise TypeError if the step of an optimizer needs an argument, as that of LBFGS does."""
+    known = inspect.signature(kind.step).parameters.values()  # type: ignore[attr-defined]
+    needed = [each.name for each in known if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if more := needed[1:]:
+        raise TypeError(
+            f"the step of {kind.__name__} needs {more[0]!r}, to evaluate the function several times, and here it "
+            "follows one backward pass of all ranks; use another optimizer"
+        )
 
 
 def division_of(kind: type, options: Mapping[str, Any], shapes: Sequence[Shape] | None = None) -> Division:
@@ -40,38 +56,69 @@ def division_of(kind: type, options: Mapping[str, Any], shapes: Sequence[Shape] 
     `options` are its arguments but for the parameters, and `shapes` those of the tensors of a module, if it is known.
     Raises TypeError or ValueError if what it does to a tensor depends on others.
     """
+    check_step(kind)
     given = tuple(sorted((name, value) for name, value in options.items() if value is not None))
     return _division_of(kind, given, None if shapes is None else tuple(sorted({_at_most(8, each) for each in shapes})))
+
+
+# Gradients of several sizes: steps may depend on other tensors for some sizes alone, as by clipping.
+_SCALES = (1.0, 1.0, 1e-3, 1e3, 1.0, 1e6, 1e-6, 1.0)
+
+
+def _numbers(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer keeps in addition to its state: the values in its groups, and its own attributes."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {f"param_groups[{number}][{name!r}]": each for name, each in group.items() if name != "params"}
+    found |= {f"its attribute {name!r}": value for name, value in vars(optimizer).items() if name != "_opt_called"}
+    plain = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+    return {name: copy.copy(value) for name, value in plain.items() if isinstance(value, _PLAIN)}
+
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 @functools.cache
 def _division_of(kind: type, options: tuple[tuple[str, Any], ...], shapes: tuple[Shape, ...] | None) -> Division:
     what, given = f"torch.optim.{kind.__name__}", dict(options)
     random = np.random.default_rng(0)
-    start, slopes = random.standard_normal(6), random.standard_normal((3, 6))
+    start, slopes = random.standard_normal(13), random.standard_normal((len(_SCALES), 13)) * np.c_[list(_SCALES)]
 
-    def after(elements: slice, *shape: int) -> tuple[Any, dict[str, Any]]:
-        values = torch.from_numpy(start[elements].copy()).reshape(shape or -1)
-        optimizer: Any = kind([values], **given)
+    def after(*parts: tuple[slice, tuple[int, ...]]) -> tuple[Any, list[dict[str, Any]], set[str]]:
+        """Parameters, states and what else has changed after steps of one optimizer for some parts of them."""
+        tensors = [torch.from_numpy(start[part].copy()).reshape(shape) for part, shape in parts]
+        optimizer: Any = kind(tensors, **given)
+        if callable(getattr(optimizer, "train", None)):  # as those without a schedule have it
+            optimizer.train()
+        before = _numbers(optimizer)
         for slope in slopes:
-            values.grad = torch.from_numpy(slope[elements].copy()).reshape(values.shape)
+            for values, (part, _) in zip(tensors, parts, strict=True):
+                values.grad = torch.from_numpy(slope[part].copy()).reshape(values.shape)
             optimizer.step()
-        return values, dict(optimizer.state[values])
+        now = _numbers(optimizer)
+        changed = {name for name in {**before, **now} if before.get(name) != now.get(name)}
+        flat = torch.cat([values.reshape(-1) for values in tensors])
+        return flat, [dict(optimizer.state[values]) for values in tensors], changed
 
     try:
-        whole, state = after(slice(None))
-        parts = torch.cat([after(slice(number, number + 1))[0] for number in range(6)])
-        matrix, of_matrix = after(slice(None), 2, 3)
+        together, states, changed = after((slice(6), (6,)), (slice(6, 12), (2, 3)), (slice(12, 13), (1,)))
+        alone = torch.cat([after((slice(number, number + 1), (1,)))[0] for number in range(13)])
     except Exception as error:
         text = brief(" ".join(str(error).split()))  # in one line
         remedy = REMEDY if kind.__name__ != "Muon" else "use mpishard.Muon, which has the same formula"
         raise TypeError(
             f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {remedy}"
         ) from None
-    slots = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == whole.shape]
-    left = {name for name, value in (*state.items(), *of_matrix.items()) if value is not None} - {STEP_KEY, *slots}
-    if not left and all(torch.allclose(each, whole, rtol=1e-12, atol=0) for each in (parts, matrix.reshape(-1))):
-        return Division(tuple(slots))
+    if changed:
+        raise ValueError(
+            f"{what} cannot be divided over ranks: its step changes {', '.join(sorted(changed))}, which depend on all "
+            f"tensors or on the steps before; {REMEDY}"
+        )
+    of_vector, of_matrix = states[:2]
+    slots = [name for name, value in of_vector.items() if isinstance(value, torch.Tensor) and value.shape == (6,)]
+    left = {name for name, value in (*of_vector.items(), *of_matrix.items()) if value is not None} - {STEP_KEY, *slots}
+    if not left and torch.allclose(alone, together, rtol=1e-9, atol=1e-12):
+        return Division(tuple(slots), counts=STEP_KEY in of_vector)
     try:
         return _by_tensor(kind, given, shapes)
     except Exception as error:
@@ -90,16 +137,28 @@ def take_step(
     optimizer: Any = kind([values], **arguments)
     state = optimizer.state[values]
     if step > 1:
-        layout = _layout_of(kind, arguments, values)
-        number = layout.pop(STEP_KEY, None)
-        if number is not None:
-            state[STEP_KEY] = torch.full_like(number, step - 1) if isinstance(number, torch.Tensor) else step - 1
-        left = torch.cat([values.new_zeros(0), *slots])
-        for name, like in layout.items():
-            state[name] = left[: like.numel()].reshape(like.shape).to(like.dtype)
-            left = left[like.numel() :]
+        state |= unpack(kind, arguments, values, slots, step - 1)
     optimizer.step()
-    found = [each.reshape(-1).to(values.dtype) for each in _packed(state).values()]
+    pack(_packed(state), values, slots)
+
+
+def unpack(kind: type, arguments: Mapping[str, Any], values: Any, slots: Sequence[Any], steps: int) -> dict[str, Any]:
+    """The state of an optimizer for one tensor after some steps, from flat slots; arrays may be views into these."""
+    state: dict[str, Any] = {}
+    layout = _layout_of(kind, arguments, values)
+    number = layout.pop(STEP_KEY, None)
+    if number is not None:
+        state[STEP_KEY] = torch.full_like(number, steps) if isinstance(number, torch.Tensor) else steps
+    left = torch.cat([values.new_zeros(0), *slots])
+    for name, like in layout.items():
+        state[name] = left[: like.numel()].reshape(like.shape).to(like.dtype)
+        left = left[like.numel() :]
+    return state
+
+
+def pack(arrays: Mapping[str, Any], values: Any, slots: Sequence[Any]) -> None:
+    """Write the arrays that an optimizer keeps of one tensor into flat slots, end to end."""
+    found = [each.reshape(-1).to(values.dtype) for name, each in arrays.items() if name != STEP_KEY]
     left = torch.cat([values.new_zeros(0), *found])
     if left.numel() > len(slots) * values.numel():
         raise ValueError(f"the state of a tensor of the shape {tuple(values.shape)} is more than {len(slots)} times it")
@@ -145,7 +204,9 @@ def _by_tensor(kind: type, given: Mapping[str, Any], shapes: Sequence[Shape] | N
     small = {_at_most(1 if shapes is None else 2, shape) for shape in known}
     grown = [(*_at_most(2, each[:i]), each[i], *_at_most(2, each[i + 1 :])) for each in known for i in range(len(each))]
     tried, random = [*small, *grown, *known], np.random.default_rng(0)
-    start, *slopes = [[torch.from_numpy(random.standard_normal((*each,))) for each in tried] for _ in range(5)]
+    start, *slopes = [
+        [torch.from_numpy(scale * random.standard_normal((*each,))) for each in tried] for scale in (1.0, *_SCALES)
+    ]
 
     together = [each.clone() for each in start]
     optimizer: Any = kind(together, **given)

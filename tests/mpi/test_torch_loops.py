@@ -178,7 +178,90 @@ def test_whole_tensors_step_as_in_pytorch_and_continue_under_another_stage(mesh,
     mesh.world.barrier()
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+class Growing(torch.optim.Optimizer):
+    """Keeps numbers of all gradients in its groups, and of a tensor more than arrays of its shape."""
+
+    def __init__(self, params, lr=0.1, most=0.2):
+        super().__init__(params, {"lr": lr, "most": most, "d": 1e-2, "k": 0, "means": torch.zeros(2)})
+
+    @torch.no_grad()
+    def step(self):
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm().item()
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] = max(group["d"], norm / (10 + group["k"]))
+            group["means"] = 0.9 * group["means"] + norm
+            rate = group["lr"] * min(1.0, group["most"] / norm) * (1 + group["d"] + group["means"][1].item())
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(start=p.clone(), count=0, largest=p.grad.abs().max(), signs=p.grad > 0)
+                state["count"] += 1
+                state["largest"] = torch.maximum(state["largest"], p.grad.abs().max())
+                factor = 1 + state["largest"] / state["count"] + 0.1 * (state["signs"] == (p.grad > 0))
+                p -= rate * factor * (p.grad + 0.01 * (p - state["start"]))
+
+
+@pytest.mark.parametrize("how", ["state_dict", "checkpoint"])
+def test_an_optimizer_that_looks_at_all_tensors_steps_as_in_pytorch(mesh, folder, how):
+    """Where each rank has all of them; and it goes on from its files."""
+    whole, found, saved = doubles(), [], {}
+    wanted = alone(mesh, lambda module: Growing(module.parameters()), SCHEDULERS["cosine"], module=whole)
+    for steps in (range(3), range(3, STEPS)):
+        module = doubles()
+        optimizer = mpishard.torch.as_distributed(module, mesh, Growing(module.parameters()))
+        scheduler = SCHEDULERS["cosine"](optimizer)
+        if steps.start:
+            module.load_state_dict(saved["module"])
+            scheduler.load_state_dict(saved["scheduler"])
+            if how == "checkpoint":
+                optimizer.load_checkpoint(folder)
+            else:
+                optimizer.load_state_dict(saved["optimizer"])
+        found += take_steps(mesh, module, optimizer, scheduler, steps)
+        if how == "checkpoint":
+            optimizer.save_checkpoint(folder)
+        saved = {"module": module, "scheduler": scheduler, "optimizer": optimizer}
+        saved = {name: each.state_dict() for name, each in saved.items()}
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    optimizer.close()
+    assert_same_parameters(module, whole)
+    mesh.world.barrier()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_optimizer_that_looks_at_all_tensors_is_not_divided(mesh, zero):
+    module = doubles()
+    with pytest.raises(ValueError, match="Growing cannot be divided over ranks: its step changes .*'d'., .*zero=0"):
+        mpishard.torch.as_distributed(module, mesh, Growing(module.parameters()), zero=zero)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.bfloat16, torch.optim.AdamW), (torch.complex128, torch.optim.RAdam)]
+)
+def test_an_optimizer_steps_masters_of_other_dtypes_itself(mesh, dtype, kind):
+    """And continues under another stage, which divides its state."""
+    flats = []
+    for zero in (0, 2):
+        torch.manual_seed(3)
+        module = torch.nn.Linear(4, 3, dtype=dtype)
+        optimizer = mpishard.torch.as_distributed(module, mesh, kind(module.parameters(), lr=0.02), zero=zero)
+        for step in range(4):
+            if step == 2:
+                state, values = optimizer.state_dict(), module.state_dict()
+                optimizer.close()
+                module = torch.nn.Linear(4, 3, dtype=dtype)
+                module.load_state_dict(values)
+                made = kind(module.parameters(), lr=0.02)
+                optimizer = mpishard.torch.as_distributed(module, mesh, made, zero=2 - zero)
+                optimizer.load_state_dict(state)
+            module(torch.ones(2, 4, dtype=dtype)).abs().float().square().sum().backward()
+            optimizer.step()
+        flats.append(optimizer.parameters.flat.copy())
+    np.testing.assert_allclose(*flats, rtol=1e-6)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
 def test_an_error_in_the_step_of_one_tensor_is_raised_on_all_ranks(mesh, zero):
     """The parameters are as before then, and training may continue."""
     fails = False

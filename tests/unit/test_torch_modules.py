@@ -176,9 +176,10 @@ def test_options_that_change_what_is_packed_are_refused():
             optimizer.step()
         optimizer.close()
         complex_one = torch.nn.Linear(2, 2, dtype=torch.complex64)
+        mpishard.torch.as_distributed(complex_one, mesh, torch.optim.NAdam(complex_one.parameters())).close()
         for rule in (torch.optim.NAdam(complex_one.parameters()), rule_of(torch.optim.Adafactor, 0.1)):
-            with pytest.raises(ValueError, match="'weight' is complex, and torch.optim..* needs whole tensors; use an"):
-                mpishard.torch.as_distributed(complex_one, mesh, rule)
+            with pytest.raises(ValueError, match="'weight' is complex, and torch.optim..* needs whole tensors; give"):
+                mpishard.torch.as_distributed(complex_one, mesh, rule, zero=1)
 
 
 def test_a_stream_of_the_user_finishes_the_step_of_a_rule(monkeypatch):
@@ -207,13 +208,36 @@ class Odd(torch.optim.Optimizer):
                 self.state[p].update({"kept": made[group["how"]]} if group["how"] in made else {})
 
 
+class Global(torch.optim.Optimizer):
+    """Clips by the norm of all gradients, or keeps numbers of all steps."""
+
+    def __init__(self, params, lr=0.1, most=1e9, counts=""):
+        super().__init__(params, {"lr": lr, "most": most, "counts": counts, "k": 0, "parts": torch.ones(2)})
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.taken += self.defaults["counts"] == "attribute"
+        for group in self.param_groups:
+            group["k"] += group["counts"] == "group"
+            group["parts"] = group["parts"] + (group["counts"] == "tensor")
+            norm = torch.cat([p.grad.reshape(-1) for p in group["params"]]).norm().item()
+            rate = group["lr"] * min(1.0, group["most"] / norm) / (1 + group["k"] + self.taken + group["parts"][0])
+            for p in group["params"]:
+                p -= rate * p.grad
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
+        (lambda: rule_of(Global, 0.1, counts="group"), ValueError, "Global cannot .* changes .*'k'., .* zero=0"),
+        (lambda: rule_of(Global, 0.1, counts="tensor"), ValueError, "its step changes param_groups.0..'parts'"),
+        (lambda: rule_of(Global, 0.1, counts="attribute"), ValueError, "its step changes its attribute 'taken'"),
+        (lambda: rule_of(Global, 0.1, most=1e4), ValueError, "depends on others.*give the optimizer itself .* zero=0"),
         (lambda: rule_of(Odd, 0.1, how="global"), ValueError, "Odd cannot be divided over ranks: .* depends on others"),
         (lambda: rule_of(Odd, 0.1, how="flags"), ValueError, "it keeps 'kept' besides, which is no array of real"),
         (lambda: rule_of(Odd, 0.1, how="square"), ValueError, "keeps more than 1 times the elements of some matrices"),
-        (lambda: rule_of(torch.optim.LBFGS, 0.1), TypeError, "LBFGS cannot take a step of a .*; use an element-wise"),
+        (lambda: rule_of(torch.optim.LBFGS, 0.1), TypeError, "the step of LBFGS needs 'closure'"),
         (lambda: rule_of(torch.optim.RAdam, 0.1, beta=0.9), TypeError, "RAdam has no argument 'beta'"),
         (lambda: rule_of(torch.nn.Linear, 0.1), TypeError, "needs a class of torch.optim such as"),
         (lambda: rule_of(torch.optim.RAdam, -1.0), ValueError, "lr"),
@@ -236,11 +260,11 @@ def test_optimizers_that_are_no_rules(make, kind, message):
 def test_an_optimizer_of_other_parameters_is_refused(change, message):
     made = module()
     optimizer = adamw(made)
-    names = {id(p): name for name, p in made.named_parameters()}
-    rule_of_optimizer(optimizer, names)
+    tensors = dict(made.named_parameters())
+    rule_of_optimizer(optimizer, tensors)
     change(optimizer.param_groups)
     with pytest.raises((TypeError, ValueError), match=message):
-        rule_of_optimizer(optimizer, names)
+        rule_of_optimizer(optimizer, tensors)
 
 
 def adamw(made):
@@ -318,19 +342,32 @@ def test_what_a_loaded_state_changes_is_said(capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "zero", "message"),
     [
-        (lambda theirs: theirs.add_param_group({"params": [parameter(1)]}), r"of \[1, 1, 1\] .*, and had \[1, 1\]"),
-        (lambda theirs: theirs.param_groups[1].update(lr=float("nan")), r"lr of param_groups\[1\] .* finite, got nan"),
-        (lambda theirs: theirs.param_groups[1].update(amsgrad=True), "needs max_exp_avg_sq now, which did not exist"),
-        (lambda theirs: theirs.state[theirs.param_groups[0]["params"][0]].update(step=1), "has got a state of its own"),
+        (lambda theirs: theirs.add_param_group({"params": [parameter(1)]}), 0, r"of \[1, 1, 1\] .*, and had \[1, 1\]"),
+        (
+            lambda theirs: theirs.param_groups[1].update(lr=float("nan")),
+            0,
+            r"lr of param_groups\[1\] .* finite, got nan",
+        ),
+        (
+            lambda theirs: theirs.param_groups[1].update(amsgrad=True),
+            1,
+            "needs max_exp_avg_sq now, which did not exist",
+        ),
+        (lambda theirs: theirs.load_state_dict(theirs.state_dict()), 0, "has got a state of its own"),
+        (
+            lambda theirs: theirs.state[theirs.param_groups[0]["params"][0]].update(step=1),
+            1,
+            "has got a state of its own",
+        ),
     ],
 )
-def test_an_optimizer_that_was_changed_is_refused(change, message):
+def test_an_optimizer_that_was_changed_is_refused(change, zero, message):
     made = module()
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         theirs = adamw(made)
-        optimizer = mpishard.torch.as_distributed(made, mesh, theirs)
+        optimizer = mpishard.torch.as_distributed(made, mesh, theirs, zero=zero)
         change(theirs)
         backward(made)
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,276 @@
+"""Steps that an optimizer of PyTorch takes itself, on parameters that each rank has whole, as under DDP.
+
+Its state moves to any number of ranks and any stage by the slots of the rule, where ranks could divide it; the rest of
+it, which only such steps need, is in the facts of a state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mpishard.comm.axis import Axis
+from mpishard.data_parallel.rank_state import Counters, RankState
+from mpishard.layout.run_state import Shard, brief, whole_fact
+from mpishard.layout.tensors import cut_holding
+from mpishard.torch.buffers import as_fact, from_fact
+from mpishard.torch.live_groups import LiveGroups
+from mpishard.torch.memory import as_numbers, as_tensor, finish_stream
+from mpishard.torch.torch_steps import STEP_KEY, pack, unpack
+
+if TYPE_CHECKING:
+    from mpishard.data_parallel.full_state import FullState
+
+_REST = "torch_state.json"
+_VALUES = "torch_state.{}"
+_GROUP = "param_groups[{}]"
+
+Rest = dict[str, dict[str, Any]]
+
+
+class OwnSteps:
+    """The steps of an optimizer of PyTorch by itself, and its state: an `AuxiliaryState`.
+
+    `tensors` are the parameters of the module by name. A step is taken on them, or on the masters of those of another
+    dtype. Of an element-wise optimizer the arrays of its state are views into the slots; what others keep of a tensor
+    is packed into these before a save.
+    """
+
+    may_differ = False
+    needs_consolidation = True
+    synchronizes_next_step = True
+    compares_next_step = True
+
+    def __init__(self, live: LiveGroups, tensors: Mapping[str, Any]) -> None:
+        self._live = live
+        self._tensors = dict(tensors)
+        self._number_of = live.number_of
+        # Of one that has a state before its first step, as Adagrad has.
+        self._begins_with_state = bool(live.optimizer.state)
+        self._on_rank: RankState
+        self._counters: Counters
+        self._is_made = False
+        self._masters: dict[str, Any] = {}  # of parameters of another dtype
+        self._views: dict[str, dict[str, Any]] = {}  # by parameter and slot, of the shape of the parameter
+        self._flat: dict[str, list[Any]] = {}  # by parameter its part of each slot, for what is packed
+
+    def take_step(self, rate_factor: float, divisor: float, clip: float) -> None:
+        """Take a step along the summed gradients, times ``clip / divisor``."""
+        if rate_factor != 1:
+            raise ValueError(f"{self._live.what} takes its own steps, whose learning rate no loop of mpishard changes")
+        memory, factor = self._on_rank.parameters.gradients.memory, clip / divisor
+        for name, p in self._tensors.items():
+            gradient = as_tensor(memory.view(name)[0])
+            if factor != 1:
+                gradient.mul_(factor)
+            self._masters.get(name, p).grad = as_numbers(gradient, p)
+        with self._on_masters(), torch.no_grad():
+            self._live.take_step()
+        self._adopt()
+        finish_stream(next(iter(self._tensors.values())))
+
+    @property
+    def rest(self) -> Rest:
+        """What the optimizer keeps besides the slots and a count of steps, by parameter or group, and by name."""
+        found: Rest = {}
+        for name, p in self._tensors.items():
+            state = self._live.optimizer.state.get(p, {})
+            found[name] = {key: each for key, each in state.items() if not self._is_slot(name, key, each)}
+        for number, group in enumerate(self._live.groups):
+            tensors = {key: each for key, each in group.items() if isinstance(each, torch.Tensor)}
+            found[_GROUP.format(number)] = {key: each for key, each in tensors.items() if each.numel() != 1}
+        return {name: own for name, own in found.items() if own}
+
+    @rest.setter
+    def rest(self, rest: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, own in rest.items():
+            for number, group in enumerate(self._live.groups):
+                if name == _GROUP.format(number):
+                    group.update(own)
+            if name in self._tensors:
+                self._live.optimizer.state[self._tensors[name]].update(own)
+
+    def check_rest(self, rest: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+        """Raise ValueError unless this is the `rest` of such an optimizer for these parameters after some steps."""
+        known = {*self._tensors, *(_GROUP.format(number) for number in range(len(self._live.groups)))}
+        if other := [name for name in rest if name not in known]:
+            raise ValueError(f"the saved state of the optimizer is of another module: it has {brief(other[0])}")
+        if steps and not rest and not self._live.is_divisible:
+            raise ValueError(
+                f"the saved state has no state of {self._live.what}; it is of another optimizer, or of zero=1 or more"
+            )
+
+    # -- the interface of auxiliary state -----------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Empty: the values of the groups are compared elsewhere."""
+        return {}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The `rest` as facts of a `RunState`.  Raises ValueError if it has anything but tensors, numbers and texts."""
+        described: dict[str, dict[str, Any]] = {}
+        facts: dict[str, Any] = {}
+        for name, own in (self.rest if self._is_made else {}).items():
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor):
+                    number, dtype = len(facts), str(value.dtype).removeprefix("torch.")
+                    facts[_VALUES.format(number)] = as_fact(value)
+                    value = {"number": number, "dtype": dtype, "shape": list(value.shape)}
+                elif not isinstance(value, bool | int | float | str):
+                    raise ValueError(
+                        f"{self._live.what} keeps {key!r} of {name!r}, a {type(value).__name__}, which a checkpoint "
+                        "cannot hold; save state_dict() of the optimizer by torch.save"
+                    )
+                described.setdefault(name, {})[key] = value
+        return {**facts, _REST: described} if described else {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state that is not in the slots."""
+        tensors = [value for own in self.rest.values() for value in own.values() if isinstance(value, torch.Tensor)]
+        return sum(each.numel() * each.element_size() for each in tensors)
+
+    def make(self, on_rank: RankState, counters: Counters) -> None:
+        """Make the arrays of the state views into the slots."""
+        self._on_rank, self._counters, self._is_made = on_rank, counters, True
+        parameters, division = on_rank.parameters, self._live.division
+        pieces = {piece.name: piece for piece in cut_holding(parameters.pieces, on_rank.strategy.ownership.own)}
+        for name, p in self._tensors.items():
+            memory, piece = as_tensor(parameters[name]), pieces[name]
+            master = as_numbers(memory, p)
+            if master.dtype != p.dtype:
+                self._masters[name] = master
+            parts = [as_tensor(on_rank.slots[slot])[piece.start : piece.start + piece.size] for slot in division.slots]
+            self._flat[name] = parts
+            if division.packed is None:
+                numbers = [as_numbers(part.view(memory.shape), p) for part in parts]
+                self._views[name] = dict(zip(division.slots, numbers, strict=True))
+        self._adopt()
+
+    def shards(self) -> tuple[Shard, ...]:
+        """Empty: arrays are in the slots, or among the facts."""
+        return ()
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless it can continue from these facts."""
+        if "optimizer" in facts:  # else those of a full state, whose rest goes by itself
+            self.check_rest(_rest_of(facts), whole_fact(facts, "steps"))
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Continue from these facts, after the slots were filled."""
+        self._take_slots(int(facts["steps"]))
+        self.rest = _rest_of(facts, next(iter(self._tensors.values())).device)
+
+    def add_to(self, full: FullState, world: Axis) -> FullState:
+        """The full state as it is: `rest` goes by itself."""
+        return full
+
+    def fill(self, full: FullState) -> None:
+        """Continue from a full state, but for the `rest`."""
+        self._take_slots(full.steps)
+
+    def broadcast(self) -> None:
+        """Nothing: the copies of slots have become equal, and all ranks take the same steps."""
+
+    def consolidate(self) -> None:
+        """Pack the state of whole tensors into the slots."""
+        for name, p in self._tensors.items() if self._is_made and self._live.division.packed is not None else ():
+            state = self._live.optimizer.state.get(p, {})
+            packed = {key: value for key, value in state.items() if self._is_slot(name, key, value)}
+            pack(packed, self._masters.get(name, p), self._flat[name])
+
+    def abandon(self) -> None:
+        """Nothing is pending between two steps."""
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _is_slot(self, name: str, key: str, value: Any) -> bool:
+        """Return True if a value of the state is in the slots, or is the count of steps of the whole run."""
+        division = self._live.division
+        if value is None:
+            return True  # as a momentum that there is not
+        if key == STEP_KEY:
+            return self._live.is_divisible and float(value) == self._counters.steps
+        return key in division.packed if division.packed is not None else value is self._views[name].get(key)
+
+    def _adopt(self) -> None:
+        """Put views into the place of arrays that the optimizer has made, with their values."""
+        for name, views in self._views.items():
+            state = self._live.optimizer.state.get(self._tensors[name], {})
+            for key, view in views.items():
+                found = state.get(key)
+                if found is view or not isinstance(found, torch.Tensor) or found.shape != view.shape:
+                    continue  # none without a momentum, where it was set to 0 between two steps
+                view.copy_(found)
+                state[key] = view
+
+    def _take_slots(self, steps: int) -> None:
+        """Make the state of the optimizer after some steps, from the slots."""
+        live = self._live
+        live.optimizer.state.clear()
+        for name, p in self._tensors.items():
+            master, arguments = self._masters.get(name, p).detach(), live.arguments(self._number_of[name])
+            own: Mapping[str, Any] = {}
+            if not live.is_divisible:
+                continue
+            if not steps:
+                own = live.kind([master], **arguments).state.get(master, {}) if self._begins_with_state else {}
+            elif live.division.packed is not None:
+                own = unpack(live.kind, arguments, master, self._flat[name], steps)
+            else:
+                own = dict(self._views[name])
+                if live.division.counts:
+                    # PyTorch's fused kernels read it where the parameters are, all else on the host.
+                    on_device = arguments.get("fused") or arguments.get("capturable")
+                    own[STEP_KEY] = torch.tensor(float(steps), device=p.device if on_device else None)
+            if own:
+                live.optimizer.state[p] = dict(own)
+        self._adopt()
+
+    @contextmanager
+    def _on_masters(self) -> Iterator[None]:
+        """A context in which the masters are in the place of parameters of another dtype."""
+        optimizer = self._live.optimizer
+        given = [group["params"] for group in optimizer.param_groups]
+        pairs = [(self._tensors[name], master) for name, master in self._masters.items()]
+        master_of = {id(p): master for p, master in pairs}
+        for group in optimizer.param_groups if pairs else ():
+            group["params"] = [master_of.get(id(p), p) for p in group["params"]]
+        for p, master in pairs:
+            if p in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(p)
+        try:
+            yield
+        finally:
+            for group, params in zip(optimizer.param_groups, given, strict=True):
+                group["params"] = params
+            for p, master in pairs:
+                master.grad = None
+                if master in optimizer.state:
+                    optimizer.state[p] = optimizer.state.pop(master)
+
+
+def _rest_of(facts: Mapping[str, Any], device: Any = None) -> Rest:
+    """The `OwnSteps.rest` among facts.  Raises ValueError if values of a tensor are not there."""
+    found: Rest = {}
+    for name, own in facts.get(_REST, {}).items():
+        tensors = {key: _value_of(facts, each, device) for key, each in own.items() if isinstance(each, Mapping)}
+        found[name] = {**own, **tensors}
+    return found
+
+
+def _value_of(facts: Mapping[str, Any], described: Mapping[str, Any], device: Any) -> Any:
+    number, dtype, shape = (described.get(name) for name in ("number", "dtype", "shape"))
+    values, kind = facts.get(_VALUES.format(number)), getattr(torch, str(dtype), None)
+    if not (isinstance(values, np.ndarray) and isinstance(kind, torch.dtype) and isinstance(shape, list)):
+        raise ValueError(f"the saved state of the optimizer lacks the values of {brief(described)}")
+    if values.nbytes != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"the saved state of the optimizer has {values.nbytes} bytes for {brief(described)}")
+    return from_fact(values, kind).reshape(shape).to(device)
