@@ -18,6 +18,7 @@ from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.full_state import encode
 from mpishard.data_parallel.models import configuration_of, optimizer_for
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -43,6 +44,7 @@ from mpishard.torch.module import (
 from mpishard.torch.overlap import OverlapChoice
 from mpishard.torch.own_steps import OwnSteps
 from mpishard.torch.torch_rule import rule_of_optimizer
+from mpishard.torch.torch_state import TorchState, described, steps_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 # The place of a PyTorch optimizer in the user's own training loop.
@@ -358,23 +360,39 @@ class ModuleOptimizer(torch.optim.Optimizer):
         rule = self.optimizer.rule
         return rule.undivided if isinstance(rule, Rule) else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, format: str = "mpishard") -> dict[str, Any]:
         """The state of the optimizer, for ``torch.save`` on one rank; the module has its own ``state_dict``.
+
+        Parameters
+        ----------
+        format : {"mpishard", "torch"}
+            "torch" is the ``state_dict`` of the optimizer of PyTorch of the same name, for a script without mpishard:
+            its ``load_state_dict`` takes it, for the same groups of the same parameters.
 
         Returns
         -------
         dict
-            The same on every rank, for any number of ranks that loads it.  With ``masters`` by name, of parameters
-            whose dtype is not that of the steps.
+            The same on every rank, for any number of ranks that loads it.  In the format of mpishard with ``masters``
+            by name, of parameters whose dtype is not that of the steps.
 
         Raises
         ------
         ValueError
-            On every rank, if compressed gradients of a backward pass are on their way, which no step has used.
+            On every rank, if compressed gradients of a backward pass are on their way, which no step has used; or
+            PyTorch has no such optimizer.
         """
+        if format not in ("mpishard", "torch"):
+            raise ValueError(f"format={format!r} must be 'mpishard' or 'torch'")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._state.take_values()
+        state_dict = self._torch_state() if format == "torch" else self._own_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def _own_state(self) -> dict[str, Any]:
         image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
         state_dict: dict[str, Any] = {"mpishard": image}
         own_steps = self._own_steps
@@ -382,13 +400,34 @@ class ModuleOptimizer(torch.optim.Optimizer):
             state_dict["rest"] = copy.deepcopy(own_steps.rest)
         if masters := self._state.masters:
             state_dict["masters"] = masters
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, state_dict)
-            state_dict = state_dict if changed is None else changed
         return state_dict
 
+    def _torch_state(self) -> dict[str, Any]:
+        if self._own_steps is not None:
+            return self._own_steps.to_torch()
+        made = TorchState(self.optimizer.rule, self._groups, self._state.hooks.tensors)
+        self.optimizer.state.consolidate()
+        return made.to_torch(self.optimizer.state.gather())
+
+    def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from the state of an optimizer of PyTorch. Collective."""
+        world, own_steps, parameters = self.optimizer.mesh.world, self._own_steps, self.parameters
+        agree_on_settings(world, described(state_dict), what="state of the optimizer")
+        with raised_on_all(world):
+            if own_steps is not None:
+                own_steps.from_torch(state_dict)
+                counters = self.optimizer.state.counters
+                counters.steps, counters.skipped_steps = steps_of(state_dict), 0
+                return
+            made = TorchState(self.optimizer.rule, self._groups, self._state.hooks.tensors)
+            image = encode(made.from_torch(state_dict, parameters.specs, parameters.dtype))
+        self.optimizer.deserialize(image)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, on this or another number of ranks.
+        """Restore what `state_dict` returned, on this or another number of ranks; or what that of PyTorch returned.
+
+        The state of an optimizer of PyTorch, as a run under DDP has saved it, is taken by one of the same name, in
+        PyTorch or here, with the same groups of the same parameters.  It has no count of the steps of an SGD.
 
         As PyTorch does, this gives the learning rates and other values of the saved parameter groups to those here: of
         a torch optimizer, and of a rule where something had changed them; else the rule's own hold.  Load the state of
@@ -409,14 +448,24 @@ class ModuleOptimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._state.take_values()
+        of_torch = {"state", "param_groups"} <= state_dict.keys()
+        agree_on_settings(self.optimizer.mesh.world, {"format": "torch" if of_torch else "mpishard"}, what="state")
+        if of_torch:
+            self._load_torch_state(state_dict)
+        else:
+            self._load_own_state(state_dict)
+        self._groups.show(self.optimizer.steps)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
         own, masters = self._state.masters, state_dict.get("masters", {})
         own_steps, rest = self._own_steps, state_dict.get("rest", {})
         with raised_on_all(self.optimizer.mesh.world):
             if "mpishard" not in state_dict:
                 raise ValueError(
-                    f"this has {', '.join(map(repr, state_dict)) or 'nothing'}, and what state_dict() of the optimizer "
-                    "of as_distributed returns has 'mpishard': after steps under PyTorch alone load the state_dict() "
-                    "of the module only, and begin with a new rule"
+                    f"this has {', '.join(map(repr, state_dict)) or 'nothing'}; give what state_dict() of the "
+                    "optimizer of as_distributed returned, which has 'mpishard', or that of an optimizer of PyTorch"
                 )
             _check_masters(masters, own)
         self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
@@ -425,9 +474,6 @@ class ModuleOptimizer(torch.optim.Optimizer):
                 own_steps.check_rest(rest, self.optimizer.steps)
             own_steps.rest = copy.deepcopy(rest)
         self._state.masters = masters
-        self._groups.show(self.optimizer.steps)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:
         """Write a checkpoint of parameters, buffers and optimizer state, which any number of ranks can load.

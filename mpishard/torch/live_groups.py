@@ -49,9 +49,7 @@ class ParameterGroups:
     @property
     def saved(self) -> list[dict[str, Any]]:
         """All values of each group but its parameters, for `restore`; also those that only schedulers use."""
-        return [
-            {name: _as_json(value) for name, value in group.items() if _is_saved(name, value)} for group in self.groups
-        ]
+        return list(map(saved_values, self.groups))
 
     # -- `LiveValues` -------------------------------------------------------------------------------------------------
 
@@ -160,8 +158,12 @@ class LiveGroups(ParameterGroups):
         """Make the optimizer refuse steps but those of `take_step`, and free its state where ranks divide it."""
         if self._divides:
             self.optimizer.state.clear()
-        self._state = self.optimizer.state
+        self.note_state()
         self.optimizer.register_step_pre_hook(self._refuse)
+
+    def note_state(self) -> None:
+        """Note that the optimizer has the state that it shall have."""
+        self._state = self.optimizer.state
 
     def take_step(self) -> None:
         """The step of the optimizer itself."""
@@ -452,6 +454,11 @@ def _plain(value: Any) -> Any:
         return tuple(map(_plain, value))
     single = isinstance(value, torch.Tensor) and value.numel() == 1
     return value.item() if single or isinstance(value, np.generic) else value
+
+
+def saved_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a group that `ParameterGroups.restore` takes, for JSON."""
+    return {name: _as_json(value) for name, value in group.items() if _is_saved(name, value)}
 
 
 def _as_json(value: Any) -> Any:

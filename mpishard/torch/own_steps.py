@@ -6,6 +6,7 @@ it, which only such steps need, is in the facts of a state.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -104,6 +105,17 @@ class OwnSteps:
             raise ValueError(
                 f"the saved state has no state of {self._live.what}; it is of another optimizer, or of zero=1 or more"
             )
+
+    def to_torch(self) -> dict[str, Any]:
+        """A copy of the ``state_dict`` of the optimizer."""
+        return copy.deepcopy(self._live.optimizer.state_dict())
+
+    def from_torch(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict`` of such an optimizer.  Raises ValueError if it has other groups."""
+        with self._on_masters():
+            self._live.optimizer.load_state_dict(copy.deepcopy(dict(state_dict)))
+        self._live.note_state()
+        self._adopt()
 
     # -- the interface of auxiliary state -----------------------------------------------------------------------------
 

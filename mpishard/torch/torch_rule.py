@@ -63,6 +63,11 @@ class TorchRule(Rule):
         return self._division.slots
 
     @property
+    def counts(self) -> bool:
+        """Return True if the optimizer keeps a count of steps in its state."""
+        return self._division.counts
+
+    @property
     def kernel(self) -> Any:
         """Names the formula, which PyTorch has."""
         return _Formula(f"torch.optim.{self.kind.__name__}", " ".join(self._division.packed or ()))

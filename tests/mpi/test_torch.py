@@ -275,15 +275,87 @@ def test_the_state_goes_to_a_file_of_pytorch(mesh, folder):
     saved = torch.load(folder / "state.pt", weights_only=True)
     again.load_state_dict(saved["model"])
     optimizer = mpishard.torch.as_distributed(again, mesh, RULE, zero=2)
-    other = torch.optim.AdamW(again.parameters()).state_dict()
-    with pytest.raises(ValueError, match="this has 'state', 'param_groups', and .* returns has 'mpishard'"):
-        optimizer.load_state_dict(other if mesh.rank == mesh.size - 1 else saved["optimizer"])
+    with pytest.raises(ValueError, match="this has 'state'; give what state_dict.. of .* which has 'mpishard'"):
+        optimizer.load_state_dict({"state": {}} if mesh.rank == mesh.size - 1 else saved["optimizer"])
     optimizer.load_state_dict(saved["optimizer"])
     for step in (2, 3):
         loss_of(again, x, y, samples_of(mesh, step)).backward()
         optimizer.step()
     assert_same_parameters(again, module, rtol=1e-5, atol=1e-6)
     mesh.world.barrier()
+
+
+def grouped(kind, module, **options):
+    groups = [
+        {"params": [module[1].weight, module[3].weight]},
+        {"params": [module[1].bias, module[3].bias], "lr": 0.05},
+    ]
+    return kind(groups, lr=0.02, **options)
+
+
+TO_PYTORCH = [
+    (0, torch.optim.AdamW, {"amsgrad": True}, None),
+    (2, torch.optim.RAdam, {}, None),
+    (0, torch.optim.Adafactor, {}, None),
+    (2, torch.optim.Adafactor, {}, None),
+    (1, torch.optim.SGD, {"momentum": 0.9}, None),
+    (1, torch.optim.AdamW, {"weight_decay": 0.1}, mpishard.AdamW),
+]
+
+
+@pytest.mark.parametrize(("zero", "kind", "options", "rule"), TO_PYTORCH)
+def test_the_state_comes_from_pytorch_and_goes_back(mesh, zero, kind, options, rule):
+    """A run of PyTorch alone, in which ours takes some steps; its rates are those of the state."""
+    x, y = images()
+    alone, ours = smooth().double(), smooth().double()
+    first = grouped(kind, alone, **options)
+
+    def take(module, optimizer, own):
+        optimizer.zero_grad()
+        loss_of(module, x.double(), y, own).backward()
+        optimizer.step()
+
+    def order(step):
+        return np.concatenate(mesh.world.allgather_object(samples_of(mesh, step)))
+
+    for step in range(3):
+        take(alone, first, order(step))
+    first.param_groups[0]["lr"] = 0.01
+    ours.load_state_dict(alone.state_dict())
+    made = grouped(kind, ours, **options)
+    if rule is not None:
+        made = rule(0.02, groups=[mpishard.ParameterGroup("*.bias", lr_factor=2.5)], **options)
+    optimizer = mpishard.torch.as_distributed(ours, mesh, made, zero=zero)
+    optimizer.load_state_dict(first.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.05]
+    for step in (3, 4):
+        take(alone, first, order(step))
+        take(ours, optimizer, samples_of(mesh, step))
+    assert_same_parameters(ours, alone, atol=1e-9)
+    state = optimizer.state_dict(format="torch")
+    optimizer.close()
+    back = grouped(kind, ours, **options)
+    back.load_state_dict(state)
+    for step in (5, 6):
+        take(alone, first, order(step))
+        take(ours, back, order(step))
+    assert_same_parameters(ours, alone, atol=1e-9)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_state_of_pytorch_that_does_not_fit_is_refused_on_all_ranks(mesh):
+    module = smooth()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
+    own, state = optimizer.state_dict(), torch.optim.AdamW(module.parameters()).state_dict()
+    other = torch.optim.AdamW(list(module.parameters())[:3]).state_dict()
+    with pytest.raises(ValueError, match=r"groups of \[3\] parameters, and this optimizer of \[4\]"):
+        optimizer.load_state_dict(other)
+    with pytest.raises(ValueError, match="all ranks must have the same state"):
+        optimizer.load_state_dict(other if mesh.rank else state)
+    with pytest.raises(ValueError, match="all ranks must have the same state, but format is"):
+        optimizer.load_state_dict(own if mesh.rank else state)
+    with pytest.raises(ValueError, match="format='jax' must be 'mpishard' or 'torch'"):
+        optimizer.state_dict(format="jax")
 
 
 def test_formats_and_compiled_modules(mesh):

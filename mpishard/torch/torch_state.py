@@ -1,0 +1,163 @@
+"""The state of an optimizer as PyTorch's optimizers have it in their ``state_dict``, from that of mpishard and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpishard.comm.agreement import text_of
+from mpishard.data_parallel.full_state import FullState
+from mpishard.layout.tensors import ParameterSpec
+from mpishard.optim import Muon, Rule
+from mpishard.torch.buffers import as_fact
+from mpishard.torch.live_groups import LiveGroups, ParameterGroups, saved_values
+from mpishard.torch.memory import as_numbers, as_reals
+from mpishard.torch.torch_rule import TorchRule
+from mpishard.torch.torch_steps import STEP_KEY, pack, unpack
+
+
+class TorchState:
+    """Converts the full state of a rule of an optimizer for a module; `tensors` are the parameters by name.
+
+    Raises ValueError if PyTorch has no such optimizer.
+    """
+
+    def __init__(self, rule: Any, groups: ParameterGroups, tensors: Mapping[str, Any]) -> None:
+        name = type(rule).__name__
+        if not isinstance(rule, TorchRule) and (not hasattr(torch.optim, name) or isinstance(rule, Muon)):
+            raise ValueError(
+                f"the state of {name} has no form of PyTorch, which has no such optimizer for all parameters; use "
+                'state_dict(), with format="mpishard"'
+            )
+        self._rule: Rule = rule
+        self._groups = groups
+        self._tensors = tensors
+        name_of = {id(p): name for name, p in tensors.items()}
+        # In the order of PyTorch's numbers; None for a frozen parameter, which has no state.
+        self._names = [name_of.get(id(p)) for group in groups.groups for p in group["params"]]
+
+    def to_torch(self, full: FullState) -> dict[str, Any]:
+        """What ``state_dict`` of the optimizer of PyTorch would return after these steps."""
+        starts = _starts(full.specs)
+        state: dict[int, dict[str, Any]] = {}
+        for number, name in enumerate(self._names):
+            if name is None or not full.steps:
+                continue
+            p, start = self._tensors[name], starts[name]
+            size = p.numel() * (2 if p.is_complex() else 1)
+            parts = [torch.from_numpy(full.slots[slot][start : start + size].copy()) for slot in self._rule.slots]
+            state[number] = self._state_of(name, parts, full.steps)
+        numbers = iter(range(len(self._names)))
+        groups = [
+            {
+                **{key: copy.copy(value) for key, value in group.items() if key != "params"},
+                "params": [next(numbers) for _ in group["params"]],
+            }
+            for group in self._groups.groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def from_torch(self, state_dict: Mapping[str, Any], specs: Sequence[ParameterSpec], dtype: np.dtype) -> FullState:
+        """The full state that an optimizer of PyTorch has saved.
+
+        Raises ValueError if it is of other parameters, of another kind of optimizer, or not all have taken equally many
+        steps.
+        """
+        saved, groups = state_dict["state"], state_dict["param_groups"]
+        sizes, own = ([len(group["params"]) for group in each] for each in (groups, self._groups.groups))
+        if sizes != own:
+            raise ValueError(
+                f"the saved state of PyTorch has groups of {sizes} parameters, and this optimizer of {own}; make it "
+                "with the same groups, of the same parameters in the same order"
+            )
+        numbers = [number for group in groups for number in group["params"]]
+        states = {name: saved.get(number, {}) for name, number in zip(self._names, numbers, strict=True) if name}
+        steps = {int(each[STEP_KEY]) for each in states.values() if STEP_KEY in each}
+        if len(steps) > 1:
+            raise ValueError(
+                f"the saved state of PyTorch has parameters after {min(steps)} and after {max(steps)} steps, and ranks "
+                "that divide a step count one number; load it under zero=0 into an optimizer of PyTorch"
+            )
+        # Those that keep no count treat the first step alone in another way.
+        count = steps.pop() if steps else int(any(states.values()))
+        size = sum(spec.size for spec in specs)
+        slots = {name: np.zeros(size, dtype) for name in self._rule.slots}
+        for name, start in _starts(specs).items():
+            self._fill(name, states[name], {slot: flat[start:] for slot, flat in slots.items()})
+        return FullState(
+            rule=type(self._rule).__name__,
+            configuration={**self._rule.configuration(), "live": list(map(saved_values, groups))},
+            steps=count,
+            skipped_steps=0,
+            specs=tuple(specs),
+            dtype=dtype,
+            slots=slots,
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _state_of(self, name: str, parts: list[Any], steps: int) -> dict[str, Any]:
+        """The state of one parameter, from its part of each slot."""
+        p, rule = self._tensors[name], self._rule
+        if isinstance(rule, TorchRule) and rule.whole_tensors:
+            like = torch.empty(p.shape, dtype=parts[0].dtype if parts else p.dtype)
+            groups = self._groups
+            live = groups.arguments(groups.number_of[name]) if isinstance(groups, LiveGroups) else rule.values
+            return unpack(rule.kind, live, like, parts, steps)
+        shape = as_reals(p.detach()).shape
+        state = {slot: as_numbers(part.view(shape), p) for slot, part in zip(rule.slots, parts, strict=True)}
+        counts = rule.counts if isinstance(rule, TorchRule) else type(rule).__name__ != "SGD"
+        return {STEP_KEY: torch.tensor(float(steps)), **state} if counts else state
+
+    def _fill(self, name: str, state: Mapping[str, Any], slots: Mapping[str, np.ndarray]) -> None:
+        """Write the state of one parameter into its part of each slot."""
+        p, rule = self._tensors[name], self._rule
+        arrays = {key: value for key, value in state.items() if key != STEP_KEY and value is not None}
+        if isinstance(rule, TorchRule) and rule.whole_tensors:
+            parts = [torch.from_numpy(slot[: p.numel()]) for slot in slots.values()]
+            if arrays:
+                pack(arrays, torch.empty(p.shape, dtype=parts[0].dtype if parts else p.dtype), parts)
+            return
+        if arrays and set(arrays) != set(slots):
+            raise ValueError(
+                f"the saved state of PyTorch has {', '.join(arrays) or 'nothing'} of parameter {name!r}, and "
+                f"{type(rule).__name__} keeps {', '.join(slots) or 'nothing'}; make the optimizer as it was"
+            )
+        for key, value in arrays.items():
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"the saved state of PyTorch has {key} of the shape {tuple(value.shape)} where parameter {name!r} "
+                    f"has {tuple(p.shape)}; make the groups of the same parameters in the same order"
+                )
+            flat = as_reals(value.detach().cpu()).reshape(-1)
+            slots[key][: flat.numel()] = flat.to(torch.float64).numpy()
+
+
+def steps_of(state_dict: Mapping[str, Any]) -> int:
+    """The most steps that a parameter has taken in a state of PyTorch; 1 where something is kept without a count."""
+    states = [each for each in state_dict["state"].values() if each]
+    return max((int(each.get(STEP_KEY, 1)) for each in states), default=0)
+
+
+def described(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on all ranks of a state of PyTorch, as text by name."""
+    items = [(f"state of parameter {number}", state_dict["state"][number]) for number in state_dict["state"]]
+    items += [(f"param_groups[{number}]", group) for number, group in enumerate(state_dict["param_groups"])]
+    return {
+        f"{key} of the {what}": text_of(as_fact(value) if isinstance(value, torch.Tensor) else value)
+        for what, each in items
+        for key, value in each.items()
+    }
+
+
+def _starts(specs: Sequence[ParameterSpec]) -> dict[str, int]:
+    """By tensor where it begins in a flat array over all."""
+    starts, start = {}, 0
+    for spec in specs:
+        starts[spec.name] = start
+        start += spec.size
+    return starts
