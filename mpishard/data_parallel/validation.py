@@ -215,7 +215,8 @@ def warn_if_initial_parameters_differ(mesh: Mesh, parameters: FlatParameters) ->
 def check_rule(rule: Rule | Method, saved: str, saved_slots: Collection[str]) -> None:
     """Raise ValueError unless the saved state is of a rule with the name and the slots of `rule`."""
     own = slot_names(rule)
-    if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(own)):
+    needed = [slot for slot in saved_slots if not (isinstance(rule, Rule) and rule.is_spare(slot))]
+    if (saved, sorted(needed)) != (type(rule).__name__, sorted(own)):
         theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, own))
         raise ValueError(
             f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {type(rule).__name__} "

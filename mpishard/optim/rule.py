@@ -320,6 +320,21 @@ class Rule(ABC):
         """
         return 0.0
 
+    def is_spare(self, slot: str) -> bool:
+        """Whether a saved state may have an array that the rule does not have: one of zeros.
+
+        Parameters
+        ----------
+        slot : str
+            Its name.
+
+        Returns
+        -------
+        bool
+            False, unless the rule says otherwise.
+        """
+        return False
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step.
 

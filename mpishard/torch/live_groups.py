@@ -414,6 +414,8 @@ def groups_of(rule: Any, tensors: Mapping[str, Any]) -> ParameterGroups:
                 raise ValueError(f"parameter {name!r} is complex, and {rule.kernel.name} needs whole tensors; {REMEDY}")
     if isinstance(rule, Rule) and isinstance(rule.live, LiveGroups):
         return rule.live
+    if divides and rule.whole_tensors and getattr(rule, "shapes", ()) is None:  # of a `TorchRule`
+        rule = replace(rule, shapes=[tuple(p.shape) for p in tensors.values()])
     if isinstance(rule, Rule) and (type(rule).by_tensor in _KNOWN or hasattr(rule, "with_values")):
         return RuleGroups(rule, tensors)
     return ParameterGroups(f"the {type(rule).__name__}", [{"params": list(tensors.values())}], {})

@@ -38,13 +38,15 @@ class TorchRule(Rule):
     # Groups whose present options are used at each step, since schedulers change them.
     of_optimizer: LiveGroups | None = field(default=None, compare=False, repr=False)
     group: int = field(default=0, compare=False, repr=False)  # the number of its group, of which this is the rule
+    # Those of the tensors of a module, if it is known, on which the number of arrays for packed state depends.
+    shapes: Sequence[tuple[int, ...]] | None = field(default=None, compare=False, repr=False)
     own_steps: OwnSteps | None = field(default=None, compare=False, repr=False)  # that take its steps under zero=0
     _division: Division = field(default=Division(()), init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         live = self.of_optimizer
-        division = division_of(self.kind, self._arguments(1e-3)) if live is None else live.division
+        division = division_of(self.kind, self._arguments(1e-3), self.shapes) if live is None else live.division
         object.__setattr__(self, "_division", division)
 
     @property
@@ -170,6 +172,10 @@ class WholeTensorRule(TorchRule):
     """The same of an optimizer that needs whole tensors."""
 
     whole_tensors: ClassVar[bool] = True
+
+    def is_spare(self, slot: str) -> bool:
+        """True for arrays of a state that was packed for tensors of any shape, where those of a module need fewer."""
+        return slot not in self.slots and slot.startswith("state")
 
     def update(
         self,

@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpishard
 
 torch = pytest.importorskip("torch")
+from mpishard.data_parallel import validation  # noqa: E402
 from mpishard.torch import buffers as torch_buffers  # noqa: E402
 from mpishard.torch import distributed, torch_rule, torch_steps  # noqa: E402
 from mpishard.torch import module as module_state  # noqa: E402
@@ -317,6 +318,35 @@ def test_each_group_of_an_optimizer_follows_its_own_values(make, tmp_path):
                 optimizer.zero_grad()
     for name, p in made[0].named_parameters():
         assert torch.allclose(p, made[1].get_parameter(name), atol=1e-7), name
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_states_of_a_rule_are_those_of_the_optimizer_itself(zero, tmp_path):
+    """Of packed state, which a rule without a module keeps in more arrays."""
+    made = [module(), module()]
+    made[1].load_state_dict(made[0].state_dict())
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        rule, steps = rule_of(torch.optim.Adafactor, 0.1), []
+        assert rule.slots == ("state1", "state2")
+        for own, kinds in zip(made, ("rule", "itself"), strict=True):
+            for kind in (kinds, "itself" if kinds == "rule" else "rule"):
+                given = rule if kind == "rule" else torch.optim.Adafactor(own.parameters(), lr=0.1)
+                optimizer = mpishard.torch.as_distributed(own, mesh, given, zero=zero)
+                assert optimizer.optimizer.rule.slots == ("state1",)
+                if kind != kinds:
+                    optimizer.load_checkpoint(tmp_path / kinds)
+                for _ in range(2):
+                    backward(own)
+                    optimizer.step()
+                if kind == kinds:
+                    optimizer.save_checkpoint(tmp_path / kinds)
+                steps.append(optimizer.optimizer.steps)
+                optimizer.close()
+        assert steps == [2, 4, 2, 4]
+        validation.check_rule(optimizer.optimizer.rule, "WholeTensorRule", ["state1", "state2"])  # as saved before
+        with pytest.raises(ValueError, match="slots: state3"):
+            validation.check_rule(optimizer.optimizer.rule, "WholeTensorRule", ["state3"])
+    assert torch.equal(made[0].weight, made[1].weight) and torch.equal(made[0].bias, made[1].bias)
 
 
 def test_what_a_loaded_state_changes_is_said(capsys):
