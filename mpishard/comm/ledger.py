@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.launch.script import main_frame
+from mpishard.launch.script import NOT_USERS, main_frame
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _KEEP = 1000
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     dtype: np.dtype
     elements: int
     label: str  # what is sent
-    # Of the first caller outside mpishard, as `line`; after the call unknown if that caller is many frames away.
+    # Of the user's line, as `line` (see `users_frame`); after the call unknown if it is many frames away.
     code: CodeType | None
     line: int
     members: Sequence[int]  # ranks of the whole mesh that take part
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
     @property
     def site(self) -> str:
-        """``file:line (function)`` of the first caller outside mpishard; empty if unknown."""
+        """``file:line (function)`` of the user's line; empty if unknown."""
         return "" if self.code is None else f"{self.code.co_filename}:{self.line} ({self.code.co_name})"
 
     def __str__(self) -> str:
@@ -61,14 +61,13 @@ class Call(NamedTuple):
         return f"{what}{f' [{self.label}]' if self.label else ''}{f' called at {self.site}' if self.code else ''}"
 
     def placed(self, frame: FrameType | None) -> Call:
-        """The call with its site filled in: the first frame outside mpishard among `frame` and its callers.
+        """The call with its site filled in: the user's line among `frame` and its callers.
 
         It returns itself if the site is known already, or is not found.
         """
         if self.code is not None:
             return self
-        while frame is not None and _inside(frame):
-            frame = frame.f_back
+        frame = users_frame(frame)
         return self if frame is None else self._replace(code=frame.f_code, line=frame.f_lineno)
 
 
@@ -150,7 +149,7 @@ class Ledger:
         # Written out: a function call a frame costs more than the rest of this method.
         frame: FrameType | None = sys._getframe(1)
         for _ in range(_NEAR):
-            if frame is None or not frame.f_code.co_filename.startswith(_PACKAGE):
+            if frame is None or not frame.f_code.co_filename.startswith(NOT_USERS):
                 break
             frame = frame.f_back
         else:
@@ -257,17 +256,27 @@ class Ledger:
         self._summed = 0
 
 
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The first frame of the user's code among `frame` and its callers; else the first one outside mpishard."""
+    outside: FrameType | None = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(NOT_USERS):
+            return frame
+        if outside is None and not name.startswith(_PACKAGE):
+            outside = frame
+        frame = frame.f_back
+    return outside
+
+
 def users_level() -> int:
-    """The `stacklevel` with which the caller's warning points at the first line outside mpishard."""
+    """The `stacklevel` with which the caller's warning points at the user's line."""
     frame: FrameType | None = sys._getframe(1)
+    users = users_frame(frame)
     level = 1
-    while frame is not None and _inside(frame):
+    while frame is not None and frame is not users:
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _inside(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def ring_elements(op: str, pieces: Sequence[int], rank: int) -> int:

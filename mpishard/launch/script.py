@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import site
 import sys
 import sysconfig
 import threading
@@ -90,7 +91,11 @@ def _can_run(script: Sequence[str]) -> bool:
 
 _FULL = "MPISHARD_TRACEBACK"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# How the files begin that are not the user's: those of Python, of installed packages, and of mpishard.
+_FOLDERS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_FOLDERS |= {*site.getsitepackages(), site.getusersitepackages()}
+_LIBRARIES = (*(folder + os.sep for folder in _FOLDERS), "<frozen")
+NOT_USERS = (_PACKAGE, *_LIBRARIES)
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> str:
@@ -171,7 +176,7 @@ def _shorten(report: traceback.TracebackException, error: BaseException) -> int:
 
 def _are_users(stack: traceback.StackSummary) -> list[bool]:
     """For each frame True if it is of the user's code: neither of mpishard nor of a library."""
-    return [not frame.filename.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) for frame in stack]
+    return [not frame.filename.startswith((_PACKAGE, *_LIBRARIES)) for frame in stack]
 
 
 def _raises(error: BaseException, frame: traceback.FrameSummary) -> bool:

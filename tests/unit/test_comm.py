@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import math
@@ -30,7 +31,7 @@ from mpishard.comm.agreement import DeferredError
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.errors import ErrorForOthers
-from mpishard.comm.ledger import Ledger
+from mpishard.comm.ledger import Call, Ledger, users_level
 from mpishard.comm.nccl import NcclFacts, NcclLink, NcclQueue, _Queued, connect, new_id, why_not
 from mpishard.comm.watchdog import TimeLimit
 from mpishard.elastic.loop import ElasticLoop
@@ -259,6 +260,21 @@ def test_steps_that_were_over_before_the_first_look_end_the_set_up() -> None:
         pass
     limit.note(ledger.step, 0.0, ledger.any_over)
     assert not limit.in_set_up and limit.seconds == 120
+
+
+@pytest.mark.parametrize("library", [contextlib.__file__, pytest.__file__, mpishard.__file__])
+def test_calls_and_warnings_are_placed_at_the_users_line(library):
+    """Past the frames of Python's own modules, installed packages and mpishard."""
+    between: dict = {}
+    exec(compile("def call(function, *arguments): return function(*arguments)", library, "exec"), between)
+    ledger, call = Ledger(), between["call"]
+    fields = call(ledger.begin, "data", 1, "all_reduce", np.dtype(float), 1, "", (0, 1))
+    assert Call(*fields).code is inspect.currentframe().f_code
+    deep = call(call, call, call, call, call, ledger.begin, "data", 1, "all_reduce", np.dtype(float), 1, "", (0, 1))
+    assert Call(*deep).code is None
+    placed = call(Call(*deep).placed, inspect.currentframe())
+    assert placed.code is inspect.currentframe().f_code
+    assert call(users_level) == 2
 
 
 READING = """
