@@ -114,6 +114,11 @@ class Axis(Communicator):
         """
         return cls(name, MPI.COMM_SELF, Ledger(), members=[0], later=MPI.COMM_SELF)
 
+    @property
+    def compares_calls(self) -> bool:
+        """True in debug mode on several ranks: they compare their calls before these start."""
+        return self._matching is not None and self.size > 1
+
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
 

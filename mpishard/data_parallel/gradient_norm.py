@@ -212,9 +212,10 @@ class NonfiniteCheck:
             # All ranks find the same in the same sums: what is not finite on one rank is not finite in the sum.
             self.finite_loss = True
         else:
-            shared = np.array([top, bool(self.nonfinite_loss), self.interrupted])
+            shared = np.array([top, bool(self.nonfinite_loss), self.interrupted, *self._strategy.unit_marks])
             self._sync_group.all_reduce(shared, op="max", label="control")
-            top, nonfinite_loss, interrupted = shared.tolist()
+            top, nonfinite_loss, interrupted, *marks = shared.tolist()
+            self._strategy.agree_on_units(marks)
             self.finite_loss, self.interrupted = not nonfinite_loss, bool(interrupted)
         if self._first_steps:
             self._first_steps = 0 if top == 0 else self._first_steps - 1

@@ -558,6 +558,7 @@ class ShardedOptimizer:
         counters.gradient_norm = math.nan
         measure = limit is not None or self.measure_norm
         if mode == "ignore" and not measure and not inspection.is_first:
+            on_rank.strategy.compare_units()
             return True
         norm = inspection.norm(measure, exchange_status)
         if not math.isinf(norm):

@@ -13,8 +13,11 @@ come last (`TiedWeights`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
+
+import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis, ModelParallelGroup
@@ -192,6 +195,34 @@ class Strategy(ABC):
     def sums_are_everywhere(self) -> bool:
         """Return True if every rank of the mesh has all sums of gradients of all tensors, with the same bits."""
         return self.mesh.size == 1
+
+    @property
+    def unit_marks(self) -> tuple[int, ...]:
+        """Numbers for `agree_on_units`, of which the sync group takes the maxima in an exchange that it has anyway.
+
+        None where ranks keep whole parameters. Ranks of other stages or slices have other units, and compare none.
+        """
+        sharded = self.parameters.sharded
+        comparable = sharded is not None and 1 < sharded.axis.size == len(self.sync_group.members)
+        return sharded.order.marks if sharded is not None and comparable else ()
+
+    def agree_on_units(self, marks: Sequence[float]) -> None:
+        """Raise CollectiveMismatchError on all ranks, and drop the gradients, if they have gathered other units.
+
+        `marks` are the maxima of `unit_marks`. Collective over the data axis if they differ.
+        """
+        sharded = self.parameters.sharded
+        if sharded is None:
+            return
+        if sum(marks):
+            self.reducer.reset()
+            raise sharded.order.difference(sharded.axis)
+        sharded.order.restart()
+
+    def compare_units(self) -> None:
+        """`agree_on_units` in a step that exchanges nothing else. Collective over the sync group."""
+        if marks := self.unit_marks:
+            self.agree_on_units(self.axis.all_reduce(np.array(marks), op="max", label="control").tolist())
 
     @property
     def error_ranges(self) -> list[Range]:

@@ -253,8 +253,9 @@ def update_by_method(
     # The largest loss of all ranks: where they differ in the last bit, all take the same.  Infinity stands for NaN.
     known = loss if math.isfinite(loss) else math.inf
     inspection.nonfinite_loss = nonfinite_loss
-    shared = np.array([known, -known, bool(nonfinite_loss), interrupted])
+    shared = np.array([known, -known, bool(nonfinite_loss), interrupted, *strategy.unit_marks])
     strategy.sync_group.all_reduce(shared, op="max", label="control")
+    strategy.agree_on_units(shared[4:].tolist())
     value, least = float(shared[0]), -float(shared[1])
     finite, inspection.interrupted = math.isfinite(value) and not shared[2], bool(shared[3])
     is_first = minimizer.progress.evaluations == 0

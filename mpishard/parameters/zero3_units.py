@@ -5,13 +5,19 @@ Rajbhandari et al., "ZeRO" (2020), section 5.3; units as in Zhao et al., "PyTorc
 
 from __future__ import annotations
 
-from collections import Counter
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import in_words
 from mpishard.comm.axis import Axis
+from mpishard.comm.call_matching import CollectiveMismatchError
 from mpishard.comm.channel import Request
+from mpishard.launch.job_notes import raised_by_all
 from mpishard.layout.boxes import run_lengths, split
 from mpishard.layout.tensors import Piece
 from mpishard.parameters.buckets import BlockPool
@@ -31,6 +37,60 @@ class UnitMemory(Protocol):
         ...
 
 
+# The last gathers that are kept for a message, and the prime below which the hash of all stays.
+_KEPT = 10_000
+_PRIME = 2**52 - 47
+
+
+class GatherOrder:
+    """The units that this rank has gathered since the ranks last compared their order.
+
+    A gather of MPI takes any two pieces of one size, so that ranks which gather different units get a mixture of both.
+    `marks` ride on an exchange that each step has before the parameters change. A module of PyTorch compares them when
+    its backward pass begins, too: in this the sums of other units would meet gathers.
+    """
+
+    def __init__(self) -> None:
+        self._hash = 0  # of the names in their order; exact as a float64
+        self._names: deque[str] = deque(maxlen=_KEPT)
+        self._count = 0
+
+    def note(self, name: str) -> None:
+        """Note that the unit of a tensor is gathered next."""
+        self._hash = (self._hash * 1_000_003 + zlib.crc32(name.encode()) + 1) % _PRIME
+        self._names.append(name)
+        self._count += 1
+
+    @property
+    def marks(self) -> tuple[int, int]:
+        """Two numbers whose maxima over ranks add up to 0 if all ranks have gathered the same units in one order."""
+        return self._hash, -self._hash
+
+    def restart(self) -> None:
+        """Begin again, after a comparison."""
+        self._hash = self._count = 0
+        self._names.clear()
+
+    def difference(self, axis: Axis) -> CollectiveMismatchError:
+        """The error for ranks that have gathered other units; begins again. Collective over the axis."""
+        by_rank = axis.allgather_object((self._count, list(self._names)))
+        self.restart()
+        gathers = [dict(enumerate(names, count - len(names) + 1)) for count, names in by_rank]
+        numbers = sorted(set().union(*gathers))
+        first = next((n for n in numbers if len({each.get(n) for each in gathers}) > 1), 0)
+        holders: dict[str, list[int]] = {}
+        for rank, each in zip(axis.members, gathers, strict=True):
+            holders.setdefault(f"that of {each[first]!r}" if first in each else "none", []).append(rank)
+        found = ", ".join(f"{name} on {in_words('rank', ranks)}" for name, ranks in holders.items())
+        error = CollectiveMismatchError(
+            f"ranks have gathered other units since the last step (zero=3), which mixes their values: unit {first} in "
+            f"order is {found}.  No step was taken.  All ranks must call the same layers in one order: let what leaves "
+            "layers out, as LayerDrop does, draw the same random numbers on all ranks, or use zero=2, whose parameters "
+            "are whole; Mesh(debug=True) raises in the call of the layer"
+        )
+        return raised_by_all(error, axis.size)
+
+
 class ShardedUnits:
     """This rank's shares of all units of consecutive tensors, and the units that are gathered now.
 
@@ -42,6 +102,7 @@ class ShardedUnits:
     def __init__(self, pieces: Sequence[Piece], units: Sequence[tuple[int, int]], axis: Axis, like: Array) -> None:
         self.axis = axis
         self.views: dict[str, Array] = {}  # the tensors gathered now, by name
+        self.order = GatherOrder()  # others may share it
         self._pieces = pieces
         self._units = units
         self._like = like
@@ -105,6 +166,7 @@ class ShardedUnits:
             if unit in self._blocks:
                 continue
             start, stop = self._extents[unit]
+            self._note(unit)
             block = self._pool.allocate(stop - start) if self.memory is None else self.memory.allocate(unit)
             self._blocks[unit] = block
             self._pending[unit] = self.axis.start_all_gather(
@@ -164,6 +226,12 @@ class ShardedUnits:
             self.axis.broadcast(block, label="parameters")
             self.share(unit)[...] = block[cuts[self.axis.rank] : cuts[self.axis.rank + 1]]
 
+    def compare_order(self) -> None:
+        """Raise CollectiveMismatchError on all ranks if they have gathered other units. Collective."""
+        marks = self.axis.all_reduce(np.array(self.order.marks), op="max", label="control")
+        if marks.sum():
+            raise self.order.difference(self.axis)
+
     def abandon(self) -> None:
         """Abandon the gathers under way, after their communicators were revoked."""
         for pending in self._pending.values():
@@ -187,6 +255,15 @@ class ShardedUnits:
             self.axis.all_gather(block, self.share(unit), run_lengths(cuts), label="parameters")
             change(block, first, last)
             self.share(unit)[...] = block[cuts[self.axis.rank] : cuts[self.axis.rank + 1]]
+
+    def _note(self, unit: int) -> None:
+        """Note the next gather; in debug mode compare it with those of the other ranks."""
+        first, last = self._units[unit]
+        if self.axis.size == 1 or first == last:
+            return
+        self.order.note(self._pieces[first].name)
+        if self.axis.compares_calls:
+            self.compare_order()
 
     def _free(self, unit: int) -> None:
         if unit in self._pending:

@@ -201,6 +201,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
             differ between ranks or are unfit; nothing is updated then.
         FloatingPointError
             On every rank, if any gradient is NaN or infinite, as for `ShardedOptimizer.step`.
+        CollectiveMismatchError
+            On every rank, if ranks have used other layers under ``zero=3``; the gradients are dropped.
         """
         loss = None
         if closure is not None:

@@ -437,6 +437,7 @@ class ShardedModule:
             for layout, own, each in zip(self._layouts, (tensors, frozen), likes, strict=True)
         ]
         self._sharded.memory, self._frozen.memory = self._storages
+        self._frozen.order = self._sharded.order
         self._numbers = range(len(given.units) + len(others.units))
         for unit in self.units:
             unit.numbers = self._numbers_of([*unit.names, *unit.frozen])
@@ -650,6 +651,8 @@ class ShardedModule:
                 "create_graph=True under zero=3: the parameters that gradients of gradients need are freed by then; "
                 "use zero=2 or less"
             )
+        if not self._passes:
+            self._sharded.compare_order()
         call.task = torch._C._current_graph_task_id()
         if call.task not in self._passes:
             self._passes.append(call.task)

@@ -497,6 +497,47 @@ def test_what_the_backward_pass_begins_with_is_gathered_once(mesh):
     module(x).sum().backward()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_that_use_other_layers_take_no_step(comm, frozen):
+    """As many of one size, which MPI takes for each other."""
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen) for _ in range(4)))
+    module.append(torch.nn.Linear(WIDTH, 1))
+
+    def loss(left_out):
+        x = torch.ones(1, WIDTH)
+        for number, layer in enumerate(module):
+            x = x if number == left_out else layer(x)
+        return x.sum()
+
+    differ = r"unit \d+ in order is that of '2.weight' on rank 0, that of '1.weight' on ranks? 1"
+    for debug in (False, True):
+        with Mesh(comm, debug=debug) as mesh:
+            config = ShardingConfiguration(mesh, nonfinite_gradients="ignore")
+            optimizer = mpishard.torch.as_distributed(module, config, RULE, zero=3, shard_units=torch.nn.Linear)
+            for left_out in range(4):
+                loss(left_out).backward()
+                optimizer.step()
+            before = optimizer.parameters.gather()
+            other = 1 if mesh.rank == 0 else 2
+            with pytest.raises(mpishard.CollectiveMismatchError, match=differ):
+                found = loss(other)
+                assert not debug
+                found.backward()
+            optimizer.zero_grad()
+            with pytest.raises(mpishard.CollectiveMismatchError, match=differ):
+                loss(3).backward()
+                with torch.no_grad():
+                    loss(other)
+                optimizer.step()
+            np.testing.assert_array_equal(optimizer.parameters.gather(), before)
+            optimizer.zero_grad()
+            loss(3).backward()
+            optimizer.step()
+            optimizer.close()
+
+
 def test_passes_within_one_no_sync_may_leave_units_unused(mesh):
     whole, module = fresh(), fresh()
     expected = mpishard.torch.as_distributed(whole, mesh, RULE)
