@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from mpishard.comm.agreement import in_words
 from mpishard.comm.axis import Axis
+from mpishard.comm.call_matching import CollectiveMismatchError
 from mpishard.comm.mesh import Mesh
+from mpishard.launch.job_notes import raised_by_all
 from mpishard.torch.memory import as_array, finish_stream
 
 # Norms sum in the forward and in the backward pass, between the sums of gradients that are under way: by themselves.
@@ -54,20 +57,33 @@ def sums_over_ranks(module: Any) -> bool:
 
 
 class _Ranks:
-    """The ranks that sum; copies of a layer sum over the same."""
+    """The ranks that sum, and the names of the layers by number; copies of a layer sum over the same."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+        self.names: list[str] = []
+
+    def difference(self, number: int) -> CollectiveMismatchError:
+        """The error for ranks that were in different layers. Collective."""
+        holders: dict[str, list[int]] = {}
+        for rank, name in zip(self.axis.members, self.axis.allgather_object(self.names[number]), strict=True):
+            holders.setdefault(name, []).append(rank)
+        found = ", ".join(f"{name!r} on {in_words('rank', ranks)}" for name, ranks in holders.items())
+        error = CollectiveMismatchError(
+            f"ranks have summed over different batch norms, {found}: all ranks must call the same layers in one order"
+        )
+        return raised_by_all(error, self.axis.size)
 
     def __deepcopy__(self, memo: Any) -> _Ranks:
         return self
 
 
-def _converted(module: Any, ranks: _Ranks) -> Any:
+def _converted(module: Any, ranks: _Ranks, path: str = "") -> Any:
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        ranks.names.append(path)
         return _OverRanks(module, ranks)
     for name, child in module.named_children():
-        setattr(module, name, _converted(child, ranks))
+        setattr(module, name, _converted(child, ranks, f"{path}.{name}" if path else name))
     return module
 
 
@@ -81,6 +97,7 @@ class _OverRanks(torch.nn.modules.batchnorm._BatchNorm):
             setattr(self, name, each)
         self.training = layer.training
         self._ranks = ranks
+        self._number = len(ranks.names) - 1
 
     def _check_input_dim(self, x: Any) -> None:
         if x.dim() < 2:
@@ -92,7 +109,7 @@ class _OverRanks(torch.nn.modules.batchnorm._BatchNorm):
         if axis.size == 1 or not by_batch:
             return super().forward(x)
         self._check_input_dim(x)
-        y, mean, variance, count = _Normalize.apply(x, self.weight, self.bias, self.eps, axis)
+        y, mean, variance, count = _Normalize.apply(x, self.weight, self.bias, self.eps, self._ranks, self._number)
         batches, averages = self.num_batches_tracked, (self.running_mean, self.running_var)
         if self.training and batches is not None:
             batches.add_(1)
@@ -107,12 +124,17 @@ class _Normalize(torch.autograd.Function):
     """The normalization of Ioffe and Szegedy (2015), with sums over ranks in float64."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, axis: Axis) -> Any:
-        sums = _sums_over_ranks(axis, x.new_full((1,), x.numel() // max(1, x.shape[1])), *_moments(x))
-        count = float(sums[0])
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, ranks: _Ranks, number: int) -> Any:
+        axis = ranks.axis
+        # The number of the layer travels too: MPI would add up the sums of two layers of one size.
+        own = x.new_tensor([x.numel() // max(1, x.shape[1]), number, number**2], dtype=torch.float64)
+        sums = _sums_over_ranks(axis, own, *_moments(x))
+        count, numbers, squares = sums[:3].tolist()
+        if numbers**2 != axis.size * squares:
+            raise ranks.difference(number)
         if count < 2:
             raise ValueError(f"a batch norm needs more than {count:.0f} values a channel over all ranks in training")
-        mean, variance = sums[1:].reshape(2, -1) / count
+        mean, variance = sums[3:].reshape(2, -1) / count
         variance = (variance - mean.square()).clamp_min(0)
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, mean, scale)
@@ -134,12 +156,12 @@ class _Normalize(torch.autograd.Function):
         dweight = None if weight is None else own[1].to(weight.dtype)
         dbias = own[0].to(dy.dtype) if ctx.biased else None
         if not ctx.needs_input_grad[0]:
-            return None, dweight, dbias, None, None
+            return None, dweight, dbias, None, None, None
         plain, along = _sums_over_ranks(ctx.axis, *own).reshape(2, -1) / ctx.count
         dx = (dy - _by_channel(plain, dy) - normalized * _by_channel(along, dy)) * _by_channel(scale, dy)
         if weight is not None:
             dx = dx * _by_channel(weight, dx)
-        return dx.to(x.dtype), dweight, dbias, None, None
+        return dx.to(x.dtype), dweight, dbias, None, None, None
 
 
 def _moments(x: Any) -> tuple[Any, Any]:

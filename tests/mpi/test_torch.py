@@ -191,6 +191,10 @@ def test_batch_norms_over_the_ranks_are_those_of_the_whole_batch(mesh, momentum,
     torch.testing.assert_close(again(x), theirs.eval()(x))
     with pytest.raises(ValueError, match="more than 1 values a channel over all ranks|more than 1 value per channel"):
         again.train()(x[: 1 if mesh.rank == 0 else 0])
+    norms = mpishard.torch.convert_sync_batchnorm(torch.nn.Sequential(*(torch.nn.BatchNorm1d(3) for _ in "ab")), mesh)
+    if mesh.size > 1:
+        with pytest.raises(mpishard.CollectiveMismatchError, match="'0' on rank 0, '1' on rank"):
+            norms[min(mesh.rank, 1)](torch.ones(2, 3))
 
 
 def test_gradients_are_dropped_as_in_pytorch(mesh):
