@@ -469,9 +469,11 @@ def _as_json(value: Any) -> Any:
 
 
 def _is_saved(name: str, value: Any) -> bool:
+    if name in ("params", *_HOW):  # a parameter of one element may have no value here
+        return False
     plain = _plain(value)
     each = plain if isinstance(plain, tuple) else (plain,)
-    return name not in ("params", *_HOW) and all(isinstance(number, float | int | str) for number in each)
+    return all(isinstance(number, float | int | str) for number in each)
 
 
 def _text(value: Any) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
@@ -165,11 +166,14 @@ def _large_layers(module: Any, size: int) -> set[int]:
 
 # The functions of PyTorch that a freed parameter has nevertheless, and the attributes that it has not.
 _METADATA = frozenset(
-    "__dir__ __len__ data_ptr dim dim_order element_size get_device ndimension nelement numel size storage_offset "
+    "__dir__ __len__ _has_compatible_shallow_copy_type data_ptr dim dim_order element_size get_device ndimension "
+    "nelement numel size storage_offset "
     "stride untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook backward grad view_as "
     "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros".split()
 )
 _VALUES = frozenset("data T mT H mH real imag".split())
+# Functions that return the tensor itself where there is nothing to change, as Module.to calls them for all parameters.
+_CONVERSIONS = frozenset("to type cpu cuda float double half bfloat16".split())
 _SAVES = (
     "to save it, call save_checkpoint() of the optimizer of as_distributed, or give torch.save() what its state_dict() "
     "returns within summon_full_parameters; to copy it, call close() on all ranks before"
@@ -198,6 +202,10 @@ def _use_freed(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         needs_values = getattr(func.__self__, "__name__", "data") in _VALUES
+        if name == "__set__" and needs_values and args[0] is args[1]:  # Module.to has changed nothing
+            return None
+    elif name in _CONVERSIONS and _is_freed(args[0]) and _changes_nothing(func, *args, **(kwargs or {})):
+        return args[0]
     else:
         asks = name.startswith(("is_", "_is_")) and name != "is_nonzero"
         needs_values = name not in _METADATA and not asks
@@ -208,6 +216,13 @@ def _use_freed(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
     if name == "view_as" and _is_freed(args[0]):  # by which PyTorch finds the node of a leaf
         found.__class__, found.why_freed = type(args[0]), args[0].why_freed
     return found
+
+
+def _changes_nothing(convert: Any, p: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether a conversion would return the parameter itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        like = torch.empty([0] * p.dim(), dtype=p.dtype, device=p.device)
+        return convert(like, *args, **kwargs) is like
 
 
 def _is_freed(tensor: Any) -> bool:
@@ -622,6 +637,11 @@ class ShardedModule:
         # On all ranks, also where one has freed them after an error; a checkpoint calls a unit in its backward pass.
         if not unit.opened:
             self._free_kept()
+        if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"{_named(unit)} was called within a transform of torch.func, such as vmap or jvp, under zero=3: its "
+                "parameters would be freed before that has used them; use zero=2, whose parameters are whole"
+            )
         call = _Call(unit)
         unit.calls.append(call)
         self._gather(call)
@@ -635,7 +655,18 @@ class ShardedModule:
         if not unit.calls:
             return
         call = unit.calls.pop()
-        outputs = [each for each in _tensors_in(output) if each.requires_grad] if torch.is_grad_enabled() else []
+        found = [*_tensors_in(output, set())]
+        outputs = [each for each in found if each.requires_grad] if torch.is_grad_enabled() else []
+        has_failed = sys.exc_info()[0] is not None  # PyTorch calls this hook then, too
+        is_number = isinstance(output, int | float | str)
+        is_inner = bool(unit.names) and unit is not self.units[0]  # that of the module ends with its own backward pass
+        if is_inner and torch.is_grad_enabled() and not (found or is_number or has_failed):
+            self._free(unit)
+            raise TypeError(
+                f"{_named(unit)} returned {'None' if output is None else f'a {type(output).__name__}'}, in which there "
+                "is no tensor: under zero=3 the gradients of a unit's outputs begin its backward pass; return its "
+                "tensors, also in tuples, mappings or attributes, or choose the module around it in shard_units"
+            )
         if outputs:
             unit.waiting.add(call)
             torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._open(call), mode="any")
@@ -740,6 +771,10 @@ class ShardedModule:
         self._kept.clear()
 
 
+def _named(unit: Unit) -> str:
+    return f"the unit {unit.path!r}" if unit.path else "the module"
+
+
 def _why_freed(name: str, path: str) -> str:
     unit = f"its unit {path!r}" if path else "the module itself"
     return (
@@ -781,16 +816,21 @@ def _fill(child: Any, materialize: Any, device: Any) -> None:
             )
 
 
-def _tensors_in(found: Any) -> Iterator[Any]:
-    """The tensors in what a forward pass takes or returns."""
+def _tensors_in(found: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """The tensors in what a forward pass takes or returns; those of attributes only with `seen`, objects looked at."""
     if isinstance(found, torch.Tensor):
         yield found
     elif isinstance(found, Mapping):
         for each in found.values():
-            yield from _tensors_in(each)
+            yield from _tensors_in(each, seen)
     elif isinstance(found, (list, tuple, set)):
         for each in found:
-            yield from _tensors_in(each)
+            yield from _tensors_in(each, seen)
     elif is_dataclass(found):
         for each in fields(found):
-            yield from _tensors_in(getattr(found, each.name, None))  # a field may have no value
+            yield from _tensors_in(getattr(found, each.name, None), seen)  # a field may have no value
+    elif seen is not None and hasattr(found, "__dict__") and not isinstance(found, (torch.nn.Module, type)):
+        if id(found) not in seen:
+            seen.add(id(found))
+            for each in vars(found).values():
+                yield from _tensors_in(each, seen)

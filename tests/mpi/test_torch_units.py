@@ -538,6 +538,66 @@ def test_ranks_that_use_other_layers_take_no_step(comm, frozen):
             optimizer.close()
 
 
+class Kept:
+    """What is no tensor, and has one."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Returns(torch.nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear, self.wrap = torch.nn.Linear(WIDTH, 1), wrap
+
+    def forward(self, x):
+        return self.wrap(self.linear(x))
+
+
+def test_units_may_return_objects_and_are_refused_where_no_tensor_is_found(mesh):
+    x, modules = torch.ones(2, WIDTH).double(), []
+    for zero in (0, 3):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), Returns(Kept)).double()
+        units = {"shard_units": Returns} if zero else {}
+        optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=zero, **units)
+        for _ in range(2):
+            module(x).x.sum().backward()
+            optimizer.step()
+        if zero:
+            module[1].wrap = lambda _: None
+            with pytest.raises(TypeError, match="the unit '1' returned None, in which there is no tensor"):
+                module(x)
+            assert held_bytes(module) == 0
+            with torch.no_grad():
+                module(x)
+        optimizer.close()
+        modules.append(module)
+    assert_same_parameters(*modules)
+    with contextlib.closing(mpishard.torch.as_distributed(module[0], mesh, RULE, zero=3)):
+        for transform in (torch.func.vmap(module[0]), lambda x: torch.func.jvp(module[0], (x,), (x,))):
+            with pytest.raises(RuntimeError, match="the module was called within a transform .* zero=2"):
+                transform(x)
+
+
+def test_conversions_that_change_nothing_leave_divided_parameters_as_they_are(mesh, folder):
+    """Among them one of one element, which is saved."""
+    module = torch.nn.Linear(WIDTH, 1).double()
+    rule = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    optimizer = mpishard.torch.as_distributed(module, mesh, rule, zero=3)
+    module.to("cpu").double().to(torch.float64).cpu()
+    module(torch.ones(2, WIDTH).double()).sum().backward()
+    optimizer.step()
+    before = optimizer.parameters.gather()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.save_checkpoint(folder)
+    optimizer.load_checkpoint(folder)
+    np.testing.assert_array_equal(optimizer.parameters.gather(), before)
+    with pytest.raises(RuntimeError, match="'weight' has no values here"):
+        module.float()
+    optimizer.close()
+
+
 def test_passes_within_one_no_sync_may_leave_units_unused(mesh):
     whole, module = fresh(), fresh()
     expected = mpishard.torch.as_distributed(whole, mesh, RULE)
