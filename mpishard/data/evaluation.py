@@ -24,8 +24,8 @@ class Evaluation:
     function : callable
         ``function(parameters, samples) -> loss``: the summed loss of the validation samples with these indices (int64),
         without gradients.  Parameters are as the problem's function gets them; it must only read them.  If ranks wait
-        for each other inside a model (ZeRO-3, tensor or pipeline ranks), all ranks call it equally often, some with no
-        samples.
+        for each other inside a model (ZeRO-3, tensor or pipeline ranks), all ranks call it equally often: one that has
+        no samples left is given some of another rank, and its loss is dropped.
     samples : int
         Number of samples in the set.  It may be smaller than the number of ranks.
     every : int

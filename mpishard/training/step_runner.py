@@ -450,14 +450,14 @@ class Validation:
         own = range(runner.axis.rank, len(micro), runner.axis.size)
         rounds = -(-len(micro) // runner.axis.size) if runner.together else len(own)
         together = _AT_ONCE * mesh.pipeline.size if mesh.pipeline.size > 1 else 1
-        nothing = micro[0][:0]
         call = self._losses_of_model(runner) if evaluation.of_batches else self._losses(runner)
         with deferred_error.capture(alone=not runner.together):
             for first in range(0, rounds, together):
                 numbers = list(own[first : first + together])
-                empty = [nothing] * (min(together, rounds - first) - len(numbers))
+                # Where other ranks have more, those of a micro-batch of theirs, whose loss is dropped.
+                others = [micro[0]] * (min(together, rounds - first) - len(numbers))
                 look = Untouched(runner.parameters, micro[numbers[0]]) if self._looks and numbers else None
-                found = call([*(micro[number] for number in numbers), *empty])
+                found = call([*(micro[number] for number in numbers), *others])
                 losses[numbers] = [_number(loss) for loss in found[: len(numbers)]]
                 problem = None if look is None else look.problem()
                 if problem is not None:

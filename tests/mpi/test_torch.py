@@ -597,6 +597,28 @@ def test_a_run_goes_on_with_its_buffers(mesh, folder, alone, strategy):
         optimizer.load_checkpoint(folder)
 
 
+def test_all_ranks_evaluate_samples_where_they_wait_for_each_other(mesh):
+    """Also those for which none are left; each sample counts once."""
+
+    def evaluated(mesh):
+        module, sizes = smooth(), []
+
+        def validation(parameters, samples):
+            sizes.append(len(samples))
+            with torch.no_grad():
+                return losses(module, samples).sum()
+
+        task = problem(module, steps=2, **divided(ZeRO3Optimizer, mesh))
+        evaluate = mpishard.Evaluation(validation, 1, every=1)
+        result = ZeRO3Optimizer(RULE, mesh).optimize(task, progress=False, evaluate=evaluate)
+        assert sizes == [1, 1]
+        return result.validation_losses
+
+    with mpishard.Mesh(MPI.COMM_SELF) as one:
+        expected = evaluated(one)
+    assert np.allclose(evaluated(mesh), expected, atol=1e-5)
+
+
 def everything(mesh, strategy, steps, folder=None):
     """Parameters, their average, and losses of a run that is evaluated and stops early, and the result."""
     module = smooth()
