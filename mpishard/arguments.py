@@ -109,6 +109,11 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, for a message: the name of its class, or "the class" and its own name where it is one."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def printable(text: str) -> str:
     """A text of unknown origin, such as a name in a file, for a message or a terminal.
 

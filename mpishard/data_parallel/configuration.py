@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, number
+from mpishard.arguments import flag, integer, kind_of, number
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.comm.mesh import Mesh
@@ -247,7 +247,7 @@ class ShardingConfiguration:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
-            raise TypeError(f"a ShardingConfiguration needs a Mesh, got {type(self.mesh).__name__}")
+            raise TypeError(f"a ShardingConfiguration needs a Mesh, got {kind_of(self.mesh)}")
         for name in _FLAGS:
             object.__setattr__(self, name, flag(name, getattr(self, name)))
         overlap = self.overlap_communication
@@ -442,7 +442,7 @@ class ShardingConfiguration:
             return mesh_or_config
         if isinstance(mesh_or_config, Mesh):
             return cls(mesh_or_config)
-        raise TypeError(f"expected a Mesh or a ShardingConfiguration, got {type(mesh_or_config).__name__}")
+        raise TypeError(f"expected a Mesh or a ShardingConfiguration, got {kind_of(mesh_or_config)}")
 
 
 def _in_words(config: ShardingConfiguration) -> list[str]:

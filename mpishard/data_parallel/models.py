@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack, overload
 
+from mpishard.arguments import kind_of
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
@@ -49,6 +50,10 @@ class ShardedModel:
     def __init__(self, model: Model, config: ShardingConfiguration | Mesh) -> None:
         if isinstance(model, type) and issubclass(model, Rule):
             raise TypeError(f"give a rule with its settings, {model.__name__}(lr=...), not the class {model.__name__}")
+        if any(each.__module__ == "torch.nn.modules.module" for each in type(model).__mro__):
+            raise TypeError(
+                f"{type(model).__name__} is a module of PyTorch: call mpishard.torch.as_distributed(module, mesh, rule)"
+            )
         if not isinstance(getattr(model, "parameters", None), FlatParameters):
             raise TypeError(
                 f"a model must have its FlatParameters as `parameters`; {type(model).__name__} has not.  A function of "
@@ -185,7 +190,7 @@ def as_distributed(model_or_rule: Model, mesh_or_config: Mesh | ShardingConfigur
 
 
 def as_distributed(
-    model_or_rule: Rule | Method | Model, mesh_or_config: Mesh | ShardingConfiguration
+    model_or_rule: Rule | Method | Model, mesh_or_config: Mesh | ShardingConfiguration, *others: Any, **options: Any
 ) -> ShardedOptimizer | ShardedModel:
     """Make a model or an update rule distributed.
 
@@ -199,6 +204,8 @@ def as_distributed(
         pipeline ranks.
     mesh_or_config : Mesh or ShardingConfiguration
         The mesh of the run, or a configuration of it.
+    *others, **options : any
+        None: `mpishard.torch.as_distributed` and `mpishard.jax.as_distributed` take a rule and more.
 
     Returns
     -------
@@ -208,8 +215,13 @@ def as_distributed(
     Raises
     ------
     TypeError
-        If `model_or_rule` is neither a rule nor a model.
+        If `model_or_rule` is neither a rule nor a model, or further arguments are given.
     """
+    if others or options:
+        raise TypeError(
+            "mpishard.as_distributed takes a model or a rule, and a mesh; a module of PyTorch takes a rule too: call "
+            "mpishard.torch.as_distributed(module, mesh, rule), or for parameters of JAX mpishard.jax.as_distributed"
+        )
     config = ShardingConfiguration.of(mesh_or_config)
     if isinstance(model_or_rule, Rule | Method):
         return optimizer_of(model_or_rule, config)
@@ -314,7 +326,10 @@ def optimizer_for(
     """
     mesh = config.mesh
     if mesh.data.size < mesh.size:
-        raise ValueError(f"{what} is data-parallel, but the mesh is {mesh.sizes}; make it with tensor=1 and pipeline=1")
+        raise ValueError(
+            f"{what} is data-parallel, but the mesh is {mesh.sizes}; make it with tensor=1 and pipeline=1, or train a "
+            "model that such ranks split: mpishard.nn.GPT or Llama, which import_pretrained makes of a published one"
+        )
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero!r} must be {'0, 1, 2 or 3' if shards_parameters else '0, 1 or 2'}")
     if zero == 3 and not shards_parameters:
@@ -327,7 +342,7 @@ def optimizer_for(
             raise ValueError(f"the {type(rule).__name__} brings its own mesh and strategy: give that mesh, and no zero")
         return rule
     if not isinstance(rule, Rule):
-        raise TypeError(f"rule must be an update rule such as mpishard.AdamW(lr=1e-3), got {type(rule).__name__}")
+        raise TypeError(f"rule must be an update rule such as mpishard.AdamW(lr=1e-3), got {kind_of(rule)}")
     if zero and config.sync_every > 1:
         raise ValueError(
             f"sync_every={config.sync_every} lets ranks take steps by themselves, and zero={zero} divides a state that "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import flag
+from mpishard.arguments import flag, kind_of
 from mpishard.backend.compiled import prepare
 from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.axis import Axis
@@ -89,9 +89,7 @@ class ShardedOptimizer:
 
     def __init__(self, rule: Rule | Method, config: ShardingConfiguration | Mesh) -> None:
         if not isinstance(rule, Rule | Method):
-            raise TypeError(
-                f"{type(self).__name__} needs an update rule such as AdamW(lr=1e-3), got {type(rule).__name__}"
-            )
+            raise TypeError(f"{type(self).__name__} needs an update rule such as AdamW(lr=1e-3), got {kind_of(rule)}")
         self._rule: Rule | Method = rule
         self.config: ShardingConfiguration = ShardingConfiguration.of(config)
         check_configuration(type(self).__name__, self.config, self.strategy_class)

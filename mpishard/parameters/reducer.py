@@ -108,6 +108,10 @@ class Inspector(Protocol):
         """Forget what was found in this step."""
 
 
+# How a user drops gradients.
+_DROP = "zero_grad() of the optimizer of a PyTorch module, or reset_gradients() of the FlatParameters of another model"
+
+
 # How far a step's gradients are, and which phase may follow which.
 
 
@@ -364,7 +368,7 @@ class GradientReducer:
         if self.phase is GradientPhase.REDUCED or index > order.next:
             raise RuntimeError(
                 f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() "
-                "or reset_gradients() in between, or set auto_sync_gradients=False to accumulate over several passes"
+                f"in between, or {_DROP}; or set auto_sync_gradients=False to accumulate over several passes"
             )
         return self.memory.view(key)
 
@@ -507,7 +511,7 @@ class GradientReducer:
         if self.phase is not GradientPhase.ACCUMULATING:
             raise RuntimeError(
                 "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
-                "pass; call step() or reset_gradients() before"
+                f"pass; call step() before, or {_DROP}"
             )
         was_last, self.is_last_pass = self.is_last_pass, False
         return was_last
