@@ -203,11 +203,7 @@ class NonfiniteCheck:
         if self._finite_ahead and not measure and not exchange_status:
             self.finite_loss = True
             return math.nan
-        gradients = self._strategy.gradients()
-        tops = self._largest.of_spans(gradients)
-        finite = not self._largest.nonfinite and all(map(math.isfinite, tops))
-        # MPI leaves the maximum with a NaN undefined, so that infinity stands for NaN too.
-        top = max(tops, default=0.0) if finite else math.inf
+        top = self.largest()
         if self._sums_are_everywhere and not exchange_status:
             # All ranks find the same in the same sums: what is not finite on one rank is not finite in the sum.
             self.finite_loss = True
@@ -223,7 +219,20 @@ class NonfiniteCheck:
                 _warn_of_zero()
         if not math.isfinite(top) or not measure:
             return math.nan if math.isfinite(top) else math.inf
-        squares = np.zeros(2)
+        return self.norm_of(top)
+
+    def largest(self) -> float:
+        """The largest absolute value of this rank's part of the summed gradients, for ranks to exchange.
+
+        Infinity stands for NaN, too, with which MPI leaves the maximum undefined.
+        """
+        tops = self._largest.of_spans(self._strategy.gradients())
+        finite = not self._largest.nonfinite and all(map(math.isfinite, tops))
+        return max(tops, default=0.0) if finite else math.inf
+
+    def norm_of(self, top: float) -> float:
+        """The 2-norm of the summed gradients, whose largest value over the ranks is `top` and finite. Collective."""
+        gradients, squares = self._strategy.gradients(), np.zeros(2)
         for part in exact.sums_of_squares(gradients, self._spans, [top], [self._elements]):
             squares += part
         if not self._sums_are_everywhere:

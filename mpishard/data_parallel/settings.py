@@ -34,6 +34,10 @@ from mpishard.optim.rule import LiveValues
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
 
+_CALLS_REMEDY = (
+    "make the same passes and calls on each rank, and zero_grad() drops them; where a rank has no samples, use "
+    "mpishard.torch.join, or step(count=) with losses that are sums over samples"
+)
 _CLIPPING = ("max_gradient_norm", "max_gradient_value")
 # The steps at which schedules are compared: all steps up to 10, then steps that grow by a factor of 1.2.
 _STEPS = sorted({*range(1, 11), *(int(1.2**power) for power in range(13, 76))})
@@ -231,6 +235,9 @@ def agree_on_step(
     model = -1 if parameters is None else parameters.fingerprint ^ parameters.model_fingerprint
     if settings is not None:
         model ^= settings.fingerprint
+    calls = {} if parameters is None or parameters.carried is None else parameters.carried.calls
+    if calls:
+        model ^= fingerprint(calls)
     number = -1 if count is None else int(np.float64(count).view(np.int64))
     # The bits of floating-point numbers that are not negative have the order of the numbers.
     order = int(np.float64(largest).view(np.int64))
@@ -242,6 +249,8 @@ def agree_on_step(
     if shared[1] != -shared[2]:
         models = ranks.allgather_object((parameters.fingerprint, parameters.description))
         if len({model for model, _ in models}) == 1:
+            if any(calls != each for each in ranks.allgather_object(dict(calls))):
+                raise differing(ranks, calls, "calls since the last step", _CALLS_REMEDY)
             by_name, remedy = ({}, REMEDY) if settings is None else (settings.by_name(), settings.remedy)
             raise differing(ranks, {**by_name, **parameters.model_settings}, remedy=remedy)
         found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))

@@ -291,6 +291,11 @@ class TreeState:
         """The version of JAX, and the threads that decide where XLA cuts a product."""
         return {"JAX": jax.__version__, "XLA threads": str(xla_threads() or "unknown")}
 
+    @property
+    def calls(self) -> dict[str, str]:
+        """Empty: a step takes the gradients that it is given."""
+        return {}
+
     def check_intact(self) -> None:
         """Raise the error in the gradients of this rank."""
         if self.unfit is not None:

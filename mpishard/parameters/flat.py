@@ -44,6 +44,11 @@ class CarriedState(Protocol):
         """
         ...
 
+    @property
+    def calls(self) -> Mapping[str, str]:
+        """What all ranks must have done alike since the last step, as text by name; `step` compares the ranks."""
+        ...
+
     def check_intact(self) -> None:
         """Raise ValueError if the model was changed so that its parameters are not the optimizer's any more.
 

@@ -177,8 +177,8 @@ class ReadyTracker:
 
     @property
     def begun(self) -> bool:
-        """Return True if any bucket was handed over in this pass."""
-        return any(order.next < order.last for order in self.orders)
+        """Return True if a pass has begun and did not end: a gradient of it is complete."""
+        return any(self._ready)
 
     def mark(self, name: str) -> BucketOrder:
         """Mark the gradient of a tensor as complete in this pass; returns the order of its bucket."""
@@ -318,6 +318,9 @@ class GradientReducer:
             if bucket.second_use
             for piece in pieces[bucket.first : bucket.last]
         }
+        # Passes within `no_sync` since the last `reset`.  Ranks compare their number where all passes are summed.
+        self.passes_before_last: int = 0
+        self._has_started_sums = False  # of any bucket since `reset`, also of one whose memory is free again
         self._reproducible = reproducible
         self._microbatches = OrderedMicrobatches(self._tracker.orders if reproducible else (), self.buckets, like)
         self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._microbatches.partials)
@@ -348,7 +351,7 @@ class GradientReducer:
     @property
     def has_content(self) -> bool:
         """Return True if gradients were written or reduced since the last `reset`."""
-        return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._tracker.begun
+        return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._has_started_sums
 
     # -- backward passes --------------------------------------------------------------------------------------------
 
@@ -399,16 +402,21 @@ class GradientReducer:
         if not order.tied and (self.on_demand or (self.is_last_pass and not order.more)):
             self._reduce(order, rest=False)
 
-    def no_sync(self) -> NoSync:
+    def no_sync(self, before: Callable[[], None] = lambda: None) -> NoSync:
         """A context, for one ``with`` statement, for a backward pass that is not the last one of the step.
 
         Its gradients stay local where memory is kept. Where memory is on demand (ZeRO-2 and 3) they are summed across
         ranks nevertheless, collectively over the data axis, at the latest at the exit: the next pass writes to the same
         memory, and this rank keeps only its part of the sums. Entering raises RuntimeError if the last pass has begun
-        to reduce.
+        to reduce.  `before` is called at each entry.
         """
+
+        def begin() -> bool:
+            before()
+            return self._begin_without_sync()
+
         # A new one: kept here, it would keep the memory of the gradients until a collection.
-        return NoSync(self._begin_without_sync, self._end_without_sync)
+        return NoSync(begin, self._end_without_sync)
 
     def begin_virtual_stage(self, virtual_stage: int, last: bool) -> None:
         """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass."""
@@ -455,6 +463,15 @@ class GradientReducer:
             pending.abandon()
         self._pending.clear()
 
+    def drop(self) -> None:
+        """Discard the gradients of passes that no step uses.
+
+        Collective over the data axis after a pass whose sums begin, since ranks have started other ones of these.
+        """
+        if self._tracker.begun and (self.on_demand or self.is_last_pass):
+            self._end_pass(self.is_last_pass)
+        self.reset()
+
     def reset(self) -> None:
         """Discard the gradients: the next pass starts from zero.  Waits for sums under way."""
         self._wait_all()
@@ -464,6 +481,7 @@ class GradientReducer:
         self.memory.forget()
         self._microbatches.forget()
         self.accumulation.forget()
+        self.passes_before_last, self._has_started_sums = 0, False
         self._enter(GradientPhase.ACCUMULATING)
         if self._sums is not None:
             self._sums.reset()
@@ -519,6 +537,7 @@ class GradientReducer:
     def _end_without_sync(self, complete: bool, was_last: bool) -> None:
         try:
             if complete:
+                self.passes_before_last += 1
                 self._end_pass(False)
             else:
                 for order in self._tracker.orders:
@@ -576,6 +595,7 @@ class GradientReducer:
                     sums.sum_copies(bucket, gradient)
                 earlier = self._microbatches.complete(order, bucket, gradient)
             order.next -= 1
+            self._has_started_sums = True
             if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
                 self._enter(GradientPhase.REDUCING)
             if self.inspector is not None:

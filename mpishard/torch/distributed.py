@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.full_state import encode
 from mpishard.data_parallel.models import configuration_of, optimizer_for
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
+from mpishard.data_parallel.settings import agree_on_step
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.optim import Rule
@@ -98,6 +100,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._is_made = True
         state.hooks.serves_loop = True
         state.hooks.sums_over = partial(_sums_over, optimizer)
+        state.hooks.compares_calls = not optimizer.strategy_class.workers_differ
         state.hooks.clear()
         state.parameters.reset_gradients()
         self._end = weakref.finalize(self, state.release)
@@ -115,8 +118,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         """
         if self._end.alive:
             self._check_left("close()")
-            if self.parameters.gradients.has_content:
-                self.parameters.reset_gradients()
+            self._state.hooks.drop()
             self._state.unshard()
         self._end()
 
@@ -198,7 +200,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         ------
         ValueError
             On every rank, if the module of any rank was changed since `as_distributed`, or values of `param_groups`
-            differ between ranks or are unfit; nothing is updated then.
+            differ between ranks or are unfit; or if some ranks have made no backward pass, without `count`, or ranks
+            have called `zero_grad` or `clip_grad_norm_` in other ways; nothing is updated then.
         FloatingPointError
             On every rank, if any gradient is NaN or infinite, as for `ShardedOptimizer.step`.
         CollectiveMismatchError
@@ -216,12 +219,13 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def _take_step(self, count: float | None) -> None:
         first = not self.optimizer.clock
         hooks = self._state.hooks
-        self.unused_parameters = hooks.unused
-        hooks.end_sums()
         ranks = hooks.complete()
+        hooks.end_sums()
+        self.unused_parameters = hooks.unused
         if hooks.tell is not None:
             given: Any = count.item() if isinstance(count, np.generic) else count
             hooks.tell(STEP, lambda: (given, self._groups.saved))
+        hooks.takes_mean = count is None
         if count is None:
             count = hooks.divide_by or None
         if ranks and (count is None or isinstance(count, (int, float))):  # another count is refused below
@@ -232,7 +236,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
             self._state.round_masters()
         finally:
-            self._state.hooks.clear()
+            self._state.hooks.clear(keeps_calls=self.parameters.gradients.has_content)  # a step that was refused
         if self._state.units is not None:
             self._state.units.end_step()
         self._groups.show(self.optimizer.steps)
@@ -278,21 +282,30 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Raises
         ------
         ValueError
-            On every rank, for another norm than 2 of divided gradients.
+            On every rank, for another norm than 2 of divided gradients; or if not all ranks have called it with the
+            same arguments, which is found here where ranks divide the gradients, else by `step`.
         """
-        if self._state.hooks.complete():
-            tensors = list(self._state.hooks.tensors.values())
+        hooks, state = self._state.hooks, self.optimizer.state
+        call = f"max_norm={float(max_norm):g} norm_type={float(norm_type):g}"
+        if hooks.complete():
+            if hooks.tell is None:
+                hooks.clips.append(call)
+            tensors = list(hooks.tensors.values())
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, foreach=foreach)
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type}: ranks divide the gradients, and measure their 2-norm alone")
-        hooks, state = self._state.hooks, self.optimizer.state
-        strategy = state.strategy
+        strategy, inspection = state.strategy, state.on_rank.inspection
         hooks.end_sums()
         if hooks.tell is not None:
             hooks.tell(CLIP, lambda: (float(max_norm),))
         strategy.reducer.finalize()
         divisor = (hooks.divide_by or strategy.axis.size) * self.parameters.loss_scale
-        norm = state.on_rank.inspection.norm(True, False) / divisor
+        hooks.clips.append(call)
+        hooks.takes_mean = False  # not known before the step
+        # The ranks that call this compare it with those that do not, and step: both exchange the same words.
+        settings, ranks = self.optimizer.settings, strategy.sync_group
+        top = agree_on_step(ranks, self.parameters, None, None, settings, inspection.largest())
+        norm = inspection.norm_of(top) / divisor if math.isfinite(top) else math.inf
         factor = min(1.0, float(max_norm) / (norm + _CLIP_EPSILON))
         for gradient in strategy.gradients():
             gradient *= factor
@@ -320,20 +333,21 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of backward passes that no step has used.
 
-        Collective if a backward pass outside of `no_sync` was made.
+        ``module.zero_grad()`` does the same, once the next pass begins or `step` is called.
+
+        Collective if a backward pass outside of `no_sync` was made, and under ZeRO-2 and 3 also after one within it,
+        whose sums all ranks drop or none.
 
         Parameters
         ----------
         set_to_none : bool
             As PyTorch has it; gradients are dropped either way.
         """
-        if self.parameters.gradients.has_content:
-            hooks = self._state.hooks
-            if hooks.tell is not None and hooks.has_begun_sums:
-                hooks.end_sums()
-                hooks.tell(DROP)
-            self.parameters.reset_gradients()
-        self._state.hooks.clear()
+        hooks = self._state.hooks
+        if hooks.tell is not None and hooks.has_begun_sums and self.parameters.gradients.has_content:
+            hooks.end_sums()
+            hooks.tell(DROP)
+        hooks.drop()
 
     def no_sync(self) -> NoSync:
         """A context for a backward pass that is not the last one of its step: gradients add up on this rank.
@@ -355,7 +369,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "no_sync() under zero=2 sums over ranks in each pass, which join cannot do: use zero=0 or 1 within join"
             )
-        return self.parameters.gradients.no_sync()
+        return self.parameters.gradients.no_sync(self._state.hooks.take_drop)
 
     @property
     def _own_steps(self) -> OwnSteps | None:

@@ -47,15 +47,26 @@ PASS, CLIP, STEP, DROP = range(1, 5)
 
 
 class UnavailableGradient(torch.Tensor):
-    """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises."""
+    """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises.
+
+    But for what ``module.zero_grad(set_to_none=False)`` does with it.
+    """
+
+    is_zeroed = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.grad_fn.__get__:
+            return None
+        if func in (torch.Tensor.requires_grad_, torch.Tensor.zero_):
+            args[0].is_zeroed |= func is torch.Tensor.zero_
+            return args[0]
         raise RuntimeError(
             "p.grad is not available: under zero=2 and 3, with reproducible sums or a loss scale gradients are reduced "
-            "during backward().  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
-            "max_gradient_norm or max_gradient_value; in the place of a GradScaler give it loss_scale='dynamic', and "
-            "call optimizer.scale(loss).backward()"
+            "during backward().  To drop all, call optimizer.zero_grad(); to clip, call "
+            "optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration max_gradient_norm or "
+            "max_gradient_value; in the place of a GradScaler give it loss_scale='dynamic', and call "
+            "optimizer.scale(loss).backward()"
         )
 
 
@@ -87,12 +98,20 @@ class GradientHooks:
         self._divided: set[str] = set()
         self._pass: int | None = None  # the pass of autograd under way
         self._ranks: int = 0  # `sums_over` in it
-        self._has_announced = False
+        # What this rank has done since the last step, see `calls`.
+        self.compares_calls: bool = False
+        self.has_pass: bool = False
+        self.takes_mean: bool = True  # of the gradients of all ranks
+        self.clips: list[str] = []  # the arguments of `ModuleOptimizer.clip_grad_norm_`
+        self._has_begun_sums = False
         self._parameters = parameters
         self.tensors = dict(tensors)
         self._seen: set[str] = set()
         # The tensor that the hook has left in ``p.grad``, and the version of its values.
         self._kept: dict[str, tuple[Any, int]] = {}
+        # What `_make_room` has taken out of ``p.grad`` in the pass under way, for gradients that have not come yet.
+        self._taken_out: dict[str, Any] = {}
+        self._dropped_alone: str = ""  # a parameter of which the loop has dropped a gradient that had left
         # Means of earlier passes since the last step, in flat order.
         self._earlier: Any = None
         # The passes of autograd whose ends wait for the sums: several where one is made within another, as by reentrant
@@ -125,20 +144,49 @@ class GradientHooks:
         """The parameters that got no gradient since `clear`."""
         return [name for name in self.tensors if name not in self._seen]
 
-    def clear(self) -> None:
-        """Begin a step: forget which gradients came, and let autograd make new ones."""
-        self._seen.clear()
-        self._kept.clear()
-        self._divided.clear()
-        self._earlier = None
-        self._has_announced = False
-        self._passes.clear()  # some are left after an exception in a pass
+    def clear(self, *, keeps_calls: bool = False) -> None:
+        """Begin a step: forget which gradients came, and what was called, and let autograd make new ones."""
+        self._forget()
+        if not keeps_calls:
+            self._forget_calls()
         self._pass = None
         self.loss_is_scaled = False
         for p in self.tensors.values():
             p.grad = None
         if self.units is not None:
             self.units.reset()
+
+    def _forget(self) -> None:
+        """Forget which gradients came, also while a pass has begun."""
+        self._seen.clear()
+        self._kept.clear()
+        self._divided.clear()
+        self._taken_out.clear()
+        self._earlier, self._dropped_alone = None, ""
+        self._has_begun_sums = False
+        self._passes.clear()  # some are left after an exception in a pass
+
+    def _forget_calls(self) -> None:
+        self.has_pass, self.takes_mean = False, True
+        self.clips.clear()
+
+    def drop(self) -> None:
+        """Discard the gradients of passes that no step uses.  Collective as `GradientReducer.drop`."""
+        if self._parameters.gradients.has_content:
+            self._parameters.gradients.drop()
+        self.clear()
+
+    def take_drop(self) -> None:
+        """Discard the gradients if the loop has dropped all since the last pass, as ``module.zero_grad()`` does.
+
+        Collective as `GradientReducer.drop`.
+        """
+        if self._kept and all(_is_dropped(self.tensors[name].grad) for name in self._kept):
+            self._parameters.gradients.drop()
+            for name in self._kept:
+                self.tensors[name].grad = None
+            self._forget()
+            self._forget_calls()
 
     @property
     def mean_gradients(self) -> Array:
@@ -153,13 +201,15 @@ class GradientHooks:
         Returns at once where that is done, or `sums_over` is 0, which is the result then.
         """
         reducer, ranks = self._parameters.gradients, self.sums_over()
+        if not self._has_begun_sums:
+            self.take_drop()
         if not ranks:
             return 0
         if reducer.reduced:
             return self.divide_by or ranks
         self.begin_sums()
         ranks = self.divide_by or ranks
-        self.divide_rest()
+        self._begin_rest()
         reducer.finalize()
         if self._earlier is not None:
             flat = as_tensor(reducer.flat)
@@ -175,15 +225,28 @@ class GradientHooks:
                 p.grad = view
         return ranks
 
-    def divide_rest(self) -> None:
-        """Divide, before the sums begin, the gradients that only earlier passes, within `no_sync`, have written."""
-        gradients, divisor = self._parameters.gradients, self._divisor(self.sums_over())
-        if divisor == 1 or gradients.reduced:
+    def end_pass(self) -> None:
+        """Begin those sums that the last pass has not begun.  Collective."""
+        self._begin_rest()
+        self._parameters.gradients.end_pass()
+
+    def _begin_rest(self) -> None:
+        """Take and divide, before their sums begin, gradients that only passes before the last one have written.
+
+        They are what ``p.grad`` is by now: the loop may have dropped or changed it.
+        """
+        gradients, ranks = self._parameters.gradients, self.sums_over()
+        if not ranks or not self._seen or gradients.reduced:
             return
-        for name in (gradients.memory.written & self.tensors.keys()) - self._divided:
-            memory = as_tensor(gradients.memory.view(name)[0])
-            memory.mul_(1 / divisor)
-            finish_stream(memory)
+        for name, p in self.tensors.items():
+            if name in self._divided:
+                continue
+            if p.grad is None:
+                gradients.memory.written.discard(name)
+            elif (p.shape, p.dtype, p.device) == self._moved_from[name]:
+                memory = as_tensor(gradients.memory.view(name)[0])
+                torch.mul(as_reals(p.grad.detach()), 1 / self._divisor(ranks), out=memory)
+                finish_stream(memory)
         self._divided.update(self.tensors)
 
     def _divisor(self, ranks: int) -> int:
@@ -192,27 +255,29 @@ class GradientHooks:
 
     @property
     def has_begun_sums(self) -> bool:
-        """Return True if this step's sums were announced, within `mpishard.torch.join`."""
-        return self._has_announced
+        """Return True if this step's sums have begun; within `mpishard.torch.join` that was announced."""
+        return self._has_begun_sums
 
     def begin_sums(self) -> None:
         """Announce once in a step that the sums over ranks begin. Collective within `mpishard.torch.join`."""
-        if self.tell is not None and not self._has_announced:
-            self._has_announced = True
-            self.tell(PASS)
+        if not self._has_begun_sums:
+            self._has_begun_sums = True
+            if self.tell is not None:
+                self.has_pass = True
+                self.tell(PASS)
 
     def end_sums(self) -> None:
         """Start those sums that no gradient has started, before the next announcement. Collective."""
         if self.tell is not None:
             self.begin_sums()
-            self.divide_rest()
-            self._parameters.gradients.end_pass()
+            self.end_pass()
 
     def pass_without_samples(self) -> None:
         """Take part in a pass of other ranks.  Collective."""
         if self._parameters.gradients.has_content:  # of a pass before, which the others have dropped or kept
             self._parameters.reset_gradients()
             self.clear()
+        self.has_pass = True
         self._parameters.gradients.end_pass()
         self.complete()
 
@@ -223,6 +288,17 @@ class GradientHooks:
         self._passes.clear()
         self.complete()
 
+    @property
+    def calls(self) -> dict[str, str]:
+        """What ranks must have done alike since the last step, or `drop`, as text by name."""
+        gradients = self._parameters.gradients
+        found = {"clip_grad_norm_": ", ".join(self.clips) or "not called"}
+        if self.takes_mean:
+            found["a backward pass"] = "made" if self.has_pass else "not made"
+        if gradients.on_demand:
+            found["the number of passes within no_sync"] = str(gradients.passes_before_last)
+        return found if self.compares_calls else {}
+
     def take_changes(self) -> None:
         """Take gradients that were assigned to ``p.grad`` after `complete`.
 
@@ -232,6 +308,7 @@ class GradientHooks:
         complete = self._seen and reducer.reduced and self.sums_over()
         for name, p in self.tensors.items():
             kept, version = self._kept.get(name, (None, 0))
+            dropped_alone = name == self._dropped_alone or (p.grad is not None and _is_dropped(p.grad))
             fits = complete and p.grad is not None and p.grad.shape == p.shape
             if fits and p.grad.dtype == self.dtype_of[name]:
                 memory, gradient = as_tensor(reducer.memory.view(name)[0]), as_reals(p.grad.detach())
@@ -240,9 +317,11 @@ class GradientHooks:
                 finish_stream(memory)
                 continue
             left = kept is None or type(kept) is UnavailableGradient
-            if not complete and p.grad is kept and (left or kept._version == version):
+            unchanged = p.grad is kept and not dropped_alone and (left or kept._version == version)
+            if not complete and unchanged:
                 continue
-            how = "dropped" if p.grad is None else "changed" if p.grad is kept and not complete else "assigned"
+            was_changed = p.grad is kept and not complete
+            how = "dropped" if p.grad is None or dropped_alone else "changed" if was_changed else "assigned"
             if complete and p.grad is None:
                 raise ValueError(
                     f"the gradient of parameter {name!r} was dropped after the backward pass, and a step takes all: "
@@ -260,20 +339,39 @@ class GradientHooks:
     def _make_room(self, name: str, p: Any, gradient: Any) -> Any:
         """Before autograd adds to ``p.grad``: do not add to a gradient that is summed already, or has left.
 
+        It may not come: ``torch.autograd.grad`` calls this too.
+
         Where a pass adds to it again, as a reentrant checkpoint does, the first part is divided already: returns this
         part divided, too; else None, which leaves it as it is.
         """
-        if type(p.grad) is UnavailableGradient:
+        task = torch._C._current_graph_task_id()
+        if task != self._pass:
+            self.take_drop()
+            self._pass, self._ranks = task, self.sums_over()
+        has_left = type(p.grad) is UnavailableGradient
+        if _is_dropped(p.grad) and name not in self._taken_out:
+            kept, _ = self._kept.get(name, (None, 0))
+            if type(kept) is UnavailableGradient:
+                self._dropped_alone = self._dropped_alone or name
+        if has_left or (p.grad is not None and self._ranks and self._parameters.gradients.reduced):
+            if not self._taken_out:
+                torch.autograd.Variable._execution_engine.queue_callback(self._put_back)
+            self._taken_out[name] = p.grad
             p.grad = None
-        if self.serves_loop and self._parameters.gradients.reduced and self.sums_over():
-            self._begin_another_pass()
-        return gradient / self._divisor(self.sums_over()) if name in self._divided else None
+        return gradient / self._divisor(self._ranks) if self._passes and name in self._divided else None
 
-    def _begin_another_pass(self) -> None:
+    def _put_back(self) -> None:
+        for name, gradient in self._taken_out.items():
+            self.tensors[name].grad = gradient
+        self._taken_out.clear()
+
+    def _begin_another_pass(self, first: str, earlier: Any) -> None:
         """Begin another pass since the last step, as of a loss for real and one for generated images: it is summed too.
 
-        The content of ``p.grad`` after the passes before, changed or not, is added to its mean.
+        The content of ``p.grad`` after the passes before, changed or not, is added to its mean; of the `first` tensor,
+        whose gradient has come, it is `earlier`.
         """
+        new, self.tensors[first].grad = self.tensors[first].grad, earlier
         if any(p.grad is not None for p in self.tensors.values()):
             if not self._has_warned:
                 self._has_warned = True
@@ -289,24 +387,27 @@ class GradientHooks:
         self._parameters.reset_gradients()
         self._kept.clear()
         self._divided.clear()
-        self._has_announced = False
+        self._has_begun_sums = False
         for p in self.tensors.values():
             p.grad = None
+        self.tensors[first].grad = new
 
     def _take(self, name: str, p: Any) -> None:
         """Move a gradient from autograd to the flat gradients, and mark it complete in this pass."""
         reducer, divisor = self._parameters.gradients, 1
+        earlier, current = self._taken_out.pop(name, None), self._pass
+        if self.serves_loop and self._ranks and reducer.reduced:
+            self._begin_another_pass(name, earlier)
+        self.has_pass = True
         if self.serves_loop and reducer.is_last_pass:
             self.begin_sums()
-            current = torch._C._current_graph_task_id()
-            if current != self._pass:
-                self._pass, self._ranks = current, self.sums_over()
-                if self._ranks and current not in self._passes:
-                    self._passes.add(current)
-                    # As in DistributedDataParallel, called when this pass of autograd is over.
-                    torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish_pass, current))
-            if name not in self._divided:
+            if self._ranks and current is not None and current not in self._passes:
+                self._passes.add(current)
+                # As in DistributedDataParallel, called when this pass of autograd is over.
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish_pass, current))
+            if self._ranks and name not in self._divided:
                 divisor = self._divisor(self._ranks)
+                self._divided.add(name)
         try:
             view, adds = reducer.gradient(name)
         except RuntimeError:
@@ -331,7 +432,6 @@ class GradientHooks:
         # Where ``p.grad`` stays, autograd adds to it; another tensor there means that the user has dropped the first.
         if divisor > 1:
             torch.mul(gradient, 1 / divisor, out=memory)
-            self._divided.add(name)
         elif not stays or gradient.data_ptr() != memory.data_ptr():
             if scale != 1.0:
                 gradient = gradient * scale
@@ -353,6 +453,10 @@ class GradientHooks:
         if self.units is not None:
             self.units.take(name)
         reducer.mark_ready(name)
+
+
+def _is_dropped(gradient: Any) -> bool:
+    return gradient is None or (type(gradient) is UnavailableGradient and gradient.is_zeroed)
 
 
 # The tensors of a PyTorch module by name, and the checks that mpishard can train it.
@@ -393,6 +497,13 @@ class ModuleTensors:
                     "here it would normalize each rank's samples alone; call "
                     "mpishard.torch.convert_sync_batchnorm(module, mesh) before"
                 )
+            if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.max_norm is not None:
+                if child.weight.requires_grad:
+                    raise ValueError(
+                        f"{plain_name(name)!r} is a torch.nn.{type(child).__name__} with max_norm={child.max_norm}, "
+                        "whose forward pass writes to its weight, on each rank to other rows: set its max_norm = None, "
+                        "and scale the rows in the pass, or on all ranks after each step"
+                    )
         named = {plain_name(name): p for name, p in module.named_parameters()}
         trained = {name: p for name, p in named.items() if p.requires_grad}
         # Complex ones first: as pairs of reals, they then begin at a multiple of their size in the flat array.
@@ -609,6 +720,10 @@ class ModuleState:
     def arithmetic(self) -> dict[str, str]:
         """Empty: PyTorch has the threads of BLAS."""
         return {}
+
+    @property
+    def calls(self) -> dict[str, str]:
+        return self.hooks.calls
 
     def check(self, facts: Mapping[str, Any]) -> None:
         self.buffers.check(facts)

@@ -93,8 +93,7 @@ class Join:
         try:
             if kind is None:
                 if self._hooks.has_begun_sums:  # of a pass that others use in their next step
-                    self._hooks.divide_rest()
-                    self._optimizer.parameters.gradients.end_pass()
+                    self._hooks.end_pass()
                 else:
                     self._optimizer.zero_grad()
                 self._shadow()

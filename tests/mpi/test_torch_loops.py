@@ -17,6 +17,7 @@ import mpishard
 from mpishard import LocalSGDOptimizer, ParameterGroup, ShardingConfiguration
 
 torch = pytest.importorskip("torch")
+import torch_passes  # noqa: E402
 from torch.optim import lr_scheduler  # noqa: E402
 from torch_models import (  # noqa: E402
     RULE,
@@ -495,6 +496,107 @@ def test_rates_that_are_set_are_those_of_a_schedule(mesh, same_on_all, kind):
         assert same_on_all(optimizer.parameters.flat)
         runs.append(optimizer.parameters.flat.copy())
     assert np.array_equal(*runs)
+
+
+# Passes, drops and steps in any order.
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_loops_of_passes_and_drops_have_the_gradients_of_ddp(shared_mesh, zero):
+    """`tests/soak/torch_passes_run.py` takes more of them."""
+    for seed in range(6):
+        assert torch_passes.largest_difference(shared_mesh, seed, zero) < 1e-10, f"seed {seed}"
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_by_themselves_leave_those_of_the_loop(mesh, zero):
+    """Those of torch.autograd.grad are as without ranks, and a drop before them counts."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 3).double()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=1.0), zero=zero)
+    x, parameters = torch.arange(8.0).double().reshape(2, 4), list(module.parameters())
+
+    def asks(factor):
+        return torch.autograd.grad(factor * module(x).sum(), parameters)[1]
+
+    before = module.bias.detach().clone()
+    with optimizer.no_sync():
+        (5 * module(x).sum()).backward()
+    assert asks(3).tolist() == [6.0] * 3
+    module.zero_grad()
+    module(x).sum().backward()
+    assert asks(3).tolist() == [6.0] * 3
+    if zero == 0:
+        torch.testing.assert_close(module.bias.grad, torch.full((3,), 2.0).double())
+    optimizer.step()
+    torch.testing.assert_close(module.bias.detach(), before - 2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_rank_without_a_pass_is_refused_unless_a_count_divides(mesh, zero):
+    last = mesh.size - 1
+    for count in (None, 4):
+        module = doubles()
+        optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
+        before = optimizer.parameters.flat.copy()
+        if mesh.rank != last:
+            backward(mesh, module, 0)
+        message = (
+            rf"a backward pass is made on ranks? .*, not made on rank {last}: .*mpishard.torch.join, or step\(count="
+        )
+        for _ in range(2 if count is None else 1):  # the second time, too
+            with pytest.raises(ValueError, match=message) if count is None else contextlib.nullcontext():
+                optimizer.step(count=count)
+        assert np.array_equal(optimizer.parameters.flat, before) == (count is None)
+        optimizer.zero_grad()
+        backward(mesh, module, 0)
+        optimizer.step()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_clipping_on_one_rank_is_refused_on_all(mesh, zero):
+    module = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
+    before = optimizer.parameters.gather()
+    backward(mesh, module, 0)
+    with pytest.raises(ValueError, match=r"clip_grad_norm_ is max_norm=0.5 norm_type=2 on rank 0, not called on rank"):
+        if mesh.rank == 0:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+    assert np.array_equal(optimizer.parameters.gather(), before)
+    optimizer.zero_grad()
+    backward(mesh, module, 0)
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sums_that_one_rank_alone_drops_are_refused_on_all(mesh):
+    """Under zero=2 passes within no_sync are summed."""
+    module = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=2)
+    for _ in range(2):
+        with optimizer.no_sync():
+            backward(mesh, module, 0)
+        if mesh.rank == 0:
+            optimizer.zero_grad()
+    backward(mesh, module, 1)
+    with pytest.raises(ValueError, match="passes within no_sync is 0 on rank 0, 2 on rank"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_parts_of_the_sums_cannot_be_dropped(mesh, zero):
+    module = doubles()
+    optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
+    with optimizer.no_sync():
+        backward(mesh, module, 0)
+    module[3].weight.grad = None
+    backward(mesh, module, 1)
+    with pytest.raises(ValueError, match="'3.weight' was dropped after the backward pass"):
+        optimizer.step()
 
 
 # Uneven numbers of batches, beside the Join of PyTorch and runs in which no rank runs out.

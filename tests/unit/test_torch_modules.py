@@ -60,6 +60,12 @@ def sharing():
         (transposed, ValueError, r"'t' is not contiguous: shape \(2, 3\), strides \(1, 2\)"),
         (sharing, ValueError, "'one' and 'other' are two that share memory"),
         (lambda: torch.nn.Sequential(module(), torch.nn.SyncBatchNorm(2)), ValueError, BATCH_NORM),
+        (
+            lambda: torch.nn.Sequential(torch.nn.Embedding(3, 2, max_norm=1)),
+            ValueError,
+            "'0' is a .*Embedding with max_n",
+        ),
+        (lambda: torch.nn.EmbeddingBag(3, 2, max_norm=2.5), ValueError, "EmbeddingBag with max_norm=2.5"),
     ],
 )
 def test_a_module_that_cannot_be_trained_is_unchanged(make, kind, message):
