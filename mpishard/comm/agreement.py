@@ -1,6 +1,7 @@
-"""Agreement of ranks before they continue: on settings, libraries for matrix products, and errors of some of them.
+"""Agreement of ranks before they continue: on arguments, libraries for matrix products, and errors of some of them.
 
-All ranks raise one error where settings differ, or where the user's code failed on any rank.
+All ranks raise one error where arguments or settings differ, or where the user's code failed on any rank. `opening` is
+the beginning of each public collective call and constructor.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mpishard.launch.job_notes import raised_by_all
 
 _MOST_SHOWN = 4
 REMEDY = "give the same on every rank"
+_CALL = "call"  # the setting that is the name of a public call
 
 
 def in_words(what: str, which: Sequence[Any]) -> str:
@@ -36,10 +38,32 @@ def in_words(what: str, which: Sequence[Any]) -> str:
     return f"{what}{'s' if len(which) > 1 else ''} {shown}{more}"
 
 
+@contextlib.contextmanager
+def opening(ranks: Axis | ModelParallelGroup | None, call: str) -> Iterator[dict[str, Any]]:
+    """The beginning of a public collective call: one small all-reduce, before all other messages. Collective.
+
+    In the block a rank checks its arguments, and enters into the dict those that must be the same on all ranks. At its
+    end all ranks raise what the block of any rank has raised, or ValueError if they entered different values or have
+    come to different calls. `call` names it for the user. None: this process is alone, as on an axis of one rank.
+    """
+    same: dict[str, Any] = {}
+    problem: BaseException | None = None
+    alone = ranks is None or len(ranks.members) == 1  # and perhaps nobody has started MPI
+    try:
+        yield same
+    except (Exception, SystemExit) as error:
+        if alone:
+            raise
+        problem = error
+    if ranks is not None and not alone:
+        settings = {_CALL: call} | {name: text_of(value) for name, value in same.items()}
+        agree_on_settings(ranks, settings, problem, what=f"arguments of {call}")
+
+
 def agree_on_settings(
     ranks: Axis | ModelParallelGroup,
     settings: Mapping[str, str],
-    problem: Exception | None = None,
+    problem: BaseException | None = None,
     *,
     what: str = "settings",
     remedy: str = REMEDY,
@@ -76,6 +100,8 @@ def differing(
             more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
             # For a schedule, the first step that differs is enough.
             found.setdefault(name.partition("(")[0], f"{name} is {', '.join(shown[:_MOST_SHOWN])}{more}")
+    if _CALL in found:  # their arguments differ for that reason
+        found, what, remedy = {_CALL: found[_CALL]}, "collective calls in one order", "make each call on every rank"
     shown = [text for name, text in found.items() if not name.endswith("scalars")]  # they follow from other settings
     shown = shown or list(found.values())
     more = f"; and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""

@@ -208,6 +208,7 @@ class Axis(Communicator):
                 f"those of axis {self.name!r}"
             )
         if key not in self._subgroups:
+            self._compare("subgroup", key)
             self._names.setdefault(key, name)
             self._subgroups[key] = self._part(key, self.comm, 0)
         return self._subgroups[key]
@@ -246,12 +247,26 @@ class Axis(Communicator):
         """
         part = self._subgroups.get(name)
         if part is None:
+            self._compare("split", name)
             now, later = self._split(self.comm, color)
             ranks = [0] if self._channel.is_self else MPI.Group.Translate_ranks(now.group, None, self.comm.group)
             members = [self.members[rank] for rank in ranks]
             part = self._axis_of(name, now, later, members)
             self._subgroups[name] = part
         return part
+
+    def _compare(self, call: str, what: Any) -> None:
+        """Raise ValueError on all ranks unless they make the same axis.  Collective."""
+        if self._channel.is_self:
+            return
+        given = self.allgather_object((call, what))
+        other = next((rank for rank, each in enumerate(given) if each != given[0]), None)
+        if other is not None:
+            error = ValueError(
+                f"all ranks of axis {self.name!r} must make the same axis, but rank 0 gives {given[0][1]!r} to "
+                f"{given[0][0]}() and rank {other} gives {given[other][1]!r} to {given[other][0]}()"
+            )
+            raise raised_by_all(error, self.size)
 
     def _part(self, key: tuple[int, ...], parent: MPI.Intracomm, color: int) -> Axis | None:
         now, later = self._split(parent, color if self.rank in key else MPI.UNDEFINED)
@@ -379,12 +394,15 @@ class ModelParallelGroup:
             values = [each for theirs in axis.allgather_object(tuple(values)) for each in theirs]
         return values
 
-    def raise_together(self, problem: Exception | None) -> None:
+    def raise_together(self, problem: BaseException | None) -> None:
         """As `Axis.raise_together`."""
         for axis in self._axes:
             try:
                 axis.raise_if_any(problem)
-            except Exception as error:  # of this rank or of another; ranks of the next axis must learn of it too
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # of this rank or of another; ranks of the next axis must learn of it too
                 problem = error
         assert problem is not None
         raise problem

@@ -22,12 +22,13 @@ from mpishard.arguments import flag, shown
 from mpishard.backend.gemm.choice import Common
 from mpishard.backend.process import limit_blas_threads
 from mpishard.comm.abort import abort_on_exception, start_mpi
-from mpishard.comm.agreement import agree_on_gemm_libraries, in_words
+from mpishard.comm.agreement import agree_on_gemm_libraries, in_words, opening
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import agree_on_device_buffers, heals_in_place
 from mpishard.comm.channel import CommunicatorsExhaustedError, Family
 from mpishard.comm.deferred import flush
+from mpishard.comm.errors import CaughtError
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.nccl import COLLECTIVES
 from mpishard.comm.supervisor_reports import note_cell
@@ -40,37 +41,36 @@ from mpishard.version import VERSION
 Array = Any
 
 
-# The facts that ranks of a new mesh exchange at once, and the error that all of them raise if they differ.
+# What ranks of a new mesh exchange before any of them splits its communicator, and the error that all raise.
 
 
 def exchange_facts(
-    world: MPI.Intracomm, node: int, collectives: Any, sizes: str, family: Family, problem: Exception | None
-) -> tuple[list[int], Exception | None]:
-    """Exchange the facts of this rank with the other ranks of a mesh, and compare. Collective over `world`.
+    world: MPI.Intracomm, collectives: Any, sizes: str, debug: bool, family: Family, problem: Exception | None
+) -> Exception | None:
+    """Exchange what this rank gives a mesh with the other ranks, and compare. Collective over `world`.
 
-    The family gets its name, and meshes that all of their ranks have dropped are freed. `node` is the first rank that
-    shares memory with this one; `problem` is why this rank cannot have such a mesh. Returns `node` by rank, and what to
-    raise, on every rank, if the ranks cannot share a mesh.
+    The family gets its name, and meshes that all of their ranks have dropped are freed. `problem` is why this rank
+    cannot have such a mesh. Returns what to raise, on every rank, if the ranks cannot share a mesh.
     """
     # The version comes first: another version may send something else after it.
     text = None if problem is None else str(problem)
-    facts = allgather_values(world, (VERSION, node, collectives, sizes, text, family.own_name, Family.orphans()))
+    facts = allgather_values(world, (VERSION, collectives, sizes, debug, text, family.own_name, Family.orphans()))
     error = _unlike_versions(world, [version for version, *_ in facts])
     if error is not None:
-        return [], raised_by_all(error, world.size)
-    _, nodes, all_collectives, all_sizes, problems, names, orphans = zip(*facts, strict=True)
+        return raised_by_all(error, world.size)
+    _, all_collectives, all_sizes, all_debug, problems, names, orphans = zip(*facts, strict=True)
     family.name = family.name or names[0]
     Family.free_orphans(orphans)
     first = next((rank for rank, text in enumerate(problems) if text is not None), None)
     if first is None:
-        error = _unlike_collectives(all_collectives) or _unlike_sizes(all_sizes)
-        return list(nodes), None if error is None else raised_by_all(error, world.size)
+        error = _unlike_collectives(all_collectives) or _unlike_sizes(all_sizes) or _unlike_debug(all_debug)
+        return None if error is None else raised_by_all(error, world.size)
     if problem is None:
         problem = ValueError(f"rank {first}: {problems[first]}")
         setattr(problem, ECHO, True)
     elif len(set(problems)) == 1:
         raised_by_all(problem, world.size)
-    return list(nodes), problem
+    return problem
 
 
 def _unlike_versions(world: MPI.Intracomm, by_rank: Sequence[str]) -> ValueError | None:
@@ -109,6 +109,17 @@ def _unlike_sizes(by_rank: Sequence[str]) -> ValueError | None:
                 f"the mesh is {by_rank[0]} on rank 0 and {each} on rank {rank}; give the same sizes on every rank"
             )
     return None
+
+
+def _unlike_debug(by_rank: Sequence[bool]) -> ValueError | None:
+    """The error if only some ranks compare their calls: the others would not answer them."""
+    if len(set(by_rank)) == 1:
+        return None
+    on = [rank for rank, each in enumerate(by_rank) if each]
+    return ValueError(
+        f"debug=True, or MPISHARD_DEBUG, is set on {in_words('rank', on)} of {len(by_rank)} alone; give the same on "
+        "every rank"
+    )
 
 
 # -- the mesh ----------------------------------------------------------------------------------------------------------
@@ -176,9 +187,10 @@ class Mesh:
     ValueError
         On every rank, if the product of some rank's sizes is not the number of ranks, or if each rank is alone in its
         world since the launcher belongs to another MPI; this second check is left out with MPI.COMM_SELF.  On every
-        rank, too, if `collectives` is not known, or if it, a size, or the version of mpishard differs between ranks.
+        rank, too, if `collectives` is not known, or if it, a size, `debug`, or the version of mpishard differs between
+        ranks.
     TypeError, ValueError
-        On this rank, if `comm`, `timeout` or `debug` make no sense.
+        On every rank, if `timeout` or `debug` of any make no sense; on this rank, if `comm` is no communicator.
     RuntimeError
         On every rank, if MPI has no communicator left.
     """
@@ -228,14 +240,13 @@ class Mesh:
         cell = spawned_cell()
         if cell is not None and comm.size == MPI.COMM_WORLD.size:
             data, (tensor, pipeline) = -1, cell
-        problem: Exception | None = None
-        try:
-            data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
-        except ValueError as error:
-            # Raised when the others know of it, so that the error of all ranks can say that it is one.
-            problem, (data, tensor, pipeline) = error, (comm.size, 1, 1)
-        self.timeout = timeout = _timeout(timeout)
-        self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else flag("debug", debug)
+        self.timeout, self.debug = None, False
+        sizes = comm.size, 1, 1
+        with CaughtError() as caught:  # raised when the others know of it: they are on their way
+            sizes = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
+            self.timeout = _timeout(timeout)
+            self.debug = _debug() if debug is None else flag("debug", debug)
+        problem = caught.error
         self.collectives = collectives
         self._said: set[str] | None = set() if collectives == "nccl" else None
         self.ledger = Ledger()
@@ -243,14 +254,13 @@ class Mesh:
         flush()
         Family.collect_garbage()
         try:
-            problem = self._make(comm, timeout, data, tensor, pipeline, problem)
+            problem = self._make(comm, *sizes, problem)
         except CommunicatorsExhaustedError:
             gc.collect()
             if not Family.free_orphans(allgather_values(comm, Family.orphans())):
                 raise
-            problem = self._make(comm, timeout, data, tensor, pipeline, problem)
+            problem = self._make(comm, *sizes, problem)
         if problem is not None:
-            self.free()
             raise problem
         self._note_cell()
 
@@ -260,19 +270,23 @@ class Mesh:
         if cell > 1 and self.size == MPI.COMM_WORLD.size:
             note_cell(cell)
 
-    def _make(self, comm: MPI.Intracomm, timeout: float | None, *sizes_and_problem: Any) -> Exception | None:
+    def _make(self, comm: MPI.Intracomm, *sizes_and_problem: Any) -> Exception | None:
         """Make the communicators and the watchdog, or none of them.  Collective; see `_split`."""
         self._axes: dict[str, Axis] = {}
         self.family = Family(comm.size)
         try:
-            with Family.creating():
-                with arrival(comm, timeout):
-                    world = comm.Dup()
+            with Family.creating(), arrival(comm, self.timeout):
+                world = comm.Dup()
                 self.family.add(world)
-                self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
+                self._watchdog: Watchdog | None = Watchdog(world, self.ledger, self.timeout)
                 self.family.ends.append(self._watchdog.close)
                 abort_on_exception(self.ledger, watchdog=self._watchdog)
-                return self._split(world, *sizes_and_problem)
+                problem = self._split(world, *sizes_and_problem)
+                if problem is not None:
+                    self.family.remove(world)
+                    self.family.free()
+                    world.Free()
+                return problem
         except CommunicatorsExhaustedError:
             self.family.free()
             raise
@@ -283,9 +297,14 @@ class Mesh:
         """Make the axes over the ranks of `world`, or bind existing ones to them. Collective.
 
         `problem` is why this rank cannot have the mesh. Returned is what to raise, on every rank, if some rank cannot,
-        or if ranks differ in what must be the same; the mesh can then only be freed.
+        or if ranks differ in what must be the same; nothing is made then.
         """
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        self._children: dict[tuple[int, int, int], Mesh] = {}
+        self._freed = False
+        problem = exchange_facts(world, self.collectives, self.sizes, self.debug, self.family, problem)
+        if problem is not None:
+            return problem
         if self._parent is None:
             self._matching = CallMatching(world) if self.debug else None
             if self._matching is not None:
@@ -318,14 +337,7 @@ class Mesh:
         self.pipeline = axis("pipeline", *split(pipelines, stage))
         self.pipeline.regain_subgroups(world, pipelines)  # ties between stages, which stay whatever the data size is
         self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
-        self._children: dict[tuple[int, int, int], Mesh] = {}
-        self._freed = False
-        self.nodes: list[int]
-        self.nodes, problem = exchange_facts(
-            world, min(self.node.members), self.collectives, self.sizes, self.family, problem
-        )
-        if problem is not None:
-            return problem
+        self.nodes: list[int] = allgather_values(world, min(self.node.members))
         self.blas_threads = limit_blas_threads(world, self.node.members)
         withhold = not agree_on_device_buffers(world)
         for each in self._axes.values():
@@ -385,16 +397,20 @@ class Mesh:
         Raises
         ------
         ValueError
-            On every rank, if the sizes do not fit the number of ranks, or if this mesh is split in another way already.
+            On every rank, if the sizes do not fit the number of ranks or differ between ranks, or if this mesh is split
+            in another way already.
         """
-        data, tensor, pipeline = shape = _sizes(self.size, data=data, tensor=tensor, pipeline=pipeline)
-        if shape == (self.data.size, self.tensor.size, self.pipeline.size):
+        with opening(self.world, "Mesh.reshaped") as same:
+            data, tensor, pipeline = shape = _sizes(self.size, data=data, tensor=tensor, pipeline=pipeline)
+            same |= {"data": data, "tensor": tensor, "pipeline": pipeline}
+            is_same = shape == (self.data.size, self.tensor.size, self.pipeline.size)
+            if self.data.size != self.size and not is_same:
+                raise ValueError(
+                    f"the mesh is {self.sizes} already, but pipeline={pipeline} x data={data} x tensor={tensor} was "
+                    "asked for; leave the sizes out to use the mesh as it is, or start from a purely data-parallel one"
+                )
+        if is_same:
             return self
-        if self.data.size != self.size:
-            raise ValueError(
-                f"the mesh is {self.sizes} already, but pipeline={pipeline} x data={data} x tensor={tensor} was asked "
-                "for; leave the sizes out to use the mesh as it is, or start from a purely data-parallel one"
-            )
         if shape not in self._children:
             self._children[shape] = _ReshapedMesh(self, data, tensor, pipeline)
         return self._children[shape]
@@ -514,9 +530,10 @@ class _ReshapedMesh(Mesh):
         self._axes = {}
         self.family = parent.family
         with Family.creating():
-            problem = self._split(parent.world.comm.Dup(), data, tensor, pipeline)
+            world = parent.world.comm.Dup()
+            problem = self._split(world, data, tensor, pipeline)
         if problem is not None:
-            self.free()
+            world.Free()
             raise problem
         self._note_cell()
 
@@ -567,6 +584,11 @@ def _check_launcher() -> None:
     launch = launch_of(found, ranks=1)
     if launch is not None and launch.ranks > 1:
         raise ValueError(explain_alone(launch, library))
+
+
+def _debug() -> bool:
+    """Whether the environment asks for the debug mode."""
+    return os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0")
 
 
 def _timeout(timeout: float | None) -> float | None:
