@@ -75,6 +75,7 @@ class ElasticLoop:
         chooses = elastic_options.choice is not None
         # Where the mesh may change, a worker is a process, which can take any place in the model.
         place, number = (WHOLE, mesh.size) if chooses else (mesh.place, mesh.data.size)
+        mesh.unwatch()  # not before: until here ranks may wait for one whose arguments are others
         membership = Membership(mesh.world.comm, place, number)
         elastic_options.monitor.follow(membership.roles.peers)
         training.deferred_error.meet = membership.fail

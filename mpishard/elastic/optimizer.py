@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpishard.arguments import flag, integer, number
-from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.agreement import opening
 from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.configuration import ShardingConfiguration
@@ -173,55 +174,61 @@ class ElasticOptimizer:
         | Literal["auto"]
         | None = None,
     ) -> None:
-        if isinstance(optimizer, Rule | Method):
-            if config is None:
-                raise TypeError("ElasticOptimizer of a rule needs a Mesh or a ShardingConfiguration")
-            if isinstance(config, Mesh):
-                config = ShardingConfiguration(config, reproducible=True)
-            optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
-        elif config is not None and config is not optimizer.mesh and config is not optimizer.config:
-            what = "mesh" if isinstance(config, Mesh) else "configuration"
-            raise TypeError(
-                f"{type(optimizer).__name__} was made with its own mesh and configuration; leave this {what} out"
-            )
-        self.optimizer = optimizer
-        mesh = optimizer.mesh
-        if mesh.is_reshaped:
-            sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name != "data" and size > 1)
-            raise ValueError(
-                f"the mesh {mesh.sizes} shares its ranks with one of another shape, made by reshaped(); an elastic run "
-                f"needs its own, made as Mesh({sizes})"
-            )
-        min_workers = integer("min_workers", min_workers)
-        max_workers = integer("max_workers", max_workers)
-        if not 1 <= min_workers <= max_workers:
-            raise ValueError(f"min_workers={min_workers} and max_workers={max_workers} must be 1 <= min <= max")
-        if not (discover is None or callable(discover) or isinstance(discover, str | os.PathLike)):
-            raise TypeError(f"discover={discover!r} must be a function, or the path of a file")
-        self._choice = None if layouts is None else MeshChoice(layouts, min_workers)
-        there = self.current_workers
-        if min_workers > there and not is_joining():
-            raise ValueError(
-                f"min_workers={min_workers}, but only {there} can be made of the {mesh.size} processes; "
-                "start more of them"
-            )
-        failure_timeout = number("failure_timeout", failure_timeout, above=0, finite=False)
-        first = 0 if is_joining() else min(max_workers, there)
-        given = MeshSizes(**mesh.shape)
-        own = self._choice is not None and first == given.ranks > given.data
-        self._target = WorkerTarget(WorkerTarget.encoded(first, given if own else None), min_workers, max_workers)
-        # Absolute, since the script may change its directory.
-        self.folder: Path | None = None if folder is None else Path(folder).absolute()
-        self.discover = discover
-        self.failure_timeout = failure_timeout
-        self.respawn = flag("respawn", respawn)
-        self.scaling = Scaling(scaling, 1).policy
-        if self._choice is not None and self.scaling != "constant":
-            raise ValueError(
-                f"scaling={scaling!r} follows the data ranks, whose number jumps where the mesh changes its shape; "
-                "leave it out with layouts"
-            )
-        mesh.unwatch()
+        mesh = _mesh_of(optimizer, config)
+        with opening(mesh.world, "ElasticOptimizer") as same:
+            if isinstance(optimizer, Rule | Method):
+                assert config is not None
+                if isinstance(config, Mesh):
+                    config = ShardingConfiguration(config, reproducible=True)
+                optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
+            elif config is not None and config is not optimizer.mesh and config is not optimizer.config:
+                what = "mesh" if isinstance(config, Mesh) else "configuration"
+                raise TypeError(
+                    f"{type(optimizer).__name__} was made with its own mesh and configuration; leave this {what} out"
+                )
+            self.optimizer = optimizer
+            if mesh.is_reshaped:
+                sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name != "data" and size > 1)
+                raise ValueError(
+                    f"the mesh {mesh.sizes} shares its ranks with one of another shape, made by reshaped(); an elastic "
+                    f"run needs its own, made as Mesh({sizes})"
+                )
+            min_workers = integer("min_workers", min_workers)
+            max_workers = integer("max_workers", max_workers)
+            if not 1 <= min_workers <= max_workers:
+                raise ValueError(f"min_workers={min_workers} and max_workers={max_workers} must be 1 <= min <= max")
+            if not (discover is None or callable(discover) or isinstance(discover, str | os.PathLike)):
+                raise TypeError(f"discover={discover!r} must be a function, or the path of a file")
+            self._choice = None if layouts is None else MeshChoice(layouts, min_workers)
+            there = self.current_workers
+            if min_workers > there and not is_joining():
+                raise ValueError(
+                    f"min_workers={min_workers}, but only {there} can be made of the {mesh.size} processes; "
+                    "start more of them"
+                )
+            first = 0 if is_joining() else min(max_workers, there)
+            given = MeshSizes(**mesh.shape)
+            own = self._choice is not None and first == given.ranks > given.data
+            self._target = WorkerTarget(WorkerTarget.encoded(first, given if own else None), min_workers, max_workers)
+            # Absolute, since the script may change its directory.
+            self.folder: Path | None = None if folder is None else Path(folder).absolute()
+            self.discover = discover
+            self.failure_timeout = number("failure_timeout", failure_timeout, above=0, finite=False)
+            self.respawn = flag("respawn", respawn)
+            self.scaling = Scaling(scaling, 1).policy
+            if self._choice is not None and self.scaling != "constant":
+                raise ValueError(
+                    f"scaling={scaling!r} follows the data ranks, whose number jumps where the mesh changes its shape; "
+                    "leave it out with layouts"
+                )
+            same |= {**self._settings, "discover": discover is not None, "layouts": layouts}
+            same |= {"failure_timeout": self.failure_timeout}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What can be changed until `optimize`, and all ranks must have alike."""
+        names = "min_workers", "max_workers", "respawn", "scaling"
+        return {name: getattr(self, name) for name in names} | {"folder": str(self.folder)}
 
     @property
     def mesh(self) -> Mesh:
@@ -357,10 +364,10 @@ class ElasticOptimizer:
         ValueError, OSError
             On every rank, if the run's folder cannot hold a ``control`` folder that belongs to the user.
         """
+        with opening(self.mesh.world, "ElasticOptimizer.optimize") as same:
+            same |= self._settings
+            self._check_kind(problem)
         build, problem = self._built(problem)
-        check_problem(problem)
-        own = {name: str(getattr(self, name)) for name in ("min_workers", "max_workers", "respawn", "scaling")}
-        agree_on_settings(self.mesh.world, own)
         # With a batch that stays the same, more workers than samples would have nothing to do.
         constant = self.scaling == "constant" and self._choice is None and not problem.may_idle
         self._target.most = min(self.max_workers, problem.batch_size) if constant else self.max_workers
@@ -377,6 +384,9 @@ class ElasticOptimizer:
             elastic_options = ElasticOptions(
                 self._target, requests, monitor, self.respawn, self.scaling, choice=self._choice, build=build
             )
+            joins = is_joining()
+            if joins:  # it waits for the run while the loop is made; others have the time limit there
+                stack.enter_context(requests.signals)
             loop: Any = problem.minimize(
                 self.optimizer,
                 callback=callback,
@@ -389,38 +399,48 @@ class ElasticOptimizer:
                 loop=partial(_Prepared, elastic_options),
             )
             del problem  # or the first model would stay in memory when the run has another mesh
+            if not joins:  # not before: a rank that waits in MPI cannot handle a signal, and would not end by it
+                stack.enter_context(requests.signals)
             result: OptimizationResult[P] = loop.run()
             return result
+
+    def _check_kind(self, problem: Any) -> None:
+        """Raise TypeError unless this is a problem, or with `layouts` a function that makes it."""
+        if isinstance(problem, OptimizationProblem) or not callable(problem):
+            check_problem(problem)
+            if self._choice is not None:
+                raise TypeError(
+                    "layouts= changes the mesh: give optimize a function that makes the model for a mesh, and its "
+                    "problem: optimize(lambda mesh: OptimizationProblem.for_model(GPT(..., mesh=mesh), ...))"
+                )
+        elif self._choice is None:
+            raise TypeError(
+                "optimize was given a function that makes the problem for a mesh, but the mesh stays as it is; give "
+                "ElasticOptimizer(..., layouts=...), or the problem itself"
+            )
 
     def _built(
         self, problem: OptimizationProblem[P] | Callable[[Mesh], OptimizationProblem[P]]
     ) -> tuple[Callable[[Mesh], OptimizationProblem[P]] | None, OptimizationProblem[P]]:
         """The function that makes the problem, None without one, and the problem for the mesh as it is.  Collective."""
         if isinstance(problem, OptimizationProblem) or not callable(problem):
-            if self._choice is not None:
-                raise TypeError(
-                    "layouts= changes the mesh: give optimize a function that makes the model for a mesh, and its "
-                    "problem: optimize(lambda mesh: OptimizationProblem.for_model(GPT(..., mesh=mesh), ...))"
-                )
             return None, problem
-        if self._choice is None:
-            raise TypeError(
-                "optimize was given a function that makes the problem for a mesh, but the mesh stays as it is; give "
-                "ElasticOptimizer(..., layouts=...), or the problem itself"
-            )
-        # A joining process makes the whole model before it gets its part of one: without values, that takes no memory.
-        with self.mesh.without_initial_values() if is_joining() else nullcontext():
-            trained, made = self.optimizer.parameters, problem(self.mesh)
-        if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
-            made.start.held[...] = trained.held
-        if not is_joining():
-            self._choice.why_not = why_not = MeshLimits(self.optimizer, made)
-            self._choice.check()
-            if self._choice.auto is not None:
-                from mpishard.elastic.auto_layouts import AutoLayouts  # with the estimates
+        assert self._choice is not None
+        with raised_on_all(self.mesh.world):
+            # A joining process makes the whole model before it gets its part of one: without values it takes no memory.
+            with self.mesh.without_initial_values() if is_joining() else nullcontext():
+                trained, made = self.optimizer.parameters, problem(self.mesh)
+            check_problem(made)
+            if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
+                made.start.held[...] = trained.held
+            if not is_joining():
+                self._choice.why_not = why_not = MeshLimits(self.optimizer, made)
+                self._choice.check()
+                if self._choice.auto is not None:
+                    from mpishard.elastic.auto_layouts import AutoLayouts  # with the estimates
 
-                auto = AutoLayouts() if self._choice.auto == "auto" else self._choice.auto
-                self._choice.use(auto.for_problem(self.optimizer, made, why_not))
+                    auto = AutoLayouts() if self._choice.auto == "auto" else self._choice.auto
+                    self._choice.use(auto.for_problem(self.optimizer, made, why_not))
         return problem, made
 
     def _folder(self, checkpoints: Checkpoints | None) -> Path | None:
@@ -430,6 +450,18 @@ class ElasticOptimizer:
             return folder
         run = JobNotes.from_environment()
         return None if run is None else run.path
+
+
+def _mesh_of(optimizer: Any, config: Any) -> Mesh:
+    """The mesh of the first of both that has one."""
+    for each in (optimizer, config):
+        mesh = each if isinstance(each, Mesh) else getattr(each, "mesh", None)
+        if isinstance(mesh, Mesh):
+            return mesh
+    raise TypeError(
+        f"ElasticOptimizer({type(optimizer).__name__}, {type(config).__name__}) has no mesh; give an optimizer, or a "
+        "rule and a Mesh or a ShardingConfiguration"
+    )
 
 
 class _Prepared:

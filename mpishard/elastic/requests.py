@@ -60,13 +60,11 @@ class ResizeRequests:
             self._control = Control(control, min_workers, max_workers, refuse)
 
     def __enter__(self) -> ResizeRequests:
-        self.signals.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.signals.__exit__(kind, error, trace)
         if self._discovery is not None:
             self._discovery.close()
         if self._lease is not None:
