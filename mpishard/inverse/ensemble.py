@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from mpishard.arguments import flag, integer, shown
-from mpishard.comm.agreement import agree_on_settings, text_of
+from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.comm.mesh import Mesh
@@ -92,8 +92,8 @@ def map_runs(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={shown(mesh)} must be a Mesh, such as mpishard.Mesh()")
-    cases, record = list(cases), None
-    with CaughtError() as caught:
+    with opening(mesh.world, "map_runs") as same:
+        cases = list(cases)
         if not callable(function):
             raise TypeError(f"function={shown(function)} must be callable, as function(case, mesh)")
         ranks_each = integer("ranks_each", ranks_each, least=1)
@@ -107,9 +107,8 @@ def map_runs(
         if flag("resume", resume) and folder is None:
             raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
         record = None if folder is None else _Record(Path(folder), cases)
-    settings = {f"case {number}": text_of(case) for number, case in enumerate(cases)}
-    settings |= {"ranks_each": str(ranks_each), "folder": str(folder), "resume": str(resume)}
-    agree_on_settings(mesh.world, settings, caught.error, what="cases and options")
+        same |= {f"case {number}": case for number, case in enumerate(cases)}
+        same |= {"ranks_each": ranks_each, "folder": str(folder), "resume": resume}
     known: dict[int, Any] = {}
     if record is not None:
         with raised_on_all(mesh.world):

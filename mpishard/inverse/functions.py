@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -239,6 +240,16 @@ def world_of(mesh: Any) -> Axis | OneRank:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
     return mesh.world
+
+
+def opening(mesh: Any, call: str) -> AbstractContextManager[dict[str, Any]]:
+    """The beginning of a public call on a mesh, see `mpishard.comm.agreement.opening`; None: this process is alone."""
+    world = world_of(mesh)
+    if isinstance(world, OneRank):
+        return nullcontext({})
+    from mpishard.comm import agreement  # with MPI
+
+    return agreement.opening(world, call)
 
 
 def on_any(world: Axis | OneRank, flag: bool) -> bool:

@@ -21,7 +21,7 @@ from mpishard.comm.axis import Axis, rank_in_job
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Unknowns
+from mpishard.inverse.functions import Unknowns, opening
 from mpishard.layout.boxes import whole_box
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
@@ -431,12 +431,13 @@ def check_gradient(
     >>> bool(mpishard.check_gradient(lambda x: ((x**4).sum(), 4 * x**3), [1.0, 2.0], disp=False))
     True
     """
-    flag("disp", disp)
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh={shown(mesh)} must be a Mesh, or None")
-    part = _part(function, x, jac, hessp, mesh, reduction, samples)
-    line = Line(part, direction, integer("seed", seed))
-    row = _steps(steps, line.dtype)
+    with opening(mesh, "check_gradient") as same:
+        flag("disp", disp)
+        part = _part(function, x, jac, hessp, mesh, reduction, samples)
+        row = _steps(steps, part.point.dtype)
+        same |= {"x": f"{part.point.description} ({part.point.fingerprint:x})", "reduction": reduction}
+        same |= {"hessp": hessp is not None, "samples": samples, "steps": row, "seed": integer("seed", seed)}
+    line = Line(part, direction, seed)
     result = _check(line, row, hessp is not None, mesh is not None and reduction is None and x is not None)
     rank, ranks = rank_in_job()
     if mesh is None and ranks > 1:
@@ -739,12 +740,14 @@ def check_adjoint(
     True
     """
     axis = Axis.single() if mesh is None else mesh.world
-    flag("disp", disp)
-    vectors = [
-        _random(like, integer("seed", seed), f"{name} of rank {axis.rank}") for like, name in ((x, "x"), (y, "y"))
-    ]
-    half = any(vector.dtype == np.float32 for vector in vectors)
-    limit = None if tolerance is None else number("tolerance", tolerance, least=0)
+    with opening(mesh, "check_adjoint") as same:
+        flag("disp", disp)
+        vectors = [
+            _random(like, integer("seed", seed), f"{name} of rank {axis.rank}") for like, name in ((x, "x"), (y, "y"))
+        ]
+        half = any(vector.dtype == np.float32 for vector in vectors)
+        limit = None if tolerance is None else number("tolerance", tolerance, least=0)
+        same |= {"seed": seed, "tolerance": limit}
     results: list[np.ndarray] = []
     with raised_on_all(axis):
         for name, apply, vector, other in (("forward", forward, *vectors), ("adjoint", adjoint, *vectors[::-1])):

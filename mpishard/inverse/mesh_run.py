@@ -14,7 +14,6 @@ import xxhash
 from mpishard.arguments import flag, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact import largest
-from mpishard.comm.agreement import agree_on_settings, text_of
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
@@ -205,10 +204,8 @@ def parameters_of(unknowns: Unknowns) -> FlatParameters:
     return FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
 
 
-def broadcast_start(mesh: Mesh, start: np.ndarray, settings: Mapping[str, Any]) -> None:
-    """Give all ranks the start of rank 0, in place, and raise on all if settings differ.  Collective over the mesh."""
-    known = {name: text_of(value) for name, value in settings.items()}
-    agree_on_settings(mesh.world, {"x0": f"{start.size} elements"} | known)
+def broadcast_start(mesh: Mesh, start: np.ndarray) -> None:
+    """Give all ranks the start of rank 0, in place.  Collective over the mesh."""
     warn_if_initial_parameters_differ(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
     mesh.world.broadcast(start, label="x0")
 
@@ -339,26 +336,26 @@ def digest(*vectors: Array) -> int:
 # The files of a minimisation: checkpoints, from which it resumes, and its record.
 
 
-def _check_files(checkpoints: Any, resume: Any, record: Any, mesh: Mesh) -> None:
-    """Raise on all ranks if an argument of any is no file of a minimisation on this mesh. Collective."""
-    with raised_on_all(mesh.world):
-        if flag("resume", resume) and checkpoints is None:
-            raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
-        if not (checkpoints is None or hasattr(checkpoints, "due")):
-            raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
-        if checkpoints is not None and checkpoints.mesh.world is not mesh.world:
-            raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
-        if not (record is None or isinstance(record, RunRecord)):
-            raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
-        if record is not None and record.mesh.ledger is not mesh.ledger:
-            raise ValueError("the record is of another mesh; make it with the mesh of minimize")
+def check_files(checkpoints: Any, resume: Any, record: Any, mesh: Mesh) -> None:
+    """Raise TypeError or ValueError if an argument is no file of a minimisation on this mesh."""
+    if flag("resume", resume) and checkpoints is None:
+        raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
+    if not (checkpoints is None or hasattr(checkpoints, "due")):
+        raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
+    if checkpoints is not None and checkpoints.mesh.world is not mesh.world:
+        raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
+    if not (record is None or isinstance(record, RunRecord)):
+        raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
+    if record is not None and record.mesh.ledger is not mesh.ledger:
+        raise ValueError("the record is of another mesh; make it with the mesh of minimize")
 
 
 class RunFiles:
     """Saves a minimisation after evaluations, and records them. Collective over the mesh, its creation too.
 
-    It saves as often as ``checkpoints.every`` says, and at the end. Raises ValueError or TypeError on all ranks if an
-    argument is invalid or the checkpoint is of another minimisation, OSError if a folder cannot be used.
+    It saves as often as ``checkpoints.every`` says, and at the end. Its arguments have passed `check_files`, and all
+    ranks have given them. Raises ValueError on all ranks if the checkpoint is of another minimisation, OSError if a
+    folder cannot be used.
     """
 
     def __init__(self, ranks: MeshRanks, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
@@ -367,9 +364,6 @@ class RunFiles:
         self._checkpoints = checkpoints
         self._record = record
         self._resumes = resume
-        _check_files(checkpoints, resume, record, ranks.mesh)
-        given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
-        self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
         self._start = self._norm_of_start()
         self._value = math.nan  # at the best iterate of the checkpoint
         self.needs_check: bool = (
@@ -488,8 +482,6 @@ class StateFiles:
     """
 
     def __init__(self, mesh: Mesh, checkpoints: Any, resume: bool, name: str, size: int) -> None:
-        _check_files(checkpoints, resume, None, mesh)
-        agree_on_settings(mesh.world, {"resume": str(resume)})
         self._checkpoints = checkpoints
         self._resumes = resume
         self._name = name

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, reject_unknown, shown
-from mpishard.comm.errors import raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, world_of
+from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, opening
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 from mpishard.minimizers.method import Method
@@ -154,7 +153,7 @@ def minimize(
     >>> minimize(sphere, np.ones(3), bounds=[(0.5, None), (None, None), (-1, 1)]).x
     array([0.5, 0. , 0. ])
     """
-    with raised_on_all(world_of(mesh)):
+    with opening(mesh, "minimize") as same:
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         reject_unknown("minimize", extra)
@@ -163,8 +162,6 @@ def minimize(
                 "minimize takes no constraints: c(x) = 0 is for mpishard.augmented_lagrangian(fun, x0, constraints, "
                 "adjoint), where c(x) >= 0 becomes c(x) - s = 0 with unknowns s and bounds s >= 0"
             )
-        if mesh is None and (checkpoints is not None or resume or record is not None):
-            raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         watcher = Callback(callback)
         functions = Functions(fun, jac, hessp, args, hess)
         functions.check_terms(reduction)
@@ -175,6 +172,8 @@ def minimize(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
         chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
+        same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
+        same |= files_given(mesh, checkpoints, resume, record)
     ended = solve(
         functions,
         chosen,
@@ -224,6 +223,17 @@ def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> El
             "samples=N and fun(x, samples), and the samples of a rank that dies go to the others"
         )
     return ElasticArguments(options, None if samples is None else integer("samples", samples, least=1))
+
+
+def files_given(mesh: Any, checkpoints: Any, resume: Any, record: Any) -> dict[str, Any]:
+    """The files of a run that a rank gives, for `opening`; TypeError or ValueError if they are unfit."""
+    if mesh is not None:
+        from mpishard.inverse.mesh_run import check_files
+
+        check_files(checkpoints, resume, record, mesh)
+    elif checkpoints is not None or resume or record is not None:
+        raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
+    return {"checkpoints": checkpoints is not None, "resume": resume, "record": record is not None}
 
 
 def solve(

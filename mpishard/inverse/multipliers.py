@@ -12,8 +12,8 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, world_of
-from mpishard.inverse.minimization import solve
+from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, opening, world_of
+from mpishard.inverse.minimization import files_given, solve
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.minimizers.method import Method
 
@@ -145,7 +145,7 @@ def augmented_lagrangian(
     [-1.0, -1.0, -0.5]
     """
     world = world_of(mesh)
-    with raised_on_all(world):
+    with opening(mesh, "augmented_lagrangian") as same:
         known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         for name in elements:
             if name in _OF_MINIMIZE:
@@ -175,6 +175,8 @@ def augmented_lagrangian(
         gtol, ctol = number("gtol", gtol, least=0), number("ctol", ctol, least=0)
         maxiter = integer("maxiter", maxiter, least=1)
         watcher = Callback(callback)
+        same |= {"method": type(chosen), "reduction": reduction, "penalty": penalty, "gtol": gtol, "ctol": ctol}
+        same |= {"maxiter": maxiter, "multipliers": multipliers is not None, **files_given(mesh, None, False, record)}
     run.begin(multipliers)
 
     def minimized(tolerance: float) -> MinimizationOutcome:

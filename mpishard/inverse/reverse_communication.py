@@ -22,7 +22,7 @@ import numpy as np
 from mpishard.arguments import printable, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import CaughtError, OneRank, raised_on_all
-from mpishard.inverse.functions import Unknowns, digits_of, number_of, world_of
+from mpishard.inverse.functions import Unknowns, digits_of, number_of, opening
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.method import (
@@ -109,11 +109,12 @@ class ReverseCommunication:
         reduction: str | None = None,
         **elements: Any,
     ) -> None:
-        with raised_on_all(world_of(mesh)):
+        with opening(mesh, "ReverseCommunication") as same:
             known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
             reject_unknown("ReverseCommunication", elements)
             unknowns = Unknowns.of(x0)
             chosen, _ = make_method(method, options, None, unknowns.total, **unknowns.options(bounds, **known))
+            same |= {"method": type(chosen), "reduction": reduction}
         self._ranks: OneProcess | MeshRanks
         if mesh is None:
             if reduction is not None:
@@ -123,7 +124,7 @@ class ReverseCommunication:
             from mpishard.inverse.mesh_run import MeshRanks  # with MPI: only for those who have a mesh
 
             self._ranks = MeshRanks(chosen, unknowns, mesh, reduction)
-        self._method, self._unknowns = chosen, unknowns
+        self._method, self._unknowns, self._mesh = chosen, unknowns, mesh
         self._end = ""  # why the caller's loop has ended before the method
         self._is_published = False  # the unknowns are the point
         self._is_asked = False  # the caller has a request that was not answered
@@ -168,9 +169,9 @@ class ReverseCommunication:
         RuntimeError
             If they were not asked for, or were given before; with a mesh on all ranks.
         """
-        self._check_wanted(Wanted.GRADIENT, "value and gradient")
         plain = 0.0
         with CaughtError() as caught:
+            self._check_wanted(Wanted.GRADIENT, "value and gradient")
             plain = number_of(value)
         self.tell_outcome(plain, gradient, caught.error)
 
@@ -189,8 +190,9 @@ class ReverseCommunication:
         RuntimeError
             If it was not asked for, or was given before; with a mesh on all ranks.
         """
-        self._check_wanted(Wanted.PRODUCT, "a Hessian product")
-        self.tell_outcome(0.0, product, None)
+        with CaughtError() as caught:
+            self._check_wanted(Wanted.PRODUCT, "a Hessian product")
+        self.tell_outcome(0.0, product, caught.error)
 
     def tell_outcome(self, value: float, vector: Any, problem: BaseException | None) -> None:
         """As `tell` or `tell_product`, or the error that came instead of an answer; it is raised on all ranks.
@@ -231,6 +233,8 @@ class ReverseCommunication:
         reason : str
             For the message of the result; the same on all ranks.
         """
+        with opening(self._mesh, "ReverseCommunication.stop") as same:
+            same["reason"] = reason
         self._end = reason
         self.gather_result()
 

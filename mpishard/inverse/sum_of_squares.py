@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
-from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, world_of
-from mpishard.inverse.minimization import ElasticArguments, elastic_options, solve
+from mpishard.comm.errors import OneRank
+from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, opening, world_of
+from mpishard.inverse.minimization import ElasticArguments, elastic_options, files_given, solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import Tree
@@ -205,8 +205,7 @@ def least_squares(
     """
     for_cg = {"preconditioner": preconditioner, "samples": samples, "elastic": elastic, "checkpoints": checkpoints}
     for_cg |= {"resume": resume, "record": record}
-    world = world_of(mesh)
-    with raised_on_all(world):
+    with opening(mesh, "least_squares") as same:
         settings = _Settings.checked(
             Unknowns(x0), bounds, method, (ftol, xtol, gtol), x_scale, loss, f_scale, diff_step, max_nfev, verbose
         )
@@ -217,13 +216,16 @@ def least_squares(
         losses = Loss(loss, settings.f_scale)
         chosen = _solver(tr_solver, method, jac, settings.is_named, for_cg | {"tr_options": tr_options})
         by_products = _ConjugateGradients.checked(settings, x0, tr_options, mesh, **for_cg)
+        same |= {"x0": f"{settings.start.size} elements", "method": method, "jac": jac, "loss": loss}
+        same |= {"f_scale": f_scale, "tr_solver": tr_solver, "samples": samples, "elastic": elastic}
+        if not settings.is_named:
+            same |= {"bounds": (settings.lower, settings.upper), **vars(settings.options)}
+        same |= files_given(mesh, checkpoints, resume, record)
     if mesh is not None and not (elastic or settings.is_named):  # those start together by themselves
         from mpishard.inverse.mesh_run import broadcast_start
 
-        given: dict[str, Any] = {"jac": jac, "loss": loss, "method": method, "f_scale": f_scale}
-        given |= {"bounds": (settings.lower, settings.upper), "tr_solver": tr_solver}
-        broadcast_start(mesh, settings.start, given | vars(settings.options))
-    rows = Rows(functions, losses, world)
+        broadcast_start(mesh, settings.start)
+    rows = Rows(functions, losses, world_of(mesh))
     if chosen is None:
         chosen = "exact" if rows.are_dense_at(settings.start) else "cg"
     elif chosen == "cg" and not (elastic or callable(jac)):
@@ -430,8 +432,6 @@ class _ConjugateGradients:
         resume: Any,
         record: Any,
     ) -> _ConjugateGradients:
-        if mesh is None and (checkpoints is not None or resume or record is not None):
-            raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         given = {} if tr_options is None else dict(mapping("tr_options", tr_options, "names to values"))
         for name in given:
             if name not in _TR_OPTIONS:
