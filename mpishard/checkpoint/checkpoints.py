@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeGuard
@@ -16,6 +16,7 @@ from mpishard.checkpoint.folder import Retention, best_step
 from mpishard.checkpoint.load import load_newest
 from mpishard.checkpoint.pieces import COMPRESSIONS, Contents
 from mpishard.checkpoint.save import SaveOutcome, Snapshot, Task, Writer, begin_save, rehearse
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import probe
 from mpishard.comm.errors import raised_on_all
@@ -50,16 +51,6 @@ class CheckpointOptions:
             raise ValueError(f"best={self.best!r} must be 'validation loss', or None")
         # A script may change the working directory.
         object.__setattr__(self, "folder", Path(self.folder).absolute())
-
-    @classmethod
-    def agreed(cls, world: Axis, options: Mapping[str, Any]) -> CheckpointOptions:
-        """The options that all ranks give; ValueError on every rank if they differ.  Collective over `world`."""
-        all_options = world.allgather_object({name: str(value) for name, value in options.items()})
-        for name in options:
-            if any(other[name] != all_options[0][name] for other in all_options):
-                values = ", ".join(other[name] for other in all_options)
-                raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
-        return cls(**options)
 
 
 class Checkpoints:
@@ -119,9 +110,9 @@ class Checkpoints:
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise TypeError(f"Checkpoints: mesh={shown(mesh)} must be mpishard.Mesh()")
-        given = {"folder": folder, "every": every, "keep": keep}
-        given |= {"asynchronous": asynchronous, "compression": compression, "on_error": on_error, "best": best}
-        options = CheckpointOptions.agreed(mesh.world, given)
+        with opening(mesh.world, "Checkpoints") as same:
+            options = CheckpointOptions(folder, every, keep, asynchronous, compression, on_error, best)
+            same |= {**asdict(options), "folder": str(folder)}
         self.folder: Path = Path(options.folder)
         self.mesh = mesh
         self.asynchronous = options.asynchronous
@@ -243,7 +234,9 @@ class Checkpoints:
     def _save(self, state: RunState, asynchronous: bool | None, best: bool) -> Path | None:
         axis = self._writer.axis
         self.wait()
-        step = _agreed_step(state, self.mesh.world)
+        with opening(self.mesh.world, "Checkpoints.save") as same:
+            step = _step_of(state)
+            same |= {"facts['step']": step, "asynchronous": asynchronous, "best": best}
         unfinished, fault = begin_save(self.folder, step, axis)
         if fault is not None:
             return self._writer.conclude(SaveOutcome(fault), step, None)
@@ -285,6 +278,9 @@ class Checkpoints:
         """
         axis = self._writer.axis
         self.wait()
+        with opening(self.mesh.world, "Checkpoints.load") as same:
+            _check_state(state)
+            same["check"] = check is not None
         found = load_newest(self.folder, state, self.mesh, axis, check)
         if found is not None:
             self.adopt()
@@ -344,17 +340,19 @@ class Checkpoints:
             self._end_lease()
 
 
-def _agreed_step(state: RunState, world: Axis) -> int:
-    """The step of the state; ValueError on all ranks unless it is a step, the same on all.  Collective."""
+def _step_of(state: RunState) -> int:
+    """The step of the state; TypeError or ValueError unless it is a state with a step."""
+    _check_state(state)
     step: Any = state.facts.get("step")
-    sound = isinstance(step, int | np.integer) and step >= 0
-    steps = world.allgather_object(int(step) if sound else str(step))
-    if not sound or any(other != step for other in steps):
-        raise ValueError(
-            "facts['step'] must be one number of at least 0, the same on all ranks, got "
-            f"{', '.join(map(str, steps))} by rank"
-        )
+    if not isinstance(step, int | np.integer) or step < 0:
+        raise ValueError(f"facts['step']={shown(step)} must be a whole number of at least 0")
     return int(step)
+
+
+def _check_state(state: Any) -> None:
+    """Raise TypeError unless this is a RunState."""
+    if not isinstance(state, RunState):
+        raise TypeError(f"state={shown(state)} must be a RunState, as optimizer.state.capture() returns")
 
 
 # When to save: every given number of steps, or such that saves take no more than a share of a run's time.

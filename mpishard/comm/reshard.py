@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpishard.arguments import integer
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, intersect, subtract
@@ -209,7 +211,10 @@ def reshard_state(
         On every rank and before anything is written, if the states are of different models or the source lacks a kind
         of array that the target has; also the errors of `reshard`, for each kind in turn.
     """
-    descriptions = axis.allgather_object((_model(source), _model(target)))
+    with opening(axis, "reshard_state"):
+        models = _model(source), _model(target)
+        integer("bucket_bytes", bucket_bytes, least=1)
+    descriptions = axis.allgather_object(models)
     with raised_on_all(axis):
         _check_models(descriptions)
     for kind in next((model[1] for _, model in descriptions if model is not None), ()):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from mpishard.arguments import flag, integer, number, shown
 from mpishard.backend.random import permuted
-from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
@@ -135,18 +135,15 @@ def apportioned(total: int, weights: Sequence[float]) -> list[int]:
 _CHUNK = 1024**2  # tokens that are read at a time
 
 
-def agree_on_data(ranks: Axis, sources: Sequence[Tokens], facts: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks if files have other sizes, texts other tokens, or other facts differ.
-
-    Collective over `ranks`.
-    """
-    own = {name: str(value) for name, value in facts.items()}
+def _described(sources: Sequence[Tokens]) -> dict[str, str]:
+    """Sources as settings, which differ if files have other sizes, or texts other tokens."""
+    own = {}
     for place, tokens in enumerate(sources):  # by place: names may differ, as each node may have its own copy
         own[f"the number of tokens of sources[{place}]"] = str(tokens.count)
         own[f"the dtype of sources[{place}]"] = tokens.dtype.str
         if digest := getattr(tokens, "digest", ""):
             own[f"the digest of the tokens of sources[{place}]"] = digest
-    agree_on_settings(ranks, own, what="data")
+    return own
 
 
 def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_size: int) -> None:
@@ -253,7 +250,7 @@ class TokenData:
     ) -> None:
         if not (mesh is None or isinstance(mesh, Mesh)):
             raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
-        with raised_on_all(None if mesh is None else mesh.world):
+        with opening(None if mesh is None else mesh.world, "TokenData") as same:
             self.tokens_per_sample = integer("context_length", context_length, least=1)
             self._vocabulary_size = vocabulary_size
             if vocabulary_size is not None:
@@ -264,9 +261,8 @@ class TokenData:
             windows = [self._samples(tokens) for tokens in self._sources]
             once = SampleMap(tuple(windows), tuple(windows))
             self._map = SampleMap.weighted(windows, sources) if isinstance(sources, Mixture) else once
-        if mesh is not None:
-            facts = {"context_length": self.tokens_per_sample, "vocabulary_size": self._vocabulary_size, "check": check}
-            agree_on_data(mesh.world, self._sources, facts | {"padding": padding, "samples of sources": self._map})
+            same |= {"context_length": self.tokens_per_sample, "vocabulary_size": self._vocabulary_size, "check": check}
+            same |= {"padding": padding, "samples of sources": self._map, **_described(self._sources)}
         if check and self._vocabulary_size is not None:
             agree_on_tokens(None if mesh is None else mesh.world, self._sources, self._vocabulary_size)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Unpack, overload
 
 from mpishard.arguments import kind_of
 from mpishard.backend import array as arrays
-from mpishard.comm.errors import raised_on_all
+from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, optimizer_of
@@ -48,26 +48,32 @@ class ShardedModel:
     splits: ClassVar[bool] = False
 
     def __init__(self, model: Model, config: ShardingConfiguration | Mesh) -> None:
-        if isinstance(model, type) and issubclass(model, Rule):
-            raise TypeError(f"give a rule with its settings, {model.__name__}(lr=...), not the class {model.__name__}")
-        if any(each.__module__ == "torch.nn.modules.module" for each in type(model).__mro__):
-            raise TypeError(
-                f"{type(model).__name__} is a module of PyTorch: call mpishard.torch.as_distributed(module, mesh, rule)"
-            )
-        if not isinstance(getattr(model, "parameters", None), FlatParameters):
-            raise TypeError(
-                f"a model must have its FlatParameters as `parameters`; {type(model).__name__} has not.  A function of "
-                "a flat array needs no model: give it to OptimizationProblem"
-            )
-        self.model = model
         self.config: ShardingConfiguration = ShardingConfiguration.of(config)
         mesh = self.config.mesh
-        if not self.splits and mesh.data.size < mesh.size:
-            raise ValueError(
-                f"a ShardedModel is data-parallel only, but the mesh is {mesh.sizes}; use HybridShardedModel"
-            )
-        with raised_on_all(mesh.world):
+        with opening(mesh.world, type(self).__name__) as same:
+            if isinstance(model, ShardedOptimizer | ShardedModel):
+                raise TypeError(f"this {type(model).__name__} is distributed already")
+            if isinstance(model, type) and issubclass(model, Rule):
+                name = model.__name__
+                raise TypeError(f"give a rule with its settings, {name}(lr=...), not the class {name}")
+            if any(each.__module__ == "torch.nn.modules.module" for each in type(model).__mro__):
+                name = type(model).__name__
+                raise TypeError(
+                    f"{name} is a module of PyTorch: call mpishard.torch.as_distributed(module, mesh, rule)"
+                )
+            if not isinstance(getattr(model, "parameters", None), FlatParameters):
+                raise TypeError(
+                    f"a model must have its FlatParameters as `parameters`; {type(model).__name__} has not.  A "
+                    "function of a flat array needs no model: give it to OptimizationProblem"
+                )
+            self.model = model
+            if not self.splits and mesh.data.size < mesh.size:
+                raise ValueError(
+                    f"a ShardedModel is data-parallel only, but the mesh is {mesh.sizes}; use HybridShardedModel"
+                )
             check_place(self.parameters, mesh)
+            same |= {"parameters": f"{self.parameters.description} ({self.parameters.fingerprint:x})"}
+            same |= {**self.parameters.model_settings, **self.config.settings()}
         self._axis = mesh.data
         self._copies = TensorCopies(mesh, self.parameters)
         self._copies.broadcast()
@@ -225,8 +231,6 @@ def as_distributed(
     config = ShardingConfiguration.of(mesh_or_config)
     if isinstance(model_or_rule, Rule | Method):
         return optimizer_of(model_or_rule, config)
-    if isinstance(model_or_rule, ShardedOptimizer | ShardedModel):
-        raise TypeError(f"this {type(model_or_rule).__name__} is distributed already")
     hybrid = config.mesh.data.size < config.mesh.size
     return (HybridShardedModel if hybrid else ShardedModel)(model_or_rule, config)
 

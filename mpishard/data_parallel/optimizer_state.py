@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.method_state import MethodState
@@ -387,6 +388,9 @@ class OptimizerState:
         """The full state as a file image, see `ShardedOptimizer.serialize`.  Collective over the mesh."""
         from mpishard.data_parallel.full_state import encode
 
+        with opening(self._optimizer.world, "serialize") as same:
+            if self._deserialized is None:
+                same["parameters"] = self.on_rank.parameters.description  # ValueError before the first step
         if self.is_bound:
             self.consolidate()
         return encode(self.gather())

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from mpishard.arguments import integer
+from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
@@ -128,7 +129,7 @@ STRATEGIES = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
 class HybridShardedOptimizer(ShardedOptimizer):
     """Three-dimensional parallelism: tensor and pipeline ranks split the model, data ranks the batch and the state.
 
-    Creation is collective over the mesh where it makes a new one; `step` and `optimize` always are.
+    Creation is collective over the mesh, and so are `step` and `optimize`.
 
     Parameters
     ----------
@@ -165,11 +166,14 @@ class HybridShardedOptimizer(ShardedOptimizer):
         *,
         zero_stage: int = 1,
     ) -> None:
-        if integer("zero_stage", zero_stage) not in range(len(STRATEGIES)):
-            raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
-        self.strategy_class = STRATEGIES[zero_stage]
         config = ShardingConfiguration.of(config)
-        if (pipeline_parallel_size, tensor_parallel_size, data_parallel_size) != (1, 1, -1):
+        sizes = pipeline_parallel_size, tensor_parallel_size, data_parallel_size
+        with opening(config.mesh.world, "HybridShardedOptimizer") as same:
+            if integer("zero_stage", zero_stage) not in range(len(STRATEGIES)):
+                raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
+            same |= {"zero_stage": zero_stage, "pipeline, tensor and data_parallel_size": sizes}
+        self.strategy_class = STRATEGIES[zero_stage]
+        if sizes != (1, 1, -1):
             mesh = config.mesh.reshaped(
                 data=data_parallel_size, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpishard.arguments import flag, kind_of
 from mpishard.backend.compiled import prepare
 from mpishard.backend.process import fix_blas_threads
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
@@ -369,7 +370,8 @@ class ShardedOptimizer:
             stop the loop, checkpoints cannot hold the `facts`, or the checkpoint has other tensors, another rule or
             other samples.
         """
-        check_problem(problem)
+        with opening(self.world, "optimize"):
+            check_problem(problem)
         self._level_workers()
         return problem.minimize(
             self,

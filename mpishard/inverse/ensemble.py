@@ -20,7 +20,7 @@ import xxhash
 from mpishard.arguments import flag, integer, shown
 from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis
-from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult

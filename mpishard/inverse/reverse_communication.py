@@ -21,7 +21,7 @@ import numpy as np
 
 from mpishard.arguments import printable, reject_unknown, shown
 from mpishard.backend import array as arrays
-from mpishard.comm.errors import CaughtError, OneRank, raised_on_all
+from mpishard.comm.errors import CaughtError, OneRank
 from mpishard.inverse.functions import Unknowns, digits_of, number_of, opening
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
 from mpishard.minimizers.elements import preconditioned, whole_limits

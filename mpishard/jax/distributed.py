@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mpishard.comm.agreement import agree_on_settings
-from mpishard.comm.errors import CaughtError
+from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.models import configuration_of, optimizer_for
@@ -154,16 +153,13 @@ def as_distributed(tree: Any, mesh: Mesh | ShardingConfiguration, rule: Any, *, 
         On every rank, if the tree or an argument of any rank is unfit, or they differ between ranks.
     """
     config = configuration_of(mesh)
-    optimizer, leaves, own = None, None, {}
-    with CaughtError() as caught:  # of a transformation of the user's, too
+    with opening(config.mesh.world, "as_distributed") as same:  # a transformation of the user's may raise, too
         leaves = TreeLeaves.of(tree)
         array_module(leaves.platform)  # raises for a device that has no arrays
         if callable(getattr(rule, "update", None)) and callable(getattr(rule, "init", None)):
             rule = rule_of(rule, tree=tree)
         optimizer = optimizer_for("a pytree of JAX", rule, config, zero)
-        own = {"zero": str(zero), **leaves.described}
-    agree_on_settings(config.mesh.world, own, caught.error, what="tree and arguments of as_distributed")
-    assert optimizer is not None and leaves is not None
+        same |= {"zero": zero, **leaves.described}
     state = TreeState(leaves)
     optimizer.bind(state.parameters)
     return TreeOptimizer(state, optimizer)

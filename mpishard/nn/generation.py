@@ -12,9 +12,8 @@ import numpy as np
 from mpishard.arguments import flag, integer, number, shown
 from mpishard.backend.array import is_array, to_host
 from mpishard.backend.random import generator
-from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis, ModelParallelGroup
-from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.attention import CausalSelfAttention
@@ -167,14 +166,10 @@ def agreed_request(ranks: Axis | ModelParallelGroup | None, *arguments: Any, **n
 
     Raises TypeError or ValueError on all ranks if it makes no sense on one, or differs.
     """
-    if ranks is None:
-        return GenerationRequest.of(*arguments, **named)
-    request = None
-    with CaughtError() as caught:
+    with opening(ranks, "generate") as same:
         request = GenerationRequest.of(*arguments, **named)
-    facts = {} if request is None else request.facts()
-    agree_on_settings(ranks, facts, caught.error, what="arguments of generate()")
-    assert request is not None
+        if ranks is not None:
+            same |= request.facts()
     return request
 
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from mpishard.arguments import config_or_kwargs, integer, printable, reject_unknown, shown
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import agree_on_settings, fingerprint, text_of
+from mpishard.comm.agreement import fingerprint, opening, text_of
 from mpishard.comm.axis import Axis
-from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard
 from mpishard.io import files
@@ -346,16 +346,9 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
         arguments or files that differ between ranks.
     """
     world = Axis.single("world") if mesh is None else mesh.world
-    plan = None
-    with CaughtError() as caught:  # whatever one rank alone has met, the others must not continue
+    with opening(world, "import_pretrained") as same:
         plan = ImportPlan.of(folder, 1 if mesh is None else mesh.pipeline.size, options)
-    agree_on_settings(
-        world,
-        {} if plan is None else plan.facts,
-        caught.error,
-        what="arguments of import_pretrained(), and files in its folder",
-    )
-    assert plan is not None
+        same |= plan.facts  # of the files in the folder, too
     with values_from_elsewhere():
         model = plan.table.build(plan.architecture, mesh=mesh, **plan.options)
     model.token_ids = plan.token_ids
@@ -394,15 +387,13 @@ def export_pretrained(
         raise TypeError(f"export_pretrained needs a model of mpishard.nn, got {shown(model)}")
     parameters = model.parameters
     world = Axis.single("world") if model.mesh is None else model.mesh.world
-    facts: dict[str, str] = {}
-    with CaughtError() as caught:
+    with opening(world, "export_pretrained") as same:
         table = table_of_model(model)
         stored_as = _export_dtype(parameters.dtype if dtype is None else dtype)
         limit = integer("file_bytes", file_bytes, least=1)
         if not os.fspath(folder):
             raise ValueError("export_pretrained needs the name of a folder, got an empty one")
-        facts = {"dtype": stored_as.name, "file_bytes": str(limit)}
-    agree_on_settings(world, facts, caught.error, what="arguments of export_pretrained()")
+        same |= {"dtype": stored_as.name, "file_bytes": limit}
     files = _files(table.weights(model.architecture), limit // stored_as.itemsize)
     names = (
         [SINGLE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]

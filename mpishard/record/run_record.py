@@ -30,6 +30,7 @@ import numpy as np
 from mpishard.arguments import entries, flag, integer, number, shown
 from mpishard.backend.process import arithmetic
 from mpishard.comm.abort import note_deaths
+from mpishard.comm.agreement import opening
 from mpishard.comm.capabilities import heals_in_place, probe
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.ledger import Ledger, Span
@@ -623,9 +624,10 @@ class RunRecord:
         OSError
             On every rank, if the folder cannot be made or written; not for a full disk.
         """
-        with raised_on_all(self.mesh.world):
+        with opening(self.mesh.world, "RunRecord.begin") as same:
             if not (facts is None or isinstance(facts, Mapping)):
                 raise TypeError(f"facts={shown(facts)} must be a mapping, such as a dict")
+            same |= {"stage": flag("stage", stage), "folder": str(self._files.folder)}
         with raised_on_all(self.mesh.world):
             if self.mesh.rank == 0:
                 self._files.lead()

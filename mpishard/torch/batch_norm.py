@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mpishard.comm.agreement import in_words
+from mpishard.comm.agreement import in_words, opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.call_matching import CollectiveMismatchError
 from mpishard.comm.mesh import Mesh
@@ -44,8 +44,9 @@ def convert_sync_batchnorm(module: Any, mesh: Mesh) -> Any:
     TypeError
         If it is no module.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"convert_sync_batchnorm needs a torch.nn.Module, got a {type(module).__name__}")
+    with opening(mesh.world, "convert_sync_batchnorm"):
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"convert_sync_batchnorm needs a torch.nn.Module, got a {type(module).__name__}")
     axis = mesh.data.subgroup(_GROUP, range(mesh.data.size))
     assert axis is not None
     return _converted(module, _Ranks(axis))

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import agree_on_settings
-from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.comm.agreement import agree_on_settings, opening
+from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.full_state import encode
@@ -465,7 +465,15 @@ class ModuleOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         self._state.take_values()
         of_torch = {"state", "param_groups"} <= state_dict.keys()
-        agree_on_settings(self.optimizer.mesh.world, {"format": "torch" if of_torch else "mpishard"}, what="state")
+        with opening(self.optimizer.mesh.world, "load_state_dict") as same:
+            same["format"] = "torch" if of_torch else "mpishard"
+            if not of_torch:
+                if "mpishard" not in state_dict:
+                    raise ValueError(
+                        f"this has {', '.join(map(repr, state_dict)) or 'nothing'}; give what state_dict() of the "
+                        "optimizer of as_distributed returned, which has 'mpishard', or that of an optimizer of PyTorch"
+                    )
+                _check_masters(state_dict.get("masters", {}), self._state.masters)
         if of_torch:
             self._load_torch_state(state_dict)
         else:
@@ -475,21 +483,13 @@ class ModuleOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
-        own, masters = self._state.masters, state_dict.get("masters", {})
         own_steps, rest = self._own_steps, state_dict.get("rest", {})
-        with raised_on_all(self.optimizer.mesh.world):
-            if "mpishard" not in state_dict:
-                raise ValueError(
-                    f"this has {', '.join(map(repr, state_dict)) or 'nothing'}; give what state_dict() of the "
-                    "optimizer of as_distributed returned, which has 'mpishard', or that of an optimizer of PyTorch"
-                )
-            _check_masters(masters, own)
         self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
         if own_steps is not None:
             with raised_on_all(self.optimizer.mesh.world):
                 own_steps.check_rest(rest, self.optimizer.steps)
             own_steps.rest = copy.deepcopy(rest)
-        self._state.masters = masters
+        self._state.masters = state_dict.get("masters", {})
 
     def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:
         """Write a checkpoint of parameters, buffers and optimizer state, which any number of ranks can load.
@@ -617,8 +617,8 @@ def as_distributed(
         unchanged then.
     """
     config = configuration_of(mesh, overlap_communication="auto", minimum_parameter_group_size=2**21)
-    optimizer, tensors, groups, sharding, own = None, None, None, None, {}
-    with CaughtError() as caught:  # of a class of the user's, too
+    sharding = None
+    with opening(config.mesh.world, "as_distributed") as same:  # a class of the user's may raise, too
         check_divisible(module, zero)
         tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
@@ -632,14 +632,12 @@ def as_distributed(
         groups = groups_of(optimizer.rule, tensors.trained)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
-        own = {"zero": str(zero), "buffers": buffers, **tensors.described}
+        same |= {"zero": zero, "buffers": buffers, **tensors.described}
         if zero == 3:
             sharding = Sharding.of(module, tensors, shard_units, config.mesh.data, materialize, divides_frozen=True)
-            own["shard_units"] = sharding.described
+            same["shard_units"] = sharding.described
         elif materialize is not None or not (isinstance(shard_units, str) and shard_units == "auto"):
             raise ValueError(f"shard_units and materialize are for zero=3, which divides the parameters; zero={zero!r}")
-    agree_on_settings(config.mesh.world, own, caught.error, what="module and arguments of as_distributed")
-    assert optimizer is not None and tensors is not None and groups is not None
     torch.set_num_threads(config.mesh.blas_threads)
     state = state_of(module, tensors, buffers, sharding)
     before: Any = optimizer.rule

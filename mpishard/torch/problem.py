@@ -10,7 +10,7 @@ import torch
 
 from mpishard.backend import array as arrays
 from mpishard.backend.process import blas_threads
-from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
@@ -73,11 +73,11 @@ def problem(
     TypeError, ValueError
         If the module or an argument is unfit; with `shard_units` on every rank.
     """
-    sharding, own, failure = None, {}, None
+    if not (mesh is None or isinstance(mesh, Mesh)):
+        raise TypeError(f"mesh={mesh!r} must be a Mesh, that of the optimizer")
+    sharding = None
     known = known_state(module) if isinstance(module, torch.nn.Module) else None
-    try:
-        if not (mesh is None or isinstance(mesh, Mesh)):
-            raise TypeError(f"mesh={mesh!r} must be a Mesh, that of the optimizer")
+    with opening(None if mesh is None else mesh.world, "problem") as same:  # a class of the user's may raise, too
         if not callable(losses):
             raise TypeError(f"losses must be a function of the module and sample indices, got {type(losses).__name__}")
         if buffers not in MODES:
@@ -97,19 +97,13 @@ def problem(
         if mesh is not None:
             array_module(tensors.device)  # raises for a device that has no arrays
             sharding = Sharding.of(module, tensors, shard_units, mesh.data, materialize, divides_frozen=False)
-            own = {"buffers": buffers, **tensors.described, "shard_units": sharding.described}
-            own["divided before"] = str(before is not None)
+            same |= {"buffers": buffers, **tensors.described, "shard_units": sharding.described}
+            same["divided before"] = before is not None
             if before is not None and before.described != sharding.described:
                 raise ValueError(
                     f"another problem has divided this module into the units {before.described}, and this one "
                     f"would into {sharding.described}: give the same shard_units"
                 )
-    except Exception as error:  # of a class of the user's, too
-        if not isinstance(mesh, Mesh):
-            raise
-        failure = error
-    if mesh is not None:
-        agree_on_settings(mesh.world, own, failure, what="module and arguments of problem")
     state = state_of(module, tensors, buffers, sharding)
     state.hooks.serves_loop = False
     function = LossAndGradient(state, module, losses)

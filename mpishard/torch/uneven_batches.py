@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
-from mpishard.comm.errors import raised_on_all
 from mpishard.launch.job_notes import raised_by_all
 from mpishard.torch.batch_norm import sums_over_ranks
 from mpishard.torch.module import CLIP, DROP, PASS, STEP
@@ -80,9 +80,12 @@ class Join:
         self._hooks, self._buffers = optimizer._state.hooks, optimizer._state.buffers
 
     def __enter__(self) -> None:
-        if self._enable:
-            with raised_on_all(self._axis):
+        with opening(self._axis, "join") as same:
+            same |= {"enable": self._enable, "divide_by_initial_world_size": self._by_all}
+            same["throw_on_early_termination"] = self._throw
+            if self._enable:
                 self._check()
+        if self._enable:
             self._hooks.tell = self.tell
             _meshes.add(id(self._optimizer.optimizer.mesh))
 

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpishard.arguments import flag
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.layout.tensors import ParameterSpec, Piece
@@ -604,6 +606,8 @@ class ShardedModule:
         if self._summoned:
             yield
             return
+        with opening(self.axis, "summon_full_parameters") as same:
+            same["writeback"] = flag("writeback", writeback)
         self._use(self._numbers)
         self._summoned = True
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from mpishard.arguments import shown
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
-from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.rank_state import parameters_alone
 from mpishard.data_parallel.settings import agree_on_step
@@ -71,7 +71,13 @@ def save_checkpoint(
             "DDPOptimizer: its state is saved too"
         )
     facts = {} if facts is None else facts
-    optimizer.bind(_agreed(parameters, optimizer, optimizer.mesh, facts))
+    with opening(optimizer.world, "save_checkpoint") as same:
+        check_facts(facts)
+        named = _named(parameters, optimizer)
+        check_place(named, optimizer.mesh)
+        same |= {"folder": str(folder), "keep": keep, "compression": compression}
+    agree_on_step(optimizer.world, named, None, None, optimizer.settings)
+    optimizer.bind(named)
     optimizer.state.consolidate()
     state = optimizer.state.capture().with_facts(facts)
     with _for_once(folder, optimizer.mesh, keep=keep, compression=compression) as checkpoints:
@@ -131,13 +137,15 @@ def load_checkpoint(
             "load_checkpoint needs an optimizer, or mesh=..., to know which ranks hold the parameters; got the mesh "
             f"{mesh!r}"
         )
-    if optimizer is not None:
-        with raised_on_all(optimizer.mesh.world):
-            if mesh not in (None, optimizer.mesh):
-                raise ValueError(f"mesh={shown(mesh)} is not that of the optimizer; leave it out")
-        mesh = optimizer.mesh
+    given, mesh = mesh, mesh if optimizer is None else optimizer.mesh
     assert mesh is not None
-    named = _agreed(parameters, optimizer, mesh)
+    with opening(mesh.world, "load_checkpoint") as same:
+        if given is not None and given.ledger is not mesh.ledger:
+            raise ValueError(f"mesh={shown(given)} is not that of the optimizer; leave it out")
+        named = _named(parameters, optimizer)
+        check_place(named, mesh)
+        same |= {"folder": str(folder), "optimizer": optimizer is not None}
+    agree_on_step(mesh.world, named, None, None, None if optimizer is None else optimizer.settings)
     if optimizer is not None:
         optimizer.bind(named)
         state, check = optimizer.state.capture(), optimizer.state.check
@@ -166,20 +174,6 @@ def _for_once(folder: str | Path, mesh: Mesh, **options: Any) -> Iterator[Checkp
         checkpoints.close()
         raise
     checkpoints.close()
-
-
-def _agreed(
-    parameters: Any, optimizer: ShardedOptimizer | None, mesh: Mesh, facts: Mapping[str, Any] | None = None
-) -> FlatParameters:
-    """The parameters by name; raises on all ranks if any rank has invalid parameters or facts.  Collective."""
-    named: FlatParameters | None = None
-    with CaughtError() as caught:
-        check_facts({} if facts is None else facts)
-        named = _named(parameters, optimizer)
-        check_place(named, mesh)
-    agree_on_step(mesh.world, named, None, caught.error, None if optimizer is None else optimizer.settings)
-    assert named is not None
-    return named
 
 
 def _named(parameters: Any, optimizer: ShardedOptimizer | None) -> FlatParameters:

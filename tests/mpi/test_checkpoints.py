@@ -230,10 +230,10 @@ def test_callers_errors_are_raised_on_all_ranks(mesh, run):
         with pytest.raises(ValueError, match=name):
             Checkpoints(run, mesh, **{name: value})
         if mesh.size > 1:
-            with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
+            with pytest.raises(ValueError, match=name):
                 Checkpoints(run, mesh, **({name: value} if mesh.rank == mesh.size - 1 else {}))
     if mesh.size > 1:
-        with pytest.raises(ValueError, match="folder must be the same on all ranks, got .*0, .*1"):
+        with pytest.raises(ValueError, match="arguments of Checkpoints, but folder is .*0 on rank 0, .*1 on"):
             Checkpoints(run / str(mesh.rank), mesh)
 
 

@@ -186,5 +186,5 @@ def test_bad_arguments_are_an_error_on_all_ranks(mesh, comm):
     with pytest.raises(ValueError, match="resume=True takes the results in a folder"):
         mpishard.map_runs(fit, [1], mesh, resume=True)
     if comm.size > 1:
-        with pytest.raises(ValueError, match=r"all ranks must have the same cases and options, but case 1 is"):
+        with pytest.raises(ValueError, match=r"all ranks must have the same arguments of map_runs, but case 1 is"):
             mpishard.map_runs(fit, [1, 3 if mine else 2], mesh)

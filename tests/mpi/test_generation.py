@@ -139,7 +139,7 @@ def test_different_arguments_are_one_error_on_all_ranks(comm, same_on_all, axes)
         last = mesh.rank == here
         given = dict(prompt_tokens=[[1, 2], [3]], count=2)
         for change, message in [
-            (dict(count=3), rf"the same arguments of generate\(\), but count is 2 on .*3 on rank {here}"),
+            (dict(count=3), rf"the same arguments of generate, but count is 2 on .*3 on rank {here}"),
             (dict(prompt_tokens=[[1, 2], [4]]), rf"\[\[1, 2\], \[4\]\] on rank {here}"),
             (dict(prompt_tokens=[[1, 2] + 40 * [3], [4]]), "prompt_tokens is"),
             (dict(temperature=0), "temperature is 1.0 on"),

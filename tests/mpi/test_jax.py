@@ -204,7 +204,7 @@ def test_gradients_of_one_rank_are_refused_on_all(mesh, data, change, kind, mess
         ({"n": np.arange(3)}, {}, TypeError, "must be float32 or float64, but 'n' is int64"),
         (None, {"zero": 3}, ValueError, "zero=3 must be 0, 1 or 2"),
         (None, {"rule": optax.lamb(1e-3)}, ValueError, "mpishard.LAMB has trust ratios"),
-        ({"w": np.ones(3, "f")}, {}, ValueError, "same tree and arguments of as_distributed, but parameters is 3"),
+        ({"w": np.ones(3, "f")}, {}, ValueError, "same arguments of as_distributed, but parameters is 3"),
     ],
 )
 def test_bad_arguments_of_one_rank_are_refused_on_all(mesh, tree, arguments, kind, message):
