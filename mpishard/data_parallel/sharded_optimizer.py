@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from mpishard.arguments import flag, kind_of
 from mpishard.backend.compiled import prepare
 from mpishard.backend.process import fix_blas_threads
-from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
@@ -370,9 +369,11 @@ class ShardedOptimizer:
             stop the loop, checkpoints cannot hold the `facts`, or the checkpoint has other tensors, another rule or
             other samples.
         """
-        with opening(self.world, "optimize"):
+        with CaughtError() as caught:
             check_problem(problem)
         self._level_workers()
+        if caught.error is not None:  # the other ranks compare their problems
+            self.settings.agree(problem=caught.error)
         return problem.minimize(
             self,
             callback=callback,

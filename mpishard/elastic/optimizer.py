@@ -181,6 +181,9 @@ class ElasticOptimizer:
                 if isinstance(config, Mesh):
                     config = ShardingConfiguration(config, reproducible=True)
                 optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
+            elif not isinstance(optimizer, ShardedOptimizer):
+                kind = type(optimizer).__name__
+                raise TypeError(f"ElasticOptimizer takes a rule, a method, or an optimizer, got {kind}")
             elif config is not None and config is not optimizer.mesh and config is not optimizer.config:
                 what = "mesh" if isinstance(config, Mesh) else "configuration"
                 raise TypeError(
@@ -453,15 +456,12 @@ class ElasticOptimizer:
 
 
 def _mesh_of(optimizer: Any, config: Any) -> Mesh:
-    """The mesh of the first of both that has one."""
-    for each in (optimizer, config):
-        mesh = each if isinstance(each, Mesh) else getattr(each, "mesh", None)
-        if isinstance(mesh, Mesh):
-            return mesh
-    raise TypeError(
-        f"ElasticOptimizer({type(optimizer).__name__}, {type(config).__name__}) has no mesh; give an optimizer, or a "
-        "rule and a Mesh or a ShardingConfiguration"
-    )
+    """The mesh of an optimizer, or else of the configuration; TypeError if neither has one."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.mesh
+    if config is None:
+        raise TypeError("ElasticOptimizer of a rule needs a Mesh or a ShardingConfiguration")
+    return ShardingConfiguration.of(config).mesh
 
 
 class _Prepared:
