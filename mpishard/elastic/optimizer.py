@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mpishard.arguments import flag, integer, number
+from mpishard.arguments import flag, integer, number, shown
 from mpishard.comm.agreement import opening
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
@@ -182,8 +182,7 @@ class ElasticOptimizer:
                     config = ShardingConfiguration(config, reproducible=True)
                 optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
             elif not isinstance(optimizer, ShardedOptimizer):
-                kind = type(optimizer).__name__
-                raise TypeError(f"ElasticOptimizer takes a rule, a method, or an optimizer, got {kind}")
+                raise TypeError(f"ElasticOptimizer takes a rule, a method or an optimizer, got {shown(optimizer)}")
             elif config is not None and config is not optimizer.mesh and config is not optimizer.config:
                 what = "mesh" if isinstance(config, Mesh) else "configuration"
                 raise TypeError(
