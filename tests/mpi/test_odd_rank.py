@@ -1,0 +1,592 @@
+"""Each public collective call with another argument on one rank: an error on all ranks, for which none waits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import odd_rank
+import pytest
+from mpi4py import MPI
+from odd_rank import LIMIT_S, Made, assert_raised_on_all, odd
+
+import mpishard
+from mpishard import (
+    LBFGSB,
+    SGD,
+    Checkpoints,
+    DDPOptimizer,
+    ElasticOptimizer,
+    Evaluation,
+    FlatParameters,
+    HybridShardedOptimizer,
+    Mesh,
+    OptimizationProblem,
+    ParameterSpec,
+    ReverseCommunication,
+    RunRecord,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+)
+from mpishard.data import TokenData, TokenFile
+from mpishard.layout.run_state import RunState
+from mpishard.nn import GPT, export_pretrained, import_pretrained
+
+
+@dataclass
+class Place:
+    mesh: Mesh
+    debug: Mesh  # another one, in the debug mode
+    folder: Path
+
+    @functools.cached_property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder / "checkpoints", self.mesh)
+
+    @functools.cached_property
+    def record(self) -> RunRecord:
+        return RunRecord(self.folder / "record", self.mesh)
+
+    @functools.cached_property
+    def trained(self) -> DDPOptimizer:
+        """An optimizer that has taken a step."""
+        optimizer = DDPOptimizer(SGD(lr=0.1), self.mesh)
+        optimizer.step(np.zeros(4), np.ones(4))
+        return optimizer
+
+    def state(self, step: int) -> RunState:
+        captured = self.trained.state.capture()
+        return RunState(captured.specs, captured.shards, {"step": step})
+
+    @functools.cached_property
+    def tokens(self) -> TokenFile:
+        if self.mesh.rank == 0:
+            np.arange(64, dtype=np.uint16).tofile(self.folder / "tokens.bin")
+        self.mesh.world.barrier()
+        return TokenFile(self.folder / "tokens.bin")
+
+    @functools.cached_property
+    def saved(self) -> Path:
+        """A folder with a checkpoint."""
+        mpishard.save_checkpoint(self.folder / "saved", np.zeros(4), self.trained)
+        return self.folder / "saved"
+
+    @functools.cached_property
+    def method(self) -> ZeRO1Optimizer:
+        """An optimizer with a method that has ended."""
+        optimizer = ZeRO1Optimizer(LBFGSB(maxiter=2), self.mesh)
+        optimizer.optimize(problem(), progress=False)
+        return optimizer
+
+    @functools.cached_property
+    def model(self) -> GPT:
+        """A model of this mesh, whose weights are in the folder, too."""
+        model = GPT(vocabulary_size=16, context_length=8, layers=1, heads=2, width=8, mesh=self.mesh)
+        export_pretrained(model, self.folder / "pretrained")
+        return model
+
+
+@pytest.fixture(scope="module")
+def place(comm, tmp_path_factory):
+    folder = Path(comm.bcast(tmp_path_factory.mktemp("odd")))
+    with Mesh(comm, timeout=LIMIT_S) as mesh, Mesh(comm, timeout=LIMIT_S, debug=True) as debug:
+        made = Place(mesh, debug, folder)
+        yield made
+        for each in ("checkpoints", "record"):
+            if each in vars(made):
+                getattr(made, each).close()
+
+
+# The calls, each as ranks make it, with the arguments that one of them gives otherwise.
+
+
+def sphere(x):
+    return float(x @ x), 2 * x
+
+
+def residuals(x):
+    return x - 1
+
+
+def of_samples(parameters, samples, gradients):
+    gradients += parameters * len(samples)
+    return float(len(samples))
+
+
+def loss_of_samples(parameters, samples):
+    return float(len(samples))
+
+
+def problem(**options):
+    return OptimizationProblem(of_samples, np.ones(4), 8, 8, **({"steps": 2} | options))
+
+
+def parameters(size=4):
+    return FlatParameters((ParameterSpec("w", (size,)),))
+
+
+class Model:
+    def __init__(self, size=4):
+        self.parameters = parameters(size)
+
+    def loss_and_gradient(self, *batch):
+        return 0.0
+
+
+def minimize(at, **other):
+    return mpishard.minimize(sphere, np.ones(4), mesh=at.mesh, **other)
+
+
+def least_squares(at, **other):
+    return mpishard.least_squares(residuals, np.zeros(3), mesh=at.mesh, **other)
+
+
+def augmented(at, **other):
+    def along_x(x, y):
+        return np.full(4, y[0])
+
+    return mpishard.augmented_lagrangian(sphere, np.ones(4), lambda x: [x.sum() - 1], along_x, mesh=at.mesh, **other)
+
+
+def step(at, parameters=None, gradients=None, count=None):
+    parameters = np.zeros(4) if parameters is None else parameters
+    DDPOptimizer(SGD(lr=0.1), at.mesh).step(parameters, np.ones(4) if gradients is None else gradients, count=count)
+
+
+def optimize(at, problem=problem(), **other):  # noqa: B008
+    return DDPOptimizer(SGD(lr=0.1), at.mesh).optimize(problem, progress=False, **other)
+
+
+def elastic(at, optimizer=None, **other):
+    with Mesh(at.mesh.world.comm, timeout=LIMIT_S) as mesh:
+        ElasticOptimizer(SGD(lr=0.1) if optimizer is None else optimizer, mesh, **other)
+
+
+def elastic_optimize(at, problem=problem(), **other):  # noqa: B008
+    with Mesh(at.mesh.world.comm, timeout=LIMIT_S) as mesh:
+        ElasticOptimizer(SGD(lr=0.1), mesh).optimize(problem, progress=False, **other)
+
+
+def save(at, parameters=None, folder=None, **other):
+    parameters = np.zeros(4) if parameters is None else parameters
+    mpishard.save_checkpoint(folder or at.folder / "new", parameters, at.trained, **other)
+
+
+def load(at, parameters=None, folder=None, **other):
+    parameters = np.zeros(4) if parameters is None else parameters
+    mpishard.load_checkpoint(folder or at.saved, parameters, mesh=at.mesh, **other)
+
+
+def asked(at, then):
+    optimizer = ReverseCommunication("L-BFGS-B", np.ones(4), mesh=at.mesh)
+    optimizer.ask()
+    then(optimizer)
+
+
+def mesh_of(at, **other):
+    Mesh(at.mesh.world.comm, **({"timeout": LIMIT_S} | other)).free()
+
+
+def started(at, how, **other):
+    """A collective of an axis in the debug mode."""
+    arguments = {"buffer": np.ones(2 * at.mesh.size)} | ({"out": np.ones(2 * at.mesh.size)} if "to_all" in how else {})
+    found = getattr(at.debug.world, how)(**(arguments | other))
+    if how.startswith("start"):
+        found.wait()
+
+
+def collectives():
+    """Those of an axis, which are compared in the debug mode alone."""
+    shorter, other = Made(lambda at: np.ones(at.mesh.size)), Made(lambda at: np.ones(2 * at.mesh.size, "f"))
+    given = {
+        "all_reduce": ({"op": "max"}, {"buffer": shorter}),
+        "reduce_scatter": ({"op": "max"}, {"buffer": shorter}),
+        "all_gather": ({"buffer": shorter},),
+        "broadcast": ({"root": 1}, {"buffer": shorter}),
+        "all_to_all": ({"buffer": other, "out": other},),
+    }
+    for start in ("", "start_"):
+        for name, others in given.items():
+            how = start + name
+            yield from odd(
+                f"mpishard.Axis.{how}", functools.partial(started, how=how), *((each, name) for each in others)
+            )
+
+
+CHECKPOINTS, RECORD = Made(lambda at: at.checkpoints), Made(lambda at: at.record)
+TABLE = [
+    *odd(
+        "mpishard.Mesh",
+        mesh_of,
+        {"debug": True},
+        {"debug": 3},
+        ({"timeout": -1.0}, "-1"),
+        {"tensor": MPI.COMM_WORLD.size},
+        {"tensor": 7},
+        {"collectives": "nccl"},
+        {"collectives": "smoke"},
+    ),
+    *odd(
+        "mpishard.Mesh.reshaped",
+        lambda at, **other: at.debug.reshaped(**other),
+        {"tensor": MPI.COMM_WORLD.size},
+        {"tensor": 7},
+    ),
+    *odd(
+        "mpishard.Axis.subgroup",
+        lambda at, ranks=(0,): at.mesh.world.subgroup("some", ranks),
+        ({"ranks": (0, 1)}, "subgroup"),
+    ),
+    *odd("mpishard.Axis.split", lambda at, name="a": at.mesh.world.split(name, 0), ({"name": "b"}, "'b'")),
+    *collectives(),
+    *odd(
+        "mpishard.minimize",
+        minimize,
+        {"method": "CG"},
+        {"method": "none"},
+        {"reduction": "sum"},
+        {"reduction": "max"},
+        ({"options": {"gtol": 1e-3}}, "gtol"),
+        {"bounds": (0, 1)},
+        {"bounds": 3},
+        {"elastic": True},
+        {"elastic": 3},
+        {"resume": True},
+        {"checkpoints": CHECKPOINTS},
+        {"checkpoints": 3},
+        {"record": RECORD},
+        {"record": 3},
+    ),
+    *odd(
+        "mpishard.least_squares",
+        least_squares,
+        {"method": "lm"},
+        {"loss": "huber"},
+        {"loss": "none"},
+        {"max_nfev": 3},
+        {"tr_solver": "cg"},
+        {"elastic": True},
+        {"resume": True},
+        {"checkpoints": CHECKPOINTS},
+        {"record": RECORD},
+        {"record": 3},
+    ),
+    *odd(
+        "mpishard.augmented_lagrangian",
+        augmented,
+        {"method": "CG"},
+        {"penalty": 20.0},
+        {"penalty": -1},
+        {"reduction": "sum"},
+        {"multipliers": [0.0]},
+        {"record": RECORD},
+    ),
+    *odd(
+        "mpishard.ReverseCommunication",
+        lambda at, method="CG", **other: ReverseCommunication(method, np.ones(4), mesh=at.mesh, **other),
+        {"method": "L-BFGS-B"},
+        {"method": "none"},
+        {"reduction": "sum"},
+    ),
+    *odd(
+        "mpishard.ReverseCommunication.stop",
+        lambda at, reason="seconds": asked(at, lambda optimizer: optimizer.stop(reason)),
+        {"reason": "callback"},
+    ),
+    *odd(
+        "mpishard.ReverseCommunication.tell",
+        lambda at, value=1.0, gradient=(1, 1, 1, 1): asked(at, lambda optimizer: optimizer.tell(value, gradient)),
+        {"value": "much"},
+        {"gradient": np.ones(3)},
+        ({"gradient": np.ones(4) / 2}, "gradient"),
+    ),
+    *odd(
+        "mpishard.ReverseCommunication.save",
+        lambda at, folder="new": asked(at, lambda optimizer: optimizer.save(at.folder / folder)),
+        {"folder": "other"},
+    ),
+    *odd(
+        "mpishard.ReverseCommunication.load",
+        lambda at, folder="saved": asked(at, lambda optimizer: optimizer.load(at.folder / folder)),
+        {"folder": "other"},
+    ),
+    *odd(
+        "mpishard.ReverseCommunication.tell_product",
+        lambda at, how="tell", given=(1, (1, 1, 1, 1)): asked(at, lambda each: getattr(each, how)(*given)),
+        ({"how": "tell_product", "given": [np.ones(4)]}, "product"),
+    ),
+    *odd(
+        "mpishard.map_runs",
+        lambda at, cases=(1, 2), **other: mpishard.map_runs(lambda case, mesh: case, cases, at.mesh, **other),
+        ({"cases": (1, 3)}, "case 1"),
+        ({"cases": (1, 2, 3)}, "case 2"),
+        ({"cases": 3}, "int"),
+        {"ranks_each": MPI.COMM_WORLD.size},
+        {"ranks_each": 7},
+        {"folder": "runs"},
+        {"resume": True},
+    ),
+    *odd(
+        "mpishard.check_gradient",
+        lambda at, x=(1.0, 2.0), **other: mpishard.check_gradient(
+            sphere, np.array(x), mesh=at.mesh, disp=False, **other
+        ),
+        {"x": (1.0, 2.0, 3.0)},
+        {"reduction": "sum"},
+        {"seed": 3},
+        {"steps": 3},
+        {"hessp": lambda x, direction: 2 * direction},
+    ),
+    *odd(
+        "mpishard.check_adjoint",
+        lambda at, **other: mpishard.check_adjoint(
+            lambda x: x, lambda y: y, np.ones(2), np.ones(2), mesh=at.mesh, **({"disp": False} | other)
+        ),
+        {"seed": 3},
+        {"tolerance": -1},
+        {"disp": 3},
+    ),
+    *odd(
+        "mpishard.Checkpoints",
+        lambda at, folder="new", **other: Checkpoints(at.folder / folder, at.mesh, **other).close(),
+        {"folder": "other"},
+        {"keep": 3},
+        {"keep": 0},
+        {"every": 0.5},
+        {"asynchronous": True},
+        {"compression": "none"},
+    ),
+    *odd(
+        "mpishard.Checkpoints.save",
+        lambda at, state=None, **other: at.checkpoints.save(at.state(1) if state is None else state, **other),
+        {"state": 3},
+        ({"state": Made(lambda at: at.state(2))}, "step"),
+        ({"state": Made(lambda at: at.trained.state.capture())}, "step"),
+        {"asynchronous": True},
+        {"best": True},
+    ),
+    *odd(
+        "mpishard.Checkpoints.load",
+        lambda at, state=None: at.checkpoints.load(at.state(1) if state is None else state),
+        {"state": 3},
+    ),
+    *odd(
+        "mpishard.save_checkpoint",
+        save,
+        ({"parameters": np.zeros(5)}, "parameters"),
+        ({"parameters": "none"}, "parameters"),
+        {"folder": "other"},
+        {"keep": 3},
+        {"compression": "none"},
+        ({"facts": {"steps": 3}}, "steps"),
+    ),
+    *odd("mpishard.load_checkpoint", load, {"parameters": np.zeros(5)}, {"parameters": 3}, {"folder": "other"}),
+    *odd(
+        "mpishard.reshard_state",
+        lambda at, target=None, **other: mpishard.reshard_state(
+            at.mesh.world, at.trained.state.capture(), target or at.trained.state.capture(), **other
+        ),
+        {"bucket_bytes": 0},
+        ({"target": 3}, "int"),
+    ),
+    *odd(
+        "mpishard.RunRecord.begin",
+        lambda at, **other: at.record.begin(**other),
+        {"facts": 3},
+        {"stage": True},
+    ),
+    *odd(
+        "mpishard.ElasticOptimizer",
+        elastic,
+        {"layouts": [{}]},
+        {"layouts": 3},
+        {"folder": "other"},
+        {"min_workers": 2},
+        {"min_workers": 0},
+        {"scaling": "linear"},
+        {"respawn": False},
+        ({"optimizer": 3}, "rule"),
+    ),
+    *odd(
+        "mpishard.ElasticOptimizer.optimize",
+        elastic_optimize,
+        ({"problem": lambda mesh: problem()}, "layouts"),
+        ({"problem": 3}, "int"),
+        ({"problem": problem(steps=3)}, "steps"),
+        {"checkpoints": CHECKPOINTS},
+        {"resume": True},
+        {"record": RECORD},
+    ),
+    *odd(
+        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.optimize",
+        optimize,
+        ({"problem": 3}, "int"),
+        ({"problem": problem(steps=3)}, "steps"),
+        {"checkpoints": CHECKPOINTS},
+        {"checkpoints": 3},
+        {"resume": True},
+        {"record": RECORD},
+        ({"evaluate": Evaluation(loss_of_samples, 4, every=1)}, "evaluation"),
+        {"callback": 3},
+    ),
+    *odd(
+        "mpishard.OptimizationProblem.minimize",
+        lambda at, **other: problem().minimize(DDPOptimizer(SGD(lr=0.1), at.mesh), **({"progress": False} | other)),
+        {"checkpoints": CHECKPOINTS},
+        {"progress": 3},
+    ),
+    *odd(
+        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.step",
+        step,
+        ({"parameters": np.zeros(5)}, "parameters"),
+        {"parameters": 3},
+        {"gradients": np.ones(3)},
+        {"count": 3.0},
+        {"count": -1.0},
+    ),
+    *odd(
+        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.bind",
+        lambda at, size=4: DDPOptimizer(SGD(lr=0.1), at.mesh).bind(parameters(size)),
+        ({"size": 5}, "parameters"),
+    ),
+    *odd(
+        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.deserialize",
+        lambda at, data=None: at.trained.deserialize(at.trained.serialize() if data is None else data),
+        ({"data": b""}, "state"),
+    ),
+    *odd(
+        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.serialize",
+        lambda at, optimizer=None: (optimizer or at.trained).serialize(),
+        ({"optimizer": Made(lambda at: DDPOptimizer(SGD(lr=0.1), at.mesh))}, "first step"),
+    ),
+    *odd(
+        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.synchronize_optimizer_state",
+        lambda at, optimizer=None: (optimizer or at.trained).synchronize_optimizer_state(),
+        ({"optimizer": Made(lambda at: DDPOptimizer(SGD(lr=0.1), at.mesh))}, "step"),
+    ),
+    *odd(
+        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.begin_stage",
+        lambda at, **other: at.method.begin_stage(**other),
+        {"keep_history": True},
+        {"keep_history": 3},
+    ),
+    *odd(
+        "mpishard.HybridShardedOptimizer",
+        lambda at, **other: HybridShardedOptimizer(SGD(lr=0.1), at.mesh, **other),
+        {"zero_stage": 2},
+        {"zero_stage": 4},
+        {"tensor_parallel_size": MPI.COMM_WORLD.size},
+    ),
+    *(
+        each
+        for name in ("ShardedModel", "HybridShardedModel", "as_distributed")
+        for each in odd(
+            f"mpishard.{name}",
+            lambda at, name=name, model=None, **other: getattr(mpishard, name)(
+                model or Model(), ShardingConfiguration(at.mesh, **other)
+            ),
+            ({"model": Model(5)}, "parameters"),
+            ({"model": 3}, "parameters"),
+            {"reproducible": True},
+        )
+    ),
+    *(
+        each
+        for name in ("as_distributed_for_high_bandwidth", "as_distributed_for_low_bandwidth")
+        for each in odd(
+            f"mpishard.{name}",
+            lambda at, name=name, model=None, **other: getattr(mpishard, name)(model or Model(), at.mesh, **other),
+            ({"model": Model(5)}, "parameters"),
+            {"reproducible": True},
+        )
+    ),
+    *odd(
+        "mpishard.data.TokenData",
+        lambda at, sources=None, context_length=8, **other: TokenData(
+            sources or at.tokens, context_length, mesh=at.mesh, **other
+        ),
+        {"sources": Made(lambda at: [at.tokens, at.tokens])},
+        ({"sources": 3}, "3"),
+        {"context_length": 4},
+        {"context_length": 0},
+        {"vocabulary_size": 64},
+        {"check": False},
+    ),
+    *odd(
+        "mpishard.nn.Decoder.generate",
+        lambda at, count=2, **other: at.model.generate([1, 2], count, **other),
+        {"count": 3},
+        {"count": -1},
+        {"seed": 3},
+        {"temperature": -1.0},
+    ),
+    *odd(
+        "mpishard.nn.export_pretrained",
+        lambda at, **other: export_pretrained(at.model, at.folder / "exported", **other),
+        {"dtype": "float64"},
+        {"dtype": 3},
+        {"file_bytes": 0},
+    ),
+    *odd(
+        "mpishard.nn.import_pretrained",
+        lambda at, folder="pretrained", **other: import_pretrained(at.folder / folder, mesh=at.mesh, **other),
+        ({"folder": "none"}, "none"),
+        {"dropout": 0.5},
+        {"dropout": 2.0},
+    ),
+]
+
+
+def test_a_call_that_one_rank_makes_alone_is_an_error_on_all(place):
+    """As ``if rank == 0: optimizer.serialize()``."""
+    if place.mesh.size == 1:
+        pytest.skip("one rank is all")
+    alone = place.mesh.rank == 0
+    with pytest.raises(ValueError, match=f"call is serialize on rank 0, save_checkpoint on .*{place.mesh.size - 1}"):
+        place.trained.serialize() if alone else save(place)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_an_argument_that_differs_on_one_rank_is_an_error_on_all(place, case):
+    assert_raised_on_all(case, place, place.mesh)
+
+
+OPTIMIZER = "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer"
+# By the reason why no rank can be refused for its arguments before it waits.
+LEFT_OUT = {
+    "it takes no argument, or what it takes may differ between ranks": f"""
+        mpishard.Axis.allgather_object mpishard.Axis.barrier mpishard.Axis.finish mpishard.Axis.free
+        mpishard.Axis.raise_if_any mpishard.Axis.raise_together mpishard.Checkpoints.close mpishard.Checkpoints.rehearse
+        mpishard.Checkpoints.release mpishard.Checkpoints.wait mpishard.Mesh.free mpishard.Mesh.release
+        mpishard.Mesh.unwatch mpishard.ReverseCommunication.ask mpishard.ReverseCommunication.tell_outcome
+        mpishard.ShardedModel.gather_full_parameters mpishard.ShardedModel.synchronize_gradients
+        mpishard.environment.collect mpishard.estimate.measure {OPTIMIZER}.averaged_parameters
+        """,
+    "it is no call, or its own creation is not collective": f"""
+        mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request mpishard.RunRecord
+        mpishard.comm.communicator.Communicator mpishard.estimate.costs {OPTIMIZER}
+        mpishard.inverse.regularization.RegularizationTerm mpishard.regularized mpishard.backward_in_time
+        mpishard.ReverseCommunication.serialize mpishard.ReverseCommunication.deserialize
+        mpishard.compression.Compressor.make_sums mpishard.compression.PieceCompressor.make_sums
+        mpishard.compression.PowerSGDCompressor.make_sums
+        """,
+    "an elastic run calls it where ranks may have died, on a communicator that it makes": """
+        mpishard.Axis.rebind mpishard.Axis.regain_subgroups mpishard.Checkpoints.rebind mpishard.Mesh.rebind
+        """,
+    "it is in each step, whose ranks have compared parameters and settings, and would be slower": f"""
+        mpishard.Checkpoints.due mpishard.FlatParameters.gather mpishard.FlatParameters.prefetch
+        mpishard.FlatParameters.use mpishard.LocalSGDOptimizer.update mpishard.ShardedModel.loss_and_gradient
+        {OPTIMIZER}.update
+        """,
+}
+NN = {f"mpishard.nn.{name}" for name in ("Decoder.generate", "import_pretrained", "export_pretrained")}
+PAGES = [path.stem for path in odd_rank.PAGES.glob("*.md") if path.stem not in ("index", "torch", "jax")]
+
+
+def test_the_table_has_each_collective_call_of_the_reference():
+    """Those that are left out have a reason."""
+    # Layers and passes of a model are in each step, too; the debug mode compares each of their collectives.
+    names = {name for name in odd_rank.collective_names(PAGES) if not name.startswith("mpishard.nn.") or name in NN}
+    assert names == {case.name for case in TABLE} | {name for names in LEFT_OUT.values() for name in names.split()}
