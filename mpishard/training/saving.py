@@ -75,7 +75,7 @@ def save_checkpoint(
         check_facts(facts)
         named = _named(parameters, optimizer)
         check_place(named, optimizer.mesh)
-        same |= {"folder": str(folder), "keep": keep, "compression": compression}
+        same |= {"folder": str(folder), "keep": keep, "compression": compression, "facts": sorted(facts)}
     agree_on_step(optimizer.world, named, None, None, optimizer.settings)
     optimizer.bind(named)
     optimizer.state.consolidate()
