@@ -380,7 +380,7 @@ TABLE = [
         {"folder": "other"},
         {"keep": 3},
         {"compression": "none"},
-        ({"facts": {"steps": 3}}, "steps"),
+        {"facts": {"steps": 3}},
     ),
     *odd("mpishard.load_checkpoint", load, {"parameters": np.zeros(5)}, {"parameters": 3}, {"folder": "other"}),
     *odd(
