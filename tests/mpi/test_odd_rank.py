@@ -499,7 +499,7 @@ TABLE = [
             f"mpishard.{name}",
             lambda at, name=name, model=None, **other: getattr(mpishard, name)(model or Model(), at.mesh, **other),
             ({"model": Model(5)}, "parameters"),
-            {"reproducible": True},
+            {"max_gradient_norm": 1.0},
         )
     ),
     *odd(
