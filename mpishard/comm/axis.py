@@ -334,8 +334,9 @@ class Axis(Communicator):
         SystemExit
             If the first rank with one has called ``sys.exit``: with the same code.
         """
-        if not isinstance(problem, BaseException | None):
-            problem = TypeError(f"raise_if_any takes an exception or None, got {shown(problem)}")
+        given: Any = problem
+        if not isinstance(given, BaseException | None):
+            problem = TypeError(f"raise_if_any takes an exception or None, got {shown(given)}")
         if self._channel.is_self and problem is not None:
             raise problem  # code without a mesh may run where nobody has started MPI
         bad = np.array([problem is not None], np.int64)
