@@ -367,7 +367,8 @@ class ElasticOptimizer:
             On every rank, if the run's folder cannot hold a ``control`` folder that belongs to the user.
         """
         with opening(self.mesh.world, "ElasticOptimizer.optimize") as same:
-            same |= self._settings
+            folder = self._folder(checkpoints)
+            same |= {**self._settings, "the folder for requests": str(folder)}
             self._check_kind(problem)
         build, problem = self._built(problem)
         # With a batch that stays the same, more workers than samples would have nothing to do.
@@ -376,7 +377,6 @@ class ElasticOptimizer:
 
         with ExitStack() as stack:
             limits = self.min_workers, self._target.most
-            folder = self._folder(checkpoints)
             requests = stack.enter_context(
                 ResizeRequests(self.mesh.world, *limits, folder, self.discover, self._choice)
             )
