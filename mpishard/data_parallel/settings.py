@@ -132,6 +132,8 @@ class Settings:
             "strategy": self._optimizer.strategy_class.fitting(parameters).__name__,
             "module of the parameters": arrays.module_of(parameters.like).__name__,
             "parameters sharded": str(parameters.sharded is not None),
+            "parameters": parameters.description,
+            "parameters(digest)": f"{parameters.fingerprint:x}",
         }
 
     def agree(
