@@ -171,7 +171,8 @@ class HybridShardedOptimizer(ShardedOptimizer):
         with opening(config.mesh.world, "HybridShardedOptimizer") as same:
             if integer("zero_stage", zero_stage) not in range(len(STRATEGIES)):
                 raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
-            same |= {"zero_stage": zero_stage, "pipeline, tensor and data_parallel_size": sizes}
+            names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
+            same |= {"zero_stage": zero_stage} | dict(zip(names, sizes, strict=True))
         self.strategy_class = STRATEGIES[zero_stage]
         if sizes != (1, 1, -1):
             mesh = config.mesh.reshaped(
