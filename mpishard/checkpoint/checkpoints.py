@@ -23,7 +23,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.io.files import warn_of_writers
 from mpishard.launch.lease import FolderLease
-from mpishard.layout.run_state import RunState
+from mpishard.layout.run_state import RunState, check_state
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,7 @@ class Checkpoints:
         self.wait()
         with opening(self.mesh.world, "Checkpoints.save") as same:
             step = _step_of(state)
+            same |= {f"facts[{name!r}]": "there" for name in state.facts}
             same |= {"facts['step']": step, "asynchronous": asynchronous, "best": best}
         unfinished, fault = begin_save(self.folder, step, axis)
         if fault is not None:
@@ -279,7 +280,7 @@ class Checkpoints:
         axis = self._writer.axis
         self.wait()
         with opening(self.mesh.world, "Checkpoints.load") as same:
-            _check_state(state)
+            check_state("state", state)
             same["check"] = check is not None
         found = load_newest(self.folder, state, self.mesh, axis, check)
         if found is not None:
@@ -342,17 +343,11 @@ class Checkpoints:
 
 def _step_of(state: RunState) -> int:
     """The step of the state; TypeError or ValueError unless it is a state with a step."""
-    _check_state(state)
+    check_state("state", state)
     step: Any = state.facts.get("step")
     if not isinstance(step, int | np.integer) or step < 0:
         raise ValueError(f"facts['step']={shown(step)} must be a whole number of at least 0")
     return int(step)
-
-
-def _check_state(state: Any) -> None:
-    """Raise TypeError unless this is a RunState."""
-    if not isinstance(state, RunState):
-        raise TypeError(f"state={shown(state)} must be a RunState, as optimizer.state.capture() returns")
 
 
 # When to save: every given number of steps, or such that saves take no more than a share of a run's time.

@@ -21,7 +21,7 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, intersect, subtract
-from mpishard.layout.run_state import RunState, Shard, check_same_tensors
+from mpishard.layout.run_state import RunState, Shard, check_same_tensors, check_state
 from mpishard.layout.tensors import LocalLayout, Piece
 
 Array = Any
@@ -212,7 +212,7 @@ def reshard_state(
         of array that the target has; also the errors of `reshard`, for each kind in turn.
     """
     with opening(axis, "reshard_state"):
-        models = _model(source), _model(target)
+        models = _model("source", source), _model("target", target)
         integer("bucket_bytes", bucket_bytes, least=1)
     descriptions = axis.allgather_object(models)
     with raised_on_all(axis):
@@ -299,8 +299,11 @@ def _offsets(piece: Piece, box: Box) -> tuple[int, list[int]]:
     return first, [stride for (start, stop), stride in zip(box, strides, strict=True) if stop - start > 1]
 
 
-def _model(state: RunState | None) -> _Model | None:
-    return None if state is None else (tuple((spec.name, spec.shape) for spec in state.specs), state.kinds)
+def _model(name: str, state: RunState | None) -> _Model | None:
+    if state is None:
+        return None
+    check_state(name, state)
+    return tuple((spec.name, spec.shape) for spec in state.specs), state.kinds
 
 
 def _check_models(descriptions: Sequence[tuple[_Model | None, _Model | None]]) -> None:

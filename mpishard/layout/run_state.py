@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpishard.arguments import printable
+from mpishard.arguments import printable, shown
 from mpishard.layout.tensors import LocalLayout, ModelParallelRank, ParameterSpec, cut_holding
 
 Array = Any
@@ -99,6 +99,12 @@ class RunState:
         if taken:
             raise ValueError(f"the fact {taken[0]!r} is one of the run's own; give yours another name")
         return replace(self, facts={**self.facts, **facts})
+
+
+def check_state(name: str, state: Any) -> None:
+    """Raise TypeError, with the name of the argument, unless this is a RunState."""
+    if not isinstance(state, RunState):
+        raise TypeError(f"{name}={shown(state)} must be a RunState, as optimizer.state.capture() returns")
 
 
 def pieces_of_ranges(pieces: LocalLayout, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
