@@ -473,7 +473,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
                         f"this has {', '.join(map(repr, state_dict)) or 'nothing'}; give what state_dict() of the "
                         "optimizer of as_distributed returned, which has 'mpishard', or that of an optimizer of PyTorch"
                     )
-                _check_masters(state_dict.get("masters", {}), self._state.masters)
+                _check_masters(state_dict.get("masters", {}), self._state.master_shapes)
         if of_torch:
             self._load_torch_state(state_dict)
         else:
@@ -532,10 +532,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         return facts
 
 
-def _check_masters(saved: Mapping[str, Any], masters: Mapping[str, Any]) -> None:
-    """Raise if masters of a saved state are not those of the module; a state may have none."""
+def _check_masters(saved: Mapping[str, Any], here: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise if masters of a saved state have not the shapes of those of the module; a state may have none."""
     there = {name: tuple(each.shape) for name, each in saved.items()}
-    here = {name: tuple(each.shape) for name, each in masters.items()}
     if there and there != here:
         name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
         raise ValueError(

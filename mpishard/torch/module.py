@@ -19,6 +19,7 @@ import torch
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.io import log
+from mpishard.layout.tensors import Piece
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import BufferOwner, Buffers
 from mpishard.torch.memory import (
@@ -762,11 +763,10 @@ class ModuleState:
     @property
     def masters(self) -> dict[str, Any]:
         """Copies of the masters of parameters of another dtype, by name, as reals. Collective under ZeRO-3."""
-        names = [name for name, p in self._trained.items() if p.dtype != self.hooks.dtype_of[name]]
-        if not names:
+        pieces = self._master_pieces
+        if not pieces:
             return {}
-        flat, piece_of = as_tensor(self.parameters.gather()), self.parameters.layout.piece_of
-        pieces = [piece_of[name] for name in names]
+        flat = as_tensor(self.parameters.gather())
         return {each.name: flat[each.start : each.start + each.size].clone().view(each.shape) for each in pieces}
 
     @masters.setter
@@ -774,6 +774,16 @@ class ModuleState:
         for name, values in masters.items():
             self.parameters.assign(name, as_array(values.to(next(iter(self._trained.values())).device, self.dtype)))
         self.round_masters()
+
+    @property
+    def master_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of `masters`. Not collective."""
+        return {piece.name: piece.shape for piece in self._master_pieces}
+
+    @property
+    def _master_pieces(self) -> list[Piece]:
+        piece_of = self.parameters.layout.piece_of
+        return [piece_of[name] for name, p in self._trained.items() if p.dtype != self.hooks.dtype_of[name]]
 
     def round_masters(self) -> None:
         """Give the parameters the values of their masters, rounded; after each change of the flat array."""

@@ -356,7 +356,7 @@ def test_a_state_of_pytorch_that_does_not_fit_is_refused_on_all_ranks(mesh):
         optimizer.load_state_dict(other)
     with pytest.raises(ValueError, match="all ranks must have the same state"):
         optimizer.load_state_dict(other if mesh.rank else state)
-    with pytest.raises(ValueError, match="all ranks must have the same state, but format is"):
+    with pytest.raises(ValueError, match="all ranks must have the same arguments of load_state_dict, but format is"):
         optimizer.load_state_dict(own if mesh.rank else state)
     with pytest.raises(ValueError, match="format='jax' must be 'mpishard' or 'torch'"):
         optimizer.state_dict(format="jax")

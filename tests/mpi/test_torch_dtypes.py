@@ -221,6 +221,16 @@ def test_masters_go_to_other_ranks_and_stages(mesh, comm, folder, kind):
     some.Free()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_load_states_of_two_formats_are_refused_before_masters_are_gathered(mesh):
+    module = make("bfloat16")
+    of_torch = torch.optim.AdamW(module.parameters()).state_dict()
+    optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, **units_under(3))
+    own = optimizer.state_dict()
+    with pytest.raises(ValueError, match="all ranks must have the same arguments of load_state_dict, but format is"):
+        optimizer.load_state_dict(own if mesh.rank else of_torch)
+
+
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_what_is_written_to_parameters_is_what_steps(mesh, zero):
     module = make("bfloat16")
