@@ -397,8 +397,10 @@ class ModuleOptimizer(torch.optim.Optimizer):
             On every rank, if compressed gradients of a backward pass are on their way, which no step has used; or
             PyTorch has no such optimizer.
         """
-        if format not in ("mpishard", "torch"):
-            raise ValueError(f"format={format!r} must be 'mpishard' or 'torch'")
+        with opening(self.optimizer.mesh.world, "state_dict") as same:
+            same["format"] = format
+            if format not in ("mpishard", "torch"):
+                raise ValueError(f"format={format!r} must be 'mpishard' or 'torch'")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._state.take_values()

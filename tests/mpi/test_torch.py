@@ -360,6 +360,8 @@ def test_a_state_of_pytorch_that_does_not_fit_is_refused_on_all_ranks(mesh):
         optimizer.load_state_dict(own if mesh.rank else state)
     with pytest.raises(ValueError, match="format='jax' must be 'mpishard' or 'torch'"):
         optimizer.state_dict(format="jax")
+    with pytest.raises(ValueError, match="all ranks must have the same arguments of state_dict, but format is"):
+        optimizer.state_dict(format="mpishard" if mesh.rank else "torch")
 
 
 def test_formats_and_compiled_modules(mesh):
