@@ -107,7 +107,7 @@ def test_equality_constraints(mesh, same_on_all):
     odd = mesh.rank == mesh.size - 1
     assert run(slice(None), mesh=mesh, callback=lambda x: odd).status == 99
     with pytest.raises(ValueError, match="there are 3 multipliers, but 4 constraints"):
-        run(slice(None), mesh=mesh, multipliers=np.zeros(3) if odd else None)
+        run(slice(None), mesh=mesh, multipliers=np.zeros(3 if odd else 4))
     if mesh.size > 1:
         with pytest.raises(ValueError, match="different values"):
             run(slice(None), lambda x: (0.5 * x @ x + odd, x), mesh=mesh)
