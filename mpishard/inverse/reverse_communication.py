@@ -265,6 +265,11 @@ class ReverseCommunication:
         """The best iterate, with the fields of SciPy's result; not collective.
 
         On several ranks it is there when the minimisation has ended; until then `gather_result` brings it together.
+
+        Raises
+        ------
+        RuntimeError
+            On several ranks, before the end.
         """
         if self._result is None and not isinstance(self._ranks, OneProcess) and self._ranks.world.size > 1:
             raise RuntimeError(

@@ -379,6 +379,11 @@ class CausalSelfAttention(Layer):
         -------
         array, shape (n, width)
             In the memory of `work`.
+
+        Raises
+        ------
+        ValueError
+            If `length` is not that of the forward pass.
         """
         fused, x_nc, heads, o_nc, logsum = work.kept[self.role]
         if length != logsum.shape[-1]:

@@ -519,6 +519,11 @@ class OutputHead(Layer):
         -------
         float, or on a device `PendingNumber`
             In nats.
+
+        Raises
+        ------
+        ValueError
+            If the batch has no targets, or one that is no token.
         """
         if batch.targets_n is None:
             raise ValueError("the loss needs targets, but targets_n of the batch is None; predict() needs none")
