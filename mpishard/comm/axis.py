@@ -36,8 +36,8 @@ def allgather_values(comm: MPI.Comm, value: Any) -> list[Any]:
 
 
 def rank_in_job() -> tuple[int, int]:
-    """The rank of this process among those of its launch, and their number."""
-    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    """The rank of this process among those of its launch, and their number; 0 and 1 where nobody has started MPI."""
+    return (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) if MPI.Is_initialized() else (0, 1)
 
 
 class Axis(Communicator):

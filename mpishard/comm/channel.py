@@ -173,12 +173,12 @@ class Family:
 
         That is CommunicatorsExhaustedError, on all ranks that make them.
         """
+        meshes = sum(bool(family.name) and "/" not in family.name for family in list(cls._open))
         try:
             yield
         except MPI.Exception as error:
             if not any(text in str(error) for text in _EXHAUSTED):
                 raise
-            meshes = sum(bool(family.name) and "/" not in family.name for family in list(cls._open))
             raise CommunicatorsExhaustedError(
                 f"MPI has no communicator left: {meshes} meshes are open on this rank, with {cls._count()} "
                 "communicators; free those that are done, on all ranks: `with mpishard.Mesh() as mesh`, or mesh.free()"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.array import elementwise, empty, largest, module_of, to_host
+from mpishard.backend.array import elementwise, empty, largest, to_host
 from mpishard.minimizers.formulas import advance
 from mpishard.minimizers.method import Limits
 from mpishard.minimizers.space import Space
@@ -50,6 +50,13 @@ def keep_free(h, x, lower, upper, /, reach):
     h = (0.0 if end <= lower else h) if h > 0.0 else ((0.0 if end >= upper else h) if h < 0.0 else h)
     h = h if lower < upper else 0.0
     return h
+
+
+@elementwise
+def drop_of_equal(g, lower, upper, /):
+    """0 in place of what is not finite where bounds are equal: such elements keep their value."""
+    g = g if lower < upper else (g if g - g == 0.0 else 0.0)
+    return g
 
 
 # The path of steepest descent, ``P(x - t h)`` with h the (scaled) gradient.
@@ -157,10 +164,8 @@ class Bounds:
             self.lower = self._whole(self.lower, -np.inf, space)
             self.upper = self._whole(self.upper, np.inf, space)
         self._counted = space.spans
-        # Elements whose bounds are equal keep their value, and their gradient may be NaN.
-        equal: Array = self.lower == self.upper if self.any else None
-        self._equal: Array | None = equal if equal is not None and bool(to_host(equal.any())) else None
-        copies = self.fixed is not None or self._equal is not None
+        self._has_equal = self.any and bool((to_host(self.lower) == to_host(self.upper)).any())
+        copies = self.fixed is not None or self._has_equal
         self._work: Array | None = empty(space.size, space.like.dtype, space.like) if copies else None
 
     @property
@@ -197,8 +202,8 @@ class Bounds:
         self._work[:] = gradient
         if self.fixed is not None:
             self._work[self.fixed] = 0
-        if self._equal is not None:
-            self._work[self._equal & ~module_of(self._work).isfinite(self._work)] = 0
+        if self._has_equal:
+            drop_of_equal(self._work, self.lower, self.upper)
         return self._work
 
     def projected_gradient(self, point: Array, gradient: Array, out: Array) -> Array:

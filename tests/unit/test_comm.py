@@ -478,7 +478,6 @@ axis = mpishard.Axis.single()
 assert (axis.rank, axis.size, axis.members) == (0, 1, [0])
 parts = [axis.subgroup("part", [0]), axis.split("half", 0)]
 assert all((part.rank, part.size, part.members) == (0, 1, [0]) for part in parts)
-assert axis.subgroup("none", [1]) is None
 axis.revoke()
 axis.free()
 assert not MPI.Is_initialized()

@@ -32,7 +32,10 @@ from mpishard.minimizers.nonlinear_cg import NonlinearCG
 # How far conjugate gradients come in valleys as narrow as these.  Along that of Watson's function (condition 1e10) the
 # last bit of a product decides how far: with several kernels and starts it ended 0.005 to 0.6 above the minimum, from
 # 2e7 above.
-HARD = {"3 Powell badly scaled": 1e-5, "17 Osborne 1": 1e-5, "20 Watson, 9": 2.0}
+# On Meyer's, from starts that differ in the last bit, 8e-10 to 1e-5 above it.
+HARD = {"3 Powell badly scaled": 1e-5, "10 Meyer": 1e-4, "17 Osborne 1": 1e-5, "20 Watson, 9": 2.0}
+# The value at the minimum is 1e-5: where the gradient is 1e-9 they are 1e-12 to 1e-8 of it above.
+TIGHTER = {"24 penalty II, 4": 1e-10}
 # Other local minima, which the method finds from the start of the set.
 OTHERS = {
     (TruncatedNewton, "Gay 14 Wood"): (7.0938359, 1e-6),
@@ -59,7 +62,7 @@ def quadratic(size: int, condition: float) -> Problem:
 @pytest.mark.parametrize(("method", "problem"), OF_SETS, ids=[f"{kind.__name__} {each.name}" for kind, each in OF_SETS])
 def test_minima_of_the_sets(method: Any, problem: Any) -> None:
     inner, limits = of_the_set(problem)
-    minimizer = minimized_by(method(gtol=1e-9, ftol=0), inner, limits)
+    minimizer = minimized_by(method(gtol=TIGHTER.get(problem.name, 1e-9), ftol=0), inner, limits)
     assert problem.lower is None or minimizer.stop_reason == "gradient"
     if (method, problem.name) in OTHERS:
         known, close = OTHERS[method, problem.name]
