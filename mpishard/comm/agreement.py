@@ -38,6 +38,14 @@ def in_words(what: str, which: Sequence[Any]) -> str:
     return f"{what}{'s' if len(which) > 1 else ''} {shown}{more}"
 
 
+def held_by(ranks: Sequence[int], values: Sequence[str]) -> list[str]:
+    """Each of the values of ranks, with those that have it: ``["3 on rank 0", "4 on ranks 1, 2"]``."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    return [f"{value} on {in_words('rank', members)}" for value, members in holders.items()]
+
+
 @contextlib.contextmanager
 def opening(ranks: Axis | ModelParallelGroup | None, call: str) -> Iterator[dict[str, Any]]:
     """The beginning of a public collective call: one small all-reduce, before all other messages. Collective.
@@ -89,14 +97,11 @@ def differing(
 
     Collective over them.
     """
-    by_rank = dict(zip(ranks.members, ranks.allgather_object(dict(settings)), strict=True))
+    by_rank = ranks.allgather_object(dict(settings))
     found: dict[str, str] = {}
-    for name in dict.fromkeys(name for each in by_rank.values() for name in each):
-        holders: dict[str, list[int]] = {}
-        for rank, each in by_rank.items():
-            holders.setdefault(each.get(name, "not there"), []).append(rank)
-        if len(holders) > 1:
-            shown = [f"{value} on {in_words('rank', members)}" for value, members in holders.items()]
+    for name in dict.fromkeys(name for each in by_rank for name in each):
+        shown = held_by(ranks.members, [each.get(name, "not there") for each in by_rank])
+        if len(shown) > 1:
             more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
             # For a schedule, the first step that differs is enough.
             found.setdefault(name.partition("(")[0], f"{name} is {', '.join(shown[:_MOST_SHOWN])}{more}")

@@ -400,10 +400,7 @@ class ModelParallelGroup:
         for axis in self._axes:
             try:
                 axis.raise_if_any(problem)
-            except (
-                Exception,
-                SystemExit,
-            ) as error:  # of this rank or of another; ranks of the next axis must learn of it too
-                problem = error
+            except (Exception, SystemExit) as error:
+                problem = error  # of this rank or of another; ranks of the next axis must learn of it too
         assert problem is not None
         raise problem

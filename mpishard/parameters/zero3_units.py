@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import in_words
+from mpishard.comm.agreement import held_by
 from mpishard.comm.axis import Axis
 from mpishard.comm.call_matching import CollectiveMismatchError
 from mpishard.comm.channel import Request
@@ -78,10 +78,8 @@ class GatherOrder:
         gathers = [dict(enumerate(names, count - len(names) + 1)) for count, names in by_rank]
         numbers = sorted(set().union(*gathers))
         first = next((n for n in numbers if len({each.get(n) for each in gathers}) > 1), 0)
-        holders: dict[str, list[int]] = {}
-        for rank, each in zip(axis.members, gathers, strict=True):
-            holders.setdefault(f"that of {each[first]!r}" if first in each else "none", []).append(rank)
-        found = ", ".join(f"{name} on {in_words('rank', ranks)}" for name, ranks in holders.items())
+        units = [f"that of {each[first]!r}" if first in each else "none" for each in gathers]
+        found = ", ".join(held_by(axis.members, units))
         error = CollectiveMismatchError(
             f"ranks have gathered other units since the last step (zero=3), which mixes their values: unit {first} in "
             f"order is {found}.  No step was taken.  All ranks must call the same layers in one order: let what leaves "

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mpishard.comm.agreement import in_words, opening
+from mpishard.comm.agreement import held_by, opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.call_matching import CollectiveMismatchError
 from mpishard.comm.mesh import Mesh
@@ -66,10 +66,8 @@ class _Ranks:
 
     def difference(self, number: int) -> CollectiveMismatchError:
         """The error for ranks that were in different layers. Collective."""
-        holders: dict[str, list[int]] = {}
-        for rank, name in zip(self.axis.members, self.axis.allgather_object(self.names[number]), strict=True):
-            holders.setdefault(name, []).append(rank)
-        found = ", ".join(f"{name!r} on {in_words('rank', ranks)}" for name, ranks in holders.items())
+        layers = [repr(name) for name in self.axis.allgather_object(self.names[number])]
+        found = ", ".join(held_by(self.axis.members, layers))
         error = CollectiveMismatchError(
             f"ranks have summed over different batch norms, {found}: all ranks must call the same layers in one order"
         )

@@ -140,7 +140,7 @@ def load_checkpoint(
     given, mesh = mesh, mesh if optimizer is None else optimizer.mesh
     assert mesh is not None
     with opening(mesh.world, "load_checkpoint") as same:
-        if given is not None and given.ledger is not mesh.ledger:
+        if given is not None and getattr(given, "ledger", None) is not mesh.ledger:
             raise ValueError(f"mesh={shown(given)} is not that of the optimizer; leave it out")
         named = _named(parameters, optimizer)
         check_place(named, mesh)
