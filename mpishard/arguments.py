@@ -109,6 +109,13 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+def listed(items: Iterable[Any], most: int = 5) -> str:
+    """The first few items for a message, and the number of the others: ``"a, b, c and 4 more"``."""
+    every = list(items)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(map(str, every[:most])) + more
+
+
 def kind_of(value: Any) -> str:
     """What a value is, for a message: the name of its class, or "the class" and its own name where it is one."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

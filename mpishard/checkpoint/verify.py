@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpishard.arguments import listed
 from mpishard.checkpoint import folder as folders
 from mpishard.checkpoint.archives import Source, Stored, blocks
 from mpishard.checkpoint.folder import MANIFEST, Candidate, FileEntry, Manifest
@@ -24,7 +25,6 @@ from mpishard.checkpoint.index import check_virtual_datasets, read_index
 from mpishard.checkpoint.pieces import INDEX, Contents, PieceReader, Readers, pieces_file
 from mpishard.io import files
 
-_MOST_NAMES = 5
 _MOST_DATASETS = 3
 # The first bytes of a file of a checkpoint: the id of the checkpoint, and the writer of the pieces.
 _LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
@@ -267,14 +267,8 @@ def _what_is_there(folder: Path, named: str) -> str:
         each for each in (folder, *inside) if each.is_dir() and os.access(each, os.R_OK) and folders.candidates(each)
     ]
     if runs:
-        return f"there are some in {_some(map(str, runs))}"
-    return f"{named} holds {_some(each.name for each in inside)}" if inside else f"{named} is empty"
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
-    return ", ".join(shown[:_MOST_NAMES]) + more
+        return f"there are some in {listed(runs)}"
+    return f"{named} holds {listed(each.name for each in inside)}" if inside else f"{named} is empty"
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

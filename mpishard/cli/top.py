@@ -16,13 +16,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mpishard.arguments import listed
 from mpishard.cli.output import RecordFolder, cell, console, new_table, seconds, size
 from mpishard.data.evaluation import EarlyStopping
 from mpishard.environment.findings import count
 from mpishard.record.reading import VALIDATION, Follower, Process, check_record, state_here
 
 _RECENT = 20  # steps that figures are means of
-_MOST_REMARKS, _MOST_RANKS, _MOST_LOGGED = 3, 8, 8
+_MOST_REMARKS, _MOST_NAMED = 3, 8
 # A remark is shown if no line of a process (_SILENT_S), or no step of the run (_LATE_S), has come for this many seconds
 # and for _SILENT_STEPS steps' time, both beyond the interval between two writes of the record.
 _SILENT_S, _LATE_S, _SILENT_STEPS = 10.0, 2.0, 5
@@ -105,8 +106,7 @@ def _logged(run: Follower) -> list[Text]:
         f"{name} {'NaN' if value is None else f'{value:.4g}'} at step {step}{_best(run) if name == VALIDATION else ''}"
         for name, (step, value) in run.logged.items()
     ]
-    more = [f"and {len(values) - _MOST_LOGGED} more"] if len(values) > _MOST_LOGGED else []
-    return [cell(", ".join(values[:_MOST_LOGGED] + more))] if values else []
+    return [cell(listed(values, _MOST_NAMED))] if values else []
 
 
 def _best(run: Follower) -> str:
@@ -139,10 +139,9 @@ def _remarks(run: Follower, processes: list[Process]) -> list[Text]:
         remarks.append(cell(f"silent: {who}: it {states[process.name]}", style="red"))
     others = [process for process in silent if process not in named]
     if others:
-        ranks = ", ".join(str(process.lines[-1]["rank"]) for process in others[:_MOST_RANKS])
-        more = f" and {len(others) - _MOST_RANKS} more" if len(others) > _MOST_RANKS else ""
+        ranks = listed((process.lines[-1]["rank"] for process in others), _MOST_NAMED)
         clock = _clock(min(map(run.silent, others)))
-        remarks.append(cell(f"silent: rank{'s' if len(others) > 1 else ''} {ranks}{more} for {clock}", style="red"))
+        remarks.append(cell(f"silent: rank{'s' if len(others) > 1 else ''} {ranks} for {clock}", style="red"))
     if silent:
         remarks.append(cell(f"mpishard why {run.folder} shows who waits for whom"))
     return remarks

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.backend.gemm import choice
 from mpishard.backend.gemm.choice import VARIABLE, Choice, Common, Status
@@ -33,9 +34,7 @@ _CALL = "call"  # the setting that is the name of a public call
 
 def in_words(what: str, which: Sequence[Any]) -> str:
     """Ranks or hosts as a text such as ``"ranks 0, 2"``, the first few by name; `what` is in the singular."""
-    shown = ", ".join(map(str, which[:_MOST_SHOWN]))
-    more = f" and {len(which) - _MOST_SHOWN} others" if len(which) > _MOST_SHOWN else ""
-    return f"{what}{'s' if len(which) > 1 else ''} {shown}{more}"
+    return f"{what}{'s' if len(which) > 1 else ''} {listed(which)}"
 
 
 def held_by(ranks: Sequence[int], values: Sequence[str]) -> list[str]:

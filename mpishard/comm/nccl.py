@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,6 +25,7 @@ from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
 from mpishard.comm.staging import is_half
 from mpishard.io import log
+from mpishard.layout.boxes import starts_of
 
 Array = Any
 
@@ -166,7 +166,7 @@ class NcclQueue:
                 self._communicator.reduceScatter(self._at(source), self._at(target), counts[0], *how, self._stream.ptr)
             return
         with self._group():
-            for root, (start, count) in enumerate(zip(starts(counts), counts, strict=True)):
+            for root, (start, count) in enumerate(zip(starts_of(counts), counts, strict=True)):
                 if count:
                     piece = self._at(source) + start * source.itemsize
                     into = self._at(target) if root == self._rank else piece
@@ -182,7 +182,7 @@ class NcclQueue:
                 )
             return
         with self._group():
-            for root, (start, count) in enumerate(zip(starts(counts), counts, strict=True)):
+            for root, (start, count) in enumerate(zip(starts_of(counts), counts, strict=True)):
                 if count:
                     into = self._at(target) + start * width
                     source = self._at(piece) if root == self._rank else into
@@ -225,11 +225,6 @@ class NcclQueue:
             yield
         finally:
             self._nccl.groupEnd()
-
-
-def starts(counts: Sequence[int]) -> list[int]:
-    """The start of each run."""
-    return [0, *accumulate(counts[:-1])]
 
 
 # The proof that NCCL works here: each kind of call on a few small numbers, before the first real one.
@@ -505,7 +500,7 @@ class NcclCollectives:
         call = channel.begin("reduce_scatter", buffer, label, op, counts)
         queue.check("reduce_scatter", buffer)
         pieces = self.counts(buffer, counts)
-        start, count = starts(pieces)[channel.rank], pieces[channel.rank]
+        start, count = starts_of(pieces)[channel.rank], pieces[channel.rank]
         flat = buffer.reshape(-1)
         piece = flat[:count] if out is None else out
         check_piece(piece, count, buffer)
@@ -535,7 +530,7 @@ class NcclCollectives:
         call = channel.begin("all_gather", buffer, label, "", counts)
         queue.check("all_gather", buffer)
         pieces = self.counts(buffer, counts)
-        start, count = starts(pieces)[channel.rank], pieces[channel.rank]
+        start, count = starts_of(pieces)[channel.rank], pieces[channel.rank]
         flat = buffer.reshape(-1)
         own = flat[start : start + count]
         given = own if piece is None else piece
@@ -560,7 +555,7 @@ class NcclCollectives:
         call = channel.begin("all_to_all", buffer, label)
         queue.check("all_to_all", buffer)
         runs, arriving = (
-            [slice(start, start + count) for start, count in zip(starts(each), each, strict=True)]
+            [slice(start, start + count) for start, count in zip(starts_of(each), each, strict=True)]
             for each in (self.counts(buffer, counts), self.counts(out, out_counts))
         )
         if buffer.dtype != out.dtype:

@@ -228,7 +228,6 @@ class ShardingConfiguration:
         If a number is out of its range, or two settings contradict each other.
     """
 
-    # More fields than other classes: one value has all settings, by the names that users write and checkpoints store.
     mesh: Mesh
     auto_sync_gradients: bool = field(default=True, kw_only=True)
     minimum_parameter_group_size: int = field(default=1024, kw_only=True)

@@ -116,7 +116,6 @@ class OptimizerState:
     `method` the minimisation of an optimizer with a method.
     """
 
-    # Many members: what the optimizer, training loops, elastic runs and checkpoints ask of one state.
     def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState] = ()) -> None:
         self.auxiliary = tuple(auxiliary)
         self.method: MethodState | None = next((each for each in auxiliary if isinstance(each, MethodState)), None)

@@ -88,7 +88,6 @@ class OptimizationResult(Generic[P]):
         Its mean losses.
     """
 
-    # More fields than other records: it is all that a user learns of a run, read by name, and only a run makes one.
     parameters: P
     loss_history: np.ndarray
     steps: int

@@ -294,8 +294,6 @@ _REMEDIES = {
     "micro_batch_size": "give the problem micro_batch_size={}",
     "dtype": "make the model with dtype={}",
 }
-# What holds for the states that were made before there were these facts.
-_EARLIER = {"kernels": "1", "products": NUMPY, "libraries for products": "none"}
 
 
 class NumericsFingerprint:
@@ -403,7 +401,7 @@ class NumericsFingerprint:
         All ranks call it.
         """
         if config.reproducible and _was_reproducible(saved) and (theirs := _arithmetic(saved)):
-            choice.go_on_with(choice.going_on_from(theirs["products"], config.mesh.product_libraries))
+            choice.go_on_with(choice.going_on_from(theirs.get("products", NUMPY), config.mesh.product_libraries))
             self.note_products()
         earlier = saved.get(DIFFERENT_BITS, [])
         if isinstance(earlier, list | tuple):
@@ -413,7 +411,9 @@ class NumericsFingerprint:
         """The name, the saved and the own value of each fact that would differ; a fact that one side lacks does not."""
         theirs = _arithmetic(saved)
         products = (
-            of_products(choice.going_on_from(theirs["products"], config.mesh.product_libraries)) if theirs else {}
+            of_products(choice.going_on_from(theirs.get("products", NUMPY), config.mesh.product_libraries))
+            if theirs
+            else {}
         )
         pairs = [(name, theirs[name], own) for name, own in (self.own | products).items() if name in theirs]
         return [pair for pair in pairs if pair[1] != pair[2]]
@@ -435,7 +435,7 @@ def _shards(parameters: FlatParameters) -> str:
 def _arithmetic(saved: Mapping[str, Any]) -> dict[str, str]:
     """The facts of a state on which bits depend, each as a short text; none if the state has no facts."""
     theirs = saved.get(ARITHMETIC)
-    return _EARLIER | {name: brief(value) for name, value in theirs.items()} if isinstance(theirs, Mapping) else {}
+    return {name: brief(value) for name, value in theirs.items()} if isinstance(theirs, Mapping) else {}
 
 
 def _was_reproducible(saved: Mapping[str, Any]) -> bool:

@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 
 Array = Any
 
-# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
-_CLIP_EPSILON = 1e-6
+
+def clip_factor(norm: float, most: float) -> float:
+    """What gradients of this norm are multiplied by where it must not be above `most`, as PyTorch has it."""
+    return min(1.0, most / (norm + 1e-6))
 
 
 class ShardedOptimizer:
@@ -84,7 +86,6 @@ class ShardedOptimizer:
         sums under ZeRO-2 and 3 with pipeline ranks.
     """
 
-    # Longer than other classes: what users call is here, in one place, and more than half of it is docstrings.
     strategy_class: type[Strategy]
 
     def __init__(self, rule: Rule | Method, config: ShardingConfiguration | Mesh) -> None:
@@ -528,7 +529,7 @@ class ShardedOptimizer:
         if usable:
             clip = 1.0
             if config.max_gradient_norm is not None and not math.isnan(counters.gradient_norm):
-                clip = min(1.0, config.max_gradient_norm / (counters.gradient_norm + _CLIP_EPSILON))
+                clip = clip_factor(counters.gradient_norm, config.max_gradient_norm)
             counters.steps += 1
             self.mesh.ledger.step = counters.clock
             if config.max_gradient_value is not None:

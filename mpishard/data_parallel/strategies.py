@@ -59,8 +59,7 @@ class Strategy(ABC):
     parameters equal; they use the gradient buckets of this strategy.
     """
 
-    # More members than other classes: it is the one interface between the optimizer, the reducer of its gradients, the
-    # checks, and those who save its state; each subclass overrides what its stage does in another way.
+    # Each subclass overrides what its stage does in another way.
     errors_kind: ClassVar[str] = GRADIENT_ERRORS  # what the rounding errors of compression are errors of
     gradients_on_demand: ClassVar[bool] = False  # a bucket has memory from its first gradient until its sum
     shards_parameters: ClassVar[bool] = False

@@ -152,8 +152,7 @@ class ElasticOptimizer:
     computes at a time, and so its memory.
     """
 
-    # Longer than other classes, and with an argument more: half of it is docstrings, and every option of an elastic run
-    # is here, by the name that users write; the loop gets them as `ElasticOptions`.
+    # The loop gets the options as `ElasticOptions`.
     scaling: str
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mpishard.arguments import listed
 from mpishard.backend.gemm.choice import VARIABLE, Choice
 from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.environment.facts import Facts
@@ -19,7 +20,6 @@ WRONG, WARNING, NOTE = "wrong", "warning", "note"
 _SHARED_MEMORY_WANTED, _SHARED_MEMORY_NEEDED = 16 * 2**20, 4 * 2**20
 # Network cards and GPUs need locked buffers; most systems allow 8 MiB by default.
 _LOCKED_MEMORY = 2**30
-_SHOWN_HOSTS = 3
 _EXTRAS = (13, 12)  # cuda13x and cuda12x: the versions of CUDA for which an extra brings CuPy
 
 
@@ -328,6 +328,4 @@ def _deaths(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _hosts(hosts: Sequence[str]) -> str:
-    names = list(dict.fromkeys(hosts))
-    more = f" and {len(names) - _SHOWN_HOSTS} more" if len(names) > _SHOWN_HOSTS else ""
-    return ", ".join(names[:_SHOWN_HOSTS]) + more
+    return listed(dict.fromkeys(hosts), 3)

@@ -19,13 +19,12 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.jax.tree import TreeLeaves, as_array, as_jax, check_precision
 from mpishard.optim import Rule
-from mpishard.optim.rule import LearningRate, ParameterGroup
+from mpishard.optim.rule import ADDRESS, LearningRate, ParameterGroup
 
 Array = Any
 
 
 _LENGTH = 509
-_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 _PRIMITIVE = re.compile(r"= (\w+)")
 # They differ with the number of dimensions alone.
 _OF_SHAPES = ("broadcast_in_dim", "jit", "pjit", "reshape", "squeeze")
@@ -58,7 +57,7 @@ class OfLeaf:
     @property
     def program(self) -> str:
         """The first step as a text, which is the same for leaves that are treated equally."""
-        return _ADDRESS.sub("", str(self._traced((*(1,) * (len(self._shape) - 1), _LENGTH))))
+        return ADDRESS.sub("", str(self._traced((*(1,) * (len(self._shape) - 1), _LENGTH))))
 
     def check(self, name: str) -> None:
         """Raise ValueError if the step depends on the shape of the leaf."""
@@ -173,7 +172,7 @@ def checked(transformation: Any, whole: Any = None) -> Kept:
     return flat
 
 
-def described(thing: Any) -> str:
+def transformation_text(thing: Any) -> str:
     """A transformation, a schedule or a number as a text of names and options, the same on all ranks."""
     return _described(thing, 0)
 
@@ -533,7 +532,7 @@ def rule_of(
         with clipping by norms, trust ratios and factored moments; or if it chooses tensors, and there is no tree; or if
         it is ``optax.ema`` alone, and there is an `ema_decay`.
     """
-    chooser, text = chooser_in(transformation), described(transformation)
+    chooser, text = chooser_in(transformation), transformation_text(transformation)
     options: dict[str, Any] = {"groups": groups, "ema_decay": ema_decay}
     if not chooser:
         steps = CompiledSteps(transformation)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.backend.array import joined, ready
 from mpishard.backend.kinds import backend_of
@@ -203,9 +204,6 @@ def _platforms(leaf: Any) -> list[str]:
     return sorted(device.platform for device in leaf.devices())
 
 
-_SHOWN = 3
-
-
 class TreeState:
     """The parameters of a pytree as FlatParameters, and the structure from which the pytree is made again.
 
@@ -273,10 +271,10 @@ class TreeState:
     def _other(self, paths: Any, structure: Any) -> str:
         """How a structure differs."""
         found = [name_of(path) for path, _ in paths]
-        missing = [repr(name) for name in self._names if name not in found][:_SHOWN]
-        more = [repr(name) for name in found if name not in self._names][:_SHOWN]
-        differences = [f"{', '.join(missing)} missing"] if missing else []
-        differences += [f"{', '.join(more)} unknown"] if more else []
+        missing = [repr(name) for name in self._names if name not in found]
+        more = [repr(name) for name in found if name not in self._names]
+        differences = [f"{listed(missing)} missing"] if missing else []
+        differences += [f"{listed(more)} unknown"] if more else []
         return "; ".join(differences) or f"{self.structure} there, {structure} here"
 
     # -- what CarriedState has --------------------------------------------------------------------------------------

@@ -51,8 +51,6 @@ class DecoderArchitecture(ABC):
         Rate of dropout, which its layers have, too.
     """
 
-    # Longer than other classes: half of it is docstrings, and what a model is cut into is one idea.
-
     vocabulary_size: int
     context_length: int
     width: int
@@ -590,7 +588,7 @@ _USUAL = {"shards": 1, "dropout": 0.0}
 _KINDS: dict[str, type[Any]] = {"Architecture": Architecture, "LlamaArchitecture": LlamaArchitecture}
 
 
-def described(architecture: Any) -> dict[str, Any] | None:
+def fields_of(architecture: Any) -> dict[str, Any] | None:
     """The fields of a model's architecture as plain values, and its kind; None if it is no dataclass.
 
     That of an `Architecture` has no kind, as earlier versions read it.
@@ -608,7 +606,7 @@ def described(architecture: Any) -> dict[str, Any] | None:
 
 
 def architecture_of(fields: Mapping[str, Any]) -> DecoderArchitecture | None:
-    """The architecture that `described` described, maybe in a file; None if this package has no such kind."""
+    """The architecture that `fields_of` described, maybe in a file; None if this package has no such kind."""
     given = dict(fields)
     kind = _KINDS.get(given.pop("kind", "Architecture"))
     found: DecoderArchitecture | None = None if kind is None else kind(**given)

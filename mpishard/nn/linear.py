@@ -53,9 +53,6 @@ class Linear(Layer):
 
     only_multiplies = True
 
-    # Longer than other classes: half of it is docstrings with shapes, and whole, column- and row-parallel products are
-    # one class since they differ only in what they exchange before and after the same product.
-
     # The dimensions of the weight.
     _inputs_dim, _outputs_dim = 0, 1
     # Whether another layer may use the weight too, before this one.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401 - gives NumPy the name of bfloat16
 import numpy as np
 
-from mpishard.arguments import config_or_kwargs, integer, printable, reject_unknown, shown
+from mpishard.arguments import config_or_kwargs, integer, listed, printable, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint, opening, text_of
 from mpishard.comm.axis import Axis
@@ -48,7 +48,6 @@ from mpishard.parameters.flat import FlatParameters
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MOST_SHOWN = 3
 
 
 class StoredWeight(NamedTuple):
@@ -95,7 +94,7 @@ def stored_tensors(folder: Path) -> list[StoredWeight]:
                     found.append(StoredWeight(name, file, part.get_dtype(), tuple(part.get_shape())))
     absent = sorted(set(weight_map or ()) - {each.name for each in found})
     if absent:
-        raise ValueError(f"{folder / INDEX} names {_list(absent)}, which the files do not have")
+        raise ValueError(f"{folder / INDEX} names {listed(map(printable, absent))}, which the files do not have")
     return found
 
 
@@ -123,20 +122,17 @@ def match(
         elif not table.unused.fullmatch(short):
             extra.append(each.name)
     if missing := [name for name in wanted if name not in found]:
-        raise ValueError(f"the weights lack {_list(missing)}, which a model of this config.json has")
+        raise ValueError(f"the weights lack {listed(map(printable, missing))}, which a model of this config.json has")
     if extra:
-        raise ValueError(f"the weights have {_list(extra)}, for which a model of this config.json has no place")
+        raise ValueError(
+            f"the weights have {listed(map(printable, extra))}, for which a model of this config.json has no place"
+        )
     for name, each in found.items():
         if tuple(each.shape) != wanted[name]:
             raise ValueError(f"{each.name} has the shape {tuple(each.shape)}, but config.json asks for {wanted[name]}")
         if each.dtype not in DTYPES:
             raise ValueError(f"{each.name} is {each.dtype}; weights must be {', '.join(DTYPES)}")
     return found
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(map(printable, names[:_MOST_SHOWN])) + more
 
 
 class Reader:

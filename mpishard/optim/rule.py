@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from mpishard.arguments import flag, number, returned, shown
+from mpishard.arguments import flag, listed, number, returned, shown
 from mpishard.backend.array import Kernel
 
 Array = Any
@@ -60,8 +60,6 @@ class LiveValues(Protocol):
 
 
 # Parameter groups: tensors, chosen by their names, that a rule updates with their own hyper-parameters.
-
-_SHOWN = 5  # tensors that a message names
 
 
 class GroupValues(NamedTuple):
@@ -142,9 +140,8 @@ class ParameterGroup:
         names = list(names)
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 raise ValueError(
-                    f"{self._name}: {pattern!r} matches none of the tensors {', '.join(names[:_SHOWN])}{more}; "
+                    f"{self._name}: {pattern!r} matches none of the tensors {listed(names)}; "
                     "give a pattern that matches some, or leave it out"
                 )
         return [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.patterns)]
@@ -183,7 +180,7 @@ def values_by_tensor(groups: Sequence[ParameterGroup], names: Sequence[str]) -> 
 
 LearningRate = float | Callable[[int], float]
 _AT_LEAST_0 = ("momentum", "dampening", "weight_decay", "eps", "lr_decay", "initial_accumulator_value")
-_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
@@ -489,5 +486,5 @@ class Rule(ABC):
             elif each.name == "ema_decay":
                 plain |= {} if value is None else {"ema_decay": value}
             else:
-                plain[each.name] = _ADDRESS.sub("", repr(value)) if callable(value) else value
+                plain[each.name] = ADDRESS.sub("", repr(value)) if callable(value) else value
         return plain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import numpy as np
 from mpishard.arguments import entries, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.array import FLOATS, is_array
+from mpishard.comm.agreement import fingerprint
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import Box
 from mpishard.layout.tensors import WHOLE, LocalLayout, ModelParallelRank, ParameterSpec, Piece, merge_ties
@@ -425,17 +425,17 @@ class FlatParameters:
     @functools.cached_property
     def fingerprint(self) -> int:
         """A hash of 62 bits of the specs, their order, and the dtype."""
-        return _fingerprint(self.specs, self.dtype.name)
+        return fingerprint({"tensors": repr(self.specs), "dtype": self.dtype.name})
 
     @functools.cached_property
     def whole_fingerprint(self) -> int:
         """A hash of 62 bits of names, shapes and dtype of the whole model's tensors, the same on every mesh."""
-        return _fingerprint(sorted((spec.name, spec.shape) for spec in self.specs), self.dtype.name)
+        return fingerprint({spec.name: repr(spec.shape) for spec in self.specs} | {"dtype": self.dtype.name})
 
     @functools.cached_property
     def model_fingerprint(self) -> int:
         """A hash of 62 bits of `model_settings`."""
-        return _fingerprint(sorted(self.model_settings.items()))
+        return fingerprint(self.model_settings)
 
     def digest(self) -> int:
         """A hash of 62 bits of the values held here.
@@ -635,10 +635,6 @@ class FlatParameters:
         Optimizers do this after each step.
         """
         self.gradients.reset()
-
-
-def _fingerprint(*facts: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 2
 
 
 class Model(Protocol):

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import listed
 from mpishard.io.files import open_to_append, open_to_read, parsed
 from mpishard.launch.processes import process_facts
 
@@ -143,7 +144,6 @@ _OF_AXIS = ("seconds", "bytes")
 _OF_START: dict[str, Any] = {"problem": dict, "resumed_steps": int, "steps_before": int}
 _OF_START |= dict.fromkeys(("time", "every"), int | float)
 _OF_PROBLEM = ("steps", "batch_size", "tokens_per_sample")
-_MOST_NEAR = 3
 
 
 @dataclass(frozen=True)
@@ -262,10 +262,7 @@ def check_record(folder: Path) -> None:
         raise ValueError(f"{folder} is a file; give the folder of a run's record")
     near = [other for other in (folder.parent, *sorted(folder.iterdir())) if other.is_dir() and _has_record(other)]
     if near:
-        others = f" and {len(near) - _MOST_NEAR} more" if len(near) > _MOST_NEAR else ""
-        raise ValueError(
-            f"{folder} has no record of a run, but there is one in {', '.join(map(str, near[:_MOST_NEAR]))}{others}"
-        )
+        raise ValueError(f"{folder} has no record of a run, but there is one in {listed(near)}")
     raise ValueError(f"{folder} has no record of a run ({METRICS}, {STARTS}); {written}")
 
 

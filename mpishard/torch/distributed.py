@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import agree_on_settings, opening
 from mpishard.comm.errors import raised_on_all
@@ -23,7 +24,7 @@ from mpishard.data_parallel.full_state import encode
 from mpishard.data_parallel.models import configuration_of, optimizer_for
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.settings import agree_on_step
-from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer, clip_factor
 from mpishard.io import log
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
@@ -46,13 +47,10 @@ from mpishard.torch.module import (
 from mpishard.torch.overlap import OverlapChoice
 from mpishard.torch.own_steps import OwnSteps
 from mpishard.torch.torch_rule import rule_of_optimizer
-from mpishard.torch.torch_state import TorchState, described, steps_of
+from mpishard.torch.torch_state import TorchState, settings_of, steps_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 # The place of a PyTorch optimizer in the user's own training loop.
-
-_SHOWN = 5
-_CLIP_EPSILON = 1e-6  # as PyTorch's
 
 
 def _sums_over(optimizer: ShardedOptimizer) -> int:
@@ -242,11 +240,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._groups.show(self.optimizer.steps)
         self._overlap.end_step()
         if first and self.unused_parameters and self.optimizer.mesh.rank == 0:
-            shown = ", ".join(self.unused_parameters[:_SHOWN])
-            more = len(self.unused_parameters) - _SHOWN
             log.inform(
                 f"no gradient reached {len(self.unused_parameters)} of {len(self.parameters)} parameters on rank 0: "
-                f"{shown}{f' and {more} more' if more > 0 else ''}; it counts as zero (see unused_parameters)"
+                f"{listed(self.unused_parameters)}; it counts as zero (see unused_parameters)"
             )
 
     def _follow_rule(self) -> None:
@@ -306,7 +302,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         settings, ranks = self.optimizer.settings, strategy.sync_group
         top = agree_on_step(ranks, self.parameters, None, None, settings, inspection.largest())
         norm = inspection.norm_of(top) / divisor if math.isfinite(top) else math.inf
-        factor = min(1.0, float(max_norm) / (norm + _CLIP_EPSILON))
+        factor = clip_factor(norm, float(max_norm))
         for gradient in strategy.gradients():
             gradient *= factor
         return torch.tensor(norm, dtype=self._state.dtype, device=next(iter(hooks.tensors.values())).device)
@@ -430,7 +426,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from the state of an optimizer of PyTorch. Collective."""
         world, own_steps, parameters = self.optimizer.mesh.world, self._own_steps, self.parameters
-        agree_on_settings(world, described(state_dict), what="state of the optimizer")
+        agree_on_settings(world, settings_of(state_dict), what="state of the optimizer")
         with raised_on_all(world):
             if own_steps is not None:
                 own_steps.from_torch(state_dict)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.io import log
@@ -32,7 +33,7 @@ from mpishard.torch.memory import (
     master_dtype,
     take_changed,
 )
-from mpishard.torch.units import ShardedModule, Unit, described, units_of
+from mpishard.torch.units import ShardedModule, Unit, units_of, units_text
 
 Array = Any
 
@@ -463,7 +464,6 @@ def _is_dropped(gradient: Any) -> bool:
 # The tensors of a PyTorch module by name, and the checks that mpishard can train it.
 
 _COMPILED = "_orig_mod."  # torch.compile puts it into the names of a module
-_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -576,7 +576,7 @@ def _check_values(named: dict[str, Any], on_meta: bool) -> None:
     for name, p in named.items():
         devices.setdefault(str(p.device), name)
     if len(devices) > 1:
-        found = " and ".join(f"{name!r} on {device}" for device, name in list(devices.items())[:_SHOWN])
+        found = listed(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"all parameters must be on one device, here {found}: module.to(device)")
 
 
@@ -900,7 +900,7 @@ class Sharding:
     @property
     def described(self) -> str:
         """The units, as a text that must be the same on all ranks."""
-        return described(self.units)
+        return units_text(self.units)
 
 
 _states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary()

@@ -143,7 +143,7 @@ def steps_of(state_dict: Mapping[str, Any]) -> int:
     return max((int(each.get(STEP_KEY, 1)) for each in states), default=0)
 
 
-def described(state_dict: Mapping[str, Any]) -> dict[str, str]:
+def settings_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """What must be the same on all ranks of a state of PyTorch, as text by name."""
     items = [(f"state of parameter {number}", state_dict["state"][number]) for number in state_dict["state"]]
     items += [(f"param_groups[{number}]", group) for number, group in enumerate(state_dict["param_groups"])]

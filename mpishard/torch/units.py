@@ -118,7 +118,7 @@ def units_of(module: Any, shard_units: Any, names: Mapping[int, str], frozen: Ma
     return [root, *(unit for unit in others if unit.names or unit.frozen)]
 
 
-def described(units: Sequence[Unit]) -> str:
+def units_text(units: Sequence[Unit]) -> str:
     """Units as a text that must be the same on all ranks."""
     return ", ".join(f"{unit.path} {len(unit.names) + len(unit.frozen)}" for unit in units)
 
@@ -506,7 +506,7 @@ class ShardedModule:
     @property
     def described(self) -> str:
         """The units, as the function of this name has them."""
-        return described(self.units)
+        return units_text(self.units)
 
     @property
     def _sharded(self) -> ShardedUnits:

@@ -14,7 +14,7 @@ from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
-from mpishard.nn.architecture import MODEL, described
+from mpishard.nn.architecture import MODEL, fields_of
 from mpishard.nn.decoder import Decoder
 from mpishard.parameters.flat import FlatParameters, Model
 from mpishard.record import RunRecord
@@ -134,7 +134,7 @@ class OptimizationProblem(Objective[P]):
             If a `TokenData` has fewer samples, or they are too long for a model of `mpishard.nn`, or for a larger
             vocabulary.
         """
-        architecture = described(getattr(model, "architecture", None))
+        architecture = fields_of(getattr(model, "architecture", None))
         own = {} if architecture is None else {MODEL: architecture}
 
         losses_and_gradient: Any = getattr(model, "losses_and_gradient", None)

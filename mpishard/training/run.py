@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,10 +24,6 @@ from mpishard.training.checkpoints import RunCheckpoints, RunProgress
 from mpishard.training.metrics import LossHistory, StepReport
 from mpishard.training.objective import Batches, Objective, RunOptions, Scaling, StopCondition, StopRequest
 from mpishard.training.step_runner import StepRunner, Validated, Validation, check_sums
-
-if TYPE_CHECKING:
-    pass  # with h5py: only for those who have checkpoints
-
 
 _ANNOUNCED = 3  # steps whose samples are known to what reads ahead
 

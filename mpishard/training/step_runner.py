@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.arguments import returned, shown
+from mpishard.arguments import listed, returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.array import aligned_copy
 from mpishard.backend.process import fix_blas_threads
@@ -79,9 +79,6 @@ def arguments_of_loss(batch: Any, samples: np.ndarray) -> tuple[Any, ...]:
             f"batch(samples) must return the arguments of the model's loss, as (tokens, targets), got {shown(found)}"
         )
     return tuple(found)
-
-
-_NAMED = 5  # samples that a message lists
 
 
 class StepRunner:
@@ -330,9 +327,7 @@ class StepRunner:
 
 def _listed(samples: np.ndarray) -> str:
     """The first few sample indices, as text."""
-    named = ", ".join(map(str, samples[:_NAMED].tolist()))
-    more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
-    return f"samples {named}{more}" if named else "no samples"
+    return f"samples {listed(samples)}" if len(samples) else "no samples"
 
 
 # A mean in place of a sum differs by a factor of two, rounding in half precision by a thousandth.
@@ -468,11 +463,9 @@ class Validation:
         if runner.axis.size < mesh.size:
             mesh.world.broadcast(losses, label="loss")  # what follows from it must be the same on all ranks
         for number in np.flatnonzero(~np.isfinite(losses))[:1].tolist():
-            more = ", ..." if len(micro[number]) > _NAMED else ""
-            named = ", ".join(map(str, micro[number][:_NAMED].tolist())) + more
             raise FloatingPointError(
-                f"the validation loss after step {step} is not finite: {losses[number]} of validation samples {named}; "
-                "parameters and state are those of that step"
+                f"the validation loss after step {step} is not finite: {losses[number]} of validation samples "
+                f"{listed(micro[number])}; parameters and state are those of that step"
             )
         loss = tree_sum(losses.tolist()) / (evaluation.samples * evaluation.tokens_per_sample)
         self.history.append(Validated(step, loss))

@@ -163,7 +163,7 @@ class TestTop:
         lines = [{"step": 10, "a": 1}, {"step": 20, "a": 0.25}, *({"step": 5, f"b{n}": None} for n in range(9))]
         write_lines(run / "logged.jsonl", *lines)
         text = " ".join(shown("top", "--once", run).split())
-        assert "a 0.25 at step 20, b0 NaN at step 5" in text and "b6 NaN at step 5, and 2 more" in text
+        assert "a 0.25 at step 20, b0 NaN at step 5" in text and "b6 NaN at step 5 and 2 more" in text
         assert json.loads(shown("top", "--json", run))["logged"]["a"] == {"step": 20, "value": 0.25}
 
     def test_names_do_not_steer_the_terminal(self, tmp_path, shown):
