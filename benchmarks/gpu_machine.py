@@ -44,8 +44,6 @@ PACKAGES = (
     "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13",
     "nvmath-python",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
     "torch",
     "triton",
     "mpi4py",
@@ -230,7 +228,6 @@ def _cupy() -> dict[str, Any]:
         "CUDA driver": runtime.driverGetVersion(),
         "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
         "cuBLAS": _asked(_cublas_version),
-        "NCCL": _asked(_nccl_version),
     }
 
 
@@ -238,12 +235,6 @@ def _cublas_version() -> int:
     from cupy.cuda import cublas, device
 
     return int(cublas.getVersion(device.get_cublas_handle()))
-
-
-def _nccl_version() -> int:
-    from cupy.cuda import nccl
-
-    return int(nccl.get_version())
 
 
 def _torch() -> dict[str, Any]:

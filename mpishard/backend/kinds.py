@@ -7,7 +7,6 @@ that tests can put another in the place of CuPy's where there is no GPU.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -113,14 +112,6 @@ class Backend:
         """The `device_number` of the device on which arrays that this thread makes are, and on which it computes."""
         raise NotImplementedError
 
-    def use_device(self, number: int) -> None:
-        """Make a device, by `device_number`, the current one of this thread from now on.
-
-        A thread that asks CUDA anything before it has chosen a device gets a context on the first one, which takes some
-        hundred megabytes there.
-        """
-        raise NotImplementedError
-
     def release_pinned(self) -> None:
         """Give pinned memory that nobody holds back to the system.  It may wait for all that a device does."""
 
@@ -141,14 +132,6 @@ class Backend:
 
         `arguments` follow the handle; scalars are given by their address in the memory of the host.
         """
-        raise NotImplementedError
-
-    def nccl(self) -> Any:
-        """The module that calls NCCL, with the names of ``cupy.cuda.nccl``; raises ImportError if it is missing."""
-        raise NotImplementedError
-
-    def device_name(self, like: Array) -> str:
-        """The name of the device of `like` that no other device on its node has: its PCI bus number."""
         raise NotImplementedError
 
 
@@ -263,11 +246,6 @@ class CuPyBackend(Backend):
     def current_device(self) -> int:
         return int(self.module.cuda.runtime.getDevice())
 
-    def use_device(self, number: int) -> None:
-        runtime = self.module.cuda.runtime
-        if runtime.getDevice() != number:
-            runtime.setDevice(number)
-
     def release_pinned(self) -> None:
         self.module.get_default_pinned_memory_pool().free_all_blocks()
 
@@ -292,17 +270,6 @@ class CuPyBackend(Backend):
         from cupy_backends.cuda.libs import cublas
 
         return cublas
-
-    def nccl(self) -> Any:
-        with warnings.catch_warnings():  # CuPy warns, and gives a module without functions
-            warnings.simplefilter("ignore")
-            from cupy.cuda import nccl
-        if not getattr(nccl, "available", False):
-            raise ImportError("CuPy finds no NCCL library")
-        return nccl
-
-    def device_name(self, like: Array) -> str:
-        return like.device.pci_bus_id
 
 
 _backends: dict[type, Backend | None] = {np.ndarray: Backend()}

@@ -88,7 +88,6 @@ _PACKAGES = {
     "cuDNN": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
     "cuDNN frontend": ("nvidia-cudnn-frontend",),
     "nvmath": ("nvmath-python",),
-    "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
 
 

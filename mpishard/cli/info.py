@@ -28,7 +28,6 @@ _USED_FOR = {
     "cuBLAS": "products",
     "cuDNN frontend": "attention",
     "nvmath": "epilogues",
-    "NCCL": "Mesh(collectives='nccl')",
 }
 
 

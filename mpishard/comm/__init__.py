@@ -5,7 +5,7 @@ Output: buffers with sums or copies, a note of each call in the ledger, and an e
 job, where a rank fails.
 
 Read ``mesh`` and ``axis`` first, what users hold; then a call in its order, ``communicator``, ``channel``,
-``collectives``, ``staging`` and ``deferred`` for devices, ``nccl``; ``errors`` and ``agreement`` for errors
+``collectives``, ``staging`` and ``deferred`` for devices; ``errors`` and ``agreement`` for errors
 and settings; ``ledger``, ``watchdog``, ``call_matching`` and ``abort`` for what goes wrong; ``reshard`` for a new
 layout.
 

@@ -61,9 +61,6 @@ class Axis(Communicator):
         A duplicate of `comm` for the ``start_*`` forms; default: made here, collectively.
     matching : CallMatching, optional
         In debug mode: compares the calls of the ranks.
-    said : set of str, optional
-        Collectives of device buffers go by NCCL where they can; the set has the warnings that this rank has given
-        already.  Default: by MPI.
     family : Family, optional
         Of its communicators, and of those of its sub-groups.
     """
@@ -77,10 +74,9 @@ class Axis(Communicator):
         members: Sequence[int] | None = None,
         later: MPI.Intracomm | None = None,
         matching: CallMatching | None = None,
-        said: set[str] | None = None,
         family: Family | None = None,
     ) -> None:
-        super().__init__(name, comm, ledger, members=members, later=later, matching=matching, said=said, family=family)
+        super().__init__(name, comm, ledger, members=members, later=later, matching=matching, family=family)
         # The names of `subgroup` by ranks, which stay; and the axes by ranks, or by the name of `split`.
         self._names: dict[tuple[int, ...], str] = {}
         self._subgroups: dict[tuple[int, ...] | str, Axis | None] = {}
@@ -134,17 +130,13 @@ class Axis(Communicator):
     ) -> None:
         """Become the axis of other ranks; every holder of this object sees the change.  Collective over `comm`.
 
-        The old communicators are not freed (those of NCCL are aborted), and its sub-groups are forgotten; see
-        `regain_subgroups`.
+        The old communicators are not freed, and its sub-groups are forgotten; see `regain_subgroups`.
 
         Parameters
         ----------
         comm, members, later, matching : as for `Axis`
             Of the new ranks.
         """
-        for part in self._subgroups.values():
-            if part is not None and part._link is not None:
-                part._link.abort()
         self._bind(comm, members, later, matching)
         self._subgroups = {}
 
@@ -155,8 +147,6 @@ class Axis(Communicator):
                 part.revoke()
         self._channel.revoke()
         self._channel_of_started.revoke()
-        if self._link is not None:
-            self._link.abort()
 
     def finish(self) -> None:
         """Wait until MPI is done with the collectives that were started and not waited for; errors are ignored.
@@ -173,8 +163,6 @@ class Axis(Communicator):
         for part in self._subgroups.values():
             if part is not None:
                 part.free()
-        if self._link is not None:
-            self._link.free()
         self._channel_of_started.free()
         self._channel.free()
 
@@ -283,7 +271,7 @@ class Axis(Communicator):
             return [cast(MPI.Intracomm, parent.Split(color, self.rank)) for _ in range(2)]
 
     def _axis_of(self, name: str, now: MPI.Intracomm, later: MPI.Intracomm, members: list[int]) -> Axis:
-        shared: dict[str, Any] = {"matching": self._matching, "said": self._said, "family": self._family}
+        shared: dict[str, Any] = {"matching": self._matching, "family": self._family}
         part = Axis(name, now, self.ledger, members=members, later=later, **shared)
         part.withhold_device_buffers(self._channel.withholds_device_buffers)
         return part

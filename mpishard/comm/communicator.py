@@ -18,7 +18,6 @@ from mpishard.comm.channel import NOTHING, OPS, Channel, Family, Request
 from mpishard.comm.collectives import Collectives, PointToPoint
 from mpishard.comm.deferred import DEFERRED
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
-from mpishard.comm.nccl import NcclCollectives, NcclLink
 
 Array = Any
 Counts = Sequence[int] | None
@@ -43,9 +42,6 @@ class Communicator:
     `send`, `recv`     `start_send` ...         ``Isend``, ``Irecv``; not collective
     ================== ======================== =======================================
 
-    With ``Mesh(collectives="nccl")`` the collectives of device buffers go by NCCL if all ranks can.  Messages go by
-    MPI: a rank that sends need not wait for the one that receives, and they have tags, both unlike those of NCCL.
-
     All but messages are collective: all ranks must call them in one order.  The started collectives have a
     separate communicator, so that a blocking call may come before them on one rank and after them on another; but not
     `start_all_to_all` where MPI has no large counts (Open MPI 5): its ranks first agree, blocking, whether all buffers
@@ -62,7 +58,7 @@ class Communicator:
 
     Parameters
     ----------
-    name, comm, ledger, members, later, matching, said, family : as for `Axis`
+    name, comm, ledger, members, later, matching, family : as for `Axis`
         What it is made of.
 
     Attributes
@@ -86,15 +82,12 @@ class Communicator:
         members: Sequence[int] | None = None,
         later: MPI.Intracomm | None = None,
         matching: CallMatching | None = None,
-        said: set[str] | None = None,
         family: Family | None = None,
     ) -> None:
         self.name = name
         self.ledger = ledger
         self.times_bound = 0
-        self._said = said
         self._family = family
-        self._link: NcclLink | None = None
         self._bind(comm, members, later, matching)
 
     def _bind(
@@ -107,8 +100,6 @@ class Communicator:
         """Use these communicators from now on; see `Axis.rebind`."""
         DEFERRED.flush()
         later = comm.Dup() if later is None else later  # first: if a rank dies in it, all stays as it was
-        if self._link is not None:
-            self._link.abort()
         self._comm = comm
         self.times_bound += 1
         self._matching = matching
@@ -119,28 +110,9 @@ class Communicator:
         )
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
-        blocking = Collectives(self._channel, nonblocking=False)
-        started = Collectives(self._channel_of_started, nonblocking=True)
-        self._blocking: Collectives | NcclCollectives = blocking
-        self._started: Collectives | NcclCollectives = started
+        self._blocking = Collectives(self._channel, nonblocking=False)
+        self._started = Collectives(self._channel_of_started, nonblocking=True)
         self._point_to_point = PointToPoint(self._channel)
-        if self._said is not None:
-            self._link = NcclLink(self._channel, self._said)
-            self._blocking = NcclCollectives(blocking, self._link, started=False)
-            self._started = NcclCollectives(started, self._link, started=True)
-
-    @property
-    def device_collectives(self) -> str | None:
-        """The way of collectives of device buffers: ``"mpi"`` or ``"nccl"``.
-
-        None: ``Mesh(collectives="nccl")`` asks for NCCL, and no device buffer has come.
-        """
-        return "mpi" if self._link is None else self._link.way
-
-    @property
-    def why_not_nccl(self) -> str:
-        """Why they travel by MPI although ``Mesh(collectives="nccl")`` asks for NCCL; else empty."""
-        return "" if self._link is None else self._link.reason
 
     @property
     def comm(self) -> MPI.Intracomm:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -119,8 +118,6 @@ class Ledger:
         self._entries: list[tuple[tuple[Any, ...], int, float]] = []
         self._summed = 0
         self._totals: dict[tuple[str, str, str], Total] = {}
-        # Calls that a device is to do, and whether it has done each.
-        self._queued: deque[tuple[tuple[Any, ...], Callable[[], bool]]] = deque()
 
     @property
     def step(self) -> int:
@@ -177,15 +174,6 @@ class Ledger:
         if len(self._entries) >= 2 * _KEEP:
             self._sum_up()
 
-    def note_queued(self, call: tuple[Any, ...], is_over: Callable[[], bool]) -> None:
-        """Note a call that is queued on a device, for which no host waits: this rank waits in it until it is over.
-
-        ``is_over()``, which other threads call too, returns True once the device has done it.
-        """
-        while self._queued and self._queued[0][1]():
-            self._queued.popleft()
-        self._queued.append((call, is_over))
-
     def _sum_up(self) -> None:
         for call, sent, seconds in self._entries[self._summed :]:
             _, axis, _, op, _, _, label, *_ = call
@@ -218,10 +206,8 @@ class Ledger:
 
     @property
     def waiting(self) -> Call | None:
-        """The call in which the main thread of this rank, or its device, may be waiting now."""
+        """The call in which the main thread of this rank may be waiting now."""
         active = self.active
-        if active is None and self._queued:
-            active = next((call for call, is_over in self._queued.copy() if not is_over()), None)
         return None if active is None else Call(*active)
 
     @property

@@ -30,7 +30,6 @@ from mpishard.comm.channel import CommunicatorsExhaustedError, Family
 from mpishard.comm.deferred import flush
 from mpishard.comm.errors import CaughtError
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.nccl import COLLECTIVES
 from mpishard.comm.supervisor_reports import note_cell
 from mpishard.comm.watchdog import Watchdog, arrival
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
@@ -45,7 +44,7 @@ Array = Any
 
 
 def exchange_facts(
-    world: MPI.Intracomm, collectives: Any, sizes: str, debug: bool, family: Family, problem: Exception | None
+    world: MPI.Intracomm, sizes: str, debug: bool, family: Family, problem: Exception | None
 ) -> Exception | None:
     """Exchange what this rank gives a mesh with the other ranks, and compare. Collective over `world`.
 
@@ -54,16 +53,16 @@ def exchange_facts(
     """
     # The version comes first: another version may send something else after it.
     text = None if problem is None else str(problem)
-    facts = allgather_values(world, (VERSION, collectives, sizes, debug, text, family.own_name, Family.orphans()))
+    facts = allgather_values(world, (VERSION, sizes, debug, text, family.own_name, Family.orphans()))
     error = _unlike_versions(world, [version for version, *_ in facts])
     if error is not None:
         return raised_by_all(error, world.size)
-    _, all_collectives, all_sizes, all_debug, problems, names, orphans = zip(*facts, strict=True)
+    _, all_sizes, all_debug, problems, names, orphans = zip(*facts, strict=True)
     family.name = family.name or names[0]
     Family.free_orphans(orphans)
     first = next((rank for rank, text in enumerate(problems) if text is not None), None)
     if first is None:
-        error = _unlike_collectives(all_collectives) or _unlike_sizes(all_sizes) or _unlike_debug(all_debug)
+        error = _unlike_sizes(all_sizes) or _unlike_debug(all_debug)
         return None if error is None else raised_by_all(error, world.size)
     if problem is None:
         problem = ValueError(f"rank {first}: {problems[first]}")
@@ -87,18 +86,6 @@ def _unlike_versions(world: MPI.Intracomm, by_rank: Sequence[str]) -> ValueError
         f"all ranks must have the same version of mpishard, but it is {', and '.join(shown)}; "
         "install one version on every host, in the environment that the ranks start in"
     )
-
-
-def _unlike_collectives(by_rank: Sequence[Any]) -> ValueError | None:
-    """The error if `collectives` of some rank is unknown, or not that of rank 0."""
-    for rank, each in enumerate(by_rank):
-        if each not in COLLECTIVES:
-            return ValueError(f'collectives={each!r} on rank {rank} must be "mpi" or "nccl"')
-        if each != by_rank[0]:
-            return ValueError(
-                f"collectives is {by_rank[0]!r} on rank 0 and {each!r} on rank {rank}; give the same on every rank"
-            )
-    return None
 
 
 def _unlike_sizes(by_rank: Sequence[str]) -> ValueError | None:
@@ -151,11 +138,6 @@ class Mesh:
         Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all ranks where
         they differ; compare the copies of replicated parameters after every step; and at the start of `optimize` check
         that the function of the problem returns sums.  Default from ``MPISHARD_DEBUG`` (1 or 0).
-    collectives : {"mpi", "nccl"}
-        What moves device buffers.  With "nccl" the collectives of an axis whose ranks are all on one node, each with
-        its own GPU, go by NCCL, through CuPy; if some rank of an axis cannot, all of them use MPI, and say why once.
-        Buffers of the host and messages go by MPI always.  A buffer of a collective is then on the device of all ranks
-        or of none, and the host does not wait for it.
 
     Attributes
     ----------
@@ -173,8 +155,6 @@ class Mesh:
         The libraries for matrix products that all ranks have; see `mpishard.backend.gemm.choice`.
     timeout : float or None
         The time limit of a collective in seconds; None where the longest step decides.
-    collectives : str
-        "mpi" or "nccl".  What an axis has come to is `Axis.device_collectives`.
     ledger : Ledger
         What this rank has communicated over all axes.
     family : Family
@@ -187,8 +167,7 @@ class Mesh:
     ValueError
         On every rank, if the product of some rank's sizes is not the number of ranks, or if each rank is alone in its
         world since the launcher belongs to another MPI; this second check is left out with MPI.COMM_SELF.  On every
-        rank, too, if `collectives` is not known, or if it, a size, `debug`, or the version of mpishard differs between
-        ranks.
+        rank, too, if a size, `debug`, or the version of mpishard differs between ranks.
     TypeError, ValueError
         On every rank, if `timeout` or `debug` of any make no sense; on this rank, if `comm` is no communicator.
     RuntimeError
@@ -197,7 +176,6 @@ class Mesh:
 
     timeout: float | None
     debug: bool
-    collectives: str
     ledger: Ledger
     shape: dict[str, int]
     coordinates: dict[str, int]
@@ -220,7 +198,6 @@ class Mesh:
         pipeline: int = 1,
         timeout: float | None = None,
         debug: bool | None = None,
-        collectives: str = "mpi",
     ) -> None:
         start_mpi()
         if comm is None:
@@ -247,8 +224,6 @@ class Mesh:
             self.timeout = _timeout(timeout)
             self.debug = _debug() if debug is None else flag("debug", debug)
         problem = caught.error
-        self.collectives = collectives
-        self._said: set[str] | None = set() if collectives == "nccl" else None
         self.ledger = Ledger()
         self._parent: Mesh | None = None
         flush()
@@ -302,7 +277,7 @@ class Mesh:
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False
-        problem = exchange_facts(world, self.collectives, self.sizes, self.debug, self.family, problem)
+        problem = exchange_facts(world, self.sizes, self.debug, self.family, problem)
         if problem is not None:
             return problem
         if self._parent is None:
@@ -324,7 +299,7 @@ class Mesh:
             if name in self._axes:
                 self._axes[name].rebind(now, **of_now)
             else:
-                self._axes[name] = Axis(name, now, self.ledger, **of_now, said=self._said, family=self.family)
+                self._axes[name] = Axis(name, now, self.ledger, **of_now, family=self.family)
             return self._axes[name]
 
         def split(color: int, place: int) -> list[MPI.Comm]:
@@ -524,7 +499,6 @@ class _ReshapedMesh(Mesh):
 
     def __init__(self, parent: Mesh, data: int, tensor: int, pipeline: int) -> None:
         self.debug, self.ledger = parent.debug, parent.ledger
-        self.collectives, self._said = parent.collectives, parent._said
         self._watchdog = None
         self._parent = parent
         self._axes = {}

@@ -79,7 +79,7 @@ def collect_devices(count: int, rank_of_node: int, claims_device_buffers: bool) 
         gpu_of_rank=rank_of_node % count,
         driver_cuda=driver,
         cupy_cuda=_CUPY[packages[0]] if packages else "",
-        device_libraries=libraries(),
+        device_libraries=device_libraries(),
         claims_device_buffers=claims_device_buffers,
         cupy_packages=packages,
     )
@@ -110,23 +110,6 @@ def _gpu(driver: Any, index: int) -> Gpu | None:
     if driver.cuDeviceTotalMem_v2(ctypes.byref(nbytes), device) or driver.cuDeviceGetUuid(uuid, device):
         return None
     return Gpu(name.value.decode("utf-8", "replace"), nbytes.value, uuid.raw.hex())
-
-
-def libraries() -> dict[str, str]:
-    """Versions by name of optional libraries for GPUs that are installed as packages, and of NCCL from the linker."""
-    found = device_libraries()
-    if "NCCL" not in found:
-        with contextlib.suppress(OSError, AttributeError):
-            code = ctypes.c_int(0)
-            if not ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code)):
-                found["NCCL"] = version_of_nccl(code.value)
-    return found
-
-
-def version_of_nccl(code: int) -> str:
-    """The version, such as ``"2.23.4"``, in NCCL's own code for it: 22304, or 2708 of versions before 2.9."""
-    of_major = 10000 if code >= 10000 else 1000
-    return f"{code // of_major}.{code % of_major // 100}.{code % 100}"
 
 
 # -- MPI, libraries and the machine ------------------------------------------------------------------------------------

@@ -274,14 +274,6 @@ def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
             NOTE, "gpu", f"{what}: arrays travel through the host", "an MPI built with CUDA sends them directly"
         )
 
-    for node in nodes(facts):
-        used = gpus_in_use(node)
-        if "NCCL" in node[0].devices.device_libraries and used and len(node) > len(used):
-            what = f"{count(len(node), 'rank')} of {node[0].process.host} share {count(len(used), 'GPU')}"
-            what += ", which NCCL refuses: collectives='nccl' of a mesh goes by MPI there"
-            yield Finding(NOTE, "gpu", what, f"start {count(len(used), 'rank')} there to have NCCL")
-            return
-
 
 def gpus_in_use(node: Sequence[Facts]) -> list[str]:
     """UUIDs of the GPUs that the ranks of a node take, each once, in the order of the ranks."""

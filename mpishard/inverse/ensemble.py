@@ -136,7 +136,7 @@ class _Runs:
         group, groups = mesh.rank // ranks_each, mesh.size // ranks_each
         queue = WorkQueue(mesh.world, group, groups, len(self._numbers))
         comm: Any = mesh.world.comm.Split(group, mesh.rank)
-        with Mesh(comm, timeout=mesh.timeout, debug=mesh.debug, collectives=mesh.collectives) as own:
+        with Mesh(comm, timeout=mesh.timeout, debug=mesh.debug) as own:
             comm.Free()
             # Where the ranks of the group meet after a case: collectives of the function cannot match.
             after = Axis("case", own.world.comm.Dup(), own.ledger)

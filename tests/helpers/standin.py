@@ -17,7 +17,6 @@ import functools
 import math
 import mmap
 import operator
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType, SimpleNamespace
@@ -305,9 +304,6 @@ class Module:
         return function
 
 
-# Of this process; `nccl_double` and tests set them.
-nccl_module: Any = None
-device_name = f"GPU {os.getpid()}"
 # Few, so that blocks take several rows of small arrays in turns, and what blocks of an H100 may have.
 processors, shared_memory = 3, 232448
 _device = contextlib.nullcontext()
@@ -393,9 +389,6 @@ class StandIn(Backend):
     def current_device(self) -> int:
         return 0
 
-    def use_device(self, number: int) -> None:
-        assert number == 0
-
     def start_to_host(self, source: DeviceArray, target: np.ndarray, stream: Stream) -> None:
         assert source.flags.c_contiguous and target.flags.c_contiguous
         stream.launch(lambda host: np.copyto(target, host), source)
@@ -413,16 +406,8 @@ class StandIn(Backend):
     def device_number(self, array: DeviceArray) -> int:
         return 0
 
-    def nccl(self) -> Any:
-        if nccl_module is None:
-            raise ImportError("the stand-in has no NCCL")
-        return nccl_module
-
     def on_device_of(self, like: DeviceArray) -> Any:
         return _device
-
-    def device_name(self, like: DeviceArray) -> str:
-        return device_name
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None) -> DeviceArray:

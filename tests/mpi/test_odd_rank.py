@@ -203,8 +203,6 @@ TABLE = [
         ({"timeout": -1.0}, "-1"),
         {"tensor": MPI.COMM_WORLD.size},
         {"tensor": 7},
-        {"collectives": "nccl"},
-        {"collectives": "smoke"},
     ),
     *odd(
         "mpishard.Mesh.reshaped",

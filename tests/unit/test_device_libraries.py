@@ -22,7 +22,6 @@ import standin
 
 from mpishard.backend.cublas import LIBRARY as CUBLASLT
 from mpishard.backend.optional_library import OptionalLibrary, device_libraries
-from mpishard.comm import nccl
 from mpishard.environment.findings import cupy_for
 from mpishard.nn.device_attention import LIBRARY as CUDNN
 
@@ -33,7 +32,6 @@ def test_versions_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {
         "nvidia-cudnn-cu12": "9.1",
         "nvidia-cudnn-cu13": "9.2",
-        "nvidia-nccl-cu12": "2.3",
         "nvmath-python": "1.0",
     }
 
@@ -43,7 +41,7 @@ def test_versions_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    assert device_libraries() == {"cuDNN": "9.2", "nvmath": "1.0", "NCCL": "2.3"}
+    assert device_libraries() == {"cuDNN": "9.2", "nvmath": "1.0"}
 
 
 def test_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +139,12 @@ def test_a_start_that_fails_is_tried_and_warned_of_once(library: Any, monkeypatc
     assert len(tried) == len(caught) == 1
 
 
-# Names of CuPy, cuDNN, nvmath and NCCL that the package and its benchmarks use: there where these are installed.
+# Names of CuPy, cuDNN and nvmath that the package and its benchmarks use: there where these are installed.
 #
 # No GPU is needed: what a GPU would find at the first call, of a name that is misspelt or gone, is found here.
 
 ROOT = Path(__file__).parents[2]
-CUBLAS, NCCL, NAMES_CUBLASLT = "cupy_backends.cuda.libs.cublas", "cupy.cuda.nccl", "nvmath.bindings.cublasLt"
+CUBLAS, NAMES_CUBLASLT = "cupy_backends.cuda.libs.cublas", "nvmath.bindings.cublasLt"
 # Packages, and more names than this are used of each.
 LIBRARIES = {"cupy": 20, "cupy_backends": 0, "cudnn": 5, "nvmath": 15}
 # What an expression of a file stands for: a module, or an instance of a class of one.
@@ -155,7 +153,6 @@ MEANINGS = {
     "mpishard/backend/array.py": {"cupy": "cupy"},
     "mpishard/backend/cublas.py": {"lt": NAMES_CUBLASLT, "self._lt": NAMES_CUBLASLT},
     "mpishard/nn/device_attention.py": {"cudnn": "cudnn", "self._cudnn": "cudnn", "graph": "cudnn.pygraph"},
-    "mpishard/comm/nccl.py": {"nccl": NCCL, "self._nccl": NCCL, "self._communicator": f"{NCCL}.NcclCommunicator"},
 }
 # Names by which code has the module of arrays, whichever it is.
 ARRAY_MODULES = ("xp", "module", "work.module", "self._module")
@@ -171,7 +168,7 @@ RETURNS = {
 MEMBERS = {
     "cupy.cuda.Stream": ("synchronize", "wait_event", "__enter__", "__exit__", "__eq__"),
     "cupy.cuda.Event": ("synchronize", "record", "done"),
-    "cupy.cuda.Device": ("use", "id", "pci_bus_id", "attributes", "__enter__", "__exit__"),
+    "cupy.cuda.Device": ("use", "id", "attributes", "__enter__", "__exit__"),
     "cupy.cuda.MemoryPointer": ("copy_to_host_async", "copy_from_host_async", "ptr"),
     "cupy.RawModule": ("get_function",),
     "cupy.RawKernel": ("max_dynamic_shared_size_bytes", "__call__"),
@@ -184,7 +181,7 @@ MEMBERS = {
 def thing(path: str) -> Any:
     """What a path of names stands for.
 
-    ImportError where its package is not installed or finds no library; AttributeError for a name that is not there.
+    ImportError where its package is not installed; AttributeError for a name that is not there.
     """
     words = path.split(".")
     found, depth = None, len(words)
@@ -197,8 +194,6 @@ def thing(path: str) -> Any:
             depth -= 1
             if not depth:
                 raise
-    if found.__name__ == NCCL and not found.available:
-        raise ImportError("CuPy finds no NCCL library")
     for word in words[depth:]:
         found = getattr(found, word)
     return found
@@ -306,7 +301,7 @@ def test_members_of_classes(kind: str) -> None:
     assert not missing([("", f"{kind}.{name}") for name in MEMBERS[kind]])
 
 
-def test_routines_of_cublas_and_constants_of_nccl() -> None:
+def test_routines_of_cublas() -> None:
     skip_without(CUBLAS)
     text = (ROOT / "mpishard/backend/cublas.py").read_text("utf-8")
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
@@ -314,9 +309,6 @@ def test_routines_of_cublas_and_constants_of_nccl() -> None:
     routines = [each.value for each in queued if isinstance(each, ast.Constant)]
     assert sorted(routines) == ["gemmEx", "gemmStridedBatchedEx"]
     assert not missing([("", f"{CUBLAS}.{name}") for name in routines])
-    skip_without(NCCL)
-    constants = [*nccl._TYPES.values(), *nccl._OPS.values()]
-    assert not missing([("", f"{NCCL}.{name}") for name in constants])
 
 
 def test_a_name_that_is_not_there_is_found() -> None:

@@ -14,7 +14,7 @@ from mpishard.cli import main
 from mpishard.cli.info import rows, show
 from mpishard.comm.capabilities import Capabilities
 from mpishard.environment import Facts, findings, launch_of, launches
-from mpishard.environment.facts import Gpu, collect_devices, gpus_of_driver, version_of_nccl
+from mpishard.environment.facts import Gpu, collect_devices, gpus_of_driver
 from mpishard.launch.detection import foreign_launch
 from mpishard.launch.launchers import Launcher
 
@@ -268,13 +268,10 @@ def test_which_gpus() -> None:
     assert "2 x NVIDIA H100 80GB HBM3 with 80.0 GB; driver for CUDA 13.0; one for each rank" in shown
     assert "CuPy 14.2 for CUDA 13; MPI takes device pointers" in shown
     assert "no libraries as packages; those of a CUDA toolkit are not looked for" in shown
-    libraries = {"cuBLAS": "13.1", "cuDNN": "9.12", "cuDNN frontend": "1.16", "nvmath": "1.0", "NCCL": "2.28.3"}
+    libraries = {"cuBLAS": "13.1", "cuDNN": "9.12", "cuDNN frontend": "1.16", "nvmath": "1.0"}
     shown = [value for name, value in rows(on_gpus(4, device_libraries=libraries))]
     assert any(value.endswith("; 4 ranks on 2") for value in shown)
-    assert (
-        "cuBLAS 13.1 (products); cuDNN 9.12; cuDNN frontend 1.16 (attention); nvmath 1.0 (epilogues); "
-        "NCCL 2.28.3 (Mesh(collectives='nccl'))" in shown
-    )
+    assert "cuBLAS 13.1 (products); cuDNN 9.12; cuDNN frontend 1.16 (attention); nvmath 1.0 (epilogues)" in shown
     staged = on_gpus(2, mpi=OPEN_MPI, claims_device_buffers=False)
     assert any("arrays travel through pinned host memory" in value for name, value in rows(staged))
     without = on_gpus(2, versions=VERSIONS, cupy_cuda="", pins_memory=False)
@@ -299,7 +296,7 @@ def test_two_cupys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return installed[name]
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    monkeypatch.setattr("mpishard.environment.facts.libraries", dict)
+    monkeypatch.setattr("mpishard.environment.facts.device_libraries", dict)
     devices = collect_devices(1, 0, False)
     assert devices.cupy_packages == ("cupy-cuda13x", "cupy-cuda12x") and devices.cupy_cuda == "13"
     # Whether the files are those of the older one is not known, so that CuPy is not said to be too new for the driver.
@@ -315,13 +312,11 @@ def test_two_cupys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings(on_gpus(2, cupy_packages=devices.cupy_packages)) == []
 
 
-def test_gpus_that_mpi_or_nccl_cannot_take() -> None:
+def test_gpus_that_mpi_cannot_take() -> None:
     finding = only(on_gpus(2, mpi=OPEN_MPI))
     assert finding.level == "warning"
     assert "Open MPI says that it takes device pointers, but a trial of it on n1 failed" in finding.what
-    finding = only(on_gpus(2, 3, device_libraries={"NCCL": "2.28.3"}))
-    assert finding.level == "note" and finding.what.startswith("3 ranks of n2 share 2 GPUs, which NCCL refuses")
-    assert findings(on_gpus(2, 2, device_libraries={"NCCL": "2.28.3"})) == findings(on_gpus(3)) == []
+    assert findings(on_gpus(2, 2)) == findings(on_gpus(3)) == []
 
 
 class Driver:
@@ -357,9 +352,8 @@ def test_what_a_driver_says() -> None:
 
 
 def test_nothing_is_asked_about_gpus_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpishard.environment.facts.libraries", lambda: pytest.fail("was asked"))
+    monkeypatch.setattr("mpishard.environment.facts.device_libraries", lambda: pytest.fail("was asked"))
     assert collect_devices(0, 0, False) == GOOD.devices
-    assert [version_of_nccl(code) for code in (22304, 2708)] == ["2.23.4", "2.7.8"]
 
 
 # ``mpishard info``: what it shows of made-up facts, and the command on one rank.
