@@ -1,13 +1,13 @@
-"""``mpishard estimate``: the cost of each layout of a model; with ``--startup`` that of a start on very many ranks."""
+"""``mpishard estimate``: the cost of each layout of a model."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -17,134 +17,17 @@ from mpishard.arguments import printable
 from mpishard.cli.output import console, new_table, print_table, seconds, size
 from mpishard.estimate import (
     TYPICAL,
-    Break,
-    Cluster,
-    Costs,
     Estimate,
     MachineProfile,
     Memory,
-    StartParts,
     Workload,
-    breaks,
-    costs,
     layouts,
-    measure_start,
     model_state_bytes,
     table,
 )
 from mpishard.estimate.layouts import STAGES
-from mpishard.estimate.many_ranks import LIMITS, THINGS
 from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
 from mpishard.pipeline.schedule import SCHEDULES
-
-# ``mpishard estimate --startup``: the time of start, step, checkpoint and healing on very many ranks.
-
-_RANKS = (10**3, 10**4, 10**5)
-_REMEDIES = {
-    "processor time": "give each rank its own core",
-    "opening files": "keep Python and its packages on the nodes' own disks, or in one image file",
-    "reading files": "keep Python and its packages on the nodes' own disks",
-    "bytes of gradients and parameters": "larger batches, compressed gradients, or tensor and pipeline ranks",
-    "rounds of collectives": "larger batches, or buckets (minimum_parameter_group_size)",
-    "writing": "fewer checkpoints, or a faster file system",
-    "creating files": "fewer checkpoints, or fewer ranks a node with more threads each",
-}
-
-
-def estimate_startup(ranks: int | None, cluster: Cluster, machine: MachineProfile, as_json: bool) -> None:
-    """Measure the start of one rank here, and print the costs on `ranks` ranks, or on 10^3, 10^4 and 10^5 (None).
-
-    `cluster` has what is assumed, `machine` its links; `as_json` prints JSON in place of tables.  Raises ValueError for
-    another number of ranks, a machine without links, or where the start cannot be measured.
-    """
-    counts = _RANKS if ranks is None else (ranks,)
-    for count in counts:
-        costs(count, StartParts(0.0, 0, 0, 0, 0.0), cluster, machine)  # before it measures for seconds
-    parts = measure_start()
-    found, broken = [costs(count, parts, cluster, machine) for count in counts], breaks(parts, cluster, machine)
-    if as_json:
-        figures = {
-            "measured": asdict(parts),
-            "assumed": asdict(cluster),
-            "links": machine.name,
-            "costs": [asdict(each) for each in found],
-            "breaks": [{**asdict(each), "limit": LIMITS[each.what]} for each in broken],
-        }
-        typer.echo(json.dumps(figures))
-        return
-    _table(found)
-    _measured(parts)
-    _assumptions(cluster)
-    typer.echo(_links_of(machine))
-    for place, each in enumerate(each for each in broken if each.ranks):
-        remedy = f"  A way out: {_REMEDIES[each.part]}." if each.part in _REMEDIES else ""
-        typer.echo(f"{'Then' if place else 'What breaks first'}: {_break(each)}.{remedy}")
-    if holding := [each.what for each in broken if not each.ranks]:
-        typer.echo(f"Up to ten million ranks nothing breaks of: {', '.join(holding)}.")
-
-
-def _table(found: Sequence[Costs]) -> None:
-    output = console()
-    output.print("predicted times on many ranks", style="bold")
-    made = new_table("ranks", *(f"{each.ranks:,}" for each in found))
-    for what in THINGS:
-        times = [getattr(each, what) for each in found]
-        made.add_row(what, *(seconds(sum(each.values())) for each in times), style="bold")
-        for part in times[0]:
-            made.add_row(f"  {part}", *(seconds(each[part]) for each in times))
-    made.add_row("days between deaths", *(f"{1 / each.deaths_per_second / 86400:.3g}" for each in found), style="bold")
-    print_table(output, made)
-
-
-def _measured(parts: StartParts) -> None:
-    output = console()
-    output.print("\nmeasured here, of one rank until its first step", style="bold")
-    made = new_table("what", "figure")
-    made.add_row("processor time", seconds(parts.processor_seconds))
-    made.add_row("files that it opens", f"{parts.opens:,}")
-    made.add_row("their sizes together", size(parts.bytes_read))
-    made.add_row("questions where files are", f"{parts.lookups:,}")
-    made.add_row("reading a small object of another rank", seconds(parts.object_seconds))
-    print_table(output, made)
-
-
-def _assumptions(cluster: Cluster) -> None:
-    output = console()
-    output.print("\nassumed, not measured", style="bold")
-    made = new_table("what", "figure", "option")
-    made.columns[2].justify = "left"
-    for what, figure, option in (
-        ("cores of a node", str(cluster.cores_per_node), "cores-per-node"),
-        ("ranks of a node", str(cluster.ranks_per_node), "ranks-per-node"),
-        ("opens and questions of all ranks a second", f"{cluster.opens_per_second:,.0f}", "opens-per-second"),
-        ("file system a second, each file once a node", size(cluster.file_bandwidth), "file-bandwidth"),
-        ("days between two deaths of one node", f"{cluster.days_between_failures:g}", "days-between-failures"),
-        ("until all know of a death", seconds(cluster.detection_seconds), "detection-seconds"),
-        ("parameters: data parallel, float32, Adam", f"{cluster.parameters:.3g}", "parameters"),
-        ("computing of a step", seconds(cluster.step_seconds), "step-seconds"),
-    ):
-        made.add_row(what, figure, f"--{option}")
-    print_table(output, made)
-
-
-def _links_of(machine: MachineProfile) -> str:
-    if machine is TYPICAL:
-        found = "a typical core; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE"
-    elif not machine.network:
-        found = f"{machine.name}, which knows no network: nodes are as near to each other as ranks of one node"
-    else:
-        found = machine.name
-    return f"\nLinks are those of {found}.\nNot in it: the launcher, MPI's own start, and waiting for slower ranks."
-
-
-def _break(found: Break) -> str:
-    where = (
-        f"{found.what}, on {found.ranks:,} rank{'s' * (found.ranks > 1)}"
-        if found.ranks
-        else f"nothing below ten million ranks; {found.what}"
-    )
-    return f"{where}: it {LIMITS[found.what]}; {found.share:.0%} of that is {found.part}"
-
 
 # Estimates as tables.
 
@@ -374,20 +257,6 @@ _ZERO = {
 _WITH_PARAMETERS = {"parameters", "ranks", "memory_limit", "as_json"}
 
 
-# Options that --startup takes: assumptions, some of which mean the same elsewhere, and others.
-_ASSUMED = {each.name for each in fields(Cluster)}
-_ELSEWHERE = {"parameters", "ranks_per_node"}
-_WITH_STARTUP = {
-    *("startup", "ranks", "as_json", "profile", "flops", "bandwidth", "latency", "memory_bandwidth"),
-    *("network_bandwidth", "network_latency"),
-}
-
-
-def _assumed(name: str, what: str) -> Any:
-    """The option of an assumption of --startup, with its default."""
-    return typer.Option(help=f"{what} ({getattr(Cluster, name):g}).")
-
-
 def estimate(
     context_of_command: typer.Context,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
@@ -428,26 +297,6 @@ def estimate(
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, with the two below.")] = None,
     network_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank between nodes.")] = None,
     network_latency: Annotated[float | None, typer.Option(help="Seconds of a short message between nodes.")] = None,
-    startup: Annotated[
-        bool,
-        typer.Option(
-            "--startup",
-            help="Instead of layouts: start, step, checkpoint and healing on 1,000 to 100,000 ranks (or --ranks), and "
-            "what breaks first.  The start is measured here; the options below are assumptions.",
-        ),
-    ] = False,
-    cores_per_node: Annotated[int | None, _assumed("cores_per_node", "Cores of a node")] = None,
-    opens_per_second: Annotated[
-        float | None, _assumed("opens_per_second", "Opens and questions that the file system answers a second")
-    ] = None,
-    file_bandwidth: Annotated[float | None, _assumed("file_bandwidth", "Bytes a second of the file system")] = None,
-    days_between_failures: Annotated[
-        float | None, _assumed("days_between_failures", "Days between two deaths of one node")
-    ] = None,
-    detection_seconds: Annotated[
-        float | None, _assumed("detection_seconds", "Seconds until all ranks know of a death")
-    ] = None,
-    step_seconds: Annotated[float | None, _assumed("step_seconds", "Seconds of computing a step")] = None,
     rows: Annotated[int, typer.Option(help="Most lines of the table: the best layouts.")] = 10,
     show_all: Annotated[bool, typer.Option("--all", help="All layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
@@ -457,21 +306,6 @@ def estimate(
     One that is left alone by --data, --tensor, --pipeline, --zero and --schedule is shown in detail.
     """
     limit = math.inf if memory_limit is None else parse_bytes(memory_limit)
-    given = {option: name for name, option in _given(context_of_command)}
-    if startup:
-        if other := [option for option, name in given.items() if name not in {*_WITH_STARTUP, *_ASSUMED}]:
-            raise ValueError(f"--startup is about many ranks, not about layouts: leave {', '.join(other)} out")
-        machine = Speeds(profile, flops, bandwidth, latency, memory_bandwidth).machine()
-        assumed = {name: context_of_command.params[name] for name in given.values() if name in _ASSUMED}
-        if machine.network:
-            assumed.setdefault("ranks_per_node", machine.ranks_per_node)
-        cluster = Cluster(**assumed)
-        if network_bandwidth is not None or network_latency is not None:
-            machine = Network(cluster.ranks_per_node, network_bandwidth, network_latency).between(machine)
-        estimate_startup(ranks, cluster, machine, as_json)
-        return
-    if other := [option for option, name in given.items() if name in _ASSUMED - _ELSEWHERE]:
-        raise ValueError(f"{', '.join(other)}: only for --startup")
     if ranks is None:
         raise ValueError("the number of ranks is missing: give --ranks")
     if parameters is not None:

@@ -4,7 +4,7 @@ Input: an architecture, a layout, a batch and the speeds of a machine.
 Output: bytes of memory and traffic of each rank, the bubble, and seconds of a step.
 
 Read ``estimates`` first, then ``layouts``, ``memory`` with the ``sizes`` of what a rank holds, and ``times``;
-``profile`` has the speeds and ``benchmark`` measures them; ``many_ranks`` is for starts.
+``profile`` has the speeds and ``benchmark`` measures them.
 
 >>> from mpishard.estimate import Layout, Workload, estimate
 >>> from mpishard.nn.architecture import Architecture
@@ -19,7 +19,6 @@ import mpishard.comm  # noqa: F401  before MPI starts
 from mpishard.estimate.benchmark import measure
 from mpishard.estimate.estimates import Estimate, estimate, table
 from mpishard.estimate.layouts import Layout, layouts, model_state_bytes
-from mpishard.estimate.many_ranks import Break, Cluster, Costs, StartParts, breaks, costs, measure_start
 from mpishard.estimate.memory import Memory, StageEstimate
 from mpishard.estimate.profile import TYPICAL, Link, MachineProfile
 from mpishard.estimate.sizes import BatchShape, Workload
@@ -27,23 +26,16 @@ from mpishard.estimate.sizes import BatchShape, Workload
 __all__ = [
     "TYPICAL",
     "BatchShape",
-    "Break",
-    "Cluster",
-    "Costs",
     "Estimate",
     "Layout",
     "Link",
     "MachineProfile",
     "Memory",
     "StageEstimate",
-    "StartParts",
     "Workload",
-    "breaks",
-    "costs",
     "estimate",
     "layouts",
     "measure",
-    "measure_start",
     "model_state_bytes",
     "table",
 ]

@@ -11,20 +11,18 @@ from mpishard.cli import main
 from mpishard.cli.bench import draw
 from mpishard.cli.estimate import parse_bytes
 from mpishard.cli.output import seconds, size
-from mpishard.estimate import TYPICAL, Cluster, MachineProfile, StartParts, costs
+from mpishard.estimate import TYPICAL, MachineProfile
 from mpishard.estimate.benchmark import Timing
 
 # ``mpishard estimate`` and ``mpishard bench`` as a user calls them.
 
 MODEL = "--vocabulary 256 --context 64 --width 64 --layers 8 --heads 8"
-PARTS = StartParts(processor_seconds=0.5, opens=600, lookups=400, bytes_read=10**8, object_seconds=1e-6)
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
     """What the command prints, which is what is wrong and nothing else if it fails."""
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("mpishard.cli.estimate.measure_start", lambda: PARTS)
 
     def run(arguments, code=0, command="estimate"):
         assert main([command, *arguments.split()]) == code
@@ -184,20 +182,7 @@ def test_axes_between_nodes_have_the_networks_speed(run):
         (f"{MODEL} --ranks 8 --flops 1 --bandwidth 1 --latency 0 --memory-bandwidth 0", "memory_bandwidth of a"),
         (f"{MODEL} --ranks 8 --ranks-per-node 4", "needs --network-bandwidth and --network-latency too"),
         (f"{MODEL} --ranks 8 --ranks-per-node 0 --network-bandwidth 1 --network-latency 0", "ranks_per_node=0"),
-        ("--ranks 8 --cores-per-node 4 --step-seconds 1", "--cores-per-node, --step-seconds: only for --startup"),
         ("--parameters 1e9", "the number of ranks is missing"),
-        ("--startup --ranks 0", "ranks=0 must be a whole number of at least 1"),
-        ("--startup --ranks many", "'--ranks'"),
-        ("--startup --memory-limit 4GB --all", "leave --memory-limit, --all out"),
-        ("--startup --cores-per-node 0", "cores_per_node=0"),
-        ("--startup --ranks-per-node -1", "ranks_per_node=-1"),
-        ("--startup --opens-per-second 0", "opens_per_second=0.0 must be a finite number above 0"),
-        ("--startup --file-bandwidth nan", "file_bandwidth=nan"),
-        ("--startup --parameters -1", "parameters=-1.0"),
-        ("--startup --step-seconds inf", "step_seconds=inf"),
-        ("--startup --detection-seconds soon", "'--detection-seconds'"),
-        ("--startup --network-latency 1", "needs --network-bandwidth too"),
-        ("--startup --profile absent.json", "does not exist"),
     ],
 )
 def test_errors_are_one_line(arguments, message, run):
@@ -231,49 +216,9 @@ def test_bench_on_one_rank(tmp_path, run, monkeypatch):
     for output in (tmp_path / "no-folder" / "profile.json", tmp_path):
         assert "cannot write" in run(f"--output {output}", code=2, command="bench")
     assert "one rank has nobody to communicate with" in run("--collectives", code=2, command="bench")
-    assert "measured on 1 rank" in run(f"--startup --profile {file}", code=2)
 
 
 def test_collectives_are_drawn(tmp_path):
     timings = [Timing("data", 4, "all_reduce", nbytes, 1e-4, 9e-5, 2 * nbytes) for nbytes in (1024, 4096)]
     draw(timings, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-# ``mpishard estimate --startup`` as a user calls it.
-
-
-def test_table_and_what_breaks_first(run):
-    text = run("--startup")
-    lines = text.splitlines()
-    rows = {line[:35].strip(): line[35:].split("  ") for line in lines}
-    assert [cell.strip() for cell in rows["ranks"] if cell.strip()] == ["1,000", "10,000", "100,000"]
-    assert [cell.strip() for cell in rows["opening files"] if cell.strip()] == ["20.0 s", "200 s", "2000 s"]
-    assert "measured here" in text and "assumed, not measured" in text
-    # 1000 opens and questions of each rank at 50,000 a second: ten minutes are 30,000 ranks, but for the rest.
-    (line,) = (line for line in lines if line.startswith("What breaks first: start, on 29,"))
-    assert "opening files" in line and "A way out: " in line
-    assert lines[-1] == "Up to ten million ranks nothing breaks of: step, checkpoint, heal."
-
-
-def test_json_has_the_figures_of_the_formulas(run):
-    found = json.loads(run("--startup --ranks 5000 --parameters 1e9 --cores-per-node 32 --json"))
-    (costs_found,) = found["costs"]
-    expected = costs(5000, PARTS, Cluster(cores_per_node=32, parameters=1e9), TYPICAL)
-    assert costs_found["start"] == expected.start and costs_found["heal"] == expected.heal
-    assert found["measured"]["opens"] == 600
-    assert found["assumed"]["cores_per_node"] == 32
-    assert [each["what"] for each in found["breaks"]][0] == "step"  # 4 GB at 1 GB/s, beside a second of computing
-
-
-def test_the_links_and_nodes_of_a_profile(tmp_path, run):
-    file = tmp_path / "profile.json"
-    MachineProfile.given(1e9, 1e9, 1e-6).with_network(1e-3, 1e6, 4).save(file)
-    for options, ranks_per_node in (("", 4), ("--ranks-per-node 2", 2)):
-        found = json.loads(run(f"--startup --profile {file} --json {options}"))
-        assert found["assumed"]["ranks_per_node"] == ranks_per_node
-    speeds = "--startup --flops 1e9 --bandwidth 1e9 --latency 1e-6"
-    assert "which knows no network" in run(speeds)
-    speeds += " --network-latency 1e-3 --network-bandwidth 1e6 --json"
-    one, two = (json.loads(run(f"{speeds} --ranks {ranks}"))["costs"][0]["step"] for ranks in (64, 65))
-    assert two["rounds of collectives"] > 100 * one["rounds of collectives"]
