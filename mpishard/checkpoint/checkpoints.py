@@ -80,7 +80,7 @@ class Checkpoints:
         started again without loading removes nothing.
     asynchronous : bool
         The default of `save`.
-    compression : {None, "gzip", "lzf"}
+    compression : {None, "gzip"}
         HDF5 filter for all values.
     on_error : {"raise", "warn"}
         If the disk fails in a save: raise OSError on all ranks, or warn on rank 0 and continue.

@@ -99,7 +99,7 @@ VERSION = 2
 INDEX = "index.h5"
 USER_BLOCK = 512
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
-COMPRESSIONS = (None, "gzip", "lzf")
+COMPRESSIONS = (None, "gzip")
 
 # Virtual data sets need HDF5 1.10; nothing needs a later version, and old versions of its tools are in use.
 _LIBVER = ("earliest", "v110")

@@ -398,7 +398,6 @@ def _h5py_lacks() -> tuple[str, ...]:
     has = {
         "virtual data sets": h5py.version.hdf5_version_tuple >= (1, 10, 0),
         "gzip": h5py.h5z.filter_avail(h5py.h5z.FILTER_DEFLATE),
-        "lzf": h5py.h5z.filter_avail(h5py.h5z.FILTER_LZF),
     }
     return tuple(feature for feature, there in has.items() if not there)
 

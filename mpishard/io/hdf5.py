@@ -8,13 +8,12 @@ Many virtual data sets are written at once, in the bytes of the file format.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import itertools
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -29,8 +28,7 @@ from mpishard.layout.boxes import Box, box_shape
 
 # Checks of data sets.
 
-_COMPRESSORS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_LZF)
-_FILTERS = {h5py.h5z.FILTER_SHUFFLE, *_COMPRESSORS}
+_GZIP = h5py.h5z.FILTER_DEFLATE
 # A chunk is decoded as a whole; by itself h5py makes none above 1 MiB.
 LARGEST_CHUNK = 2**26
 _TEXT_REFERENCE = 16  # bytes on disk for each text of variable length
@@ -114,10 +112,9 @@ def check_written(dataset: h5py.h5d.DatasetID) -> None:
         _check_run(dataset)
         return
     filters = [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
-    if not set(filters) <= _FILTERS:
-        raise ValueError(f"it has filters {filters}, of which not all are known")
-    if len(filters) > 2 or any(each in _COMPRESSORS for each in filters[:-1]):
-        raise ValueError(f"it has filters {filters}; wanted shuffling or none, then one compression or none")
+    shuffled = [h5py.h5z.FILTER_SHUFFLE]
+    if filters not in ([], shuffled, [_GZIP], [*shuffled, _GZIP]):
+        raise ValueError(f"it has filters {filters}; wanted shuffling or none, then gzip or none")
     pairs = list(zip(dataset.shape, plist.get_chunk(), strict=True))
     if any(chunk > extent for extent, chunk in pairs):
         raise ValueError("its chunks are larger than itself")
@@ -159,7 +156,7 @@ def check_chunks(dataset: h5py.h5d.DatasetID) -> None:
     if plist.get_layout() != h5py.h5d.CHUNKED:
         return
     filters = [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
-    last = filters[-1] if filters and filters[-1] in _COMPRESSORS else None
+    compressed = _GZIP in filters
     chunk = plist.get_chunk()
     size = prod(chunk) * dataset.dtype.itemsize
     check_chunk_size(size)
@@ -169,9 +166,9 @@ def check_chunks(dataset: h5py.h5d.DatasetID) -> None:
             raise ValueError(f"its chunk at {place} is missing, or too long")
         skipped, data = dataset.read_direct_chunk(place)
         # HDF5 skips the compression if it does not make a chunk smaller.
-        if skipped and (last is None or skipped != 1 << len(filters) - 1):
+        if skipped and (not compressed or skipped != 1 << len(filters) - 1):
             raise ValueError(f"its chunk at {place} skips the filters {skipped:#b} of {filters}")
-        found = len(data) if skipped or last is None else _DECODED_SIZE[last](data, size)
+        found = _inflated_size(data, size) if compressed and not skipped else len(data)
         if found != size:
             how = "cannot be decoded" if found < 0 else f"decodes to {found} bytes or more" if found > size else ""
             raise ValueError(f"its chunk at {place} {how or f'decodes to {found} bytes'} instead of {size}")
@@ -195,46 +192,6 @@ def _inflated_size(data: bytes, most: int) -> int:
     except zlib.error:
         return -1
     return size if size > most or decoder.eof else -1
-
-
-def _lzf_size(data: bytes, most: int) -> int:
-    """`_inflated_size` for LZF."""
-    return _lzf_counter()([np.frombuffer(data, np.uint8)])
-
-
-@functools.cache
-def _lzf_counter() -> Callable[..., int]:
-    from mpishard.backend.compiled import HostFunction  # only this function needs a compiler
-
-    return HostFunction(_count_lzf)
-
-
-def _count_lzf(data: Any) -> int:
-    # HDF5 itself reads a chunk that decodes to too little without an error, the rest as other numbers (h5py 3.16, HDF5
-    # 2.0).  In a chunk are runs of literal bytes, and references to decoded bytes: length and distance back.
-    place = size = 0
-    while place < data.size:
-        control = int(data[place])
-        place += 1
-        if control < 32:
-            place += control + 1
-            size += control + 1
-            continue
-        length = control >> 5
-        if length == 7 and place < data.size:
-            length += int(data[place])
-            place += 1
-        if place >= data.size or ((control & 31) << 8) + int(data[place]) >= size:
-            return -1
-        place += 1
-        size += length + 2
-    return size if place == data.size else -1
-
-
-_DECODED_SIZE: dict[int, Callable[[bytes, int], int]] = {
-    h5py.h5z.FILTER_DEFLATE: _inflated_size,
-    h5py.h5z.FILTER_LZF: _lzf_size,
-}
 
 
 # HDF5 file images with a seal in their user block, which HDF5 readers ignore.

@@ -46,7 +46,7 @@ def save_checkpoint(
     keep : int or None
         Number of checkpoints to keep: older ones are removed; None: all are kept.  Only those saved with this optimizer
         count and, once it has loaded a checkpoint from the folder, all that exist, as for `Checkpoints`.
-    compression : {None, "gzip", "lzf"}
+    compression : {None, "gzip"}
         HDF5 filter for all values.
     facts : mapping, optional
         Further values to save, by name: numbers, strings, booleans and 1-D arrays, and any JSON value under a name that
