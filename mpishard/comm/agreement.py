@@ -53,16 +53,25 @@ def opening(ranks: Axis | ModelParallelGroup | None, call: str) -> Iterator[dict
     In the block a rank checks its arguments, and enters into the dict those that must be the same on all ranks. At its
     end all ranks raise what the block of any rank has raised, or ValueError if they entered different values or have
     come to different calls. `call` names it for the user. None: this process is alone, as on an axis of one rank.
+    A call within the block of another one on these ranks sends nothing: what it finds is compared by that one.
     """
+    if ranks is not None and ranks.opened is not None:
+        yield ranks.opened
+        return
     same: dict[str, Any] = {}
     problem: BaseException | None = None
     alone = ranks is None or len(ranks.members) == 1  # and perhaps nobody has started MPI
+    if ranks is not None:
+        ranks.opened = same
     try:
         yield same
     except (Exception, SystemExit) as error:
         if alone:
             raise
         problem = error
+    finally:
+        if ranks is not None:
+            ranks.opened = None
     if ranks is not None and not alone:
         settings = {_CALL: call} | {name: text_of(value) for name, value in same.items()}
         agree_on_settings(ranks, settings, problem, what=f"arguments of {call}")
