@@ -91,7 +91,8 @@ def agree_on_settings(
     and the ranks that have each value. `what` and `remedy` are for its message.
     """
     number = fingerprint(settings)
-    shared = np.array([problem is not None, number, -number], np.int64)
+    # As long as what ranks compare before a step: a rank that has come here alone, and those in a step, find out.
+    shared = np.array([problem is not None, number, -number, 0, 0, 0], np.int64)
     ranks.all_reduce(shared, op="max", label="control")
     if shared[0]:
         ranks.raise_together(problem)
@@ -106,10 +107,28 @@ def differing(
 
     Collective over them.
     """
-    by_rank = ranks.allgather_object(dict(settings))
+    return _difference(ranks.members, ranks.allgather_object(dict(settings)), what, remedy)
+
+
+def gather_in_call(ranks: Axis | ModelParallelGroup, call: str, value: Any) -> list[Any]:
+    """The value of each rank, where a comparison has found that ranks differ. Collective over them.
+
+    Raises ValueError on all ranks if some have come to another call, and are in `differing`.
+    """
+    by_rank = ranks.allgather_object({_CALL: call, "value": value})
+    if any(each.get(_CALL) != call for each in by_rank):
+        raise _difference(ranks.members, by_rank)
+    return [each["value"] for each in by_rank]
+
+
+def _difference(
+    members: Sequence[int], by_rank: Sequence[Mapping[str, Any]], what: str = "settings", remedy: str = REMEDY
+) -> ValueError:
+    """The error for these settings of ranks."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for each in by_rank for name in each):
-        shown = held_by(ranks.members, [each.get(name, "not there") for each in by_rank])
+        missing = "another" if name == _CALL else "not there"
+        shown = held_by(members, [each.get(name, missing) for each in by_rank])
         if len(shown) > 1:
             more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
             # For a schedule, the first step that differs is enough.

@@ -573,6 +573,15 @@ def test_a_call_that_one_rank_makes_alone_is_an_error_on_all(place):
         place.trained.serialize() if alone else save(place)
 
 
+def test_a_call_of_one_rank_while_the_others_take_a_step_is_an_error_on_all(place):
+    alone = place.mesh.rank == 0
+    steps = place.trained.steps
+    with pytest.raises(ValueError, match=f"call is serialize on rank 0, step on .*{place.mesh.size - 1}"):
+        place.trained.serialize() if alone else place.trained.step(np.zeros(4), np.ones(4))
+    place.trained.step(np.zeros(4), np.ones(4))
+    assert place.trained.steps == steps + 1
+
+
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_an_argument_that_differs_on_one_rank_is_an_error_on_all(place, case):
     assert_raised_on_all(case, place, place.mesh)
