@@ -116,13 +116,17 @@ def examine(
     return Examination(candidate.path, candidate.manifest, contents, found)
 
 
-def newest_whole(path: Path) -> Examination:
-    """The checkpoint at a path, or the newest whole one of a run; else ValueError with all problems."""
+def newest_whole(path: Path) -> tuple[Examination, list[str]]:
+    """The checkpoint at a path, or the newest whole one of a run, and the problems of those that may be newer.
+
+    ValueError with all problems if none is whole.
+    """
     all_problems: list[str] = []
-    for candidate in found_at(path):
+    # Those without a readable manifest, whose age is not known, come first.
+    for candidate in sorted(found_at(path), key=lambda each: each.manifest is not None):
         examined = examine(candidate, Depth.WHOLE)
         if examined.contents is not None and not examined.problems:
-            return examined
+            return examined, all_problems
         all_problems += examined.problems
     raise ValueError(f"no whole checkpoint at {path}: {'; '.join(all_problems)}")
 

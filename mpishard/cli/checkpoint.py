@@ -280,9 +280,10 @@ def _is_run(path: Path) -> bool:
 
 def _newest_whole(path: Path) -> Examination:
     """The checkpoint at a path, or the newest whole one of a run, whose name is then printed."""
-    chosen = newest_whole(path)
+    chosen, problems = newest_whole(path)
     if chosen.folder != path.absolute():
-        typer.echo(printable(f"{path}: taking {chosen.folder.name}"))
+        damaged = f", since others are damaged: {'; '.join(problems)}" if problems else ""
+        typer.echo(printable(f"{path}: taking {chosen.folder.name}{damaged}"))
     return chosen
 
 

@@ -52,16 +52,25 @@ def opening(ranks: Axis | ModelParallelGroup | None, call: str) -> Iterator[dict
     In the block a rank checks its arguments, and enters into the dict those that must be the same on all ranks. At its
     end all ranks raise what the block of any rank has raised, or ValueError if they entered different values or have
     come to different calls. `call` names it for the user. None: this process is alone, as on an axis of one rank.
+    A call within the block of another one on these ranks sends nothing: what it finds is compared by that one.
     """
+    if ranks is not None and ranks.opened is not None:
+        yield ranks.opened
+        return
     same: dict[str, Any] = {}
     problem: BaseException | None = None
     alone = ranks is None or len(ranks.members) == 1  # and perhaps nobody has started MPI
+    if ranks is not None:
+        ranks.opened = same
     try:
         yield same
     except (Exception, SystemExit) as error:
         if alone:
             raise
         problem = error
+    finally:
+        if ranks is not None:
+            ranks.opened = None
     if ranks is not None and not alone:
         settings = {_CALL: call} | {name: text_of(value) for name, value in same.items()}
         agree_on_settings(ranks, settings, problem, what=f"arguments of {call}")
@@ -81,7 +90,8 @@ def agree_on_settings(
     and the ranks that have each value. `what` and `remedy` are for its message.
     """
     number = fingerprint(settings)
-    shared = np.array([problem is not None, number, -number], np.int64)
+    # As long as what ranks compare before a step: a rank that has come here alone, and those in a step, find out.
+    shared = np.array([problem is not None, number, -number, 0, 0, 0], np.int64)
     ranks.all_reduce(shared, op="max", label="control")
     if shared[0]:
         ranks.raise_together(problem)
@@ -96,10 +106,28 @@ def differing(
 
     Collective over them.
     """
-    by_rank = ranks.allgather_object(dict(settings))
+    return _difference(ranks.members, ranks.allgather_object(dict(settings)), what, remedy)
+
+
+def gather_in_call(ranks: Axis | ModelParallelGroup, call: str, value: Any) -> list[Any]:
+    """The value of each rank, where a comparison has found that ranks differ. Collective over them.
+
+    Raises ValueError on all ranks if some have come to another call, and are in `differing`.
+    """
+    by_rank = ranks.allgather_object({_CALL: call, "value": value})
+    if any(each.get(_CALL) != call for each in by_rank):
+        raise _difference(ranks.members, by_rank)
+    return [each["value"] for each in by_rank]
+
+
+def _difference(
+    members: Sequence[int], by_rank: Sequence[Mapping[str, Any]], what: str = "settings", remedy: str = REMEDY
+) -> ValueError:
+    """The error for these settings of ranks."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for each in by_rank for name in each):
-        shown = held_by(ranks.members, [each.get(name, "not there") for each in by_rank])
+        missing = "another" if name == _CALL else "not there"
+        shown = held_by(members, [each.get(name, missing) for each in by_rank])
         if len(shown) > 1:
             more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
             # For a schedule, the first step that differs is enough.

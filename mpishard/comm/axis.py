@@ -80,6 +80,8 @@ class Axis(Communicator):
         # The names of `subgroup` by ranks, which stay; and the axes by ranks, or by the name of `split`.
         self._names: dict[tuple[int, ...], str] = {}
         self._subgroups: dict[tuple[int, ...] | str, Axis | None] = {}
+        # What the public call that begins has entered so far, see `mpishard.comm.agreement.opening`.
+        self.opened: dict[str, Any] | None = None
 
     def withhold_device_buffers(self, withhold: bool) -> None:
         """Stop handing device memory to MPI until `rebind`, or go back to what `probe` has found.  Not collective.
@@ -369,6 +371,7 @@ class ModelParallelGroup:
     def __init__(self, tensor: Axis, pipeline: Axis, rank: int) -> None:
         self._axes = [axis for axis in (tensor, pipeline) if axis.size > 1]
         self.members: list[int] = self.allgather_object(rank)  # world ranks of the group; `rank` is this one
+        self.opened: dict[str, Any] | None = None  # as `Axis.opened`
 
     def all_reduce(self, buffer: Array, op: str = "sum", *, label: str = "") -> Array:
         """As `Axis.all_reduce`, in place."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 import numpy as np
 
 from mpishard.arguments import flag, integer, kind_of, number
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.comm.mesh import Mesh
@@ -153,7 +154,7 @@ class ConfigurationOptions(TypedDict, total=False):
 class ShardingConfiguration:
     """Settings of a distributed optimizer or model.
 
-    A frozen value: creation and methods are not collective, but all ranks must use the same settings.
+    A frozen value.  Creation is collective over the mesh, also by ``dataclasses.replace``.
 
     Parameters
     ----------
@@ -223,9 +224,11 @@ class ShardingConfiguration:
     Raises
     ------
     TypeError
-        If `mesh` is no Mesh, a flag or number is of another type, or `gradient_compressor` is no compressor.
+        If `mesh` is no Mesh; on every rank, if on any a flag or number is of another type, or `gradient_compressor` is
+        no compressor.
     ValueError
-        If a number is out of its range, or two settings contradict each other.
+        On every rank, if on any a number is out of its range, two settings contradict each other, or settings differ
+        between ranks.
     """
 
     mesh: Mesh
@@ -247,6 +250,11 @@ class ShardingConfiguration:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"a ShardingConfiguration needs a Mesh, got {kind_of(self.mesh)}")
+        with opening(self.mesh.world, "ShardingConfiguration") as same:
+            self._check()
+            same |= self.settings()
+
+    def _check(self) -> None:
         for name in _FLAGS:
             object.__setattr__(self, name, flag(name, getattr(self, name)))
         overlap = self.overlap_communication
@@ -374,6 +382,8 @@ class ShardingConfiguration:
 
         Gradients are summed every step, uncompressed, in buckets of 2**18 elements, while the backward pass still runs.
 
+        Collective over the mesh.
+
         Parameters
         ----------
         mesh : Mesh
@@ -386,7 +396,8 @@ class ShardingConfiguration:
         ShardingConfiguration
             A new one.
         """
-        return replace(cls(mesh, minimum_parameter_group_size=2**18), **options)
+        preset: ConfigurationOptions = {"minimum_parameter_group_size": 2**18}
+        return cls(mesh, **(preset | options))
 
     @classmethod
     def create_for_low_bandwidth(cls, mesh: Mesh, **options: Unpack[ConfigurationOptions]) -> ShardingConfiguration:
@@ -396,6 +407,8 @@ class ShardingConfiguration:
         to 8 bits.  If all nodes have equally many data ranks, only the sums between nodes are compressed.  With this
         preset `as_distributed` turns a rule into a `LocalSGDOptimizer` that averages every 8 steps.
 
+        Collective over the mesh.
+
         Parameters
         ----------
         mesh : Mesh
@@ -408,19 +421,20 @@ class ShardingConfiguration:
         ShardingConfiguration
             A new one.
         """
-        preset = cls(
-            mesh,
-            minimum_parameter_group_size=2**23,
-            overlap_communication=False,
-            enable_gradient_compression=True,
-            hierarchical=True,
-            sync_every=8,
-        )
-        return replace(preset, **options)
+        preset: ConfigurationOptions = {
+            "minimum_parameter_group_size": 2**23,
+            "overlap_communication": False,
+            "enable_gradient_compression": True,
+            "hierarchical": True,
+            "sync_every": 8,
+        }
+        return cls(mesh, **(preset | options))
 
     @classmethod
     def of(cls, mesh_or_config: Mesh | ShardingConfiguration) -> ShardingConfiguration:
         """Return a configuration unchanged, or the default configuration of a mesh.
+
+        Collective over the mesh.
 
         Parameters
         ----------
@@ -436,12 +450,22 @@ class ShardingConfiguration:
         ------
         TypeError
             If it is neither.
+        ValueError
+            On every rank, if settings differ between ranks.
         """
-        if isinstance(mesh_or_config, ShardingConfiguration):
-            return mesh_or_config
-        if isinstance(mesh_or_config, Mesh):
-            return cls(mesh_or_config)
-        raise TypeError(f"expected a Mesh or a ShardingConfiguration, got {kind_of(mesh_or_config)}")
+        with opening(mesh_of(mesh_or_config).world, "ShardingConfiguration") as same:
+            config = cls(mesh_or_config) if isinstance(mesh_or_config, Mesh) else mesh_or_config
+            same |= config.settings()
+        return config
+
+
+def mesh_of(mesh_or_config: Mesh | ShardingConfiguration) -> Mesh:
+    """The mesh of a configuration, or the mesh itself. Raises TypeError if it is neither."""
+    if isinstance(mesh_or_config, ShardingConfiguration):
+        return mesh_or_config.mesh
+    if isinstance(mesh_or_config, Mesh):
+        return mesh_or_config
+    raise TypeError(f"expected a Mesh or a ShardingConfiguration, got {kind_of(mesh_or_config)}")
 
 
 def _in_words(config: ShardingConfiguration) -> list[str]:

@@ -11,10 +11,11 @@ import numpy as np
 
 from mpishard.arguments import integer
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import Request
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.rank_state import OUTER, Counters, RankState, make_slots
 from mpishard.data_parallel.settings import Configured, settings_of_rule
@@ -482,8 +483,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
     sum their gradients every step.  A worker holds whole parameters and state, as under `DDPOptimizer`, and updates
     them with the gradient of its samples.  `sync_every` steps send as much over the data axis as one step of DDP.
 
-    Creation is not collective.  The methods are, as those of `ShardedOptimizer`; see the notes for when a step waits
-    for others.
+    Creation and the methods are collective, as those of `ShardedOptimizer`; see the notes for when a step waits for
+    others.
 
     Parameters
     ----------
@@ -514,8 +515,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
     Raises
     ------
     ValueError, TypeError
-        If a number is invalid, or the configuration has a setting that needs a sum of gradients in every step.  At the
-        first step, on all ranks, if there are fewer buckets than `parts`, or ranks differ in these arguments.
+        On all ranks, if a number is invalid, the configuration has a setting that needs a sum of gradients in every
+        step, or ranks differ in these arguments; at the first step, if there are fewer buckets than `parts`.
 
     Notes
     -----
@@ -547,43 +548,12 @@ class LocalSGDOptimizer(ShardedOptimizer):
         parts: int = 1,
         delay: int = 0,
     ) -> None:
-        config = ShardingConfiguration.of(config)
-        if sync_every is None:
-            sync_every = config.sync_every if config.sync_every > 1 else _SYNC_EVERY
-        for name, number, least in (("sync_every", sync_every, 1), ("parts", parts, 1), ("delay", delay, 0)):
-            integer(name, number, least=least)
-        if delay > sync_every:
-            raise ValueError(
-                f"delay={delay} is more than sync_every={sync_every}, so that a part's next average would begin before "
-                "its last one is taken in; use a delay of at most sync_every"
-            )
-        if not (outer is None or isinstance(outer, Rule)):
-            raise TypeError(
-                f"outer must be an update rule such as SGD(lr=0.7, momentum=0.9, nesterov=True), or None for the mean; "
-                f"got {type(outer).__name__}"
-            )
-        if outer is not None and (outer.norm_based or outer.whole_tensors):
-            raise ValueError(
-                f"the outer rule {type(outer).__name__} needs whole tensors or their norms, and an outer step sees "
-                "buckets; use an element-wise one, such as SGD or Adam, and this one as the inner rule"
-            )
-        if outer is not None and outer.ema_decay is not None:
-            raise ValueError("the outer rule keeps no average of the parameters; give ema_decay to the inner rule")
-        if outer is not None and outer.groups:
-            raise ValueError(
-                f"the outer rule {type(outer).__name__} has parameter groups, and an outer step sees buckets; give "
-                "them to the inner rule"
-            )
-        if config.reproducible:
-            raise ValueError(
-                "reproducible=True gives the same bits on any number of ranks, but what LocalSGDOptimizer comes to "
-                "depends on the number of workers; leave it out, or use DDP or ZeRO"
-            )
-        if not config.auto_sync_gradients:
-            raise ValueError(
-                "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
-                "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
-            )
+        with opening(mesh_of(config).world, "LocalSGDOptimizer") as same:
+            config = ShardingConfiguration.of(config)
+            if sync_every is None:
+                sync_every = config.sync_every if config.sync_every > 1 else _SYNC_EVERY
+            _check(config, sync_every, outer, parts, delay)
+            same |= {"sync_every": sync_every, "parts": parts, "delay": delay}
         self._outer = outer
         self._schedule = AveragingSchedule(int(sync_every), int(parts), int(delay))
         self._local = LocalState(self, self._schedule, outer)
@@ -683,3 +653,41 @@ class LocalSGDOptimizer(ShardedOptimizer):
         norm = np.array([math.inf if math.isnan(self.gradient_norm) else self.gradient_norm])
         self.axis.all_reduce(norm, op="max", label="control")
         self._counters.gradient_norm = float(norm[0]) if math.isfinite(norm[0]) else math.nan
+
+
+def _check(config: ShardingConfiguration, sync_every: int, outer: Rule | None, parts: int, delay: int) -> None:
+    """Raise TypeError or ValueError unless such averages can be taken."""
+    for name, number, least in (("sync_every", sync_every, 1), ("parts", parts, 1), ("delay", delay, 0)):
+        integer(name, number, least=least)
+    if delay > sync_every:
+        raise ValueError(
+            f"delay={delay} is more than sync_every={sync_every}, so that a part's next average would begin before "
+            "its last one is taken in; use a delay of at most sync_every"
+        )
+    if not (outer is None or isinstance(outer, Rule)):
+        raise TypeError(
+            f"outer must be an update rule such as SGD(lr=0.7, momentum=0.9, nesterov=True), or None for the mean; "
+            f"got {type(outer).__name__}"
+        )
+    if outer is not None and (outer.norm_based or outer.whole_tensors):
+        raise ValueError(
+            f"the outer rule {type(outer).__name__} needs whole tensors or their norms, and an outer step sees "
+            "buckets; use an element-wise one, such as SGD or Adam, and this one as the inner rule"
+        )
+    if outer is not None and outer.ema_decay is not None:
+        raise ValueError("the outer rule keeps no average of the parameters; give ema_decay to the inner rule")
+    if outer is not None and outer.groups:
+        raise ValueError(
+            f"the outer rule {type(outer).__name__} has parameter groups, and an outer step sees buckets; give "
+            "them to the inner rule"
+        )
+    if config.reproducible:
+        raise ValueError(
+            "reproducible=True gives the same bits on any number of ranks, but what LocalSGDOptimizer comes to "
+            "depends on the number of workers; leave it out, or use DDP or ZeRO"
+        )
+    if not config.auto_sync_gradients:
+        raise ValueError(
+            "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
+            "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
+        )

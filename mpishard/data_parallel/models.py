@@ -9,7 +9,7 @@ from mpishard.arguments import kind_of
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
+from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration, mesh_of
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, optimizer_of
 from mpishard.data_parallel.ownership import TensorCopies
 from mpishard.data_parallel.rank_state import gather_full
@@ -48,9 +48,9 @@ class ShardedModel:
     splits: ClassVar[bool] = False
 
     def __init__(self, model: Model, config: ShardingConfiguration | Mesh) -> None:
-        self.config: ShardingConfiguration = ShardingConfiguration.of(config)
-        mesh = self.config.mesh
+        mesh = mesh_of(config)
         with opening(mesh.world, type(self).__name__) as same:
+            self.config: ShardingConfiguration = ShardingConfiguration.of(config)
             if isinstance(model, ShardedOptimizer | ShardedModel):
                 raise TypeError(f"this {type(model).__name__} is distributed already")
             if isinstance(model, type) and issubclass(model, Rule):
@@ -73,7 +73,7 @@ class ShardedModel:
                 )
             check_place(self.parameters, mesh)
             same |= {"parameters": f"{self.parameters.description} ({self.parameters.fingerprint:x})"}
-            same |= {**self.parameters.model_settings, **self.config.settings()}
+            same |= self.parameters.model_settings
         self._axis = mesh.data
         self._copies = TensorCopies(mesh, self.parameters)
         self._copies.broadcast()
@@ -200,7 +200,7 @@ def as_distributed(
 ) -> ShardedOptimizer | ShardedModel:
     """Make a model or an update rule distributed.
 
-    Collective over the mesh for a model, whose parameters are made equal; not collective for a rule.
+    Collective over the mesh; the parameters of a model are made equal.
 
     Parameters
     ----------

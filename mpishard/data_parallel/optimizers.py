@@ -5,7 +5,7 @@ from dataclasses import replace
 from mpishard.arguments import integer
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import (
@@ -23,7 +23,7 @@ from mpishard.optim import Rule
 class DDPOptimizer(ShardedOptimizer):
     """Distributed data parallel: every rank holds all parameters, gradients and state; gradients are all-reduced.
 
-    Creation is not collective; `step` and `optimize` are, over the mesh.  Li et al., "PyTorch Distributed" (2020).
+    Creation, `step` and `optimize` are collective over the mesh.  Li et al., "PyTorch Distributed" (2020).
 
     Parameters
     ----------
@@ -41,8 +41,7 @@ class ZeRO1Optimizer(ShardedOptimizer):
 
     A step sends as many bytes as with `DDPOptimizer`: a reduce-scatter of gradients and an all-gather of parameters.
 
-    Creation is not collective; `step` and `optimize` are, over the mesh.  Rajbhandari et al., "ZeRO" (2020), section
-    5.1.
+    Creation, `step` and `optimize` are collective over the mesh.  Rajbhandari et al., "ZeRO" (2020), section 5.1.
 
     Parameters
     ----------
@@ -71,8 +70,7 @@ class ZeRO2Optimizer(ShardedOptimizer):
     With several micro-batches in a step, gradients are reduced once per micro-batch, not once per step.  If a model
     makes micro-batches itself, every rank must call it equally often, with an empty batch if it has no samples.
 
-    Creation is not collective; `step` and `optimize` are, over the mesh.  Rajbhandari et al., "ZeRO" (2020), section
-    5.2.
+    Creation, `step` and `optimize` are collective over the mesh.  Rajbhandari et al., "ZeRO" (2020), section 5.2.
 
     Parameters
     ----------
@@ -93,8 +91,7 @@ class ZeRO3Optimizer(ShardedOptimizer):
     every rank must call the model equally often, with an empty batch if it has no samples.  A plain flat array must
     stay whole for the caller, and is trained as by `ZeRO2Optimizer`.
 
-    Creation is not collective; `step` and `optimize` are, over the mesh.  Rajbhandari et al., "ZeRO" (2020), section
-    5.3.
+    Creation, `step` and `optimize` are collective over the mesh.  Rajbhandari et al., "ZeRO" (2020), section 5.3.
 
     Parameters
     ----------
@@ -166,17 +163,16 @@ class HybridShardedOptimizer(ShardedOptimizer):
         *,
         zero_stage: int = 1,
     ) -> None:
-        config = ShardingConfiguration.of(config)
+        mesh = mesh_of(config)
         sizes = pipeline_parallel_size, tensor_parallel_size, data_parallel_size
-        with opening(config.mesh.world, "HybridShardedOptimizer") as same:
+        with opening(mesh.world, "HybridShardedOptimizer") as same:
+            config = ShardingConfiguration.of(config)
             if integer("zero_stage", zero_stage) not in range(len(STRATEGIES)):
                 raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
             names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
             same |= {"zero_stage": zero_stage} | dict(zip(names, sizes, strict=True))
         self.strategy_class = STRATEGIES[zero_stage]
         if sizes != (1, 1, -1):
-            mesh = config.mesh.reshaped(
-                data=data_parallel_size, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size
-            )
+            mesh = mesh.reshaped(data=data_parallel_size, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size)
             config = replace(config, mesh=mesh)
         super().__init__(rule, config)

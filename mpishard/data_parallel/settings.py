@@ -22,7 +22,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.gemm import choice
 from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
-from mpishard.comm.agreement import REMEDY, agree_on_settings, differing, fingerprint, text_of
+from mpishard.comm.agreement import REMEDY, agree_on_settings, differing, fingerprint, gather_in_call, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategies import Strategy
@@ -249,7 +249,7 @@ def agree_on_step(
         ranks.raise_together(problem)
     assert parameters is not None
     if shared[1] != -shared[2]:
-        models = ranks.allgather_object((parameters.fingerprint, parameters.description))
+        models = gather_in_call(ranks, "step", (parameters.fingerprint, parameters.description))
         if len({model for model, _ in models}) == 1:
             if any(calls != each for each in ranks.allgather_object(dict(calls))):
                 raise differing(ranks, calls, "calls since the last step", _CALLS_REMEDY)

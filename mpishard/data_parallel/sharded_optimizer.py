@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from mpishard.arguments import flag, kind_of
 from mpishard.backend.compiled import prepare
 from mpishard.backend.process import fix_blas_threads
+from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.rank_state import EMA
@@ -57,7 +58,7 @@ def clip_factor(norm: float, most: float) -> float:
 class ShardedOptimizer:
     """Base of the optimizers, which differ in their `strategy_class`.
 
-    Every method is collective over ``config.mesh`` unless its docstring says otherwise; creation is not.
+    Creation and every method are collective over ``config.mesh`` unless a docstring says otherwise.
 
     Parameters
     ----------
@@ -80,22 +81,25 @@ class ShardedOptimizer:
     Raises
     ------
     TypeError
-        If `rule` is no rule, or `config` neither a mesh nor a configuration.
+        On every rank, if `rule` of any is no rule; on this rank, if `config` is neither a mesh nor a configuration.
     ValueError
-        If the configuration has a setting that this strategy does not have: compression under ZeRO-3, or reproducible
-        sums under ZeRO-2 and 3 with pipeline ranks.
+        On every rank, if the configuration has a setting that this strategy does not have: compression under ZeRO-3, or
+        reproducible sums under ZeRO-2 and 3 with pipeline ranks; or if configurations differ between ranks.
     """
 
     strategy_class: type[Strategy]
 
     def __init__(self, rule: Rule | Method, config: ShardingConfiguration | Mesh) -> None:
-        if not isinstance(rule, Rule | Method):
-            raise TypeError(f"{type(self).__name__} needs an update rule such as AdamW(lr=1e-3), got {kind_of(rule)}")
-        self._rule: Rule | Method = rule
-        self.config: ShardingConfiguration = ShardingConfiguration.of(config)
-        check_configuration(type(self).__name__, self.config, self.strategy_class)
-        if isinstance(rule, Method):
-            check_method(type(self).__name__, rule, self.config, self.strategy_class)
+        name = type(self).__name__
+        with opening(mesh_of(config).world, "ShardedOptimizer") as same:
+            if not isinstance(rule, Rule | Method):
+                raise TypeError(f"{name} needs an update rule such as AdamW(lr=1e-3), got {kind_of(rule)}")
+            self._rule: Rule | Method = rule
+            self.config: ShardingConfiguration = ShardingConfiguration.of(config)
+            check_configuration(name, self.config, self.strategy_class)
+            if isinstance(rule, Method):
+                check_method(name, rule, self.config, self.strategy_class)
+            same["optimizer"] = name
         if self.config.reproducible:
             fix_blas_threads()
         prepare()  # here, so that the first step does not pay for it

@@ -15,7 +15,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.evaluation import EarlyStopping, Evaluation
-from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.optimizers import optimizer_of
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -222,7 +222,12 @@ class ElasticOptimizer:
                     f"scaling={scaling!r} follows the data ranks, whose number jumps where the mesh changes its shape; "
                     "leave it out with layouts"
                 )
-            same |= {**self._settings, "discover": discover is not None, "layouts": layouts}
+            same |= {
+                **optimizer.config.settings(),
+                **self._settings,
+                "discover": discover is not None,
+                "layouts": layouts,
+            }
             same |= {"failure_timeout": self.failure_timeout}
 
     @property
@@ -459,7 +464,7 @@ def _mesh_of(optimizer: Any, config: Any) -> Mesh:
         return optimizer.mesh
     if config is None:
         raise TypeError("ElasticOptimizer of a rule needs a Mesh or a ShardingConfiguration")
-    return ShardingConfiguration.of(config).mesh
+    return mesh_of(config)
 
 
 class _Prepared:

@@ -66,6 +66,8 @@ def model_state_bytes(
 
 # MPI counts them by ints of C.
 _MOST_RANKS = 2**31 - 1
+# The time of an estimate grows with the square of their number; that of these is some seconds.
+_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -180,12 +182,15 @@ def layouts(
     Raises
     ------
     ValueError
-        If `ranks` is below 1 or above 2**31 - 1, or `chunks` below 2 with "interleaved".
+        If `ranks` is below 1 or above 2**31 - 1, a model has more than 4096 layers, or `chunks` is below 2 with
+        "interleaved".
     """
     if ranks < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
     if ranks > _MOST_RANKS:
         raise ValueError(f"the number of ranks is {ranks}; MPI has at most {_MOST_RANKS}")
+    if architecture.layers > _MOST_LAYERS:
+        raise ValueError(f"the number of layers is {architecture.layers}; estimates take at most {_MOST_LAYERS}")
     if "interleaved" in schedules:
         check_chunks("interleaved", chunks)
     for tensor_size in _divisors(ranks):

@@ -163,7 +163,12 @@ class FolderLease:
                 if self._holder() == found:  # no other run has taken it meanwhile
                     with contextlib.suppress(FileNotFoundError):
                         self._path.unlink()
-        os.write(self._descriptor, json.dumps(asdict(Holder.this())).encode())
+        try:
+            os.write(self._descriptor, json.dumps(asdict(Holder.this())).encode())
+        except OSError:  # a full disk; without a name the file would keep the next start waiting
+            os.close(self._descriptor)
+            self._path.unlink()
+            raise
         atexit.register(self._end)
         self._beats.start()
 

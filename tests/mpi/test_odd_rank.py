@@ -21,6 +21,7 @@ from mpishard import (
     Evaluation,
     FlatParameters,
     HybridShardedOptimizer,
+    LocalSGDOptimizer,
     Mesh,
     OptimizationProblem,
     ParameterSpec,
@@ -28,6 +29,8 @@ from mpishard import (
     RunRecord,
     ShardingConfiguration,
     ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
 )
 from mpishard.data import TokenData, TokenFile
 from mpishard.layout.run_state import RunState
@@ -193,6 +196,7 @@ def collectives():
             )
 
 
+OPTIMIZER = "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer"
 CHECKPOINTS, RECORD = Made(lambda at: at.checkpoints), Made(lambda at: at.record)
 TABLE = [
     *odd(
@@ -396,7 +400,7 @@ TABLE = [
         {"record": RECORD},
     ),
     *odd(
-        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.optimize",
+        f"{OPTIMIZER}.optimize",
         optimize,
         ({"problem": 3}, "int"),
         ({"problem": problem(steps=3)}, "steps"),
@@ -414,7 +418,7 @@ TABLE = [
         {"progress": 3},
     ),
     *odd(
-        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.step",
+        f"{OPTIMIZER}.step",
         step,
         ({"parameters": np.zeros(5)}, "parameters"),
         {"parameters": 3},
@@ -423,30 +427,74 @@ TABLE = [
         {"count": -1.0},
     ),
     *odd(
-        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.bind",
+        f"{OPTIMIZER}.bind",
         lambda at, size=4: DDPOptimizer(SGD(lr=0.1), at.mesh).bind(parameters(size)),
         ({"size": 5}, "parameters"),
     ),
     *odd(
-        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.deserialize",
+        f"{OPTIMIZER}.deserialize",
         lambda at, data=None: at.trained.deserialize(at.trained.serialize() if data is None else data),
         ({"data": b""}, "state"),
     ),
     *odd(
-        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.serialize",
+        f"{OPTIMIZER}.serialize",
         lambda at, optimizer=None: (optimizer or at.trained).serialize(),
         ({"optimizer": Made(lambda at: DDPOptimizer(SGD(lr=0.1), at.mesh))}, "first step"),
     ),
     *odd(
-        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.synchronize_optimizer_state",
+        f"{OPTIMIZER}.synchronize_optimizer_state",
         lambda at, optimizer=None: (optimizer or at.trained).synchronize_optimizer_state(),
         ({"optimizer": Made(lambda at: DDPOptimizer(SGD(lr=0.1), at.mesh))}, "step"),
     ),
     *odd(
-        "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer.begin_stage",
+        f"{OPTIMIZER}.begin_stage",
         lambda at, **other: at.method.begin_stage(**other),
         {"keep_history": True},
         {"keep_history": 3},
+    ),
+    *odd(
+        "mpishard.ShardingConfiguration",
+        lambda at, **other: ShardingConfiguration(at.mesh, **other),
+        {"reproducible": True},
+        {"max_gradient_norm": -1.0},
+        {"gradient_compressor": 3},
+    ),
+    *(
+        each
+        for name in ("create_for_high_bandwidth", "create_for_low_bandwidth")
+        for each in odd(
+            f"mpishard.ShardingConfiguration.{name}",
+            lambda at, name=name, **other: getattr(ShardingConfiguration, name)(at.mesh, **other),
+            {"max_gradient_norm": 1.0},
+            {"sync_every": 0},
+        )
+    ),
+    *odd(
+        "mpishard.ShardingConfiguration.of",
+        lambda at, given=None: ShardingConfiguration.of(given or at.mesh),
+        ({"given": Made(lambda at: ShardingConfiguration(at.mesh, sync_every=2))}, "sync_every"),
+    ),
+    *odd(
+        OPTIMIZER,
+        lambda at, kind=DDPOptimizer: kind(SGD(lr=0.1), at.mesh),
+        ({"kind": ZeRO1Optimizer}, "optimizer is DDPOptimizer"),
+    ),
+    *(
+        each
+        for kind in (DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer)
+        for each in odd(
+            f"mpishard.{kind.__name__}",
+            lambda at, kind=kind, rule=SGD(lr=0.1), given=None: kind(rule, given or at.mesh),  # noqa: B008
+            {"rule": 3},
+            ({"given": Made(lambda at: ShardingConfiguration(at.mesh, sync_every=2))}, "sync_every"),
+        )
+    ),
+    *odd(
+        "mpishard.LocalSGDOptimizer",
+        lambda at, **other: LocalSGDOptimizer(SGD(lr=0.1), at.mesh, **other),
+        {"sync_every": 3},
+        {"sync_every": 0},
+        {"outer": 3},
     ),
     *odd(
         "mpishard.HybridShardedOptimizer",
@@ -476,6 +524,7 @@ TABLE = [
             lambda at, name=name, model=None, **other: getattr(mpishard, name)(model or Model(), at.mesh, **other),
             ({"model": Model(5)}, "parameters"),
             {"max_gradient_norm": 1.0},
+            {"sync_every": 0},
         )
     ),
     *odd(
@@ -522,12 +571,20 @@ def test_a_call_that_one_rank_makes_alone_is_an_error_on_all(place):
         place.trained.serialize() if alone else save(place)
 
 
+def test_a_call_of_one_rank_while_the_others_take_a_step_is_an_error_on_all(place):
+    alone = place.mesh.rank == 0
+    steps = place.trained.steps
+    with pytest.raises(ValueError, match=f"call is serialize on rank 0, step on .*{place.mesh.size - 1}"):
+        place.trained.serialize() if alone else place.trained.step(np.zeros(4), np.ones(4))
+    place.trained.step(np.zeros(4), np.ones(4))
+    assert place.trained.steps == steps + 1
+
+
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_an_argument_that_differs_on_one_rank_is_an_error_on_all(place, case):
     assert_raised_on_all(case, place, place.mesh)
 
 
-OPTIMIZER = "mpishard.data_parallel.sharded_optimizer.ShardedOptimizer"
 # By the reason why no rank can be refused for its arguments before it waits.
 LEFT_OUT = {
     "it takes no argument, or what it takes may differ between ranks": f"""
@@ -539,9 +596,9 @@ LEFT_OUT = {
         mpishard.ShardedModel.gather_full_parameters mpishard.ShardedModel.synchronize_gradients
         mpishard.environment.collect mpishard.estimate.measure {OPTIMIZER}.averaged_parameters
         """,
-    "it is no call, or its own creation is not collective": f"""
+    "it is no call, or its own creation is not collective": """
         mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request mpishard.RunRecord mpishard.Signals
-        mpishard.comm.communicator.Communicator mpishard.estimate.costs {OPTIMIZER}
+        mpishard.comm.communicator.Communicator mpishard.estimate.costs
         mpishard.inverse.regularization.RegularizationTerm mpishard.regularized mpishard.backward_in_time
         mpishard.ReverseCommunication.serialize mpishard.ReverseCommunication.deserialize
         mpishard.compression.Compressor.make_sums mpishard.compression.PieceCompressor.make_sums

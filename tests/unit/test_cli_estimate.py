@@ -154,6 +154,7 @@ def test_axes_between_nodes_have_the_networks_speed(run):
         ("--ranks 8", "a model needs --vocabulary, --context, --width, --layers, --heads too"),
         (f"{MODEL} --ranks 8 --parameters 1e9", "not both"),
         (f"{MODEL} --ranks 0", "number of ranks is 0"),
+        (f"{MODEL} --ranks 8 --layers 99999999999", "number of layers is 99999999999"),
         (f"{MODEL} --ranks 7 --tensor 7", "8 attention heads cannot be split over 7"),
         (f"{MODEL} --ranks 9 --pipeline 9", "9 pipeline stages, but the model has 8 layers"),
         (f"{MODEL} --ranks 8 --data 3", "sizes must multiply out to the ranks"),

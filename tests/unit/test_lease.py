@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -110,6 +111,17 @@ def test_a_first_rank_succeeds_another_of_its_run(tmp_path):
 def test_a_file_that_names_no_holder_has_one_while_it_is_written(tmp_path, monkeypatch, text):
     (tmp_path / "holder").write_text(text)
     os.utime(tmp_path / "holder", (0, 0))
+    FolderLease.take(tmp_path).release()
+
+
+def test_a_full_disk_keeps_no_file_without_a_holder(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        assert FolderLease.take(tmp_path) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
     FolderLease.take(tmp_path).release()
 
 
