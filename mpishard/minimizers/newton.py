@@ -376,6 +376,8 @@ class TruncatedNewtonMinimizer(Minimizer):
     step, until `tell`.
     """
 
+    method: TruncatedNewton
+
     def __init__(self, method: TruncatedNewton, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         super().__init__(method.slots, space, vectors, point, limits)
         self.versions = [0] * len(_SLOTS)
