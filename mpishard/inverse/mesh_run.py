@@ -361,6 +361,7 @@ class RunFiles:
     def __init__(self, ranks: MeshRanks, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
         self._ranks = ranks
         self._optimizer = ranks.optimizer
+        self._began = ranks.optimizer.clock  # above 0 where the optimizer has begun again
         self._checkpoints = checkpoints
         self._record = record
         self._resumes = resume
@@ -384,7 +385,7 @@ class RunFiles:
                     "configuration": self._optimizer.config,
                     "parameters": sum(spec.size for spec in parameters.specs),
                     "dtype": str(parameters.dtype),
-                    "resumed_steps": self._optimizer.clock,
+                    "resumed_steps": self._steps,
                     "checkpoints": None if checkpoints is None else str(checkpoints.folder),
                 },
                 stage=True,
@@ -401,6 +402,11 @@ class RunFiles:
             self._value = float(saved["progress"]["value"])
             begun = found.facts.get(_START, {}).get("norm", self._start)
             self.needs_check = not math.isnan(self._value) and bool(saved["stop_reason"] or begun != self._start)
+
+    @property
+    def _steps(self) -> int:
+        """The evaluations of this minimisation, with those before a resume."""
+        return self._optimizer.clock - self._began
 
     @property
     def _how_to_resume(self) -> str:
@@ -435,17 +441,17 @@ class RunFiles:
 
         If the minimisation has `ended`, `end` saves.
         """
-        progress, clock = self._ranks.minimizer.progress, self._optimizer.clock
+        progress, steps = self._ranks.minimizer.progress, self._steps
         if self._record is not None:
             self._record.step(
-                clock,
+                steps,
                 loss=self._ranks.value,
                 learning_rate=progress.step_length,
                 gradient_norm=progress.projected_norm,
                 iteration=progress.iterations,
                 accepted_loss=progress.value,
             )
-        if not ended and self._checkpoints is not None and self._checkpoints.due(clock):
+        if not ended and self._checkpoints is not None and self._checkpoints.due(steps):
             self._save()
 
     def end(self, reason: str) -> None:
@@ -455,9 +461,9 @@ class RunFiles:
             self._checkpoints.wait()
         hint = self._how_to_resume if reason == "signal" else ""
         if hint and self._ranks.mesh.rank == 0:
-            log.inform(f"stopped after step {self._optimizer.clock}; {hint}")
+            log.inform(f"stopped after step {self._steps}; {hint}")
         if self._record is not None:
-            self._record.end(self._optimizer.clock, reason, hint)
+            self._record.end(self._steps, reason, hint)
         note_run(stopped=reason == "signal")
 
     def _save(self) -> None:

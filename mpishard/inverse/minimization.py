@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpishard.arguments import integer, reject_unknown, shown
 from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, opening
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
-from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
+from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -257,11 +257,24 @@ def solve(
         run = ElasticMinimization(functions, unknowns, method, mesh, elastic.samples, elastic.options, callback, loop)
         return run.run(checkpoints, resume, record)
     optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
-    files: RunFiles | None = None
-    if mesh is not None:
-        from mpishard.inverse.mesh_run import MeshRanks, RunFiles
+    return run_loop(optimizer, functions, unknowns, callback, loop, checkpoints, resume, record)
 
-        assert isinstance(optimizer.run, MeshRanks)
+
+def run_loop(
+    optimizer: ReverseCommunication,
+    functions: Functions,
+    unknowns: Unknowns,
+    callback: Callback,
+    loop: LoopOptions,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = False,
+    record: RunRecord | None = None,
+) -> MinimizationOutcome:
+    """Minimise by an optimizer that has begun.  Collective over its mesh."""
+    files: RunFiles | None = None
+    if not isinstance(optimizer.run, OneProcess):
+        from mpishard.inverse.mesh_run import RunFiles
+
         files = RunFiles(optimizer.run, checkpoints, resume, record)
     result = _Loop(optimizer, functions, unknowns, callback, loop, files).run()
     return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)

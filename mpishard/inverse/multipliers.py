@@ -13,8 +13,9 @@ from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, opening, world_of
-from mpishard.inverse.minimization import files_given, solve
+from mpishard.inverse.minimization import files_given, run_loop
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
+from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def augmented_lagrangian(
     The method of multipliers minimises ``f - y'c + penalty / 2 |c|^2`` by `minimize`, then corrects the multipliers y
     by ``y - penalty c``, until both the constraints and the gradient of the Lagrangian ``f - y'c`` are small enough.
     The penalty grows tenfold where the largest constraint is more than a quarter of the one before, and a minimisation
-    ends at a tenth of the tolerance of the one before.  It needs products with the adjoint of the Jacobian of c, not
+    ends at a tenth of the tolerance of the one before.  What a minimisation has learned of the curvature serves the
+    next one, unless the penalty has grown.  It needs products with the adjoint of the Jacobian of c, not
     the Jacobian.  With a mesh it is collective.
 
     Parameters
@@ -179,29 +181,21 @@ def augmented_lagrangian(
         same |= {"maxiter": maxiter, "multipliers": multipliers is not None, **files_given(mesh, None, False, record)}
     run.begin(multipliers)
 
-    def minimized(tolerance: float) -> MinimizationOutcome:
-        here = Functions(run.value_and_gradient, True, None, ())
-        inner, quiet = replace(chosen, gtol=tolerance), Callback(None)
-        return solve(
-            here,
-            inner,
-            run.unknowns,
-            quiet,
-            loop,
-            mesh=mesh,
-            reduction=reduction,
-            elastic=None,
-            checkpoints=None,
-            resume=False,
-            record=record,
-        )
+    here, quiet = Functions(run.value_and_gradient, True, None, ()), Callback(None)
+    first = replace(chosen, gtol=max(_FIRST_TOLERANCE, gtol))
+    optimizer = ReverseCommunication(first, run.unknowns, mesh=mesh, reduction=reduction)
+
+    def minimized(tolerance: float, keep_history: bool) -> MinimizationOutcome:
+        if optimizer.has_ended:
+            begin_again(optimizer, tolerance, keep_history)
+        return run_loop(optimizer, here, run.unknowns, quiet, loop, record=record)
 
     return _outer_loop(run, minimized, watcher, gtol, ctol, maxiter)
 
 
 def _outer_loop(
     run: _Multipliers,
-    minimized: Callable[[float], MinimizationOutcome],
+    minimized: Callable[[float, bool], MinimizationOutcome],
     callback: Callback,
     gtol: float,
     ctol: float,
@@ -210,10 +204,12 @@ def _outer_loop(
     """Minimise and correct in turns. Collective over the mesh."""
     tolerance, before, lowest = _FIRST_TOLERANCE, math.inf, math.inf
     iterations = evaluations = stalled = 0
+    same_penalty = True
     watched = on_any(run.world, callback.is_given)
     status, text = 1, f"stopped: the number of minimisations reached maxiter={maxiter}"
     while iterations < maxiter:
-        ended = minimized(max(tolerance, gtol))
+        # Multipliers change the Hessian of the augmented function little; another penalty is another function.
+        ended = minimized(max(tolerance, gtol), same_penalty)
         iterations, evaluations = iterations + 1, evaluations + ended.result.nfev
         run.measure()
         optimality, reason = ended.progress.projected_norm, ended.reason
@@ -231,7 +227,8 @@ def _outer_loop(
             text = f"failed: nothing gets smaller any more; the last minimisation {ended.result.message}; {hint}"
             status = 2
             break
-        if run.violation > max(_SMALLER * before, ctol):
+        same_penalty = run.violation <= max(_SMALLER * before, ctol)
+        if not same_penalty:
             if run.penalty * _GROW > _LARGEST_PENALTY:
                 status, text = 2, f"failed: the penalty has reached {run.penalty:g}; {_NO_SOLUTION}"
                 break

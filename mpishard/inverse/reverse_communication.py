@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -383,6 +383,19 @@ class ReverseCommunication:
         if isinstance(self._ranks, OneProcess):
             raise ValueError("checkpoints need a mesh: give mesh=mpishard.Mesh(), or keep the bytes of serialize()")
         return self._ranks
+
+
+def begin_again(optimizer: ReverseCommunication, gtol: float, keep_history: bool) -> None:
+    """Minimise anew from the last iterate, to another tolerance, a function that may be another one.
+
+    Collective over the mesh. `keep_history`: what was learned of the curvature holds for the new function.
+    """
+    minimizer = optimizer._ranks.minimizer
+    if not keep_history:
+        minimizer.forget()
+    optimizer._method = minimizer.method = replace(optimizer._method, gtol=gtol)
+    minimizer.begin()
+    optimizer._end, optimizer._is_published, optimizer._is_asked, optimizer._result = "", False, False, None
 
 
 # A minimisation on one process.

@@ -51,6 +51,7 @@ class Descent(Minimizer):
         self.base, self.base_gradient, self._direction = vectors[_BASE], vectors[_GRADIENT], vectors[_DIRECTION]
         self._search: LineSearchState | None = None
         self._gradient_top = self._direction_top = 0.0
+        self._met_wall = False  # a line search since the last steepest descent has ended at a wall
         # The function is another one in each iteration, such as one of other samples: it is evaluated again at the new
         # iterate before the next direction, since pairs compare gradients of one function (Schraudolph, Yu and Günter
         # 2007, section 3.1.2).
@@ -58,6 +59,7 @@ class Descent(Minimizer):
 
     def begin(self) -> int:
         self.progress, self.stop_reason, self.wanted, self._search = Progress(), "", Wanted.GRADIENT, None
+        self._met_wall = False
         (outside,) = self.space.count(self.bounds.outside(self.point))
         self.bounds.project(self.point)
         self.base[:] = self.point
@@ -87,6 +89,7 @@ class Descent(Minimizer):
             "stop_reason": self.stop_reason,
             "gradient_top": self._gradient_top,
             "direction_top": self._direction_top,
+            "met_wall": self._met_wall,
             "line_search": self._search.to_metadata() if self._search else None,
             "search": type(self.line_search).__name__,
         }
@@ -108,6 +111,7 @@ class Descent(Minimizer):
         self._search = self.line_search.restore(search) if search is not None else None
         self.progress, self.wanted, self.stop_reason = progress, wanted, reason
         self._gradient_top, self._direction_top = tops
+        self._met_wall = bool(metadata.get("met_wall", False))
 
     @abstractmethod
     def forget(self) -> bool:
@@ -132,6 +136,14 @@ class Descent(Minimizer):
         """Return True to continue, maybe in another way, where the last iteration has changed too little."""
         return False
 
+    def _forgets_for_wall(self) -> bool:
+        """Forget, and return True, before a small change counts as convergence, if line searches have ended at a wall.
+
+        What was learned there may lead along the wall, or only in steps that are too short to reach it again.
+        """
+        met, self._met_wall = self._met_wall, False
+        return met and self.forget()
+
     @abstractmethod
     def _find_direction(self) -> tuple[float, float, float, float]:
         """Write the direction; return its largest element, its slope, the first step to try and the longest one."""
@@ -152,11 +164,15 @@ class Descent(Minimizer):
             # The decrease that the model expects is below the rounding errors, and so no line search can find it.
             taken = abs(slope) < abs(search.start.slope) and value <= search.start.value
             if not taken:
-                self._end("decrease")
+                if self._forgets_for_wall():
+                    self._begin_line_search()
+                else:
+                    self._end("decrease")
                 return
+        at_wall = math.isfinite(state.wall) and slope < _STEEP * search.start.slope
+        self._met_wall = self._met_wall or at_wall
         if taken:
             self._learn(gradient, search.step, slope, search.start.slope)
-            at_wall = math.isfinite(state.wall) and slope < _STEEP * search.start.slope
             self._end_iteration(value, gradient, top, search.start.value, search.step, at_wall=at_wall)
         elif verdict is Verdict.FAIL and best:
             failure = "" if self.forget() else _failure(state, self.epsilon)
@@ -208,6 +224,8 @@ class Descent(Minimizer):
             reason = ""
         if reason in ("decrease", "step") and at_wall:
             reason = "wall"
+        elif reason in ("decrease", "step") and self._forgets_for_wall():
+            reason = ""
         reason = reason or failure or exhausted(self.method, self.progress)
         if reason:
             self._end(reason)

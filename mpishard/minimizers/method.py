@@ -211,6 +211,8 @@ class Minimizer(ABC):
     where the next evaluation is wanted, and in the end the best iterate.
     """
 
+    method: Method
+
     def __init__(self, slots: tuple[str, ...], space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         self.space = space
         self.epsilon = space.epsilon  # the relative rounding error of values and gradients

@@ -376,6 +376,8 @@ class TruncatedNewtonMinimizer(Minimizer):
     step, until `tell`.
     """
 
+    method: TruncatedNewton
+
     def __init__(self, method: TruncatedNewton, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         super().__init__(method.slots, space, vectors, point, limits)
         self.versions = [0] * len(_SLOTS)
@@ -389,7 +391,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self._gradient_top = 0.0
         self._not_finite = 0  # trials one after the other
         self._decrease = 0.0  # that the model says for the step
-        self._at_wall = False  # whether a trial since the last iterate was not finite
+        self._at_wall = False  # whether a trial was not finite since the last step that ended inside of the region
         self._refused = False  # whether a step since the last iterate was, that should have been felt in the value
         self._clipped = False  # whether the product of a step is wanted that was projected into the bounds
 
@@ -437,7 +439,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             if self._not_finite > NOT_FINITE_LIMIT or (step_top == 0 and not finite):
                 reason = "unbounded" if value == -math.inf else "not finite"
             elif step_top == 0:
-                reason = reason or ("line search" if self._refused else "wall" if self._at_wall else "step")
+                reason = reason or self._no_step()
         self._continue(reason or exhausted(self.method, self.progress))
 
     def _expect(self, what: Wanted) -> None:
@@ -495,7 +497,11 @@ class TruncatedNewtonMinimizer(Minimizer):
             accepted=started,
         )
         self._gradient_top, self._gradient_square = gradient_top, math.nan
-        self._at_wall = self._refused = False
+        self._at_wall, self._refused = self._at_wall and self.cg.state.cut, False
+
+    def _no_step(self) -> str:
+        """The reason for which steps have become too short to move the point."""
+        return "line search" if self._refused else "wall" if self._at_wall else "step"
 
     def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
         """The reason for which the method has converged; of a step that was cut only the gradient counts."""
@@ -572,7 +578,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         slope, curvature = self.space.dots([(gradient, step), (product, step)], tops)
         self._decrease = -(slope + 0.5 * curvature)
         if step_top == 0:
-            self._continue("step")
+            self._continue(self._no_step())
         elif self._decrease <= 0:
             self._radius = _SHRINK * min(self.cg.state.radius, math.sqrt(self.cg.state.step_square))
             self._continue("")

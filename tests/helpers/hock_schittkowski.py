@@ -69,6 +69,14 @@ PROBLEMS: dict[int, Problem] = {
     11: Problem(
         lambda x: (x[0] - 5) ** 2 + x[1] ** 2 - 25, [4.9, 0.1], -8.498464223, inequalities=lambda x: [x[1] - x[0] ** 2]
     ),
+    # Its minimum is (1, 0), where the Jacobian of what holds there is singular: no multipliers exist.
+    13: Problem(
+        lambda x: (x[0] - 2) ** 2 + x[1] ** 2,
+        [-2, -2],
+        1.0,
+        inequalities=lambda x: [(1 - x[0]) ** 3 - x[1]],
+        bounds=(0, inf),
+    ),
     14: Problem(
         lambda x: (x[0] - 2) ** 2 + (x[1] - 1) ** 2,
         [2, 2],

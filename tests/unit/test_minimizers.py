@@ -87,6 +87,23 @@ def test_a_region_without_values_is_left_again(start: Start) -> None:
 
 
 @every
+@pytest.mark.parametrize(
+    ("point", "side", "wall"),
+    [([0.5, -0.2], -1, 0.5), ([2.7368, -0.6183], -1, 0.5), ([-0.83, -0.75], 1, 0.41)],
+)
+def test_the_edge_of_a_region_without_values_is_no_minimum(
+    start: Start, point: list[float], side: int, wall: float
+) -> None:
+    good = rosenbrock(len(point))
+
+    def gradient(x: Vector) -> tuple[float, Vector]:
+        return (math.nan, np.full_like(x, math.nan)) if side * (x[0] - wall) > 0 else good.gradient(x)
+
+    minimizer, _ = ended(start(ftol=0, maxiter=50), good._replace(gradient=gradient, start=np.array(point)))
+    assert result(minimizer, start()).status > 0 or minimizer.progress.projected_norm <= 1e-5
+
+
+@every
 @pytest.mark.parametrize("part", [-1.0, -1e-3])
 def test_a_wrong_gradient_is_named_at_the_best_point(start: Start, part: float) -> None:
     good = rosenbrock(4)
