@@ -25,6 +25,11 @@ class CollectiveMismatchError(RuntimeError):
     """Ranks are not in the same collective, or wait for each other in different calls."""
 
 
+def is_truncation(error: Exception) -> bool:
+    """Return True for the error of MPI where a message is longer than its buffer: ranks are in other collectives."""
+    return isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE
+
+
 class Late(NamedTuple):
     """The call in which a rank waits until `members` have come to call `number` of `channel`.
 

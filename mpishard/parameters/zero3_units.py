@@ -15,7 +15,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import held_by
 from mpishard.comm.axis import Axis
-from mpishard.comm.call_matching import CollectiveMismatchError
+from mpishard.comm.call_matching import CollectiveMismatchError, is_truncation
 from mpishard.comm.channel import Request
 from mpishard.launch.job_notes import raised_by_all
 from mpishard.layout.boxes import run_lengths, split
@@ -40,6 +40,10 @@ class UnitMemory(Protocol):
 # The last gathers that are kept for a message, and the prime below which the hash of all stays.
 _KEPT = 10_000
 _PRIME = 2**52 - 47
+_ONE_ORDER = (
+    "All ranks must call the same layers in one order: let what leaves layers out, as LayerDrop does, draw the same "
+    "random numbers on all ranks, or use zero=2, whose parameters are whole"
+)
 
 
 class GatherOrder:
@@ -82,9 +86,7 @@ class GatherOrder:
         found = ", ".join(held_by(axis.members, units))
         error = CollectiveMismatchError(
             f"ranks have gathered other units since the last step (zero=3), which mixes their values: unit {first} in "
-            f"order is {found}.  No step was taken.  All ranks must call the same layers in one order: let what leaves "
-            "layers out, as LayerDrop does, draw the same random numbers on all ranks, or use zero=2, whose parameters "
-            "are whole; Mesh(debug=True) raises in the call of the layer"
+            f"order is {found}.  No step was taken.  {_ONE_ORDER}; Mesh(debug=True) raises in the call of the layer"
         )
         return raised_by_all(error, axis.size)
 
@@ -177,7 +179,7 @@ class ShardedUnits:
         for unit in units:
             self._users[unit] += 1
             if unit in self._pending:
-                block = self._pending.pop(unit).wait()
+                block = self._wait(unit)
                 first, last = self._units[unit]
                 origin = self._extents[unit][0]
                 for piece in self._pieces[first:last]:
@@ -263,9 +265,24 @@ class ShardedUnits:
         if self.axis.compares_calls:
             self.compare_order()
 
+    def _wait(self, unit: int) -> Array:
+        """Wait for a gather.  Raises CollectiveMismatchError if MPI says that other ranks gather a longer unit.
+
+        Of units of one size MPI says nothing, nor MPICH of others: `GatherOrder` finds these.
+        """
+        try:
+            return self._pending.pop(unit).wait()
+        except Exception as error:
+            if not is_truncation(error):
+                raise
+            raise CollectiveMismatchError(
+                f"this rank gathers the unit of {self._pieces[self._units[unit][0]].name!r}, and another a longer one "
+                f"(zero=3; MPI: message truncated).  {_ONE_ORDER}; MPISHARD_DEBUG=1 names the units of all ranks"
+            ) from error
+
     def _free(self, unit: int) -> None:
         if unit in self._pending:
-            self._pending.pop(unit).wait()
+            self._wait(unit)
         first, last = self._units[unit]
         for piece in self._pieces[first:last]:
             self.views.pop(piece.name, None)

@@ -99,6 +99,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         state.hooks.serves_loop = True
         state.hooks.sums_over = partial(_sums_over, optimizer)
         state.hooks.compares_calls = not optimizer.strategy_class.workers_differ
+        state.hooks.compares_values = optimizer.mesh.debug
         state.hooks.clear()
         state.parameters.reset_gradients()
         self._end = weakref.finalize(self, state.release)
@@ -199,7 +200,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         ValueError
             On every rank, if the module of any rank was changed since `as_distributed`, or values of `param_groups`
             differ between ranks or are unfit; or if some ranks have made no backward pass, without `count`, or ranks
-            have called `zero_grad` or `clip_grad_norm_` in other ways; nothing is updated then.
+            have called `zero_grad` or `clip_grad_norm_` in other ways, or changed other gradients; nothing is updated
+            then.
         FloatingPointError
             On every rank, if any gradient is NaN or infinite, as for `ShardedOptimizer.step`.
         CollectiveMismatchError

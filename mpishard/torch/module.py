@@ -9,6 +9,7 @@ import contextlib
 import gc
 import hashlib
 import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import text_of
 from mpishard.comm.axis import Axis
 from mpishard.io import log
 from mpishard.layout.tensors import Piece
@@ -43,6 +45,8 @@ Array = Any
 # Where every rank gets all sums (`GradientHooks.sums_over`), a callback at the end of the pass waits for them.  Then
 # ``p.grad`` is what DistributedDataParallel leaves there: the mean over ranks, which a loop may change before the step.
 
+
+_CHANGES = "p.grad since the backward pass"  # among `GradientHooks.calls`
 
 # The next action of ranks that have batches, announced within `mpishard.torch.join`.
 PASS, CLIP, STEP, DROP = range(1, 5)
@@ -105,6 +109,9 @@ class GradientHooks:
         self.has_pass: bool = False
         self.takes_mean: bool = True  # of the gradients of all ranks
         self.clips: list[str] = []  # the arguments of `ModuleOptimizer.clip_grad_norm_`
+        self.compares_values: bool = False  # of ``p.grad``, where the loop has changed it
+        self._changed = 0  # parameters whose ``p.grad`` the loop has changed since `complete`, at the last look
+        self._changes = 0  # a hash of which they are, and how often
         self._has_begun_sums = False
         self._parameters = parameters
         self.tensors = dict(tensors)
@@ -165,6 +172,7 @@ class GradientHooks:
         self._divided.clear()
         self._taken_out.clear()
         self._earlier, self._dropped_alone = None, ""
+        self._changed = self._changes = 0
         self._has_begun_sums = False
         self._passes.clear()  # some are left after an exception in a pass
 
@@ -297,6 +305,11 @@ class GradientHooks:
         found = {"clip_grad_norm_": ", ".join(self.clips) or "not called"}
         if self.takes_mean:
             found["a backward pass"] = "made" if self.has_pass else "not made"
+        # Within join ranks that have run out of batches take the gradients of another.
+        changed = self._changed if self.tell is None else 0
+        found[_CHANGES] = f"changed in {changed} parameters [{self._changes:x}]" if changed else "unchanged"
+        if changed and self.compares_values:
+            found[f"{_CHANGES}, its values"] = text_of(gradients.flat)
         if gradients.on_demand:
             found["the number of passes within no_sync"] = str(gradients.passes_before_last)
         return found if self.compares_calls else {}
@@ -308,7 +321,8 @@ class GradientHooks:
         """
         reducer = self._parameters.gradients
         complete = self._seen and reducer.reduced and self.sums_over()
-        for name, p in self.tensors.items():
+        self._changed = self._changes = 0
+        for number, (name, p) in enumerate(self.tensors.items()):
             kept, version = self._kept.get(name, (None, 0))
             dropped_alone = name == self._dropped_alone or (p.grad is not None and _is_dropped(p.grad))
             fits = complete and p.grad is not None and p.grad.shape == p.shape
@@ -317,6 +331,10 @@ class GradientHooks:
                 if gradient.data_ptr() != memory.data_ptr():
                     memory.copy_(gradient)
                 finish_stream(memory)
+                times = p.grad._version - version if p.grad is kept else -1
+                if times:
+                    self._changed += 1
+                    self._changes = zlib.crc32(b"%d %d" % (number, times), self._changes)
                 continue
             left = kept is None or type(kept) is UnavailableGradient
             unchanged = p.grad is kept and not dropped_alone and (left or kept._version == version)

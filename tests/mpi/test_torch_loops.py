@@ -573,6 +573,39 @@ def test_clipping_on_one_rank_is_refused_on_all(mesh, zero):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("debug", [False, True])
+def test_gradients_that_one_rank_alone_changes_are_refused_on_all(comm, zero, debug):
+    """By PyTorch's own functions; other values after equally many changes in debug mode only."""
+
+    def clip(module, norm):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), norm)
+
+    def replace(module, factor):
+        module[3].weight.grad = factor * module[3].weight.grad
+
+    with mpishard.Mesh(comm, debug=debug) as mesh:
+        module = doubles()
+        optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
+        before = optimizer.parameters.flat.copy()
+        for change, factor, others in [(clip, 1e-3, None), (replace, 2.0, None), *[(clip, 1e-3, 1e-4)] * debug]:
+            backward(mesh, module, 0)
+            count = len(list(module.parameters())) if change is clip else 1
+            changed = rf"since the backward pass is changed in {count} parameters .* on rank 0, unchanged on rank"
+            message = changed if others is None else "its values is float64 .* on rank 0, "
+            with pytest.raises(ValueError, match=message):
+                if mesh.rank == 0 or others is not None:
+                    change(module, factor if mesh.rank == 0 else others)
+                optimizer.step()
+            assert np.array_equal(optimizer.parameters.flat, before)
+            optimizer.zero_grad()
+        for change in (clip, replace):
+            backward(mesh, module, 0)
+            change(module, 0.5)
+            optimizer.step()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_sums_that_one_rank_alone_drops_are_refused_on_all(mesh):
     """Under zero=2 passes within no_sync are summed."""
     module = doubles()

@@ -205,6 +205,18 @@ def test_parameters_are_there_between_use_and_release(mesh):
         parameters["a"]
 
 
+def test_a_gather_that_mpi_truncates_names_its_unit(mesh, monkeypatch):
+    """As Open MPI does where another rank gathers a longer unit."""
+
+    def truncated():
+        raise MPI.Exception(MPI.ERR_TRUNCATE)
+
+    parameters = FlatParameters(SPECS, np.float64, units=UNITS, sharded_over=mesh.data)
+    monkeypatch.setattr(mesh.data, "start_all_gather", lambda *_, **__: SimpleNamespace(wait=truncated))
+    with pytest.raises(mpishard.CollectiveMismatchError, match="gathers the unit of 'c', .*MPISHARD_DEBUG=1"):
+        parameters.use(["c"])
+
+
 def test_made_sharded_is_the_same_as_sharded_later(mesh):
     made = FlatParameters(SPECS, np.float64, units=UNITS, sharded_over=mesh.data)
     later = FlatParameters(SPECS, np.float64, units=UNITS)
