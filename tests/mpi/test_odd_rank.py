@@ -598,7 +598,7 @@ LEFT_OUT = {
         """,
     "it is no call, or its own creation is not collective": """
         mpishard.CollectiveMismatchError mpishard.FlatParameters mpishard.Request mpishard.RunRecord mpishard.Signals
-        mpishard.comm.communicator.Communicator mpishard.estimate.costs
+        mpishard.comm.communicator.Communicator
         mpishard.inverse.regularization.RegularizationTerm mpishard.regularized mpishard.backward_in_time
         mpishard.ReverseCommunication.serialize mpishard.ReverseCommunication.deserialize
         mpishard.compression.Compressor.make_sums mpishard.compression.PieceCompressor.make_sums

@@ -23,7 +23,6 @@ from mpishard import (
     nn,
 )
 from mpishard.backend import array as arrays
-from mpishard.backend.compiled import KERNELS
 from mpishard.comm.ledger import all_reduce_elements
 from mpishard.data_parallel import settings
 from mpishard.data_parallel.models import HybridShardedModel
@@ -303,21 +302,6 @@ def test_a_resume_with_other_micro_batches_is_refused_or_recorded(mesh, resumed,
     # It is in the checkpoint from then on.
     facts, _ = resumed(5, 2)
     assert facts["different_bits.json"] == [f"from step 3 on other bits than in one run: {difference}"]
-
-
-def test_a_checkpoint_of_earlier_kernels_is_refused_or_recorded(mesh, resumed, capsys):
-    """One without their number."""
-    now, difference = settings.arithmetic, f"kernels is 1 there and {KERNELS} here"
-    with pytest.MonkeyPatch.context() as before:
-        before.setattr(settings, "arithmetic", lambda: {name: now()[name] for name in now() if name != "kernels"})
-        resumed(2)
-    with pytest.raises(ValueError, match=f"{difference}; run it with the release of"):
-        resumed(4)
-    capsys.readouterr()
-    facts, resumed_steps = resumed(4, allow_different_bits=True)
-    assert (difference in capsys.readouterr().err) == (mesh.rank == 0)
-    assert resumed_steps == 2 and facts["arithmetic.json"]["kernels"] == str(KERNELS)
-    assert resumed(5)[1] == 4
 
 
 @pytest.mark.mpi(min_size=2)
