@@ -49,7 +49,7 @@ def test_any_number_of_files(files, tmp_path):
     source = Arrays()
     write(source, tmp_path / "one", files, generation=7)
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
-    examined = newest_whole(tmp_path / "one")
+    examined, _ = newest_whole(tmp_path / "one")
     contents = examined.contents
     assert examined.manifest.generation == contents.generation == 7 and examined.manifest.step == 5
     with Stored(contents) as stored:
@@ -195,7 +195,7 @@ def test_archives_go_and_come_back(suffix, tmp_path):
         assert source.same(archive)
         assert archive.facts == {name: value for name, value in FACTS.items() if name != "losses"}
         write(archive, tmp_path / "one")
-    with Stored(newest_whole(tmp_path / "one").contents) as stored:
+    with Stored(newest_whole(tmp_path / "one")[0].contents) as stored:
         assert source.same(stored)
 
     theirs = dict(np.load(file)) if suffix == "npz" else safetensors.numpy.load_file(file)
