@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [OUT] [--only PART ...] [--quick] [--within SECONDS] [--rest] [--mpi PREFIX]
 
 facts: the GPU, its driver, CUDA, CuPy, MPI, and which optional libraries are there.  tests: the device tests on CuPy,
-without a launcher and with 1, 2 and 4 ranks (`pytest -m gpu`).  training: tokens a second of a GPT of 124 M parameters
+without a launcher and with 1, 2 and 4 ranks (`-m hardware`).  training: tokens a second of a GPT of 124 M parameters
 (12 layers, width 768, 12 heads, vocabulary 50257, 16 sequences of 1024, products in bfloat16, AdamW) with mpishard,
 PyTorch and torch.compile, in turns.  trace: what the GPU does in one step, by class of kernel, and as a picture.
 bandwidth: bytes a second of AdamW, both passes of layer norm and of causal softmax, and cross-entropy, beside a copy.
@@ -89,7 +89,7 @@ def part_facts(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
 
 
 def part_tests(launcher: Launcher, setting: Setting, so_far: SoFar) -> Found:
-    mark = "gpu" if setting.module == "cupy" else "not gpu"
+    mark = "hardware" if setting.module == "cupy" else "not hardware"
     limit, why = min(LIMIT["tests"], launcher.limit), "" if launcher.mpirun else NO_MPIRUN
     known = earlier(setting).get("tests", {}).get("files", []) if setting.rest else []
     return gpu_tests.run_tests(setting, launcher.run, limit, mark, why, earlier=known, so_far=so_far)

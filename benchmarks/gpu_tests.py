@@ -18,7 +18,7 @@ from gpu_machine import Setting
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed|xpassed)")
-MARK = re.compile(r"chosen_device|pytest\.mark\.gpu|\bCUPY\b|use_over_mpi|def \w+\([^)]*\bdevice\b")
+MARK = re.compile(r"chosen_device|pytest\.mark\.hardware|\bCUPY\b|use_over_mpi|def \w+\([^)]*\bdevice\b")
 QUICK = ("test_array.py", "test_nn_device.py", "test_device.py")
 RANKS = (1, 2, 4)
 
@@ -42,7 +42,7 @@ def run_tests(
     setting: Setting,
     run: Runner,
     limit: float,
-    mark: str = "gpu",
+    mark: str = "hardware",
     why_no_ranks: str = "",
     *,
     earlier: Sequence[dict[str, Any]] = (),

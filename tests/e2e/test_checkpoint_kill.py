@@ -14,8 +14,6 @@ import h5py
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.faults
-
 TESTS = Path(__file__).parents[1] / "helpers"
 KILLS = 5  # of each of the five runs
 LONGEST_S = 0.2  # to the kill; a save takes about a tenth of it
@@ -123,6 +121,7 @@ def killed_again_and_again(number, launch, ranks, asynchronous, tmp_path):
     return loaded, unfinished
 
 
+@pytest.mark.quick
 def test_kills_at_random_moments_of_saving(mpirun, tmp_path):
     (tmp_path / "saving.py").write_text(SAVING)
     runs = [(0, mpirun, 2, True), *((number, alone, 1, number % 2 == 0) for number in range(1, 5))]

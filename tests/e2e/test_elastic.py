@@ -12,10 +12,10 @@ import fault_run
 import faults
 import launching
 import pytest
+from variants import quick
 
 LAUNCH = faults.launcher()
 pytestmark = [
-    pytest.mark.faults,
     pytest.mark.skipif(LAUNCH is None, reason="deaths are healed in place under Open MPI only"),
 ]
 # Each victim, kind and layout, and most phases.
@@ -56,7 +56,7 @@ def outlives(case):
     assert not ended.problem, f"{case.name}: {ended.problem}\n{ended.output}"
 
 
-@pytest.mark.parametrize("parts", SAMPLE, ids=" ".join)
+@pytest.mark.parametrize("parts", quick(SAMPLE, 1), ids=" ".join)
 def test_one_process_fails(parts):
     outlives(faults.single(*parts))
 

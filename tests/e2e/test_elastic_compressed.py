@@ -9,7 +9,6 @@ import pytest
 
 LAUNCH = faults.launcher()
 pytestmark = [
-    pytest.mark.faults,
     pytest.mark.skipif(LAUNCH is None, reason="deaths are healed in place under Open MPI only"),
 ]
 

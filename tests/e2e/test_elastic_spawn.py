@@ -129,7 +129,6 @@ def _runs(number, folder):
         return False
 
 
-@pytest.mark.faults
 def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
     done = mpirun(2, script, "grow", tmp_path)
     assert done.code == 0 and "same: True workers: 2 3 steps" in done.output, done.all
@@ -138,7 +137,6 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
     assert none_is_left(tmp_path)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("case", "word"),
     [
@@ -157,7 +155,6 @@ def test_the_run_does_not_need_those_who_do_not_come(mpirun, script, tmp_path, c
     assert none_is_left(tmp_path)
 
 
-@pytest.mark.faults
 def test_one_fails_once_it_has_come(mpirun, script, tmp_path):
     """The others do not wait for ever, though it was alone in its MPI_COMM_WORLD."""
     done = mpirun(2, script, "failing later", tmp_path)
@@ -165,14 +162,12 @@ def test_one_fails_once_it_has_come(mpirun, script, tmp_path):
     assert none_is_left(tmp_path)
 
 
-@pytest.mark.faults
 def test_they_must_take_the_same_samples(mpirun, script, tmp_path):
     done = mpirun(2, script, "other seed", tmp_path)
     assert done.code != 0 and "seed is 0 on ranks 0, 1, 1 on rank 2" in done.all, done.all
     assert none_is_left(tmp_path)
 
 
-@pytest.mark.faults
 def test_the_shell_waits_for_them(launch, script, tmp_path):
     process = launch(2, script, "shell", tmp_path)
     try:
@@ -189,7 +184,6 @@ def test_the_shell_waits_for_them(launch, script, tmp_path):
     assert asked.returncode == 0 and "2 -> 3 workers after step" in asked.stdout, asked
 
 
-@pytest.mark.faults
 @needs_ulfm
 @pytest.mark.parametrize(
     ("case", "ranks", "word"),
@@ -212,7 +206,6 @@ def test_another_one_comes_for_the_dead(script, tmp_path, case, ranks, word):
 BATCH_SCRIPT = Path(__file__).parents[1] / "helpers" / "scaled.py"
 
 
-@pytest.mark.faults
 def test_workers_are_spawned_and_die(mpirun, tmp_path):
     ulfm, report = faults.launcher(), tmp_path / "report"
     if ulfm is None:
@@ -320,7 +313,6 @@ def run(launch, tmp_path):
         each.process.communicate()
 
 
-@pytest.mark.faults
 def test_resize_then_leave_then_stop(run):
     going = run(FOR_EVER)
     going.until(lambda steps: steps and steps[-1][0] == 3)
@@ -341,7 +333,6 @@ def test_resize_then_leave_then_stop(run):
     assert [step for _, step, _ in going.steps] == list(range(1, going.steps[-1][1] + 1))
 
 
-@pytest.mark.faults
 @pytest.mark.skipif("Open MPI" not in MPI.Get_library_version(), reason="needs an MPI that survives deaths")
 def test_a_stopped_rank_counts_as_dead(run, mpirun, tmp_path):
     going = run(40, 0.002, "--with-ft", "ulfm", "--mca", "coll", "^han")
@@ -502,7 +493,6 @@ def all_gone(folder: Path, limit: float = 5.0) -> bool:
     return not alive(folder)
 
 
-@pytest.mark.faults
 def test_the_run_goes_on_until_they_are_taken_in(mpirun, script_of_spawning, tmp_path):
     done = mpirun(2, script_of_spawning, "twice", tmp_path)
     assert done.code == 0, done.all
@@ -513,7 +503,6 @@ def test_the_run_goes_on_until_they_are_taken_in(mpirun, script_of_spawning, tmp
     assert all_gone(tmp_path)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("case", "word"),
     [
@@ -531,7 +520,6 @@ def test_the_run_is_as_it_was_if_they_do_not_come(mpirun, script_of_spawning, tm
     assert all_gone(tmp_path)
 
 
-@pytest.mark.faults
 @needs_ulfm_of_spawning
 @pytest.mark.parametrize("case", ["one is killed", "dies here"])
 def test_one_of_them_dies(launch, script_of_spawning, tmp_path, case):
@@ -542,7 +530,6 @@ def test_one_of_them_dies(launch, script_of_spawning, tmp_path, case):
     assert all_gone(tmp_path)
 
 
-@pytest.mark.faults
 @needs_ulfm_of_spawning
 @pytest.mark.parametrize("case", ["leader dies", "leader dies in the spawn"])
 def test_the_leader_dies(launch, script_of_spawning, tmp_path, case):

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-pytestmark = pytest.mark.faults
-
 TIME_LIMIT = 4  # seconds that a collective may wait, given to the scripts as MPISHARD_TIMEOUT
 SOON = 120  # seconds from launch to end where no time limit has to expire first, on a busy machine
 
@@ -156,6 +154,7 @@ def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, mpirun: Callable[...
     assert finished.errors.count("cosine: peak=nan must be a finite number") == 1, finished.all
 
 
+@pytest.mark.quick
 def test_killed_rank(failing: Callable[..., Any]) -> None:
     finished = failing("os.kill(os.getpid(), 9)")
     # MPICH's launcher names a process, and often not the one that was killed first.

@@ -8,8 +8,6 @@ import pytest
 
 from mpishard.launch.launchers import find_launcher
 
-pytestmark = pytest.mark.faults
-
 NO_HOSTS = namespaces.missing()
 
 

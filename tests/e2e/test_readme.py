@@ -21,7 +21,6 @@ LAYOUTS = (ROOT / "docs/how-to/choosing-a-layout.md").read_text("utf-8")
 DEBLUR, FIT, TORCH, GPT, SPLIT, SAVED, ELASTIC = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 FITTED = r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-on_the_day_without_slurm = pytest.mark.third(0)
 needs_sphinx = pytest.mark.skipif(
     importlib.util.find_spec("sphinx") is None, reason="Sphinx is not installed (extra: docs)"
 )
@@ -48,6 +47,7 @@ def in_three_dimensions() -> str:
         (in_three_dimensions(), 4, r"5\.\d\d -> [23]\."),
     ],
 )
+@pytest.mark.quick
 def test_quickstart(script: str, ranks: int, printed: str, tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     path = tmp_path / "script.py"
     path.write_text(script, "utf-8")
@@ -56,6 +56,7 @@ def test_quickstart(script: str, ranks: int, printed: str, tmp_path: Path, mpiru
     assert re.search(printed, finished.output), finished.all
 
 
+@pytest.mark.quick
 def test_the_quickstart_is_saved_resumed_and_watched(
     tmp_path: Path, mpirun: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_quickstart_is_saved_resumed_and_watched(
     assert "step 300 of 300" in output and str(Path(run) / "run.png") in output and "the run has ended" in output
 
 
+@pytest.mark.quick
 def test_the_quickstart_is_elastic(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     path = tmp_path / "fit.py"
     made = "    optimizer = mpishard.as_distributed(mpishard.Adam(lr=0.1), mesh)\n"
@@ -102,7 +104,6 @@ def test_layouts_are_estimated_as_shown(capsys: pytest.CaptureFixture[str], tmp_
     assert "72 layouts of 8 ranks" in capsys.readouterr().out
 
 
-@on_the_day_without_slurm
 @needs_sphinx
 def test_the_site_builds(tmp_path: Path, alone: Callable[..., Any]) -> None:
     options = ("-n", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees")
@@ -110,7 +111,6 @@ def test_the_site_builds(tmp_path: Path, alone: Callable[..., Any]) -> None:
     assert built.code == 0, built.all
 
 
-@on_the_day_without_slurm
 @needs_sphinx
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_pages_and_docstrings_show_runs(ranks: int, alone: Callable[..., Any], mpirun: Callable[..., Any]) -> None:
@@ -119,10 +119,12 @@ def test_what_pages_and_docstrings_show_runs(ranks: int, alone: Callable[..., An
     assert finished.code == 0, finished.all
 
 
+@pytest.mark.quick
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)", README):
         assert (ROOT / target).exists(), target
 
 
+@pytest.mark.quick
 def test_it_is_short() -> None:
     assert len(README.splitlines()) <= 200

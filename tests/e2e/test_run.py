@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.faults
-
 SOON = 240.0
 
 # Twenty steps with a checkpoint after every fourth; in step 10 of the first start the last rank does FAULT.
@@ -143,6 +141,7 @@ def expected(tmp_path_factory):
     return np.load(whole.folder / "parameters.npy")
 
 
+@pytest.mark.quick
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(run, expected):
     killed = run(["--elastic", "--no-replace", "-n", 3], TRAINING, "os.kill(os.getpid(), signal.SIGKILL)")
     assert killed.code() == 0, killed.errors

@@ -22,8 +22,7 @@ from mpishard.launch.launchers import find_launcher
 NO_SLURM = slurm.missing()
 FAMILY = find_launcher().family
 # Jobs wait side by side, so that a third of these tests takes as long as all: they have a day of their own.
-on_its_day = pytest.mark.third({"MPICH": 1}.get(FAMILY, 2))
-pytestmark = [pytest.mark.faults, pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM), on_its_day]
+pytestmark = pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
 
 ROOT = Path(__file__).parents[2]
 # Small enough to take a few seconds, long enough to pass.

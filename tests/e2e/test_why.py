@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.faults
-
 SCRIPT = """
 import os, signal, sys, time
 import numpy as np

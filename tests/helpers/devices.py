@@ -12,7 +12,7 @@ handed the addresses of, on CuPy only where a probe has shown that this MPI take
 A file of tests of CUDA functions whose helpers make arrays takes two lines to run on both: ``from devices import chosen
 as standin`` in the place of ``import standin``, and ``pytestmark = pytest.mark.usefixtures("chosen_device")``.
 
-Variants on CuPy have the mark `gpu`: ``python -m pytest -m gpu tests/unit`` runs these and no others.
+Variants on CuPy have the mark `hardware`: ``python -m pytest -m hardware tests/unit`` runs these and no others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import standin
 
 from mpishard.backend import array as arrays
 
-CUPY = pytest.param("cupy", marks=pytest.mark.gpu)
-CUPY_DIRECT = pytest.param("cupy-direct", marks=pytest.mark.gpu)
+CUPY = pytest.param("cupy", marks=pytest.mark.hardware)
+CUPY_DIRECT = pytest.param("cupy-direct", marks=pytest.mark.hardware)
 KINDS = ["standin", CUPY]
 KINDS_OVER_MPI = ["standin", "aware", CUPY, CUPY_DIRECT]
 # Cycles for which a GPU is kept busy before late work: some 50 ms at the clocks of today's.

@@ -99,7 +99,7 @@ def run(seconds: str, command: Sequence[str], outcomes: Path | None = None) -> i
 
 def by_themselves(command: Sequence[str], names: Path) -> list[str]:
     """The command of a suite with the tests that a file lists in the place of its own choice."""
-    chooses = ("tests/", "--ignore=", "--third=", "--sample", "--left-out")
+    chooses = ("tests/", "--ignore=")
     kept = [word for word in command if not word.startswith(chooses)]
     return [*("0" if word == "auto" else word for word in kept), f"@{names}"]
 

@@ -44,6 +44,7 @@ def single():
 
 
 @pytest.mark.parametrize(("asynchronous", "compression"), [(False, "gzip"), (True, None)])
+@pytest.mark.quick
 def test_save_and_load(comm, run, single, asynchronous, compression):
     with Mesh(comm, debug=True) as mesh:
         with Checkpoints(run, mesh, asynchronous=asynchronous, compression=compression) as checkpoints:
@@ -84,7 +85,6 @@ def permits(monkeypatch):
     return permits
 
 
-@pytest.mark.faults
 def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, permits):
     with Checkpoints(run, mesh, asynchronous=True) as checkpoints:
         for step in (1, 2):  # the second one takes its copy into the memory of the first
@@ -100,7 +100,6 @@ def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, per
             permits.clear()
 
 
-@pytest.mark.faults
 def test_one_save_at_a_time(mesh, run, monkeypatch):
     write, under_way, most = saving.write_pieces, [], []
 
@@ -131,6 +130,7 @@ def fail_on_last(mesh, monkeypatch, error):
 @pytest.mark.parametrize(
     ("asynchronous", "call"), [(False, "wait"), *((True, call) for call in ("wait", "save", "load", "close"))]
 )
+@pytest.mark.quick
 def test_an_error_on_one_rank_is_raised_on_all(mesh, run, monkeypatch, asynchronous, call):
     checkpoints = Checkpoints(run, mesh)
     checkpoints.save(at(1, mesh))
@@ -278,7 +278,6 @@ def test_a_run_removes_its_own_only(mesh, run):
     assert kept(mesh, run) == [3, 2, 3]
 
 
-@pytest.mark.faults
 def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
     write, begun = saving.write_pieces, []
 
@@ -297,7 +296,6 @@ def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
         check_nothing_unfinished(mesh, run)
 
 
-@pytest.mark.faults
 def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
     begin = folder.begin
 
@@ -316,7 +314,6 @@ def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
         assert waited_s() - before < 0.7
 
 
-@pytest.mark.faults
 def test_an_interrupt_while_a_save_is_waited_for(mesh, run, permits):
     with Checkpoints(run, mesh) as checkpoints:
         checkpoints.save(at(1, mesh), asynchronous=True)
@@ -340,6 +337,7 @@ def test_each_file_is_hashed_by_one_rank(mesh, run, single, monkeypatch):
     assert sorted(sum(mesh.world.allgather_object(hashed), [])) == ["index.h5", "pieces-00000.h5"]
 
 
+@pytest.mark.quick
 def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
     last = run / "step-00000002" / f"pieces-{mesh.size - 1:05d}.h5"
     with Checkpoints(run, mesh) as checkpoints:
@@ -362,7 +360,6 @@ def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
         assert np.isnan(found.shards[0].array).all()
 
 
-@pytest.mark.faults
 def test_the_thread_waits_asleep(mesh, run, monkeypatch):
     write = saving.write_pieces
 
@@ -552,7 +549,6 @@ class Timed(Checkpoints):
         return path
 
 
-@pytest.mark.faults
 def test_the_ranks_agree_by_the_time_that_the_slowest_was_kept(mesh, folder, monkeypatch):
     """By clocks that only saves and steps move: after a save of 6 s at 0.25 the next one comes when 24 s are over."""
     now = [1000.0 * mesh.rank]
@@ -575,7 +571,7 @@ def test_the_ranks_agree_by_the_time_that_the_slowest_was_kept(mesh, folder, mon
     assert checkpoints.saved == [1, 19, 37, 50]
 
 
-@pytest.mark.faults
+@pytest.mark.quick
 def test_workers_that_come_and_go(mesh, folder):
     """Whoever comes saves with the others, and nobody waits for an answer that is not given."""
     optimizer = mpishard.ElasticOptimizer(mpishard.AdamW(lr=0.05), mesh)

@@ -67,6 +67,8 @@ def axis(request, shared_mesh, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "float16", "complex128", ml_dtypes.bfloat16])
+@pytest.mark.pairs
+@pytest.mark.quick
 def test_all_reduce(axis, memory, dtype):
     if dtype is ml_dtypes.bfloat16 and memory.device is not None and memory.device.name.startswith("cupy"):
         pytest.skip("CuPy has no such type")
@@ -120,6 +122,8 @@ def test_other_operations(axis, op, function):
 @pytest.mark.parametrize("cut", ["even", "uneven"])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 @each_exchange
+@pytest.mark.pairs
+@pytest.mark.quick
 def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype, exchanged, monkeypatch):
     monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
     for size in SIZES:
@@ -145,6 +149,8 @@ def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype, exchanged, monk
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.pairs
+@pytest.mark.quick
 def test_all_to_all(axis, memory, dtype):
     ranks = range(axis.size)
     for size in SIZES:
@@ -190,6 +196,7 @@ def values_of(values, size, first):
 
 @each_way
 @pytest.mark.parametrize("first, out_first", [(0, 0), (0, 3), (3, 0)])
+@pytest.mark.pairs
 def test_the_buffers_of_a_call_may_overlap(axis, memory, call, first, out_first):
     for each in (0, 6):
         size = each * axis.size
@@ -207,6 +214,7 @@ def test_the_buffers_of_a_call_may_overlap(axis, memory, call, first, out_first)
 @each_way
 @pytest.mark.parametrize("each, last", [(3, 3), (0, 8), (3, 0), (0, 0)])
 @pytest.mark.parametrize("place", ["own", "front", "between"])
+@pytest.mark.pairs
 def test_a_piece_may_lie_in_the_buffer_of_the_whole(axis, memory, call, each, last, place, monkeypatch):
     counts = [each] * (axis.size - 1) + [last]
     size, start, count = sum(counts), each * axis.rank, counts[axis.rank]
@@ -224,6 +232,8 @@ def test_a_piece_may_lie_in_the_buffer_of_the_whole(axis, memory, call, each, la
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.pairs
+@pytest.mark.quick
 def test_broadcast_from_every_root(axis, memory, dtype):
     for root in range(axis.size):
         for size in SIZES:
@@ -234,6 +244,8 @@ def test_broadcast_from_every_root(axis, memory, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.pairs
+@pytest.mark.quick
 def test_messages_round_the_ring(axis, memory, dtype):
     to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     for size in SIZES:
@@ -268,6 +280,7 @@ def test_testing_a_receive(mesh):
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.quick
 def test_adjoints(shared_mesh, size):
     """<A x, y> = <x, A' y> for every collective, with exact arithmetic."""
     axis = shared_mesh.data
@@ -367,6 +380,7 @@ each_kind = pytest.mark.parametrize("memory", ["host", "standin", "aware"], indi
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("without_debug")
 @each_kind
+@pytest.mark.quick
 def test_a_blocking_call_may_come_before_or_after_a_started_one(mesh, memory):
     axis = mesh.data
     one, two = memory.buffer(np.ones(1000)), memory.buffer(np.ones(3))
@@ -406,6 +420,7 @@ ODD = {
 @each_exchange
 @pytest.mark.parametrize("each_has, odd_has", [(4, 4), (4, 0), (0, 9)])
 @pytest.mark.parametrize("odd", ODD)
+@pytest.mark.pairs
 def test_one_rank_has_another_kind_of_buffer(shared_mesh, monkeypatch, odd, each_has, odd_has, exchanged):
     """Ranks in one collective need not prepare it alike, nor all take its fast path."""
     if odd == "cut by default" and each_has != odd_has:
@@ -500,6 +515,7 @@ def sent(mesh, axis):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("nodes", [True, 2, 3, 4])
+@pytest.mark.quick
 def test_the_sum_is_the_same_to_the_last_bit(mesh, same_on_all, nodes, overlap):
     found = []
     options = {"overlap_communication": overlap, "minimum_parameter_group_size": 10, "max_gradient_norm": 0.5}
@@ -515,6 +531,7 @@ def test_the_sum_is_the_same_to_the_last_bit(mesh, same_on_all, nodes, overlap):
     assert same_on_all(found)
 
 
+@pytest.mark.quick
 def test_bytes_between_nodes(mesh):
     """With n ranks on m nodes, ``2 (m - 1) / n`` of the gradient, where a sum at once sends ``2 (n - 1) / n``."""
     size = 64 * mesh.size

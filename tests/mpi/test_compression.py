@@ -9,6 +9,7 @@ import hybrid
 import numpy as np
 import pytest
 from steps import STRATEGIES, write_gradients
+from variants import full
 
 from mpishard import (
     SGD,
@@ -87,6 +88,7 @@ def bytes_of_a_step(mesh, compressor, parameters):
     return gradient_bytes(mesh) - before
 
 
+@pytest.mark.parametrize("steps", [50, *full(200)])
 @pytest.mark.parametrize(
     ("strategy", "compressor", "nodes"),
     [
@@ -98,9 +100,8 @@ def bytes_of_a_step(mesh, compressor, parameters):
     ],
     ids=str,
 )
-def test_what_was_applied_and_what_is_left_are_all_gradients(mesh, same_on_all, short, strategy, compressor, nodes):
+def test_what_was_applied_and_what_is_left_are_all_gradients(mesh, same_on_all, steps, strategy, compressor, nodes):
     """Over many steps in float64; steps that are skipped leave no trace, and what is folded is not lost."""
-    steps = 200 if mesh.size <= 4 and strategy is STRATEGIES[0] and not short else 50
     options = {"nonfinite_gradients": "skip", "hierarchical": nodes}
     optimizer = strategy(SGD(lr=1.0), configured(mesh, compressor, **options))
     parameters, total = zeros(), np.zeros(SIZE)
@@ -338,8 +339,11 @@ def test_checkpoints_with_and_without(mesh, folder):
 
 @pytest.mark.parametrize(
     ("strategy", "compressor"),
-    [(strategy, Int8Compressor(16)) for strategy in STRATEGIES[:3]]
-    + [(DDPOptimizer, PowerSGDCompressor(2)), (ZeRO2Optimizer, SignCompressor(4))],
+    [
+        (DDPOptimizer, PowerSGDCompressor(2)),
+        (ZeRO2Optimizer, SignCompressor(4)),
+        *(pytest.param(strategy, Int8Compressor(16), marks=pytest.mark.full) for strategy in STRATEGIES[:3]),
+    ],
     ids=str,
 )
 def test_tensor_and_pipeline_ranks(comm, strategy, compressor):
@@ -362,6 +366,7 @@ def test_tensor_and_pipeline_ranks(comm, strategy, compressor):
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 @pytest.mark.parametrize(("strategy", "dtype"), [(STRATEGIES[0], np.float64), (STRATEGIES[2], np.float32)])
+@pytest.mark.pairs
 def test_the_same_as_on_the_host(mesh, device, strategy, compressor, dtype):
     """Several buckets, uneven parts; a step whose gradient is not finite is skipped."""
     low_rank = isinstance(compressor, PowerSGDCompressor)  # whose products are those of the arrays' own library

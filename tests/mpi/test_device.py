@@ -79,6 +79,7 @@ def test_halves_travel_between_stages(comm, device):
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.pairs
 def test_tensor_parallel_products_in_half_precision(comm, device, half, sequence_parallel):
     def run(**options):
         model = nn.GPT(VOCABULARY, LENGTH, WIDTH, 2, HEADS, compute_dtype=half, module=device.module, **options)
@@ -99,6 +100,7 @@ def test_tensor_parallel_products_in_half_precision(comm, device, half, sequence
             assert np.linalg.norm(found[name] - own) <= 4 * precision * np.linalg.norm(gradients[name]), name
 
 
+@pytest.mark.full
 def test_weights_that_an_optimizer_shards_are_rounded_where_they_are_gathered(mesh, device):
     """The units of a model are gathered in turns into the same memory."""
     losses = []
@@ -219,6 +221,7 @@ def trained(strategy, rule, mesh, kind, dtype, **options):
 @pytest.mark.parametrize("options", [{"max_gradient_norm": 2.0}, {"max_gradient_value": 1.5}], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs
 def test_the_bits_of_the_host(mesh, strategy, rule, options, kind):
     dtype = np.float32 if "max_gradient_norm" in options else np.float64
     found = [trained(strategy, rule, mesh, each, dtype, **options) for each in (kind, np.ndarray)]
@@ -227,6 +230,7 @@ def test_the_bits_of_the_host(mesh, strategy, rule, options, kind):
 
 @pytest.mark.parametrize("rule", [RULES[0], RULES[-1]], ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.full
 def test_the_bits_of_the_host_without_a_compiler_for_cuda(mesh, rule, strategy, monkeypatch):
     monkeypatch.setattr(standin.StandIn, "compiles_cuda", False)
     kinds, options = (standin.DeviceArray, np.ndarray), {"max_gradient_norm": 2.0}
@@ -378,6 +382,7 @@ class Run:
 
 
 @pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO3Optimizer])
+@pytest.mark.full
 def test_thirty_steps_follow_those_in_float32(mesh, same_on_all, strategy):
     exact, half = Run(mesh, None, strategy), Run(mesh, np.float16, strategy)
     losses, half_losses = exact.losses(30), half.losses(30)

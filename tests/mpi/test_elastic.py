@@ -15,6 +15,7 @@ import pytest
 import standin
 from mpi4py import MPI
 from steps import STRATEGIES
+from variants import full
 
 import mpishard
 from mpishard import LBFGS, AdamW, ElasticOptimizer, OptimizationProblem, ParameterSpec, ShardingConfiguration, nn
@@ -116,6 +117,7 @@ def resizing(optimizer, sizes, noted=None, *, of_one=False):
     [*((strategy, False) for strategy in STRATEGIES), (STRATEGIES[1], True)],
     ids=[*(f"{strategy.__name__}, asked by all" for strategy in STRATEGIES), "asked by one"],
 )
+@pytest.mark.quick
 def test_resizes_change_no_bit(mesh, same_on_all, strategy, of_one):
     """Each step has the samples of a run of one rank, of which each worker takes some: each sample once an epoch."""
     ranks, noted, taken = mesh.size, {}, {}
@@ -262,11 +264,12 @@ def test_checkpoints_across_resizes(mesh, folder, asynchronous):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_many_resizes_leave_nothing_behind(mesh, short, folder, monkeypatch):
+@pytest.mark.parametrize("steps", [44, *full(104)])
+def test_many_resizes_leave_nothing_behind(mesh, steps, folder, monkeypatch):
     """MPICH has about 2000 communicators: those that are left would be missed soon."""
     if mesh.size > 4:
         pytest.skip("slow where cores are few, and nothing new")
-    ranks, steps, noted, channels = mesh.size, 44 if short else 104, {}, Counter()
+    ranks, noted, channels = mesh.size, {}, Counter()
 
     def count(name, change):
         original = getattr(Channel, name)
@@ -404,6 +407,7 @@ def committed_of(axis, arrays):
     return BuddyCheckpoint(axis, list(range(axis.size)), ["node"] * axis.size, state, dict)
 
 
+@pytest.mark.quick
 def test_a_step_is_undone_and_the_state_of_a_dead_neighbour_is_given_to_others(mesh):
     axis = mesh.data
     array, ranks = standin.zeros(SIZE), list(range(axis.size))

@@ -17,8 +17,6 @@ import mpishard
 from mpishard.elastic.control import ControlFolder
 from mpishard.elastic.optimizer import ElasticOptimizer
 
-pytestmark = pytest.mark.faults
-
 ROWS = np.random.default_rng(0).standard_normal((48, 6))
 
 

@@ -44,7 +44,7 @@ SHAPES = [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
 
 def of_workers(test):
     """Marks a test of workers of several processes."""
-    return pytest.mark.every_variant(short=False)(pytest.mark.mpi(min_size=3)(test))
+    return pytest.mark.mpi(min_size=3)(test)
 
 
 def cell_of(shape):
@@ -164,7 +164,6 @@ def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expect
 
 
 @of_workers
-@pytest.mark.faults
 @pytest.mark.parametrize("with_spares", [False, True], ids=["its worker goes", "a spare takes its place"])
 def test_a_process_that_is_asked_to_leaves(comm, shape, expected, monkeypatch, with_spares):
     """The last process of the first worker: another of its place moves up, and those without partners wait."""
@@ -519,6 +518,7 @@ def digest(found):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.quick
 def test_the_meshes_are_no_part_of_the_result(comm, strategy, expected_bits):
     """A run takes one mesh after the other; models that are made after the start get the values of the run."""
     wanted = {step: sizes for step, sizes in SEQUENCE.items() if ranks_of(sizes) <= comm.size}

@@ -28,6 +28,7 @@ def fit(weight, mesh):
     return mpishard.minimize(part, np.zeros(4), mesh=mesh, reduction="sum")
 
 
+@pytest.mark.quick
 def test_results_are_in_order_and_the_same_for_any_groups(mesh, comm, same_on_all):
     weights = [0.0, 3.0, 0.5, 1.0, 7.0]
     alone = [fit(weight, mesh) for weight in weights]

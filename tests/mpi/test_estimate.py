@@ -116,10 +116,10 @@ def test_bytes_of_a_step(comm, what, zero_stage, options):
 @pytest.mark.parametrize(
     ("what", "zero_stage", "options"),
     [
-        ("data", 3, {"microbatches": 2}),
         ("tensor", 0, {}),
-        ("tensor", 0, {"sequence_parallel": True, "tied": True}),
-        ("pipeline", 0, {"schedule": "zb-h1"}),
+        pytest.param("data", 3, {"microbatches": 2}, marks=pytest.mark.full),
+        pytest.param("tensor", 0, {"sequence_parallel": True, "tied": True}, marks=pytest.mark.full),
+        pytest.param("pipeline", 0, {"schedule": "zb-h1"}, marks=pytest.mark.full),
     ],
 )
 def test_half_precision_on_devices(comm, what, zero_stage, options, monkeypatch):

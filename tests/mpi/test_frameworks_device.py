@@ -18,7 +18,7 @@ from mpishard import AdamW, FlatParameters, ParameterSpec
 from mpishard.backend import array as arrays
 
 PLACE = os.environ.get("MPISHARD_TEST_PLACE", "cuda")
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.hardware
 STEPS, SAMPLES = 4, 24
 
 

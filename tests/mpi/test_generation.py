@@ -90,7 +90,6 @@ def test_texts_are_those_of_one_rank_on_every_mesh(comm, same_on_all, name):
         assert same_on_all(repr(found))
 
 
-@pytest.mark.every_variant
 @pytest.mark.parametrize("name", MODELS)
 def test_shards_have_the_same_bits_on_all_ranks_and_on_one(comm, same_on_all, logits, name):
     if comm.size == 3:

@@ -11,6 +11,7 @@ import pytest
 from hybrid import START, alone, gathered, meshes, model, one_pass, train
 from mpi4py import MPI
 from steps import STRATEGIES, write_gradients
+from variants import full
 
 import mpishard
 from mpishard import LAMB, SGD, AdamW, DDPOptimizer, HybridShardedOptimizer, Mesh, Muon, ShardingConfiguration, nn
@@ -47,7 +48,7 @@ def plain_base(comm):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [*RULES[:2], *full(*RULES[2:])], ids=lambda rule: type(rule).__name__)
 def test_every_layout_takes_the_step_of_one_rank_to_the_last_bit(base, same_on_all, strategy, rule):
     """Parameters, clip norms and the state, with ties, partial gradients, and tensors that do not divide.
 

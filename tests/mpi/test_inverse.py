@@ -34,6 +34,7 @@ def mesh() -> Any:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.01])
+@pytest.mark.quick
 def test_all_forms_give_one_check(mesh: mpishard.Mesh, factor: float) -> None:
     x = np.sin(np.arange(52.0))
 
@@ -150,6 +151,7 @@ def slab_of(slab_mesh: mpishard.Mesh) -> mpishard.FlatParameters:
     return parameters
 
 
+@pytest.mark.quick
 def test_slabs_have_the_bits_of_the_whole_field(slab_mesh: mpishard.Mesh) -> None:
     parameters = slab_of(slab_mesh)
     rows = slice(*parameters.box("k")[0])

@@ -59,18 +59,21 @@ def own(axis, runs=1):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.pairs
 def test_all_reduce(mesh, late, call, in_place):
     axis = mesh.data
     found = call("all_reduce", late(own(axis)), None if in_place else late(np.zeros(SIZE)))
     check(found, np.full(SIZE, axis.size * (axis.size + 1) // 2))
 
 
+@pytest.mark.pairs
 def test_reduce_scatter(mesh, late, call):
     axis = mesh.data
     found = call("reduce_scatter", late(own(axis, axis.size)), late(np.zeros(SIZE)), [SIZE] * axis.size)
     check(found, np.full(SIZE, axis.size * (axis.size + 1) // 2 + axis.size * axis.rank))
 
 
+@pytest.mark.pairs
 def test_all_gather(mesh, late, call):
     axis = mesh.data
     piece = late(own(axis))
@@ -78,12 +81,14 @@ def test_all_gather(mesh, late, call):
     check(found, np.repeat(np.arange(1, axis.size + 1), SIZE))
 
 
+@pytest.mark.pairs
 def test_all_to_all(mesh, late, call):
     axis = mesh.data
     found = call("all_to_all", late(own(axis, axis.size)), late(np.zeros(SIZE * axis.size)))
     check(found, np.repeat(np.arange(1, axis.size + 1) + axis.rank, SIZE))
 
 
+@pytest.mark.pairs
 def test_broadcast_from_every_root(mesh, late, call):
     axis = mesh.data
     for root in range(axis.size):
@@ -91,6 +96,7 @@ def test_broadcast_from_every_root(mesh, late, call):
 
 
 @pytest.mark.parametrize("way", ["blocking", "started"])
+@pytest.mark.pairs
 def test_messages_round_the_ring(mesh, late, way):
     axis = mesh.data
     to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
@@ -118,6 +124,7 @@ def test_several_calls_under_way(mesh, late):
 
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs
 def test_gradients_of_a_step(mesh, device, strategy, reproducible):
     """And parameters that are read as soon as the step has returned."""
     config = ShardingConfiguration(mesh, reproducible=reproducible)
@@ -152,7 +159,7 @@ def test_checkpoints(mesh, folder, device, asynchronous):
     assert np.array_equal(found, np.arange(SIZE))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("device", [pytest.param("cupy", marks=pytest.mark.hardware)], indirect=True)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_what_other_frameworks_are_handed(device, framework):
     """And what they hand back, on their current stream."""

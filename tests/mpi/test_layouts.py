@@ -6,11 +6,9 @@ import grid
 import pytest
 from grid_cases import MODELS, every_pair
 from mpi4py import MPI
+from variants import full, quick
 
 SIZE = MPI.COMM_WORLD.size
-# Many ranks on few cores take long over a step, and each MPI takes others of these layouts there; `grid.py` takes all
-# of them everywhere.
-pytestmark = pytest.mark.every_variant if SIZE <= 4 else []
 
 
 def settings(case):
@@ -26,9 +24,11 @@ def settings(case):
     }
 
 
-@pytest.mark.parametrize(
-    "case", every_pair([case for model in MODELS for case in grid.cases(SIZE, model)], settings), ids=str
-)
-def test_a_layout_trains_as_one_rank_does(case, comm, short):
-    found = grid.errors(case, comm, 10 if short or SIZE > 4 else grid.STEPS)
+CASES = every_pair([case for model in MODELS for case in grid.cases(SIZE, model)], settings)
+
+
+@pytest.mark.parametrize("steps", [10, *full(grid.STEPS)])
+@pytest.mark.parametrize("case", quick(CASES, 4), ids=str)
+def test_a_layout_trains_as_one_rank_does(case, comm, steps):
+    found = grid.errors(case, comm, steps)
     assert grid.passes(found), found

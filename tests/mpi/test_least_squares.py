@@ -46,6 +46,7 @@ def own_rows(mesh, rows):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick
 def test_the_bits_of_one_process(mesh, same_on_all, case):
     problem, given = CASES[case]
     alone = least_squares(problem.residuals, problem.start, problem.jacobian_rows, **given)
@@ -187,6 +188,7 @@ SMALL = Bundle(points=5, cameras=3, views=3)
 GIVEN = {"loss": "soft_l1", "f_scale": 3e-3, "tr_options": {"maxcg": 5}, "max_nfev": 7}
 
 
+@pytest.mark.quick
 def test_elastic_runs_have_the_bits_of_one_rank(comm, mesh, same_on_all):
     def run(mesh, jac=None, **more):
         points = []

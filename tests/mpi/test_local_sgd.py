@@ -83,6 +83,7 @@ def reference(workers, steps, every, *, nesterov=False, parts=1, delay=0):
 
 
 @pytest.mark.parametrize("rule", [SGD(lr=0.1), SGD(lr=0.05, momentum=0.9, nesterov=True)], ids=str)
+@pytest.mark.quick
 def test_an_average_every_step_is_ddp(mesh, same_on_all, rule):
     """By workers with unequal numbers of samples too."""
     found = []
@@ -101,6 +102,7 @@ PARTS_AND_DELAYS = [(1, 0), (1, 3), (1, 6), (2, 1), (2, 6), (3, 0), (3, 3), (4, 
 
 @pytest.mark.parametrize(("every", "parts", "delay"), [(1, 1, 1), *((6, *each) for each in PARTS_AND_DELAYS)])
 @pytest.mark.parametrize("nesterov", [False, True], ids=["mean", "diloco"])
+@pytest.mark.pairs
 def test_the_steps_of_a_reference(mesh, same_on_all, nesterov, every, parts, delay):
     outer = NESTEROV if nesterov else None
     optimizer = LocalSGDOptimizer(ADAMW, settings(mesh), every, outer, parts=parts, delay=delay)

@@ -37,6 +37,7 @@ def test_all_ranks_are_data_parallel_by_default(mesh, comm):
         assert inferred.tensor.size == comm.size
 
 
+@pytest.mark.quick
 def test_tensor_varies_fastest_then_data_then_pipeline(comm):
     for data, tensor, pipeline in factorisations(comm.size):
         with mpishard.Mesh(comm, data=data, tensor=tensor, pipeline=pipeline) as mesh:
@@ -61,6 +62,7 @@ def test_tensor_varies_fastest_then_data_then_pipeline(comm):
         ({"tensor": 16}, r"mesh pipeline=1 x data=1 x tensor=16 needs a multiple of 16 ranks, got \d"),
     ],
 )
+@pytest.mark.quick
 def test_bad_sizes_are_an_error_on_all_ranks(comm, sizes, message):
     with pytest.raises(ValueError, match=message):
         mpishard.Mesh(comm, **sizes)
@@ -112,6 +114,7 @@ def test_bad_time_limits(comm, monkeypatch, limit):
         mpishard.Mesh(comm)
 
 
+@pytest.mark.full
 def test_hundreds_of_meshes_can_be_made_and_freed_or_dropped(comm):
     """More communicators than MPICH has; sub-groups and the threads of the meshes go with them."""
     if comm.size > 4:
@@ -136,6 +139,7 @@ def test_hundreds_of_meshes_can_be_made_and_freed_or_dropped(comm):
 
 
 @several
+@pytest.mark.quick
 def test_a_dropped_mesh_is_freed_once_all_ranks_have_dropped_it(comm):
     gc.collect()
     mpishard.Mesh(comm).free()
@@ -206,6 +210,7 @@ def test_a_collective_that_was_started_and_dropped_keeps_its_communicators_and_b
     comm.allgather(None)
 
 
+@pytest.mark.full
 def test_no_communicator_left_is_an_error_that_says_what_to_free(comm):
     gc.collect()
     mpishard.Mesh(comm).free()
@@ -257,6 +262,7 @@ def test_blas_gets_the_share_of_the_node_unless_the_user_chose(comm, monkeypatch
         assert mesh.blas_threads == 3
 
 
+@pytest.mark.quick
 def test_reshaped(comm):
     with mpishard.Mesh(comm) as mesh:
         assert mesh.reshaped() is mesh
@@ -323,6 +329,7 @@ def test_a_mesh_ends_the_collectives_that_nobody_has_waited_for(comm, where):
 
 
 @several
+@pytest.mark.quick
 def test_debug_names_both_call_sites_on_every_rank(comm):
     with mpishard.Mesh(comm, debug=True) as mesh:
         mesh.data.all_reduce(np.zeros(3))
@@ -339,7 +346,6 @@ def test_debug_names_both_call_sites_on_every_rank(comm):
 
 
 @several
-@pytest.mark.every_variant
 @pytest.mark.parametrize("later", [False, True])
 def test_debug_names_calls_of_different_axes_on_every_rank(comm, later):
     with mpishard.Mesh(comm, debug=True) as mesh:
@@ -357,7 +363,7 @@ def test_debug_names_calls_of_different_axes_on_every_rank(comm, later):
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.every_variant
+@pytest.mark.quick
 def test_debug_sees_a_circle_of_calls_that_no_two_ranks_share(comm):
     with mpishard.Mesh(comm, tensor=2, debug=True) as mesh, pytest.raises(CollectiveMismatchError) as caught:
         if mesh.rank in (0, 3):  # 0 waits for 1, which waits for 3, for 2, for 0
@@ -370,7 +376,6 @@ def test_debug_sees_a_circle_of_calls_that_no_two_ranks_share(comm):
 
 
 @several
-@pytest.mark.every_variant
 @pytest.mark.parametrize("op", ["send", "recv"])
 def test_debug_sees_messages_that_nobody_is_at_the_other_end_of(comm, op):
     """The message must be longer than what MPI buffers for a receiver that has not come yet."""
@@ -392,7 +397,6 @@ def test_debug_sees_messages_that_nobody_is_at_the_other_end_of(comm, op):
         mesh.world.comm.Barrier()
 
 
-@pytest.mark.faults
 @several
 def test_debug_lets_messages_pass(comm):
     """Early or late, with other calls in between, from anybody, and to oneself."""

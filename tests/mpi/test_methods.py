@@ -40,6 +40,7 @@ def assert_same(result, alone):
 
 
 @pytest.mark.parametrize("kind", [mpishard.ZeRO1Optimizer, mpishard.ZeRO2Optimizer, mpishard.ZeRO3Optimizer])
+@pytest.mark.quick
 def test_bits_are_those_of_one_rank(mesh, alone, kind):
     optimizer = kind(METHOD, ShardingConfiguration(mesh, reproducible=True))
     result = optimizer.optimize(problem(), progress=False)

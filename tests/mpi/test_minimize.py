@@ -30,6 +30,7 @@ START.flags.writeable = False
         ("Newton-CG", {"hess": lambda x, rows, targets: rows.T @ rows}),
     ],
 )
+@pytest.mark.quick
 def test_sums_of_parts(mesh, same_on_all, method, given):
     """Small whole numbers as data: the sums have no rounding, so that the steps are those of one process."""
     rows = np.random.default_rng(0).integers(-2, 3, (4 * SIZE, SIZE)).astype(float)
@@ -81,6 +82,7 @@ def test_a_start_that_is_a_tree(mesh, same_on_all, folder):
             minimize(fun, tree_of(START) if odd else flat(tree_of(START)), mesh=mesh)
 
 
+@pytest.mark.quick
 def test_equality_constraints(mesh, same_on_all):
     """The nearest point on planes: whole on all ranks, and in parts that are whole numbers."""
     normals, ends = np.zeros((4, SIZE)), np.array([4.0, -2.0, 1.0, 3.0])
@@ -203,6 +205,7 @@ def test_the_rank_whose_part_is_not_finite_is_named(mesh):
         ("size", ValueError, "settings differ|x0"),
     ],
 )
+@pytest.mark.quick
 def test_what_one_rank_does_wrong_is_raised_on_all(mesh, kind, error, words):
     odd = mesh.size > 1 and mesh.rank == 1
 
@@ -385,6 +388,7 @@ def matrix_of_samples(x, samples, scale=1.0):
     ("method", "options"),
     [METHODS[0], ("trust-ncg", {"hessp": product_of_samples}), ("Newton-CG", {"hess": matrix_of_samples})],
 )
+@pytest.mark.quick
 def test_runs_elastic_or_not_have_the_bits_of_one_process(comm, mesh, same_on_all, method, options):
     def run(mesh, fun, elastic=True, **more):
         points = []

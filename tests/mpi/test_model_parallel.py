@@ -76,6 +76,7 @@ OPTIONS = [dict(sequence_parallel=sequence, tied=tied) for sequence in (False, T
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, dict(vocabulary_size=5), dict(microbatches=2, sequence_parallel=True)])
+@pytest.mark.quick
 def test_loss_gradients_and_logits_are_those_of_one_rank(mesh, same_on_all, options):
     one = {name: value for name, value in options.items() if name in ("tied", "vocabulary_size")}
     reference, gpt = model(**one), model(mesh, **options)
@@ -250,6 +251,7 @@ def test_a_number_that_no_rank_has_is_an_error_on_all(mesh, bad):
         chunk.infer(None, chunk.workspace(), Batch(np.array([0, 1, bad, 3, 4]), None, LENGTH))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_heads_that_cannot_be_split(mesh):
     heads = mesh.tensor.size + 1
     with pytest.raises(ValueError, match=f"{heads} attention heads cannot be split over {heads - 1} tensor-parallel"):
@@ -298,6 +300,8 @@ def inner(axis, kind, x, y):
 @pytest.mark.parametrize("each", [0, 1, 2, 3])  # slices of a rank; 0: one, and sums in any order
 @pytest.mark.parametrize("rows", [13, 2, 0])
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.pairs
+@pytest.mark.quick
 def test_adjoint(mesh, name, rows, each):
     """<A x, y> = <x, A' y>, each in the inner product of its space."""
     axis = mesh.tensor
@@ -429,6 +433,7 @@ class Synchronous:
 
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.quick
 def test_gradients_and_loss_of_one_rank(pipe, monkeypatch, schedule, chunks, synchronous):
     if synchronous:
         monkeypatch.setattr(pipe.pipeline, "comm", Synchronous(pipe.pipeline.comm))

@@ -5,22 +5,22 @@ from __future__ import annotations
 import moves
 import pytest
 from mpi4py import MPI
+from variants import full
 
-pytestmark = pytest.mark.every_variant
 SIZE = MPI.COMM_WORLD.size
 POSSIBLE = [layout for layout in moves.LAYOUTS if layout.ranks <= SIZE]
 LARGEST = max(POSSIBLE, key=lambda layout: (layout.ranks, layout.pipeline))
 
 
+@pytest.mark.parametrize("after", [6, *full(20)])
 @pytest.mark.parametrize("how", ["memory", "disk"])
 @pytest.mark.parametrize(
     ("source", "targets"),
     [(LARGEST, [LARGEST, POSSIBLE[0], POSSIBLE[len(POSSIBLE) // 2]]), (POSSIBLE[0], moves.tied([LARGEST]))],
     ids=["from most ranks", "from one rank, tied"],
 )
-def test_a_run_goes_on_in_another_layout(mesh, short, source, targets, how):
-    # Many ranks on few cores take long over a step; `tests/helpers/moves.py` takes 20 everywhere.
-    after = 6 if short or SIZE > 4 else 20
+@pytest.mark.quick
+def test_a_run_goes_on_in_another_layout(mesh, source, targets, how, after):
     source = moves.tied([source])[0] if targets[0].tied else source
     for name, found in moves.moves_from(mesh, source, targets, [how], after):
         assert moves.passes(found), (name, found)

@@ -581,6 +581,7 @@ def test_a_call_of_one_rank_while_the_others_take_a_step_is_an_error_on_all(plac
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)
+@pytest.mark.quick
 def test_an_argument_that_differs_on_one_rank_is_an_error_on_all(place, case):
     assert_raised_on_all(case, place, place.mesh)
 

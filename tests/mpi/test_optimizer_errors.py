@@ -228,6 +228,7 @@ def test_bad_parameters(mesh):
 
 @pytest.mark.parametrize("make", [lambda size: np.zeros(size, np.float32), lambda size: on_device(size, np.float32)])
 @pytest.mark.parametrize(("first", "named"), [(0, False), (0, True), (3, False), (-3, True)])
+@pytest.mark.pairs
 def test_gradients_in_the_memory_of_the_parameters_on_one_rank(mesh, make, first, named):
     whole, other = make(20), make(7)
     flat = whole[5:12]

@@ -30,6 +30,7 @@ def ddp(mesh):
 
 
 @pytest.mark.parametrize("every", [0.0, 60.0])
+@pytest.mark.quick
 def test_tells_what_happened(mesh, folder, every):
     plain = ddp(mesh).optimize(problem(20), progress=False)
     mesh.ledger.clear()

@@ -115,6 +115,7 @@ def test_buckets_and_overlap_do_not_matter(mesh, strategy):
 @each_strategy
 @pytest.mark.parametrize("model", [nn.GPT, nn.Llama])
 @pytest.mark.parametrize("how", ["bound", "bound by the first step", "a flat gradient"])
+@pytest.mark.pairs
 def test_tied_weights_in_a_loop_of_ones_own(mesh, strategy, model, how, monkeypatch):
     """To rounding the steps without reproducible sums; what nobody has written is NaN."""
     if how == "a flat gradient" and strategy.strategy_class.shards_parameters:
@@ -206,7 +207,6 @@ def test_a_model_of_ones_own_loop_adds_by_data_rank(mesh):
         optimizer.step(parameters)
 
 
-@pytest.mark.every_variant
 @pytest.mark.mpi(min_size=4)
 @each_strategy
 def test_the_number_of_data_ranks_does_not_matter_to_tensor_and_pipeline_ranks(comm, strategy):
@@ -357,12 +357,12 @@ def meshes(comm):
 
 @each_strategy
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_bits_of_one_rank_of_pipeline(meshes, short, strategy, schedule):
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.pairs
+def test_the_bits_of_one_rank_of_pipeline(meshes, tied, strategy, schedule):
     """With clipping, and batches of 20, 20 and 5 samples in an epoch of 45."""
-    turn = STRATEGIES.index(strategy) + list(SCHEDULES).index(schedule)
-    for tied in [bool(turn % 2)] if short else [True, False]:
-        for mesh in meshes:
-            assert run_of_pipeline(mesh, strategy, tied, model=SCHEDULES[schedule]) == alone_of_pipeline(tied)
+    for mesh in meshes:
+        assert run_of_pipeline(mesh, strategy, tied, model=SCHEDULES[schedule]) == alone_of_pipeline(tied)
 
 
 @each_strategy

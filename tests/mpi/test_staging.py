@@ -45,6 +45,7 @@ def test_a_message_of_the_host_does_not_overtake_one_of_the_device(mesh, standin
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.pairs
 def test_the_bits_are_those_of_host_arrays(mesh, call, op, dtype):
     axis = mesh.data
     values = np.random.default_rng(axis.rank).standard_normal(1001).astype(dtype)
@@ -79,6 +80,7 @@ def test_ranks_may_differ_in_their_kind_of_memory_for_one_piece(mesh, call, plac
 
 @pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
 @pytest.mark.parametrize("on_device", [0, 1])
+@pytest.mark.pairs
 def test_one_buffer_of_a_rank_may_be_on_the_host_and_the_other_on_the_device(
     mesh, call, standin_kind, exchanged, on_device, monkeypatch
 ):

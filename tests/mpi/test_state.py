@@ -16,6 +16,7 @@ from grid_cases import every_pair
 from hybrid import gathered, model, train
 from layouts import Layout, filled, lower_bound, random_layout, random_model, tensors_of
 from mpi4py import MPI
+from variants import full
 
 import mpishard
 from mpishard import SGD, AdamW, Checkpoints, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO1Optimizer, ZeRO2Optimizer
@@ -49,11 +50,14 @@ def run(optimizer, flat, steps):
     return optimizer
 
 
+def pairs_of_moves(moves):
+    return every_pair(moves, lambda move: dict(enumerate(move)))
+
+
+@pytest.mark.parametrize("choose", [pairs_of_moves, *full(list)], ids=["pairs", "all"])
 @pytest.mark.parametrize("rule", [mpishard.Adam(lr=0.1, amsgrad=True), mpishard.LAMB(lr=0.1), SGD(lr=0.1)])
-def test_state_moves_between_strategies_and_numbers_of_ranks(comm, short, rule, same_on_all):
-    moves = list(itertools.product(STRATEGIES, STRATEGIES, ("all to all", "all to one", "one to all")))
-    if short:
-        moves = every_pair(moves, lambda move: dict(enumerate(move)))
+def test_state_moves_between_strategies_and_numbers_of_ranks(comm, choose, rule, same_on_all):
+    moves = choose(list(itertools.product(STRATEGIES, STRATEGIES, ("all to all", "all to one", "one to all"))))
     with Mesh(MPI.COMM_SELF) as single, Mesh(comm) as mesh:
         meshes = {"all": mesh, "one": single}
         expected = np.linspace(-1, 1, 16)
@@ -389,6 +393,7 @@ def test_ranks_that_only_take_part(comm):
 
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.pairs
 def test_kinds_of_memory_and_dtypes(mesh, device, on_host, dtype):
     random = np.random.default_rng(mesh.size)
     model = random_model(random)

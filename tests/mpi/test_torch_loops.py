@@ -502,6 +502,7 @@ def test_rates_that_are_set_are_those_of_a_schedule(mesh, same_on_all, kind):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.quick
 def test_loops_of_passes_and_drops_have_the_gradients_of_ddp(shared_mesh, zero):
     """`tests/soak/torch_passes_run.py` takes more of them."""
     for seed in range(6):
@@ -783,7 +784,6 @@ def test_ranks_that_do_different_things_are_told(mesh):
         optimizer.step()
 
 
-@pytest.mark.faults
 def test_the_loop_of_the_page_on_slurm_leaves_and_comes_back(mesh, folder, monkeypatch):
     """As one that was never asked to; a signal comes to one rank."""
     page = (Path(__file__).parents[2] / "docs/how-to/slurm.md").read_text("utf-8")

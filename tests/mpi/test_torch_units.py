@@ -92,6 +92,7 @@ def held_bytes(module):
 
 
 @pytest.mark.parametrize(("reentrant", "units"), [(None, Block), (None, layers), (False, Block), (True, layers)])
+@pytest.mark.quick
 def test_steps_are_those_of_a_whole_module(mesh, reentrant, units):
     """The parameters that exist at once are those outside of all blocks, and two blocks."""
     whole, module = fresh(reentrant), fresh(reentrant, seed=mesh.rank)  # those of rank 0 count
@@ -112,6 +113,7 @@ def test_steps_are_those_of_a_whole_module(mesh, reentrant, units):
     assert_same_parameters(module, whole)
 
 
+@pytest.mark.quick
 def test_memory_is_that_of_the_estimate(mesh):
     """Measured where a layer has been gathered, and where autograd has a gradient that is not in its bucket yet."""
     layers = [torch.nn.Linear(64, 64) for _ in range(8)]
@@ -257,6 +259,7 @@ def test_units_without_trained_parameters_are_filled_too(mesh):
     optimizer.step()
 
 
+@pytest.mark.quick
 def test_a_run_continues_on_other_ranks_with_another_stage(mesh, comm, folder):
     module = fresh()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=Block)

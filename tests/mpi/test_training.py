@@ -15,6 +15,7 @@ import pytest
 from hybrid import factorisations
 from mpi4py import MPI
 from training_problems import DATA, TARGETS, TOKENS, gpt, gpt_problem, large_gpt_problem, least_squares, problem
+from variants import full
 
 import mpishard
 from mpishard import (
@@ -45,6 +46,7 @@ def alone(strategy, rule, make_problem, **options):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.quick
 def test_own_gradient_on_any_number_of_ranks(mesh, same_on_all, strategy, micro_batch_size):
     expected = alone(strategy, AdamW(lr=0.1), problem)
     task = problem(micro_batch_size=micro_batch_size)
@@ -84,9 +86,9 @@ def test_the_result_has_the_names_of_the_start(mesh, same_on_all, strategy):
 GPT_RULES = [SGD(lr=0.3, momentum=0.9), AdamW(lr=3e-3)]
 
 
-@pytest.fixture(scope="module")
-def gpt_steps(short):
-    return 10 if short else 20
+@pytest.fixture(scope="module", params=[10, *full(20)])
+def gpt_steps(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,7 @@ def exactly_zero_gradient(name, size):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rule", GPT_RULES, ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.pairs
 def test_gpt_equals_one_rank(mesh, gpt_alone, gpt_steps, strategy, rule, micro_batch_size):
     """Loss, gradients (through SGD's steps and the norm) and parameters, over epochs with ragged last batches."""
     config = ShardingConfiguration(mesh, max_gradient_norm=1.0)
@@ -139,7 +142,10 @@ def large_gpt_alone():
     return alone(DDPOptimizer, SGD(lr=0.3, momentum=0.9), large_gpt_problem, max_gradient_norm=1.0)
 
 
-@pytest.mark.parametrize(("zero_stage", "micro_batch_size"), [(0, None), (1, 4), (2, 4), (3, None), (3, 4)])
+@pytest.mark.parametrize(
+    ("zero_stage", "micro_batch_size"),
+    [(0, None), (3, 4), *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 4), (2, 4), (3, None)))],
+)
 def test_gpt_on_any_mesh(comm, same_on_all, large_gpt_alone, zero_stage, micro_batch_size):
     """The loop over tensor and pipeline ranks, with micro-batches of its own outside those of the pipeline."""
     rule = SGD(lr=0.3, momentum=0.9)
@@ -163,6 +169,7 @@ def test_gpt_on_any_mesh(comm, same_on_all, large_gpt_alone, zero_stage, micro_b
 @pytest.mark.parametrize("strategy", [ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer])
 @pytest.mark.parametrize("micro_batch_size", [None, 4, 5])
 @pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.pairs
 def test_one_rank_sums_micro_batches_of_a_tied_model_as_ddp_does(strategy, micro_batch_size, reproducible):
     """Nothing is sent; what is sharded on more ranks is written to the same sums."""
     results = []
@@ -448,7 +455,7 @@ def test_stops_by_a_callback_of_any_rank(mesh, comm, same_on_all, listens):
     assert seen == (expected if listener else [])
 
 
-@pytest.mark.faults
+@pytest.mark.quick
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path):
     folder = comm.bcast(tmp_path)
     with mpishard.Signals() as signals, mpishard.Checkpoints(folder, mesh) as checkpoints:
@@ -465,7 +472,6 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path):
     assert (folder / "latest").resolve().name == "step-00000003"
 
 
-@pytest.mark.faults
 def test_a_loop_of_ones_own_agrees_to_stop(mesh):
     """The signal comes between the moments at which the ranks ask."""
     with mpishard.Signals() as signals:
@@ -533,7 +539,6 @@ def test_the_second_ctrl_c_ends_the_process(ctrl_c):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.faults
 def test_stops_when_time_is_over_on_any_rank(mesh, comm):
     def slow(parameters, samples, gradients):
         time.sleep(0.06 if mesh.rank == mesh.size - 1 else 0)
@@ -545,7 +550,6 @@ def test_stops_when_time_is_over_on_any_rank(mesh, comm):
     assert len(set(comm.allgather(result.steps))) == 1
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("reason", ["callback", "seconds", "signal"])
 @pytest.mark.usefixtures("without_debug")
 def test_one_rank_stops_all_of_any_mesh(comm, reason, ctrl_c):
@@ -577,6 +581,7 @@ def test_one_rank_stops_all_of_any_mesh(comm, reason, ctrl_c):
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
 @pytest.mark.parametrize("where", ["function", "callback", "exit"])
+@pytest.mark.quick
 def test_an_error_of_one_rank_is_raised_on_all(mesh, comm, where, elastic):
     """A script that catches it can go on: no rank waits, and the parameters are those of the last step."""
     if elastic and os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":

@@ -52,6 +52,7 @@ def expected():
 
 @pytest.mark.parametrize("from_the_start", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.quick
 def test_trains_as_one_rank(mesh, expected, same_on_all, from_the_start, overlap):
     model = gpt(mesh, sharded_parameters=from_the_start)
     config = ShardingConfiguration(mesh, overlap_communication=overlap, max_gradient_norm=100.0)
@@ -85,6 +86,7 @@ def test_sends_three_times_where_others_send_twice(comm):
 
 
 @pytest.mark.parametrize("from_the_start", [False, True])
+@pytest.mark.quick
 def test_memory_is_the_share_and_the_units_in_use(mesh, from_the_start):
     model = gpt(mesh, sharded_parameters=from_the_start)
     parameters = model.parameters

@@ -280,6 +280,7 @@ def use_kernel(folder: Path, **environment: str) -> tuple[float, str]:
     return float(result), "\n".join(line for line in lines if "kernel.shrink" in line)
 
 
+@pytest.mark.full
 def test_kernels_are_cached_and_go_stale_with_their_file(tmp_path: Path) -> None:
     source = tmp_path / "kernel.py"
     source.write_text(KERNEL)
@@ -292,6 +293,7 @@ def test_kernels_are_cached_and_go_stale_with_their_file(tmp_path: Path) -> None
     assert result == 0.875 and "data saved" in log and "data loaded" not in log
 
 
+@pytest.mark.full
 def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
     (tmp_path / "__pycache__").write_text("a file where the cache's folder would be")
@@ -303,6 +305,7 @@ def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
     assert result == 0.75 and not log
 
 
+@pytest.mark.full
 def test_processes_that_start_together_all_get_their_kernel(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

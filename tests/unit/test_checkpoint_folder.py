@@ -143,7 +143,6 @@ def test_left_overs_go_when_the_next_begins_and_what_others_write_stays(tmp_path
     assert not first.path.exists() and second.path.exists()
 
 
-@pytest.mark.faults
 def test_a_dead_process_holds_nothing(tmp_path):
     script = "import sys; from mpishard.checkpoint import folder; import pathlib, os, signal; "
     script += "folder.begin(pathlib.Path(sys.argv[1]), 1); os.kill(os.getpid(), signal.SIGKILL)"
@@ -402,7 +401,6 @@ def two_threads(monkeypatch):
     return Readers()
 
 
-@pytest.mark.faults
 def test_no_thread_goes_on_when_another_has_failed(monkeypatch):
     failed, ended = threading.Event(), threading.Event()
 

@@ -47,7 +47,6 @@ def run(*lines):
 has_signals = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no signal for it")
 
 
-@pytest.mark.faults
 @has_signals
 @pytest.mark.parametrize(
     ("how", "code"),
@@ -59,7 +58,6 @@ def test_an_exit_is_a_death_by_a_signal_while_that_is_wanted(how, code):
     assert run("die_at_exit(True)", "die_at_exit(False)", "die_at_exit(True)", how).returncode == code
 
 
-@pytest.mark.faults
 @has_signals
 def test_it_is_none_in_a_fork_and_where_it_was_never_wanted():
     for how in (OS_EXIT, C_EXIT):
@@ -83,7 +81,6 @@ except OSError:  # closed with what was sent unread
 """
 
 
-@pytest.mark.faults
 @pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_no_rank():
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as rank:
@@ -102,7 +99,6 @@ def test_another_user_is_no_rank():
             assert "rank 0 of 1 (process 77 on host) has died" in process.communicate(timeout=120)[1]
 
 
-@pytest.mark.faults
 def test_a_rank_that_leaves_by_itself_has_not_succeeded():
     script = """
 import os

@@ -122,6 +122,7 @@ def test_what_is_cached_is_loaded_without_compiler_and_runtime(tmp_path):
     assert run([script], cache, "int64", "float64") == ["5.0 1 loaded", "5.0 2 loaded"]
 
 
+@pytest.mark.full
 def test_what_calls_a_function_that_has_changed_is_compiled_again(tmp_path):
     """Also with another number of another file, or another option; what was cached before is still there."""
     script, cache = tmp_path / "script.py", tmp_path / "cache"
@@ -142,6 +143,7 @@ def test_what_calls_a_function_that_has_changed_is_compiled_again(tmp_path):
     assert runs("1.0", "2.0") == ["7.0 0"]
 
 
+@pytest.mark.full
 def test_what_was_cached_with_the_runtime_is_compiled_again(tmp_path):
     script, cache = tmp_path / "script.py", tmp_path / "cache"
     script.write_text(SCRIPT)
@@ -150,6 +152,7 @@ def test_what_was_cached_with_the_runtime_is_compiled_again(tmp_path):
     assert run([script], cache, "float64", "counted") == ["5.0 1 loaded", "5.0"]
 
 
+@pytest.mark.full
 def test_what_is_damaged_in_the_cache_is_compiled_again(tmp_path):
     script, cache = tmp_path / "script.py", tmp_path / "cache"
     script.write_text(SCRIPT)
@@ -163,11 +166,13 @@ def test_what_is_damaged_in_the_cache_is_compiled_again(tmp_path):
         assert run([script], cache, "float64") == ["5.0 1 loaded"]
 
 
+@pytest.mark.full
 def test_a_function_that_has_no_file_is_compiled(tmp_path):
     for _ in range(2):
         assert run(["-c", SCRIPT], tmp_path, "float64") == ["5.0 0 compiler"]
 
 
+@pytest.mark.full
 def test_what_is_expected_is_compiled_together_for_the_types_that_it_is_called_with(tmp_path):
     assert run(["-c", MODEL], tmp_path) == ["True"] * 12 + ["True [1, 1, 1]"]
 
@@ -253,7 +258,6 @@ def test_nobody_waits_without_limit(holder):
     assert made == [1]
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("done", [True, False])
 def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
     monkeypatch.setattr(jit, "_WAIT_S", 30)

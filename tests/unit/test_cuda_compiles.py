@@ -103,14 +103,15 @@ def test_the_sources_are_found() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parts[-3]}/{path.name}")
-def test_compiles_without_warnings(path: Path, short: bool) -> None:
-    """With ``--short`` one set of types for the oldest processor, and one for that of all types."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["two", "every"])
+def test_compiles_without_warnings(path: Path, every: bool) -> None:
+    """One set of types for the oldest processor, and one for that of all types; or every set, and every processor."""
     source = CudaSource(path)
     assert source.functions
     choices = choices_of_types(source)
     oldest, *newer = [f"compute_{processor}" for processor in PROCESSORS if processor in known_processors()]
     jobs = [(oldest, choices[0]), (f"compute_{ALL_TYPES}", choices[-1])]
-    if not short:
+    if every:
         jobs += [(f"compute_{ALL_TYPES}", each) for each in choices[:-1]]
         jobs += [(architecture, choices[0]) for architecture in newer]
         # Once down to machine code, which is slow but knows the limits of the processor.

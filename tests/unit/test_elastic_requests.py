@@ -410,7 +410,6 @@ def run(folder):
     control.close()
 
 
-@pytest.mark.faults
 class TestControl:
     def test_a_request_is_taken_over_and_the_command_says_what_happened(self, run, capfd):
         answer = request_resize(run, 3, 10.0)
@@ -549,7 +548,6 @@ class TestControl:
         assert not folder.path.exists()
 
 
-@pytest.mark.faults
 class TestDiscovery:
     @pytest.mark.parametrize(
         ("text", "slots"), [("4\n", 4), ("a\nb\n", 2), ("a:3\n\n# b:5\nc slots=2 # two\n", 5), ("10.0.0.1:2", 2)]
@@ -595,7 +593,6 @@ class TestDiscovery:
         discovery.close()
 
 
-@pytest.mark.faults
 class TestSignals:
     def test_handlers_are_put_back(self):
         before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
@@ -626,7 +623,6 @@ class TestSignals:
         assert seen == [before]
 
 
-@pytest.mark.faults
 class TestWatch:
     @pytest.fixture
     def sleepers(self):
@@ -667,7 +663,6 @@ class TestWatch:
             assert sleepers[0].poll() is None
 
 
-@pytest.mark.faults
 def test_a_mesh_is_asked_for(folder):
     """A run that may change its mesh, and takes whatever is asked for but tensor=3."""
     control = Control(folder, *LIMITS, lambda sizes: "no tensor=3" if sizes.tensor == 3 else "")
@@ -689,7 +684,6 @@ def test_a_mesh_is_asked_for(folder):
             ask(MeshSizes(8), 10.0)
 
 
-@pytest.mark.faults
 def test_a_mesh_is_asked_for_of_a_run_that_keeps_its_own(run, capsys):
     with pytest.raises(ValueError, match=r"keeps the tensor and pipeline sizes .* ElasticOptimizer\(..., layouts="):
         request_resize(run, MeshSizes(1, 2), 10.0)

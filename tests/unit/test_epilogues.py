@@ -184,7 +184,7 @@ def test_a_failure_is_warned_of_and_kernels_take_over(monkeypatch, cublaslt, nam
     assert run(made)[0] == loss
 
 
-@pytest.mark.gpu
+@pytest.mark.hardware
 @pytest.mark.filterwarnings("error")
 def test_they_are_right_on_a_gpu():
     pytest.importorskip("nvmath.bindings.cublasLt")

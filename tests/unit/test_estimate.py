@@ -218,6 +218,7 @@ def test_layouts_are_all_that_there_are() -> None:
     assert only == [Layout(6, 1, 2, 1, "1f1b")]
 
 
+@pytest.mark.full
 def test_table_is_sorted_for_many_ranks() -> None:
     model = Architecture(50257, 2048, 12288, 96, 96)
     found = table(layouts(2**12, model), model, batch=2**12)

@@ -93,7 +93,6 @@ for call in (*calls, lambda: import_pretrained(folder / "model")):
 """
 
 
-@pytest.mark.faults
 def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path):
     """Where nobody writes into it, to open it would wait for ever."""
     names = ["a.safetensors", "a.npz", "a.h5", "a.bin", "a.txt", "b.idx", "model/x.safetensors"]

@@ -414,7 +414,6 @@ def test_several_threads_multiply_parts(name, monkeypatch):
             np.testing.assert_allclose(out, exact, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("name", ["NumPy by addresses", *FLOATS])
 def test_a_forked_process_has_threads_of_its_own(name, monkeypatch):
     """Those of its parent are not there, and are not waited for when it ends."""

@@ -36,6 +36,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpu
 
 
+@pytest.mark.full
 def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
     parts = ("facts", "bandwidth", "training", "trace", "checkpoint", "minimize")
     results = run(tmp_path, "--module", "numpy", "--small", "--only", *parts)
@@ -52,6 +53,7 @@ def test_parts_of_one_process_on_numpy(tmp_path: Path) -> None:
     assert (tmp_path / "trace.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
+@pytest.mark.full
 def test_parts_on_ranks_on_the_stand_in(tmp_path: Path) -> None:
     results = run(tmp_path, "--module", "standin", "--small", "--only", "all_reduce", "memory")
     assert results["all_reduce"]["ranks"] == 2 and results["all_reduce"]["to_sum_of_parts"] > 0
@@ -92,7 +94,6 @@ def test_a_case_that_fails_ends_no_other(tools: Any, tmp_path: Path, monkeypatch
     assert "PyTorch is not installed" in tools.gpu_tables.table_of("parity", results)
 
 
-@pytest.mark.faults
 def test_what_crashes_or_hangs_ends_no_other_part(tools: Any, tmp_path: Path) -> None:
     launcher = tools.Launcher(None, limit=2)
     assert launcher.run(["-c", "print(1); raise SystemExit(3)"], 0, 60) == (3, "1\n")
@@ -106,7 +107,6 @@ def test_what_crashes_or_hangs_ends_no_other_part(tools: Any, tmp_path: Path) ->
     assert "failed: no mpirun" in (tmp_path / "tables.md").read_text()
 
 
-@pytest.mark.faults
 def test_what_no_time_was_left_for_is_for_another_call(tools: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.modules["gpu_launcher"], "LEAST", 0)
     launcher = tools.Launcher(None, 60, within=0.05)
@@ -231,7 +231,6 @@ def test_what_is_missing_is_named_before_any_part(tools: Any, tmp_path: Path, mo
     assert tools.without_gpu(tools.Launcher(None, 60)) == ""
 
 
-@pytest.mark.faults
 def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, goes_on = tools.Launcher(None, 60), threading.Event()
     texts: list[str] = []

@@ -86,7 +86,6 @@ def test_one_process_that_was_meant_to_be_one(environment: dict[str, str], monke
 # Hosts: those that are named, that answer or are lost, and what is left on them.
 
 
-@pytest.mark.faults
 def test_hosts():
     assert parse_hosts("a:4, b") == (Host("a", 4), Host("b", 1))
     for text in ("", "a:", "a:0", "a:x", "a,a:2", "-x", "a,,b"):
@@ -104,7 +103,6 @@ def shell(tmp_path):
     return str(path)
 
 
-@pytest.mark.faults
 def test_hosts_that_answer(shell):
     began = time.monotonic()
     hosts = parse_hosts("localhost,dead,a,cut,b")
@@ -114,7 +112,6 @@ def test_hosts_that_answer(shell):
     assert Probe(parse_hosts("a"), shell, 1.0, "exit 3").wait() == ()
 
 
-@pytest.mark.faults
 def test_hosts_that_nothing_reaches(shell):
     check_shell(parse_hosts("a,b"), f"{shell} -o option")
     check_shell(parse_hosts("localhost"), "/nowhere/ssh")
@@ -122,7 +119,6 @@ def test_hosts_that_nothing_reaches(shell):
         check_shell(parse_hosts("localhost,a"), "/nowhere/ssh -q")
 
 
-@pytest.mark.faults
 def test_a_host_that_is_silent_twice_is_lost(tmp_path):
     path = tmp_path / "shell"
     path.write_text(f'#!/bin/sh\nfor f in {tmp_path}/$1-*; do [ -e "$f" ] && rm "$f" && exit 255; done; exit 0\n')
@@ -141,7 +137,6 @@ def test_a_host_that_is_silent_twice_is_lost(tmp_path):
     assert HostMonitor(hosts[:1], str(path), 0.0, 20.0).look() == set()
 
 
-@pytest.mark.faults
 def test_what_is_left_on_a_host_is_killed(shell, tmp_path):
     run = str(tmp_path / "a run's $folder")
     processes = [
@@ -181,7 +176,6 @@ def test_segments_that_are_made_one_after_another_are_seen_soon(monkeypatch):
     assert len(looks) == 4 and looks[-1] < 1.5
 
 
-@pytest.mark.faults
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in a folder")
 def test_segments_that_a_dead_process_of_the_job_had(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

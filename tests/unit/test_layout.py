@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from layouts import filled, lower_bound, random_layout, random_model, tensors_of, view
+from variants import full
 
 from mpishard.comm.reshard import Holders, transfers
 from mpishard.layout.boxes import (
@@ -112,10 +113,10 @@ def holds(holding, move):
     return any(piece.name == move.name and intersect(piece.box, move.box) for piece in holding)
 
 
-@pytest.mark.parametrize("block", range(20))
-def test_moves_between_random_layouts(block, short):
+@pytest.mark.parametrize("block", [*range(20), *full(*range(20, 80))])
+def test_moves_between_random_layouts(block):
     """Every element once and in its place, and no more of them between ranks than have to be."""
-    for number in range(60 if short else 250):
+    for number in range(60):
         random = np.random.default_rng([block, number])
         model, ranks = random_model(random), int(random.integers(1, 13))
         tensors = tensors_of(model)

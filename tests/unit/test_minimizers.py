@@ -415,6 +415,7 @@ OPTIONS: dict[str, Any] = {"gtol": 1e-9, "ftol": 0.0, "maxiter": 3000, "maxfun":
 
 
 @pytest.mark.parametrize(("problems", "method"), [(PROBLEMS, LBFGS), (BOUNDED, LBFGSB)], ids=["free", "bounded"])
+@pytest.mark.full
 def test_as_good_as_scipy_in_as_many_evaluations(problems: Sequence[ProblemOfSet], method: type[LBFGS]) -> None:
     optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
     worse, ours, theirs = [], 0, 0

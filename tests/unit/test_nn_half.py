@@ -242,8 +242,8 @@ def test_results_that_only_products_take_need_half_the_memory(library):
 SMALL, LARGE = ((97, 40, 64, 2, 4), 3), ((1001, 256, 256, 3, 4), 4)
 EACH_SIZE = [
     pytest.param("standin", SMALL, id="standin-small"),
-    pytest.param("cupy", SMALL, id="cupy-small", marks=pytest.mark.gpu),
-    pytest.param("cupy", LARGE, id="cupy-large", marks=pytest.mark.gpu),
+    pytest.param("cupy", SMALL, id="cupy-small", marks=pytest.mark.hardware),
+    pytest.param("cupy", LARGE, id="cupy-large", marks=pytest.mark.hardware),
 ]
 each_size = pytest.mark.parametrize(("device", "sizes"), EACH_SIZE, indirect=["device"])
 # Half the distance of 1 to the next number, of the products' operands.

@@ -63,7 +63,6 @@ class TestLines:
         assert read_lines(tmp_path / "a") == (lines, len(text))
         assert read_lines(tmp_path / "a", len(text)) == ([], len(text))
 
-    @pytest.mark.faults
     def test_no_kill_leaves_more_than_one_line_torn(self, tmp_path: Path) -> None:
         """Killed at many moments, and appended to by the next one, every line that was flushed is there."""
         script = (

@@ -94,13 +94,11 @@ def test_green_the_second_time(options: tuple[str, ...], tmp_path: Path) -> None
     assert len(found.flaky) == 1 and mpi and message == "AssertionError: too", found.flaky
 
 
-@pytest.mark.faults
 def test_what_hangs_twice_is_red_in_time(tmp_path: Path) -> None:
     found = ended(tmp_path, HANGS + LATER)
     assert found.code != 0 and not found.flaky and "test_hangs" in found.all, found.all
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("text", "options", "name"),
     [
@@ -117,8 +115,8 @@ def test_the_rest_of_a_suite_that_was_cut_runs(text: str, options: tuple[str, ..
 
 
 def test_failures_on_ranks_run_in_a_launch_of_their_own(tmp_path: Path) -> None:
-    command = ["mpiexec", "-n", "3", "python", "-m", "pytest", "--with-mpi", "--sample", "--third=all", "tests/mpi"]
-    assert suite.by_themselves(command, tmp_path) == [*command[:7], f"@{tmp_path}"]
+    command = ["mpiexec", "-n", "3", "python", "-m", "pytest", "--with-mpi", "-m", "quick", "tests/mpi"]
+    assert suite.by_themselves(command, tmp_path) == [*command[:9], f"@{tmp_path}"]
     assert suite.where(command).startswith("3 ranks, ")
 
 

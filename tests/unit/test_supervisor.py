@@ -361,7 +361,6 @@ def test_families(tmp_path, says, family):
         find_launcher("/nowhere/mpirun")
 
 
-@pytest.mark.faults
 def test_no_descendant_is_left(tmp_path):
     """Orphans, sessions of their own and stopped processes included."""
     script = tmp_path / "script.py"
@@ -380,7 +379,6 @@ assert not any(os.path.exists(f"/proc/{process}") for process in before)
     python(script)
 
 
-@pytest.mark.faults
 def test_a_child_that_outlives_all_that_it_started():
     with subprocess.Popen(["sh", "-c", "sleep 0.5; read line; exec sleep 600"], stdin=subprocess.PIPE) as child:
         offspring = Offspring(child.pid, 0.2)
@@ -401,7 +399,6 @@ def test_a_child_that_outlives_all_that_it_started():
             child.kill()
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     "names", [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("PMI_RANK", "MPI_LOCALNRANKS")]
 )
@@ -441,7 +438,6 @@ def test_a_child_of_a_rank_that_ends_meanwhile_is_no_rank():
     assert offspring.ranks_gone == 0
 
 
-@pytest.mark.faults
 def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
     """With the launcher's daemon, once its start is over; another parent is left alone."""
     folder = JobNotes.create(tmp_path / "run")
@@ -469,7 +465,6 @@ def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_p
         assert folder.notes.ended == ended
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("begun", [True, False])
 def test_what_ctrl_c_does_is_said_each_time(tmp_path, capsys, begun):
     folder, sent = JobNotes.create(tmp_path / "run"), []

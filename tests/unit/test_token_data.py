@@ -328,7 +328,6 @@ class Source:
             assert self.done.wait_for(lambda: len(self.read) >= count, timeout=60)
 
 
-@pytest.mark.faults
 def test_what_is_expected_is_read_ahead_within_the_bound():
     source = Source()
     with ReadAhead(source, max_bytes=3 * BYTES) as batch:
