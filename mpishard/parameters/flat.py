@@ -430,7 +430,8 @@ class FlatParameters:
     @functools.cached_property
     def whole_fingerprint(self) -> int:
         """A hash of 62 bits of names, shapes and dtype of the whole model's tensors, the same on every mesh."""
-        return fingerprint({spec.name: repr(spec.shape) for spec in self.specs} | {"dtype": self.dtype.name})
+        tensors = sorted((spec.name, spec.shape) for spec in self.specs)
+        return fingerprint({"tensors": repr(tensors), "dtype": self.dtype.name})
 
     @functools.cached_property
     def model_fingerprint(self) -> int:
