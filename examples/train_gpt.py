@@ -187,7 +187,9 @@ def main() -> int:
         )
         folder = options.output / "checkpoints"
         record = mpishard.RunRecord(options.output, mesh, trace=options.trace)
-        with mpishard.Checkpoints(folder, mesh, every=options.checkpoint_every, asynchronous=True) as checkpoints:
+        with mpishard.Checkpoints(
+            folder, mesh, every=options.checkpoint_every, asynchronous=True, virtual=True
+        ) as checkpoints:
             result = optimizer.optimize(
                 problem, callback=asked_to_leave, checkpoints=checkpoints, resume=options.resume, record=record
             )

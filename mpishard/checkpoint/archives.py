@@ -16,7 +16,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -44,6 +44,7 @@ from mpishard.checkpoint.pieces import (
     USER_BLOCK,
     Contents,
     PieceReader,
+    PieceValues,
     StoredPiece,
     new_file,
     pieces_file,
@@ -130,6 +131,8 @@ def blocks(shape: Sequence[int]) -> Iterator[Box]:
 def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:
     """Write a checkpoint with the tensors of a source, cut evenly over at most `files` files, one piece at a time.
 
+    Its index shows them whole to other HDF5 programs.
+
     The folder `target` must not exist; it appears as a whole or not at all. ValueError if it exists or the source
     cannot be read, OSError if the disk fails.
     """
@@ -149,7 +152,11 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
         with disk.hold(path / MANIFEST) as held:
             for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
                 layout = cut_holding(whole, [bounds])
-                parts = [_Part(source, (kind, piece.name, piece.box)) for kind in source.kinds for piece in layout]
+                parts = [
+                    PieceValues(kind, piece.name, piece.box, partial(source.read, kind, piece.name, piece.box))
+                    for kind in source.kinds
+                    for piece in layout
+                ]
                 if parts:
                     file = pieces_file(writer)
                     write_pieces(path / file, parts, id=id, writer=writer)
@@ -162,24 +169,13 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
                 kinds=source.kinds,
                 pieces=pieces,
                 facts=source.facts,
+                virtual=True,
             )
             entries = {}
             for name in sorted({piece.file for piece in pieces} | {INDEX}):
                 disk.sync(path / name)
                 entries[name] = FileEntry(*hash_file(path / name))
             publish(Unfinished(path, target, id, generation, held), Manifest(id, generation, step, entries))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A piece of a source, whose values are read when they are asked for."""
-
-    source: Source
-    where: tuple[str, str, Box]
-
-    @property
-    def values(self) -> np.ndarray:
-        return self.source.read(*self.where)
 
 
 def write_plain(contents: Contents, target: Path) -> None:

@@ -35,6 +35,7 @@ class CheckpointOptions:
     keep: int | None = 2
     asynchronous: bool = False
     compression: str | None = None
+    virtual: bool = False
     on_error: Literal["raise", "warn"] = "raise"
     best: Literal["validation loss"] | None = None
 
@@ -42,6 +43,7 @@ class CheckpointOptions:
         if self.keep is not None:
             object.__setattr__(self, "keep", integer("keep", self.keep, least=1))
         object.__setattr__(self, "asynchronous", flag("asynchronous", self.asynchronous))
+        object.__setattr__(self, "virtual", flag("virtual", self.virtual))
         check_every(self.every)
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"compression={self.compression!r} is none of {', '.join(map(str, COMPRESSIONS))}")
@@ -56,9 +58,9 @@ class CheckpointOptions:
 class Checkpoints:
     """The checkpoints of a run in one folder.
 
-    Each checkpoint is a folder ``step-NNNNNNNN`` with one HDF5 file per rank, and an index that shows every tensor and
-    every slot of the optimizer as a whole, by name.  It gets its name when all of it is on the disk: a run that dies
-    at any moment leaves the last checkpoint or the new one.  ``latest`` points to the newest.
+    Each checkpoint is a folder ``step-NNNNNNNN`` with one HDF5 file per rank, and an index.  It gets its name when all
+    of it is on the disk: a run that dies at any moment leaves the last checkpoint or the new one.  ``latest`` points to
+    the newest.
 
     All methods but `adopt` and `revoke`, and the creation, are collective over the mesh.  As a context manager it is
     closed at the end.
@@ -82,6 +84,9 @@ class Checkpoints:
         The default of `save`.
     compression : {None, "gzip"}
         HDF5 filter for all values.
+    virtual : bool
+        The index also shows every tensor, and every slot of the optimizer, whole and by name, as virtual data sets for
+        other HDF5 programs: about 0.3 ms each on rank 0.  ``mpishard convert`` makes them later.
     on_error : {"raise", "warn"}
         If the disk fails in a save: raise OSError on all ranks, or warn on rank 0 and continue.
     best : {None, "validation loss"}
@@ -93,7 +98,8 @@ class Checkpoints:
     ValueError
         On every rank, if an option is invalid or not the same on all.
     TypeError
-        On every rank, if `keep` is no whole number or `asynchronous` no flag; on this rank, if `mesh` is no Mesh.
+        On every rank, if `keep` is no whole number, or `asynchronous` or `virtual` no flag; on this rank, if `mesh` is
+        no Mesh.
     """
 
     def __init__(
@@ -105,18 +111,20 @@ class Checkpoints:
         keep: int | None = 2,
         asynchronous: bool = False,
         compression: str | None = None,
+        virtual: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
         best: Literal["validation loss"] | None = None,
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise TypeError(f"Checkpoints: mesh={shown(mesh)} must be mpishard.Mesh()")
         with opening(mesh.world, "Checkpoints") as same:
-            options = CheckpointOptions(folder, every, keep, asynchronous, compression, on_error, best)
+            options = CheckpointOptions(folder, every, keep, asynchronous, compression, virtual, on_error, best)
             same |= {**asdict(options), "folder": str(folder)}
         self.folder: Path = Path(options.folder)
         self.mesh = mesh
         self.asynchronous = options.asynchronous
         self.compression = options.compression
+        self.virtual = options.virtual
         self._options = options
         self._interval = save_interval(options.every)
         self._retention = Retention(options.keep)
@@ -246,7 +254,7 @@ class Checkpoints:
         in_background = (self.asynchronous if asynchronous is None else asynchronous) and probe().threads
         saved, problem = self._snapshot.values(state, copied=in_background)
         retained = self._retention.retained(best)
-        task = Task(unfinished, step, saved, retained, self.compression, problem)
+        task = Task(unfinished, step, saved, retained, self.compression, self.virtual, problem)
         return self._writer.write(task, in_background=in_background)
 
     def load(self, state: RunState, *, check: Callable[[Mapping[str, Any]], None] | None = None) -> Contents | None:

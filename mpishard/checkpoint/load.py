@@ -17,10 +17,10 @@ from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder
 from mpishard.checkpoint.folder import Candidate
 from mpishard.checkpoint.pieces import Contents, PieceRange, PieceReader, Readers, StoredPiece
-from mpishard.checkpoint.save import gather_lists, share
-from mpishard.checkpoint.verify import Depth, examine
+from mpishard.checkpoint.verify import examine
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
+from mpishard.comm.json_exchange import gather_lists, share
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard
@@ -199,8 +199,7 @@ def _load_newest(
     spoilt = False
     agree = partial(gather_lists, patient)
     for candidate in known:
-        shared = {"rank": patient.rank, "ranks": patient.size}
-        found = examine(candidate, Depth.LOADABLE, state.kinds, agree=agree, readers=readers, **shared)
+        found = examine(candidate, state.kinds, agree=agree, rank=patient.rank, ranks=patient.size, readers=readers)
         contents, problems = found.contents, list(found.problems)
         if contents is not None and not problems:
             try:

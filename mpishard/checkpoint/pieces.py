@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import h5py
 import numpy as np
@@ -154,26 +154,14 @@ class Contents:
     pieces: tuple[StoredPiece, ...]  # together they cover each element of each tensor and kind once
 
 
-class Values(Protocol):
-    """A piece and its values, which are on the host and shaped like the box."""
-
-    @property
-    def where(self) -> tuple[str, str, Box]:
-        """Kind, name and box, as for `stored`."""
-
-    @property
-    def values(self) -> np.ndarray:
-        """They may be read when this is asked for."""
-
-
 @dataclass(frozen=True)
 class PieceValues:
-    """The values of one piece on the host: shaped like the box, a view of the live array or of a copy."""
+    """A piece that is to be written, and its values or a function that reads them: on the host, shaped like the box."""
 
     kind: str
     name: str
     box: Box
-    values: np.ndarray
+    values: np.ndarray | Callable[[], np.ndarray]
 
     @property
     def where(self) -> tuple[str, str, Box]:
@@ -213,7 +201,9 @@ def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece
     return found
 
 
-def write_pieces(path: Path, parts: Sequence[Values], *, id: str, writer: int, compression: str | None = None) -> None:
+def write_pieces(
+    path: Path, parts: Sequence[PieceValues], *, id: str, writer: int, compression: str | None = None
+) -> None:
     """Write parts, of which few are held at a time, into a new file, which is closed, but not synced to the disk.
 
     Empty parts are left out.  OSError if the disk fails: the incomplete file stays and has no user block.  ValueError
@@ -230,7 +220,7 @@ def write_pieces(path: Path, parts: Sequence[Values], *, id: str, writer: int, c
         kinds: dict[str, _Kind] = {}
         for part in parts:
             kind, _, box = part.where
-            values = part.values
+            values = part.values() if callable(part.values) else part.values
             _check_values(part.where, values)
             if not values.size:
                 continue
@@ -290,21 +280,16 @@ class _Kind:
 
 
 @contextmanager
-def new_file(
-    path: Path, mark: bytes, *, held: bool = False, finish: Callable[[DiskFile], None] | None = None
-) -> Iterator[tuple[h5py.File, DiskFile]]:
+def new_file(path: Path, mark: bytes, *, held: bool = False) -> Iterator[tuple[h5py.File, DiskFile]]:
     """A new HDF5 file, or a `held` one, to fill, and the file under it, whose `check` raises errors of the disk.
 
-    The user block `mark` is written last, and before it what `finish` writes, after HDF5 has closed the file.  An error
-    of the disk is raised at the end, whatever HDF5 reports.
+    The user block `mark` is written last.  An error of the disk is raised at the end, whatever HDF5 reports.
     """
     with DiskFile(path, held) as disk:
         try:
             with h5py.File(disk, "w", libver=_LIBVER, userblock_size=USER_BLOCK) as h5:
                 yield h5, disk
             disk.check()
-            if finish is not None:
-                finish(disk)
             disk.seek(0)
             disk.write(mark)
         finally:

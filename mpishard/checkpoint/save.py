@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 import copy
 import errno
-import json
 import os
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,8 +31,8 @@ from mpishard.checkpoint.folder import FileEntry, Manifest, Retained, Unfinished
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.pieces import INDEX, PieceValues, pieces_file, stored, write_pieces
 from mpishard.comm.axis import Axis
-from mpishard.comm.channel import Request
 from mpishard.comm.errors import CaughtError
+from mpishard.comm.json_exchange import gather, share
 from mpishard.comm.ledger import Ledger, users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import Box
@@ -56,8 +54,6 @@ _REMEDIES = {
 # Errors of the caller, which keep their class.
 _KNOWN = {error.__name__: error for error in (ValueError, TypeError, MemoryError)}
 _OTHER_REMEDY = "see to that disk, or give a folder on another one"
-# A poll sleeps for this part of the wait so far, and for these seconds at least and at most.
-_PART, _FIRST_S, _LONGEST_S = 0.1, 0.0002, 0.02
 
 
 # -- values of a rank -------------------------------------------------------------------------------------------------
@@ -209,80 +205,6 @@ class Fault:
         return OSError(message) if self.errno is None else OSError(self.errno, message)
 
 
-# -- between ranks, while some wait for a disk ------------------------------------------------------------------------
-
-
-# A disk may take longer than the time limit of a collective, and a thread that blocks in MPI would take a core from the
-# training.  So these functions poll, and sleep in between.  They need a separate axis, without a watchdog.
-
-
-def finish(pending: Request) -> Any:
-    """Wait for `pending` by polling, and return its result; MPI.Exception if a rank dies or revokes the axis (ULFM)."""
-    began = time.monotonic()
-    while not pending.test():
-        time.sleep(min(max(_FIRST_S, _PART * (time.monotonic() - began)), _LONGEST_S))
-    return pending.wait()
-
-
-def gather(axis: Axis, value: Any) -> list[Any]:
-    """Gather the values of all ranks, by rank, on rank 0; empty on other ranks.  Collective.
-
-    `value` must be valid for JSON: None, booleans, numbers, strings, lists, and mappings with strings as keys.
-    """
-    encoded = _encoded(value)
-    sizes = _sizes(axis, encoded)
-    if axis.rank:
-        finish(axis.start_send(encoded, 0))
-        return []
-    received = [encoded, *(np.empty(size, np.uint8) for size in sizes[1:])]
-    receives = [axis.start_recv(buffer, rank) for rank, buffer in enumerate(received) if rank]
-    try:
-        for receive in receives:
-            finish(receive)
-    except Exception:
-        axis.revoke()  # or the wait for receives that cannot end would not end
-        for receive in receives:
-            receive.abandon()
-        raise
-    return [_decoded(buffer) for buffer in received]
-
-
-def share(axis: Axis, value: Any) -> Any:
-    """Share the value of rank 0, as for `gather`, with all ranks.  Collective."""
-    encoded = _encoded(value if axis.rank == 0 else None)
-    size = np.array([encoded.size], np.int64)
-    finish(axis.start_broadcast(size))
-    if axis.rank:
-        encoded = np.empty(int(size[0]), np.uint8)
-    finish(axis.start_broadcast(encoded))
-    return _decoded(encoded)
-
-
-def gather_lists(axis: Axis, own: list[Any]) -> list[Any]:
-    """The lists of all ranks, as for `gather`, end to end on all ranks.  Collective."""
-    encoded = _encoded(own) if own else np.empty(0, np.uint8)
-    sizes = _sizes(axis, encoded)
-    if not sizes.any():
-        return []
-    received = np.empty(sizes.sum(), np.uint8)
-    finish(axis.start_all_gather(received, encoded, sizes.tolist()))
-    return [each for part in np.split(received, np.cumsum(sizes)[:-1]) if part.size for each in _decoded(part)]
-
-
-def _sizes(axis: Axis, encoded: np.ndarray) -> np.ndarray:
-    sizes = np.zeros(axis.size, np.int64)
-    finish(axis.start_all_gather(sizes, np.array([encoded.size], np.int64), [1] * axis.size))
-    return sizes
-
-
-def _encoded(value: Any) -> np.ndarray:
-    return np.frombuffer(bytearray(json.dumps(value).encode()), np.uint8)
-
-
-def _decoded(buffer: np.ndarray) -> Any:
-    return json.loads(buffer.tobytes())
-
-
 # -- one checkpoint ---------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +217,7 @@ class Task:
     saved: Saved
     retained: Retained = Retained()
     compression: str | None = None
+    virtual: bool = False
     problem: Exception | None = None  # what kept this rank from having its values; all ranks will raise it
 
 
@@ -426,6 +349,7 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
                         for piece in stored(map(_where, each["pieces"]), pieces_file(rank))
                     ],
                     facts=task.saved.facts,
+                    virtual=task.virtual,
                 )
             entries[index.name] = _to_disk(index)
             folder.publish(

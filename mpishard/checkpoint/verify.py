@@ -1,4 +1,4 @@
-"""Validates checkpoints: `validate` says all that is refused, to loading and to the command line.
+"""Examines checkpoints: `examine` says all that is refused, to loading and to the command line.
 
 Also finds those at a path, and compares the tensors of two.
 """
@@ -10,9 +10,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum, auto
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from mpishard.arguments import listed
 from mpishard.checkpoint import folder as folders
 from mpishard.checkpoint.archives import Source, Stored, blocks
 from mpishard.checkpoint.folder import MANIFEST, Candidate, FileEntry, Manifest
-from mpishard.checkpoint.index import check_virtual_datasets, read_index
+from mpishard.checkpoint.index import read_index
 from mpishard.checkpoint.pieces import INDEX, Contents, PieceReader, Readers, pieces_file
 from mpishard.io import files
 
@@ -29,60 +28,7 @@ _MOST_DATASETS = 3
 # The first bytes of a file of a checkpoint: the id of the checkpoint, and the writer of the pieces.
 _LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
 
-# -- validation --------------------------------------------------------------------------------------------------------
-
-
-class Depth(IntEnum):
-    """How deep a checkpoint is validated.  Each depth includes those before it, which must be free of problems."""
-
-    MANIFEST = auto()  # the manifest can be read, and is of the step in the folder's name: enough to be listed and kept
-    HASHES = auto()  # every file has the size and hash that the manifest says
-    LOADABLE = auto()  # the index describes each element once, and every chunk can be decoded
-    WHOLE = auto()  # other programs find in the index what mpishard reads; of a damaged one the index is read, too
-    FINITE = auto()  # no value is NaN or infinite
-
-
-def validate(
-    candidate: Candidate,
-    depth: Depth,
-    kinds: Container[str] | None = None,
-    *,
-    agree: Callable[[list[str]], list[str]] = list,
-    rank: int = 0,
-    ranks: int = 1,
-    readers: Readers | None = None,
-) -> Generator[str, None, Contents | None]:
-    """Yield the problems of a checkpoint; returns its contents, None if the index is damaged or was not read.
-
-    Only chunks of `kinds` are decoded, by default all.  HDF5 opens no file with a wrong hash.  Ranks share the work:
-    `agree` gives each of them the problems of all.  Collective if `agree` is.
-    """
-    folder, manifest = candidate.path, candidate.manifest
-    if manifest is None:
-        yield candidate.problem
-    if manifest is None or depth < Depth.HASHES:
-        return None
-    damaged = agree(_file_problems(folder, manifest, share_of_files(manifest, rank, ranks), readers))
-    yield from damaged
-    readable = not damaged or (depth >= Depth.WHOLE and not _file_problems(folder, manifest, [INDEX]))
-    if depth < Depth.LOADABLE or not readable:
-        return None
-    contents, problems = None, []
-    try:
-        contents = _contents(folder, manifest)
-        if depth >= Depth.WHOLE:
-            check_virtual_datasets(contents)
-    except (ValueError, OSError) as error:
-        problems = [str(error)]
-    problems = list(dict.fromkeys(agree(problems)))
-    yield from problems
-    if contents is None or damaged or problems:
-        return contents
-    problems = agree(_piece_problems(contents, kinds, rank, ranks))
-    yield from problems
-    if depth >= Depth.FINITE and not problems:
-        yield from _not_finite(contents)
-    return contents
+# -- examination -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -97,23 +43,36 @@ class Examination:
 
 def examine(
     candidate: Candidate,
-    depth: Depth,
     kinds: Container[str] | None = None,
     *,
+    finite: bool = False,
     agree: Callable[[list[str]], list[str]] = list,
     rank: int = 0,
     ranks: int = 1,
     readers: Readers | None = None,
 ) -> Examination:
-    """All that `validate` finds.  Collective if `agree` is."""
-    contents: Contents | None = None
+    """Examine a checkpoint: sizes and hashes of its files, its index, and the chunks of `kinds`, by default of all.
 
-    def problems() -> Iterator[str]:
-        nonlocal contents
-        contents = yield from validate(candidate, depth, kinds, agree=agree, rank=rank, ranks=ranks, readers=readers)
-
-    found = tuple(problems())
-    return Examination(candidate.path, candidate.manifest, contents, found)
+    With `finite` values that are NaN or infinite are problems, too.  HDF5 opens no file with a wrong hash.  Ranks share
+    the work: `agree` gives each of them the problems of all.  Collective if `agree` is.
+    """
+    folder, manifest = candidate.path, candidate.manifest
+    if manifest is None:
+        return Examination(folder, None, None, (candidate.problem,))
+    problems = agree(_file_problems(folder, manifest, share_of_files(manifest, rank, ranks), readers))
+    if problems and agree(_file_problems(folder, manifest, [INDEX])):
+        return Examination(folder, manifest, None, tuple(problems))
+    contents, refused = None, []
+    try:
+        contents = _contents(folder, manifest)
+    except (ValueError, OSError) as error:
+        refused = [str(error)]
+    problems += dict.fromkeys(agree(refused))
+    if contents is not None and not problems:
+        problems = agree(_piece_problems(contents, kinds, rank, ranks))
+    if contents is not None and not problems and finite:
+        problems = list(_not_finite(contents))
+    return Examination(folder, manifest, contents, tuple(problems))
 
 
 def newest_whole(path: Path) -> tuple[Examination, list[str]]:
@@ -124,7 +83,7 @@ def newest_whole(path: Path) -> tuple[Examination, list[str]]:
     all_problems: list[str] = []
     # Those without a readable manifest, whose age is not known, come first.
     for candidate in sorted(found_at(path), key=lambda each: each.manifest is not None):
-        examined = examine(candidate, Depth.WHOLE)
+        examined = examine(candidate)
         if examined.contents is not None and not examined.problems:
             return examined, all_problems
         all_problems += examined.problems

@@ -18,7 +18,6 @@ from mpishard.checkpoint.archives import Archive, Source, Stored, write_archive,
 from mpishard.checkpoint.folder import candidates, dangling_links, next_generation
 from mpishard.checkpoint.pieces import Contents
 from mpishard.checkpoint.verify import (
-    Depth,
     Difference,
     Examination,
     differences,
@@ -131,7 +130,7 @@ def inspect(
 
     The newest whole one is taken; of a damaged one what can be read is shown.
     """
-    examined = [examine(candidate, Depth.WHOLE) for candidate in found_at(path)]
+    examined = [examine(candidate) for candidate in found_at(path)]
     whole = (each for each in examined if not each.problems)
     chosen = next(whole, examined[0])
     if _is_run(path):
@@ -171,7 +170,7 @@ def verify(path: _Checkpoint) -> None:
         bad += 1
         typer.echo(printable(problem))
     for candidate in found:
-        examined = examine(candidate, Depth.FINITE)
+        examined = examine(candidate, finite=True)
         bad += bool(examined.problems)
         if examined.problems:
             typer.echo(printable(f"{candidate.path}: bad"))

@@ -28,6 +28,7 @@ def save_checkpoint(
     *,
     keep: int | None = 2,
     compression: str | None = None,
+    virtual: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint that any layout can load.
@@ -48,6 +49,8 @@ def save_checkpoint(
         count and, once it has loaded a checkpoint from the folder, all that exist, as for `Checkpoints`.
     compression : {None, "gzip"}
         HDF5 filter for all values.
+    virtual : bool
+        Whether the index shows every tensor whole to other HDF5 programs, as for `Checkpoints`.
     facts : mapping, optional
         Further values to save, by name: numbers, strings, booleans and 1-D arrays, and any JSON value under a name that
         ends in ``.json``.  Names of the optimizer's own facts, such as ``"steps"``, are not allowed.
@@ -75,12 +78,13 @@ def save_checkpoint(
         check_facts(facts)
         named = _named(parameters, optimizer)
         check_place(named, optimizer.mesh)
-        same |= {"folder": str(folder), "keep": keep, "compression": compression, "facts": sorted(facts)}
+        same |= {"folder": str(folder), "keep": keep, "facts": sorted(facts)}
+        same |= {"compression": compression, "virtual": virtual}
     agree_on_step(optimizer.world, named, None, None, optimizer.settings)
     optimizer.bind(named)
     optimizer.state.consolidate()
     state = optimizer.state.capture().with_facts(facts)
-    with _for_once(folder, optimizer.mesh, keep=keep, compression=compression) as checkpoints:
+    with _for_once(folder, optimizer.mesh, keep=keep, compression=compression, virtual=virtual) as checkpoints:
         known = optimizer.own_checkpoints.get(checkpoints.folder, [])
         if known is None:
             checkpoints.adopt()

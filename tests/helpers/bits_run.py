@@ -245,7 +245,7 @@ class Made:
     def train(self, optimizer: Any, folder: Path, steps: int, **options: Any) -> Any:
         """Trains until a number of steps is taken, with checkpoints and a record in the folder."""
         record = mpishard.RunRecord(folder, self.mesh)
-        with mpishard.Checkpoints(folder / "checkpoints", self.mesh) as checkpoints:
+        with mpishard.Checkpoints(folder / "checkpoints", self.mesh, virtual=True) as checkpoints:
             task = problem(self.model, steps, 16, micro_batch_size=2 if self.mesh.pipeline.size == 1 else None)
             return optimizer.optimize(task, checkpoints=checkpoints, record=record, progress=False, **options)
 

@@ -51,7 +51,7 @@ def parts(writer, writers):
     return found
 
 
-def save(folder, writers=3, *, facts=FACTS, compression=None):
+def save(folder, writers=3, *, facts=FACTS, compression=None, virtual=False):
     folder.mkdir()
     pieces = []
     for writer in range(writers):
@@ -59,7 +59,7 @@ def save(folder, writers=3, *, facts=FACTS, compression=None):
         write_pieces(folder / pieces_file(writer), mine, id=ID, writer=writer, compression=compression)
         pieces += stored([part.where for part in mine], pieces_file(writer))
     index = {"tensors": TENSORS, "kinds": KINDS, "pieces": pieces, "facts": facts}
-    write_index(folder / "index.h5", id=ID, generation=7, **index)
+    write_index(folder / "index.h5", id=ID, generation=7, **index, virtual=virtual)
     return folder
 
 

@@ -306,6 +306,7 @@ def strike(
     A spare is in no phase of a step: the first process strikes it as soon as that is in the phase itself.
     """
     from mpishard.checkpoint import save as saving
+    from mpishard.comm import json_exchange
     from mpishard.data_parallel import sharded_optimizer
     from mpishard.elastic import healing, membership, resizing, spawning, transactions
 
@@ -374,7 +375,7 @@ def strike(
     before(saving, "write_pieces", "save", lambda **_: not raises)
     before(checkpoints, "save", "save", lambda **_: raises)
     # Those who write tell the first what they wrote, and how long that is.
-    within(saving, "_sizes", "reported")
+    within(json_exchange, "_sizes", "reported")
     deaths = []
     before(resizing, "reshard_state", "resize", lambda **_: notes.has("resizes") and not deaths)
     if me == 0:

@@ -20,7 +20,7 @@ from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint.archives import Archive, Stored, blocks, write_archive, write_plain
 from mpishard.checkpoint.folder import FileEntry, hash_file, read_manifest
 from mpishard.checkpoint.index import read_index
-from mpishard.checkpoint.verify import Depth, Difference, Figures, differences, examine, figures, newest_whole, unlike
+from mpishard.checkpoint.verify import Difference, Figures, differences, examine, figures, newest_whole, unlike
 from mpishard.layout.boxes import whole_box
 from mpishard.layout.run_state import link_name
 
@@ -150,33 +150,21 @@ def test_indexes_and_manifests_that_contradict(tmp_path):
         newest_whole(two)
 
 
-@pytest.mark.parametrize("depth", Depth)
-def test_each_depth_finds_what_it_looks_for_and_nothing_deeper(depth, tmp_path):
+def test_what_is_examined(tmp_path):
     arrays = Arrays()
     next(values for values in arrays.values.values() if values.size > 1).reshape(-1)[0] = np.nan
-    not_finite, exchanged, altered = (write(arrays, tmp_path / name, 2) for name in ("a", "b", "c"))
-    data = bytearray((altered / "pieces-00001.h5").read_bytes())
-    data[-1] ^= 1
-    (altered / "pieces-00001.h5").write_bytes(data)
-    forged = examine(folder.candidate(exchanged), Depth.LOADABLE)
-    with h5py.File(exchanged / "index.h5", "r+") as h5:
-        kind, name = forged.contents.pieces[0].kind, forged.contents.pieces[0].name
-        path = f"{kind}/{link_name(name)}"
-        shape, dtype = h5[path].shape, h5[path].dtype
-        del h5[path]
-        h5.create_dataset(path, shape, dtype)
-    files = {**forged.manifest.files, "index.h5": FileEntry(*hash_file(exchanged / "index.h5"))}
-    (exchanged / "manifest.json").write_bytes(replace(forged.manifest, files=files).encode())
+    not_finite, altered, indexless = (write(arrays, tmp_path / name, 2) for name in "abc")
+    for path in (altered / "pieces-00001.h5", indexless / "index.h5"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
     (tmp_path / "d").mkdir()
-    found = {name: examine(folder.candidate(tmp_path / name), depth) for name in "abcd"}
-    problems = {name: "; ".join(each.problems) for name, each in found.items()}
-    assert ("NaN" in problems["a"]) is (depth >= Depth.FINITE), problems
-    assert ("virtual data set" in problems["b"]) is (depth >= Depth.WHOLE), problems
-    assert ("altered" in problems["c"]) is (depth >= Depth.HASHES), problems
-    assert "manifest.json is missing" in problems["d"] and found["d"].contents is None
-    assert [not problems[name] for name in "abc"] == [depth < Depth.FINITE, depth < Depth.WHOLE, depth < Depth.HASHES]
+    assert not examine(folder.candidate(not_finite)).problems
+    found = [examine(folder.candidate(tmp_path / name), finite=True) for name in "abcd"]
+    for each, problem in zip(found, ("1 NaN", "altered", "altered", "manifest.json is missing"), strict=True):
+        assert len(each.problems) == 1 and problem in each.problems[0]
     # Of a damaged checkpoint the command line shows what can be read.
-    assert (found["c"].contents is None) is (depth < Depth.WHOLE)
+    assert [each.contents is not None for each in found] == [True, True, False, False]
 
 
 # -- archives ---------------------------------------------------------------------------------------------------------
