@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -21,8 +20,8 @@ from mpi4py import MPI
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
 from mpishard.backend.gemm import choice
-from mpishard.backend.gemm.choice import VARIABLE, Choice, Common, Status
-from mpishard.backend.gemm.libraries import TAKES, loadable, multiplies_bfloat16
+from mpishard.backend.gemm.choice import VARIABLE, Choice
+from mpishard.backend.gemm.libraries import TAKES, is_intel, loadable, multiplies_bfloat16
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.launch.job_notes import raised_by_all
@@ -224,70 +223,51 @@ class DeferredError:
 
 # The agreement of ranks on the libraries that multiply matrices.
 
-# The mark of a rank without the variable that joins others; larger than all marks.
+# The mark of a rank without the variable; larger than all marks.
 _ANY = 2**40
 
 
-def agree_on_gemm_libraries(world: Axis, *, spawned: bool = False) -> Common:
+def agree_on_gemm_libraries(world: Axis) -> None:
     """Multiply by the same libraries on all ranks from now on. Collective over `world`.
 
-    Only libraries of which all ranks have the same version are taken. The environment variable MPISHARD_PRODUCTS
-    decides which; without it the choice that was made on some rank stays, so that ranks that join (`spawned`) do as the
-    others do, and else rank 0 takes the fastest. Ranks that join need not have the variable: launchers do not pass all
-    variables on to processes that are spawned.
+    The environment variable MPISHARD_PRODUCTS decides which; without it those that are known to be faster on the
+    processors of all ranks. Only libraries of which all ranks have the same version are taken. Ranks without the
+    variable do as those that have it: launchers do not pass all variables on to processes that are spawned.
 
-    Returns what all ranks can multiply by. Raises ValueError on all ranks if the variable differs between ranks, cannot
-    be read, or names a library that some rank lacks.
+    Raises ValueError on all ranks if the variable differs between ranks, cannot be read, or names a library that some
+    rank lacks.
     """
     forced, versions = choice.chosen_by_variable(), loadable()
     marks = [_mark(f"{name} {versions[name]}") if name in versions else 0 for name in TAKES]
-    facts = np.array([*marks, multiplies_bfloat16(), _mark(forced)], np.int64)
-    made = world.rank if choice.is_made() else world.size
-    shared = np.array([made, *facts, *-facts])
-    follows = choice.is_for_now() and not forced
-    if follows:
-        shared[[facts.size, -1]] = _ANY
+    facts = np.array([*marks, is_intel(), multiplies_bfloat16(), _mark(forced)], np.int64)
+    shared = np.array([*facts, *-facts])
+    if not forced:
+        shared[[facts.size - 1, -1]] = _ANY
     world.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MIN)
-    first_made, least, most = int(shared[0]), shared[1 : 1 + facts.size], -shared[1 + facts.size :]
-    source = first_made if first_made < world.size else 0
-    if 0 <= most[-1] != least[-1]:
-        texts = world.allgather_object(forced)
-        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    least, most = shared[: facts.size], -shared[facts.size :]
+    common = [name for name, low, high in zip(TAKES, least, most, strict=False) if low == high != 0]
+    intel, bfloat16 = bool(least[-3]), bool(least[-2])
+    if least[-1] == _ANY:
+        choice.activate(choice.faster_here(common, intel=intel, bfloat16=bfloat16))
+        return
+    given = [(rank, text) for rank, text in enumerate(world.allgather_object(forced)) if text]
+    (first, forced), *others = given
+    if least[-1] != most[-1]:
+        other, text = next(each for each in others if each[1] != forced)
         error = ValueError(
-            f"{VARIABLE} is {texts[0] or 'unset'} on rank 0 and {texts[other] or 'unset'} on rank {other}; "
+            f"{VARIABLE} is {forced} on rank {first} and {text} on rank {other}; "
             "set the same on all ranks, with the launcher's option for environment variables"
         )
         raise raised_by_all(error, world.size)
-    common = [name for name, low, high in zip(TAKES, least, most, strict=False) if low == high != 0]
-    if least[-1] not in (0, _ANY):
-        forced = world.comm.bcast(forced, source)
-        if follows:
-            os.environ[VARIABLE] = forced  # for the meshes to come
-        found = Choice.parse(forced)
-        if lacking := {*found.libraries.values()}.difference(common):
-            name = min(lacking)
-            error = ValueError(
-                f"{VARIABLE}={forced} wants {name}, but not every rank has the same version of it; "
-                f"pip install 'mpishard[{name}]' in the environment of all ranks, or unset {VARIABLE}"
-            )
-            raise raised_by_all(error, world.size)
-    elif common:
-        found = Choice.parse(world.comm.bcast(_own_text(common) if world.rank == source else "", source))
-    else:
-        found = Choice()
-    shared_by_all = Common(frozenset(common), bool(least[-2]))
-    status = Status.FOR_NOW if spawned and first_made == world.size else Status.MADE
-    choice.activate(found, common, bfloat16=shared_by_all.bfloat16, status=status)
-    return shared_by_all
-
-
-def _own_text(common: list[str]) -> str:
-    """The choice that was made on this rank, or else the fastest."""
-    if choice.is_made():
-        return str(choice.active())
-    from mpishard.backend.gemm.timing import fastest
-
-    return str(fastest(common))
+    found = Choice.parse(forced)
+    if lacking := {*found.libraries.values()}.difference(common):
+        name = min(lacking)
+        error = ValueError(
+            f"{VARIABLE}={forced} wants {name}, but not every rank has the same version of it; "
+            f"pip install 'mpishard[{name}]' in the environment of all ranks, or unset {VARIABLE}"
+        )
+        raise raised_by_all(error, world.size)
+    choice.activate(found.limited_to(common, bfloat16=bfloat16))
 
 
 def _mark(text: str) -> int:

@@ -19,7 +19,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.arguments import flag, shown
-from mpishard.backend.gemm.choice import Common
 from mpishard.backend.process import limit_blas_threads
 from mpishard.comm.abort import abort_on_exception, start_mpi
 from mpishard.comm.agreement import agree_on_gemm_libraries, in_words, opening
@@ -151,8 +150,6 @@ class Mesh:
         Make it current with ``cupy.cuda.Device(mesh.device).use()``.
     blas_threads : int
         Threads that BLAS may use in this rank; see `mpishard.backend.process`.
-    product_libraries : Common
-        The libraries for matrix products that all ranks have; see `mpishard.backend.gemm.choice`.
     timeout : float or None
         The time limit of a collective in seconds; None where the longest step decides.
     ledger : Ledger
@@ -185,7 +182,6 @@ class Mesh:
     pipeline: Axis
     node: Axis
     blas_threads: int
-    product_libraries: Common
     family: Family
     initial_values: bool = True
 
@@ -317,9 +313,7 @@ class Mesh:
         withhold = not agree_on_device_buffers(world)
         for each in self._axes.values():
             each.withhold_device_buffers(withhold)
-        self.product_libraries = agree_on_gemm_libraries(
-            self.world, spawned=self._parent is None and spawned_cell() is not None
-        )
+        agree_on_gemm_libraries(self.world)
         return None
 
     @property

@@ -20,7 +20,6 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.gemm import choice
-from mpishard.backend.gemm.libraries import NUMPY
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
 from mpishard.comm.agreement import REMEDY, agree_on_settings, differing, fingerprint, gather_in_call, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
@@ -287,7 +286,7 @@ _REMEDIES = {
     "kernels": "run it with the release of mpishard that made the state",
     "BLAS kernels": "set OPENBLAS_CORETYPE={}",
     "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
-    "products": "unset MPISHARD_PRODUCTS, or set it to {}",
+    "products": "set MPISHARD_PRODUCTS={}",
     "libraries for products": "have {} on all ranks",
     "XLA threads": "set NPROC={}",
     "shards": "make the model with shards={}",
@@ -344,7 +343,7 @@ class NumericsFingerprint:
         The ranks of a reproducible run have agreed on them.
         """
         if choice.active() is not self._products:
-            choice.go_on_with(self._products)
+            choice.activate(self._products)
 
     def agree(self, config: ShardingConfiguration, ranks: Axis, *, places: bool = True) -> None:
         """Compare the facts of ranks that take part in a reproducible run, or are about to. Collective over them.
@@ -396,13 +395,7 @@ class NumericsFingerprint:
             log.inform(f"reproducible=True holds from step {step} on: {text}")
 
     def restore(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
-        """Continue from saved facts that have passed `check`: their list of changes, and libraries if all have them.
-
-        All ranks call it.
-        """
-        if config.reproducible and _was_reproducible(saved) and (theirs := _arithmetic(saved)):
-            choice.go_on_with(choice.going_on_from(theirs.get("products", NUMPY), config.mesh.product_libraries))
-            self.note_products()
+        """Continue from saved facts that have passed `check`, with their list of changes."""
         earlier = saved.get(DIFFERENT_BITS, [])
         if isinstance(earlier, list | tuple):
             self.changes = list(dict.fromkeys([*map(brief, earlier), *self.changes]))
@@ -410,12 +403,7 @@ class NumericsFingerprint:
     def _differences(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> list[tuple[str, str, str]]:
         """The name, the saved and the own value of each fact that would differ; a fact that one side lacks does not."""
         theirs = _arithmetic(saved)
-        products = (
-            of_products(choice.going_on_from(theirs.get("products", NUMPY), config.mesh.product_libraries))
-            if theirs
-            else {}
-        )
-        pairs = [(name, theirs[name], own) for name, own in (self.own | products).items() if name in theirs]
+        pairs = [(name, theirs[name], own) for name, own in self.own.items() if name in theirs]
         return [pair for pair in pairs if pair[1] != pair[2]]
 
     def _change(self, text: str, rank: int) -> None:

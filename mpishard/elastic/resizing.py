@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.backend.gemm import choice
 from mpishard.comm.agreement import agree_on_gemm_libraries, agree_on_settings
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard_state
@@ -324,9 +323,9 @@ class Resizing:
             remedy="the script must come to the same whenever it is started, also from what it reads, draws, or "
             "measures (stage_costs)",
         )
-        numerics, joined = training.optimizer.state.numerics, not choice.is_made()
         agree_on_gemm_libraries(self._run.membership.axis)
-        if joined:
+        numerics = training.optimizer.state.numerics
+        if training.optimizer.steps == 0:  # of those that have joined, which were in a mesh of their own before
             numerics.note_products()
         numerics.agree(training.optimizer.config, self._run.membership.axis, places=not chooses)
 

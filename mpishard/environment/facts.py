@@ -18,8 +18,8 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_info
 
 from mpishard.backend.array import can_pin, device_count
-from mpishard.backend.gemm.choice import Choice, chosen_by_variable
-from mpishard.backend.gemm.libraries import NUMPY, installed, loadable
+from mpishard.backend.gemm.choice import Choice, chosen_by_variable, faster_here
+from mpishard.backend.gemm.libraries import installed, is_intel, loadable, multiplies_bfloat16
 from mpishard.backend.optional_library import device_libraries
 from mpishard.backend.process import chosen_by_user, cpu_quota, own_cores
 from mpishard.comm.capabilities import Capabilities, claims_device_buffers, could_heal_in_place, heals_in_place, probe
@@ -418,11 +418,7 @@ def _products() -> str:
         with contextlib.suppress(ValueError):  # it is among the findings
             return str(Choice.parse(forced).limited_to(libraries))
         return ""
-    if not libraries:
-        return NUMPY
-    from mpishard.backend.gemm.timing import fastest
-
-    return str(fastest(libraries))
+    return str(faster_here(libraries, intel=is_intel(), bfloat16=multiplies_bfloat16()))
 
 
 def _shared_memory() -> tuple[int | None, int | None]:

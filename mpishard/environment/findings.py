@@ -185,20 +185,23 @@ def _blas(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _products(facts: Sequence[Facts]) -> Iterator[Finding]:
-    chosen = [each.processor.products_chosen for each in facts]
-    other = next((rank for rank, text in enumerate(chosen) if text != chosen[0]), None)
-    if other is not None:
-        what = f"{VARIABLE} is {chosen[0] or 'unset'} on rank 0 and {chosen[other] or 'unset'} on rank {other}"
-        yield Finding(WRONG, "products", what, "set the same on all ranks, with the launcher's option for variables")
-        return
+    chosen = [(rank, each.processor.products_chosen) for rank, each in enumerate(facts)]
+    (first, text), *others = [each for each in chosen if each[1]] or [(0, NUMPY)]
+    for rank, other in others:
+        if other != text:
+            what = f"{VARIABLE} is {text} on rank {first} and {other} on rank {rank}"
+            yield Finding(
+                WRONG, "products", what, "set the same on all ranks, with the launcher's option for variables"
+            )
+            return
     try:
-        wanted = {*Choice.parse(chosen[0] or NUMPY).libraries.values()}
+        wanted = {*Choice.parse(text).libraries.values()}
     except ValueError as error:
         yield Finding(WRONG, "products", str(error), f"or unset {VARIABLE}")
         return
     for name in sorted(wanted):
         if lacking := [each for each in facts if name not in each.versions]:
-            what = f"{VARIABLE}={chosen[0]} wants {name}, which {lacking[0].process.host} lacks"
+            what = f"{VARIABLE}={text} wants {name}, which {lacking[0].process.host} lacks"
             yield Finding(WRONG, "products", what, f"pip install 'mpishard[{name}]' there, or unset {VARIABLE}")
 
 

@@ -44,7 +44,7 @@ def test_json_of_all_ranks(mpirun: Callable[..., Any]) -> None:
     assert [rank["launches"][0]["rank"] for rank in report["ranks"]] == [0, 1, 2]
     assert report["ranks"][0]["mpirun"]["family"] == LIBRARY and report["ranks"][1]["mpirun"] is None
     assert {rank["mpi"]["library"] for rank in report["ranks"]} == {LIBRARY}
-    # Libraries for products, which it times, are not NumPy's BLAS.
+    # Libraries for products, which it loads, are not NumPy's BLAS.
     assert not {blas["library"] for rank in report["ranks"] for blas in rank["blas"]} & {*installed()}
 
 

@@ -81,7 +81,7 @@ WIDE = {1: "6-wide", 2: "6-wide", 3: "6-wide", 4: "4-large"}
 @pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages", "ignore:compute_dtype=bfloat16 on NumPy")
 @pytest.mark.parametrize("library", libraries.installed())
 def test_products_of_bfloat16_by_a_library_have_the_bits_of_one_rank(library, comm, monkeypatch):
-    monkeypatch.setattr(choice, "_process", choice._Process())
+    monkeypatch.setattr(choice, "_active", choice.Choice())
     alone = {}
     for each, tied in (("numpy", False), (library, False), (library, True)):
         monkeypatch.setenv(choice.VARIABLE, each)

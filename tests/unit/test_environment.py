@@ -156,9 +156,12 @@ def test_differences_between_hosts() -> None:
             id="one thread",
         ),
         pytest.param(
-            [*job(2, products_chosen="mkl", versions=WITH_MKL), changed(job(3)[2], versions=WITH_MKL)],
+            [
+                *job(2, products_chosen="mkl", versions=WITH_MKL),
+                changed(job(3, products_chosen="numpy")[2], versions=WITH_MKL),
+            ],
             "wrong",
-            ["MPISHARD_PRODUCTS is mkl on rank 0 and unset on rank 2"],
+            ["MPISHARD_PRODUCTS is mkl on rank 0 and numpy on rank 2"],
             id="products chosen otherwise",
         ),
         pytest.param(job(3, products_chosen="fast"), "wrong", ["there is no library 'fast'"], id="no such library"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpishard.backend import gemm
-from mpishard.backend.gemm import choice, libraries, timing
-from mpishard.backend.gemm.choice import Choice, Common
+from mpishard.backend.gemm import choice, libraries
+from mpishard.backend.gemm.choice import Choice
 from mpishard.backend.gemm.libraries import BATCHED, MKL, NUMPY, ONEDNN, PLAIN, SCORES, TRANSPOSED, product_of
 
 REAL = sorted(libraries.installed())
@@ -51,7 +50,7 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def choice_of_before(monkeypatch):
-    monkeypatch.setattr(choice, "_process", choice._Process())
+    monkeypatch.setattr(choice, "_active", Choice())
 
 
 def placed(shape, dtype, random, *, transposed=False, interleaved=False, pad=0, shift=0):
@@ -131,7 +130,7 @@ def test_kinds(shapes, kind):
 )
 def test_numpy_multiplies_what_no_library_takes(a, b, out):
     assert product_of(a, b, out) is None
-    choice.activate(Choice.parse(MKL), [MKL])
+    choice.activate(Choice.parse(MKL))
     np.testing.assert_array_equal(gemm.matmul(a, b, out), np.matmul(a, b))
 
 
@@ -167,131 +166,19 @@ def test_a_text_that_is_no_choice_is_refused(text, message):
         Choice.parse(text)
 
 
-def test_a_run_that_goes_on_multiplies_as_it_did_where_all_ranks_can(monkeypatch):
-    choice.activate(Choice.parse(MKL), [MKL], bfloat16=False)
-    common = Common(frozenset([MKL]), bfloat16=False)
-    choice.go_on_with(choice.going_on_from("float32.plain=mkl", common))
-    assert str(choice.active()) == "float32.plain=mkl"
-    for impossible in ("bfloat16.plain=mkl", "bfloat16.plain=onednn", "float32.plain=other"):
-        assert choice.going_on_from(impossible, common) == choice.active()
-    monkeypatch.setenv(choice.VARIABLE, "mkl")
-    assert choice.going_on_from(NUMPY, common) == choice.active()
-    monkeypatch.delenv(choice.VARIABLE)
-    assert str(choice.going_on_from(NUMPY, common)) == NUMPY
-    assert str(choice.active()) == "float32.plain=mkl"
-
-
-RATES = {
-    "float32.plain": {NUMPY: 100.0, MKL: 104.0},
-    "float32.transposed": {NUMPY: 100.0, MKL: 106.0},
-    "bfloat16.plain": {MKL: 155.0, ONEDNN: 157.0},
-    "bfloat16.transposed": {MKL: 158.0, ONEDNN: 140.0},
-}
-
-
-def test_a_library_is_taken_where_it_is_clearly_faster():
-    assert str(timing._of_rates(RATES)) == "float32.transposed=mkl"  # bfloat16 pays for one kind only
-    both = RATES | {"bfloat16.transposed": {MKL: 160.0, ONEDNN: 140.0}}
-    found = "bfloat16.plain=onednn,bfloat16.transposed=mkl,float32.transposed=mkl"
-    assert str(timing._of_rates(both)) == found
-
-
-class Clock:
-    """Time that only products take."""
-
-    def __init__(self, seconds) -> None:
-        self.now, self.seconds = 0.0, seconds
-
-    def perf_counter(self):
-        return self.now
-
-    def passes(self, name, function):
-        def call(*arguments, **named):
-            self.now += self.seconds[name]
-            return function(*arguments, **named)
-
-        return call
-
-
-@pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """The number of products that were timed; a made-up library is twice as fast as NumPy's."""
-    clock, library = Clock({NUMPY: 2**-10, MKL: 2**-11}), Recorder()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(timing, "time", clock)
-    monkeypatch.setattr(timing, "load", lambda name: library)
-    monkeypatch.setattr(timing, "multiplies_bfloat16", lambda: False)
-    call = library.call
-    library.call = lambda product: clock.passes(MKL, call(product))
-    monkeypatch.setattr(timing.process, "matmul", clock.passes(NUMPY, np.matmul))
-    return library.products
-
-
-def test_the_fastest_are_measured_once_and_kept(measured, tmp_path):
-    found = timing.fastest([MKL])
-    assert len(found.libraries) == 8 and set(found.libraries.values()) == {MKL}
-    count = len(measured)
-    assert count > 0 and timing.fastest([MKL]) == found and len(measured) == count
-    (kept,) = (tmp_path / "cache" / "mpishard").iterdir()
-    rates = json.loads(kept.read_text())["GFLOP/s"]["float32.plain"]
-    assert rates[MKL] == pytest.approx(2 * rates[NUMPY], rel=1e-2)
-    timing.fastest([])
-    assert len(list(kept.parent.iterdir())) == 2
-
-
-def test_the_first_of_several_that_measure_at_once_decides(measured, tmp_path, monkeypatch):
-    rates = timing._rates
-
-    def slow(libraries):
-        monkeypatch.setattr(timing, "_rates", rates)
-        timing.fastest([MKL])  # another process, which is faster
-        return {"float32.plain": {NUMPY: 1.0, MKL: 3.0}}
-
-    monkeypatch.setattr(timing, "_rates", slow)
-    assert len(timing.fastest([MKL]).libraries) == 8
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"libraries": 3}', '{"libraries": "float32.plain=fast"}', "\0"])
-def test_a_kept_file_that_cannot_be_read_is_measured_again(measured, tmp_path, text):
-    found = timing.fastest([MKL])
-    (kept,) = (tmp_path / "cache" / "mpishard").iterdir()
-    kept.write_text(text)
-    assert timing.fastest([MKL]) == found
-    assert json.loads(kept.read_text())["libraries"] == str(found)
-
-
-def test_a_file_system_without_links_keeps_them_too(measured, tmp_path, monkeypatch):
-    def refuse(*paths):
-        raise PermissionError("no links here")
-
-    monkeypatch.setattr(timing.os, "link", refuse)
-    found = timing.fastest([MKL])
-    assert [path.suffix for path in (tmp_path / "cache" / "mpishard").iterdir()] == [".json"]
-    count = len(measured)
-    assert timing.fastest([MKL]) == found and len(measured) == count
-
-
-def test_a_user_without_a_home_measures_each_time(measured, monkeypatch):
-    def fail():
-        raise RuntimeError("no home")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(timing.Path, "home", fail)
-    assert len(timing.fastest([MKL]).libraries) == 8
-
-
-def test_a_measurement_that_fails_leaves_numpys(measured, monkeypatch):
-    def fail(libraries):
-        raise RuntimeError("status 3")
-
-    monkeypatch.setattr(timing, "_rates", fail)
-    with pytest.warns(UserWarning, match="matrix products are NumPy's: status 3"):
-        assert timing.fastest([MKL]) == Choice()
-
-
-def test_without_a_folder_to_keep_it_the_fastest_are_measured_each_time(measured, tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    assert timing.fastest([MKL]) == timing.fastest([MKL])
+@pytest.mark.parametrize(
+    ("installed", "intel", "bfloat16", "expected"),
+    [
+        ([MKL], True, False, "float32=mkl,float64=mkl"),
+        ([MKL], True, True, "bfloat16=mkl,float32=mkl,float64=mkl"),
+        ([MKL, ONEDNN], True, True, "bfloat16=onednn,float32=mkl,float64=mkl"),
+        ([MKL, ONEDNN], False, True, "bfloat16=onednn"),
+        ([MKL, ONEDNN], False, False, NUMPY),
+        ([], True, True, NUMPY),
+    ],
+)
+def test_what_is_faster_on_the_processor_is_taken(installed, intel, bfloat16, expected):
+    assert str(choice.faster_here(installed, intel=intel, bfloat16=bfloat16)) == expected
 
 
 def test_a_file_that_is_no_library_is_told_and_not_taken(monkeypatch, tmp_path):
@@ -356,7 +243,7 @@ def test_a_library_sums_products_of_bfloat16_in_float32(name, m, k, n, a, b, out
 @pytest.mark.parametrize("shape", [(2048, 256, 768), (96, 192, 32), (100, 96, 33), (33, 1024, 257), (200, 48, 24)])
 def test_the_bits_do_not_depend_on_where_the_arrays_lie(name, transposed, shape):
     m, k, n = shape
-    choice.activate(Choice.parse(name), [name])
+    choice.activate(Choice.parse(name))
     dtypes = [dtype for dtype in libraries.TAKES[name] if dtype != "bfloat16" or libraries.multiplies_bfloat16()]
     for dtype in dtypes:
         found = set()
@@ -383,7 +270,7 @@ def shifted(array, shift):
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_layers_multiply_by_the_library_that_was_chosen(name, monkeypatch):
-    choice.activate(Choice.parse(name), [name])
+    choice.activate(Choice.parse(name))
     library, asked = libraries.load(name), []
     call = library.call
     monkeypatch.setattr(library, "call", lambda product: asked.append(product.kind) or call(product))
@@ -445,7 +332,7 @@ def test_the_threads_of_openmp_are_as_before_after_a_product(name):
     openmp = pytest.importorskip("threadpoolctl").threadpool_info
     libraries.load(name)
     before = [pool["num_threads"] for pool in openmp() if pool["user_api"] == "openmp"]
-    choice.activate(Choice.parse(name), [name])
+    choice.activate(Choice.parse(name))
     a = halves(np.ones((64, 64), np.float32))
     out = np.empty((64, 64), np.float32)
     assert np.all(gemm.matmul_bfloat16(a, a, out) == 64)

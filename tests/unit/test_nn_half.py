@@ -68,14 +68,14 @@ def test_without_a_dtype_it_is_the_plain_product():
 @pytest.fixture(autouse=True)
 def numpys_library(monkeypatch):
     """The choice before a mesh is made."""
-    monkeypatch.setattr(choice, "_process", choice._Process())
+    monkeypatch.setattr(choice, "_active", choice.Choice())
 
 
 @pytest.fixture(params=["rounded", *(name for name in libraries.installed() if libraries.multiplies_bfloat16())])
 def library(request, numpys_library):
     """What multiplies bfloat16."""
     if request.param != "rounded":
-        choice.activate(choice.Choice.parse(request.param), [request.param])
+        choice.activate(choice.Choice.parse(request.param))
     return request.param
 
 

@@ -20,8 +20,6 @@ from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfi
 from mpishard.backend import process
 from mpishard.backend.compiled import KERNELS
 from mpishard.backend.garbage import no_garbage_collection, objects_stay
-from mpishard.backend.gemm import choice
-from mpishard.backend.gemm.choice import Choice
 from mpishard.backend.process import arithmetic, cpu_quota
 from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, NumericsFingerprint
@@ -280,20 +278,6 @@ def test_they_are_allowed_and_recorded(mesh, capsys):
     assert numerics.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
     assert numerics.record["arithmetic"] == numerics.own
     assert len(numerics.record["different_bits"]) == 2
-
-
-def test_a_refused_state_leaves_the_libraries_as_they_are(mesh):
-    numerics, config = taken(mesh)
-    before = choice.active()
-    choice.go_on_with(Choice({"float32.plain": "mkl"}))
-    try:
-        with pytest.raises(ValueError, match="shards is 4 there"):
-            numerics.check(saved(numerics, products="numpy", shards="4"), config)
-        assert str(choice.active()) == "float32.plain=mkl"
-        numerics.restore(saved(numerics, products="numpy"), config)
-        assert str(choice.active()) == numerics.own["products"] == "numpy"
-    finally:
-        choice.go_on_with(before)
 
 
 LATER = {"of a later version": "x", "kernels": str(KERNELS)}

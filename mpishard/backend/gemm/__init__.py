@@ -1,7 +1,7 @@
 """Matrix products of NumPy arrays: by NumPy's BLAS, or by a library that is faster on the processor at hand.
 
-`choice` has which library multiplies what, `timing` finds the fastest, and the ranks of a mesh agree on them when the
-mesh is made.  `libraries` finds those that are installed; `callable_for` calls one with several threads.
+`choice` has which library multiplies what; the ranks of a mesh agree on it when the mesh is made.  `libraries` finds
+those that are installed; `callable_for` calls one with several threads.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import site
 import sys
@@ -200,10 +199,9 @@ def multiplies_bfloat16() -> bool:
     return bool({"avx512_bf16", "amx_bf16"}.intersection(_described("flags").split()))
 
 
-def processor() -> str:
-    """The name of the processor, and a mark of its instructions."""
-    mark = hashlib.blake2b(_described("flags").encode(), digest_size=4).hexdigest()
-    return f"{_described('model name')} ({mark})"
+def is_intel() -> bool:
+    """Return True for a processor of Intel."""
+    return _described("vendor_id") == "GenuineIntel"
 
 
 @functools.cache
