@@ -16,8 +16,8 @@ from sphinx.util import logging  # noqa: E402
 import mpishard  # noqa: E402
 
 project = "mpishard"
-author = "the authors of mpishard"
-copyright = "the authors of mpishard, Apache-2.0"
+author = "The mpishard developers"
+copyright = "the mpishard developers, Apache-2.0"
 version = release = mpishard.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "sphinx_copybutton"]
