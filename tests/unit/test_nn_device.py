@@ -29,7 +29,7 @@ def module(device):
 
 
 def pair(module, dtype, kind=nn.GPT, **options):
-    """Two equal networks: on the host with the formulas that run on devices, and on the device."""
+    """Two equal networks: on the host by formulas, and on the device."""
     host, device = kind(*SIZES, dtype=dtype, **options), kind(*SIZES, dtype=dtype, module=module, **options)
     use_formulas(host.chunks[0].units)
     return moved(host), moved(device)

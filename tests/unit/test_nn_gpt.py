@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tracemalloc
 
+import layer_formulas
 import numpy as np
 import pytest
 from layer_kernels import use_formulas
 
 from mpishard import nn
-from mpishard.nn import formulas, kernels
+from mpishard.nn import kernels
 from mpishard.nn.units import Batch
 
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 11, 140, 12, 2, 3
@@ -42,7 +43,7 @@ def test_compiled_kernels_equal_their_formulas():
     assert all(unit.ops is kernels for unit in units)
     use_formulas(units)
     plain_loss, plain_gradient = run(gpt, *pair)
-    assert gpt.blocks[0].mlp.activation.ops is formulas
+    assert gpt.blocks[0].mlp.activation.ops is layer_formulas
     assert loss == pytest.approx(plain_loss, rel=1e-13)
     np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-11, atol=1e-11)
 
