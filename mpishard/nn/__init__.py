@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mpishard.nn.linear import Linear, TiedLinear
     from mpishard.nn.models import GPT, Llama
     from mpishard.nn.norms import LayerNorm, RMSNorm
-    from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
     from mpishard.nn.pretrained import export_pretrained, import_pretrained
     from mpishard.nn.rotary import RopeScaling, Rotary
     from mpishard.nn.tensor_parallel import TensorParallel
@@ -52,11 +51,8 @@ __all__ = [
     "Linear",
     "Llama",
     "LlamaArchitecture",
-    "MemoryOptions",
     "OutputHead",
-    "PipelineOptions",
     "PositionEmbedding",
-    "Precision",
     "RMSNorm",
     "RopeScaling",
     "Rotary",
@@ -83,7 +79,6 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "linear": "Linear TiedLinear",
             "models": "GPT Llama",
             "norms": "LayerNorm RMSNorm",
-            "options": "MemoryOptions PipelineOptions Precision",
             "pretrained": "export_pretrained import_pretrained",
             "rotary": "RopeScaling Rotary",
             "tensor_parallel": "TensorParallel",

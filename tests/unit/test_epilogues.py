@@ -27,7 +27,7 @@ from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
-SIZES = 11, 20, 32, 2, 2
+SIZES = dict(vocabulary_size=11, context_length=20, width=32, layers=2, heads=2)
 MODULE = arrays.module_of(standin.empty(1))
 
 
@@ -52,11 +52,11 @@ def cudnn(monkeypatch):
     return doubled(monkeypatch, device_attention, fake_cudnn)
 
 
-def model(half, kind=nn.GPT, sizes=SIZES, **options):
-    return moved(kind(*sizes, dtype=np.float32, module=MODULE, compute_dtype=half, **options))
+def model(half, kind=nn.GPT, **options):
+    return moved(kind(**SIZES | options, dtype=np.float32, module=MODULE, compute_dtype=half))
 
 
-def run(model, batch=2, length=SIZES[1]):
+def run(model, batch=2, length=SIZES["context_length"]):
     """Loss, and gradients by name."""
     given = np.random.default_rng(1).integers(0, 11, (2, batch, length))
     model.parameters.reset_gradients()
@@ -79,7 +79,7 @@ def run_without_warning(*arguments):
 )
 def test_loss_and_gradients_are_those_by_kernels(cublaslt, half, options):
     loss, gradients = run(model(half, **options))
-    passes = SIZES[3] * options.get("microbatches", 1)
+    passes = SIZES["layers"] * options.get("microbatches", 1)
     # One is the proof.
     assert len(fake_cublaslt.executed) == passes * (2 if options.get("recompute") else 1) + 1
     cublaslt["library"] = None
@@ -122,7 +122,7 @@ def test_a_weight_gradient_that_is_done_later():
         pytest.param(None, nn.GPT, {}, id="float32"),
         pytest.param(np.float16, nn.GPT, {"shards": 2}, id="slices"),
         pytest.param(np.float16, nn.Llama, {}, id="llama"),
-        pytest.param(np.float16, nn.GPT, {"sizes": (11, 20, 36, 1, 2)}, id="rows that are not aligned"),
+        pytest.param(np.float16, nn.GPT, {"width": 36, "layers": 1}, id="rows that are not aligned"),
     ],
 )
 def test_where_they_are_not_used(half, kind, options):
@@ -138,7 +138,7 @@ def test_text_generation_chooses_no_kernel_for_every_length():
 
 # One shape is that of the proof.
 @pytest.mark.usefixtures("cublaslt")
-@pytest.mark.parametrize("most, used", [(3, 1 + 2 * SIZES[3]), (1, 0)])
+@pytest.mark.parametrize("most, used", [(3, 1 + 2 * SIZES["layers"]), (1, 0)])
 def test_no_more_shapes_than_a_limit(monkeypatch, most, used):
     monkeypatch.setattr(cublas, "MOST_SHAPES", most)
     made = model(np.float16)
@@ -190,7 +190,7 @@ def test_they_are_right_on_a_gpu():
     pytest.importorskip("nvmath.bindings.cublasLt")
     cupy = devices.make_device("cupy").module
     half = np.dtype(np.float16)
-    made = nn.GPT(*SIZES, dtype=np.float32, module=cupy, compute_dtype=half)
+    made = nn.GPT(**SIZES, dtype=np.float32, module=cupy, compute_dtype=half)
     run(made)
     found = cublas.cublaslt_on_device(made.parameters.flat)
     assert found is not None and half in found.proven
@@ -216,11 +216,11 @@ def test_the_double_has_the_names_of_nvmath():
 
 # Attention by cuDNN.
 
-SIZES_OF_ATTENTION = 11, 70, 48, 2, 3  # heads of 16 channels
+SIZES_OF_ATTENTION = dict(context_length=70, width=48, heads=3)  # heads of 16 channels
 
 
-def attending(half, kind=nn.GPT, sizes=SIZES_OF_ATTENTION, **options):
-    return model(half, kind, sizes, **options)
+def attending(half, kind=nn.GPT, **options):
+    return model(half, kind, **SIZES_OF_ATTENTION | options)
 
 
 @pytest.mark.filterwarnings("error")
@@ -237,7 +237,7 @@ def attending(half, kind=nn.GPT, sizes=SIZES_OF_ATTENTION, **options):
 )
 def test_loss_and_gradient_are_those_of_attention_in_blocks(cudnn, half, kind, options):
     loss, gradients = run(attending(half, kind, **options), 2, 70)
-    passes = SIZES[3] * options.get("microbatches", 1) * options.get("shards", 1)
+    passes = SIZES["layers"] * options.get("microbatches", 1) * options.get("shards", 1)
     # One of each is the proof.
     assert fake_cudnn.executed.count("attention") == passes * (2 if options.get("recompute") else 1) + 1
     assert fake_cudnn.executed.count("gradient") == passes + 1
@@ -280,7 +280,7 @@ def test_a_failure_of_attention_is_warned_of_and_blocks_take_over(monkeypatch):
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("width, warns", [(4, False), (136, False), (40, True)])
 def test_heads_that_cudnn_does_not_take(width, warns):
-    made = attending(np.float16, sizes=(11, 30, width, 1, 1))
+    made = attending(np.float16, context_length=30, width=width, layers=1, heads=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(made, 1, 20)
@@ -294,4 +294,4 @@ def test_no_more_graphs_than_a_limit(monkeypatch):
     made = attending(np.float16)
     for length in (10, 20, 30, 40):
         made.loss(*np.zeros((2, 1, length), int))
-    assert fake_cudnn.executed.count("attention") == 1 + 2 * SIZES[3]  # one graph is that of the proof
+    assert fake_cudnn.executed.count("attention") == 1 + 2 * SIZES["layers"]  # one graph is that of the proof
