@@ -70,7 +70,7 @@ def child_mpishard(setting: Setting, name: str, dtype: str) -> dict[str, Any]:
     for each in parameters:
         parameters.assign(each, arrays.on_device_of(given[f"weight {each}"], like=parameters.flat))
     tokens, targets = given["tokens"], given["targets"]
-    alone = float(model.loss(tokens, targets))  # which also proves cuDNN's attention
+    alone = float(model.loss(tokens, targets))
     calls = counted_calls_of_cudnn()
 
     def run(scale: float) -> tuple[float, dict[str, Any]]:
