@@ -53,7 +53,15 @@ def measured(steps: int, small: bool) -> None:
         # A pipeline of few layers: two micro-batches a stage leave products of a sensible size.
         options: dict[str, Any] = {"microbatches": 2 * pipeline} if pipeline > 1 else {}
         with mpishard.Mesh(tensor=tensor, pipeline=pipeline) as mesh:
-            model = mpishard.nn.GPT(VOCABULARY, length, width, layers, heads, mesh=mesh, **options)
+            model = mpishard.nn.GPT(
+                vocabulary_size=VOCABULARY,
+                context_length=length,
+                width=width,
+                layers=layers,
+                heads=heads,
+                mesh=mesh,
+                **options,
+            )
             config = mpishard.ShardingConfiguration(mesh, minimum_parameter_group_size=BUCKET)
             optimizer = mpishard.HybridShardedOptimizer(mpishard.AdamW(lr=1e-3), config, zero_stage=zero_stage)
             tokens = np.random.default_rng(mesh.data.rank).integers(0, VOCABULARY, (sequences // data, length))

@@ -32,6 +32,7 @@ import children
 
 RANKS = 2
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 256, 256, 256, 4, 8
+SIZES: Any = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS)
 SEQUENCES = 16  # a step, over all ranks
 KEY_VALUE_HEADS, HIDDEN = 4, 688  # of the Llama
 LEARNING_RATE = 1e-3
@@ -121,9 +122,9 @@ def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     model: Any
     if kind == "llama":
         options = {"key_value_heads": KEY_VALUE_HEADS, "hidden": HIDDEN}
-        model = mpishard.nn.Llama(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **options)
+        model = mpishard.nn.Llama(**SIZES, mesh=mesh, **options)
     else:
-        model = mpishard.nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **options)
+        model = mpishard.nn.GPT(**SIZES, mesh=mesh, **options)
     config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
     strategy = mpishard.ZeRO3Optimizer if kind == "zero3" else mpishard.DDPOptimizer
     optimizer = strategy(mpishard.AdamW(lr=LEARNING_RATE), config)

@@ -56,6 +56,12 @@ PACKAGES = (
 FASTER = ("nvidia-cudnn-frontend", "nvmath-python")  # attention as one kernel; bias and GELU in those of products
 
 
+def model_sizes(sizes: dict[str, int]) -> dict[str, Any]:
+    """Keywords of a model of mpishard."""
+    names = {"vocabulary_size": "vocabulary", "context_length": "context"}
+    return {name: sizes[names.get(name, name)] for name in (*names, "width", "layers", "heads")}
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the command line chose, as children get it.

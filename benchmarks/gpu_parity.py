@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import Setting
+from gpu_machine import Setting, model_sizes
 
 MODELS: dict[str, dict[str, Any]] = {"GPT": {}, "GPT, tied": {"tied": True}, "Llama": {}}
 DTYPES = ("float32", "float16", "bfloat16")
@@ -38,8 +38,7 @@ def make_model(setting: Setting, name: str, **options: Any) -> Any:
     options |= MODELS[name]
     if name == "Llama":
         options |= {"key_value_heads": sizes["groups"], "epsilon": EPSILON}
-    architecture = [sizes[each] for each in ("vocabulary", "context", "width", "layers", "heads")]
-    return getattr(mpishard.nn, name.split(",")[0])(*architecture, **options)
+    return getattr(mpishard.nn, name.split(",")[0])(**model_sizes(sizes), **options)
 
 
 def child(setting: Setting, kind: str) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def child_mpishard(setting: Setting, name: str, dtype: str) -> dict[str, Any]:
     for each in parameters:
         parameters.assign(each, arrays.on_device_of(given[f"weight {each}"], like=parameters.flat))
     tokens, targets = given["tokens"], given["targets"]
-    alone = float(model.loss(tokens, targets))  # which also proves cuDNN's attention
+    alone = float(model.loss(tokens, targets))
     calls = counted_calls_of_cudnn()
 
     def run(scale: float) -> tuple[float, dict[str, Any]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import Setting, in_turns, median_ratio, timed
+from gpu_machine import Setting, in_turns, median_ratio, model_sizes, timed
 
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
@@ -48,8 +48,7 @@ def child_memory(setting: Setting, kind: str) -> dict[str, Any] | None:
     if hook is not None:
         hook.__enter__()
     options = {"tied": True, "compute_dtype": ml_dtypes.bfloat16, "sharded_parameters": kind == "ZeRO-3"}
-    architecture = [sizes[name] for name in ("vocabulary", "context", "width", "layers", "heads")]
-    model = mpishard.nn.GPT(*architecture, mesh=mesh, module=module, **options)
+    model = mpishard.nn.GPT(**model_sizes(setting.gpt), mesh=mesh, module=module, **options)
     config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
     strategies = (mpishard.DDPOptimizer, mpishard.ZeRO1Optimizer, mpishard.ZeRO2Optimizer, mpishard.ZeRO3Optimizer)
     optimizer: Any = dict(zip(STRATEGIES, strategies, strict=True))[kind](mpishard.AdamW(lr=1e-4), config)
@@ -98,9 +97,8 @@ def child_bandwidth(setting: Setting) -> dict[str, Any]:
     source, target = filled(size), filled(size)
     ops = operations(source)
     # An optimizer with the tensors of the GPT updates them as in training: all ranges in one launch.
-    sizes = setting.gpt
     model = mpishard.nn.GPT(
-        *(sizes[name] for name in ("vocabulary", "context", "width", "layers", "heads")),
+        **model_sizes(setting.gpt),
         mesh=mesh,
         module=module,
         tied=True,

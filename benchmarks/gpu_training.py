@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gpu_machine import Setting
+from gpu_machine import Setting, model_sizes
 
 KINDS = {
     "mpishard": "mpishard",
@@ -79,12 +79,10 @@ def mpishard_step(setting: Setting, kind: str = "mpishard") -> Step:
     import mpishard
     from mpishard.backend import array as arrays
 
-    sizes = setting.gpt
     mesh = mpishard.Mesh()
     module = setting.use_device(mesh)
-    architecture = [sizes[name] for name in ("vocabulary", "context", "width", "layers", "heads")]
     options = {"tied": True, "compute_dtype": ml_dtypes.bfloat16}
-    model = mpishard.nn.GPT(*architecture, mesh=mesh, module=module, **options)
+    model = mpishard.nn.GPT(**model_sizes(setting.gpt), mesh=mesh, module=module, **options)
     config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
     optimizer = mpishard.DDPOptimizer(mpishard.AdamW(lr=LEARNING_RATE, eps=EPSILON), config)
     tokens, targets = batches(setting, WARM_UP + steps_of(setting))

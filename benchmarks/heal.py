@@ -34,8 +34,16 @@ KILL_AFTER = 5  # steps
 TORCH_KILL_AFTER, TORCH_SAVE_EVERY = 7, 5
 MOST_STEPS = 5000  # of a run that ends when its workers are as many as it waits for
 MESHES = [{"data": 2, "tensor": 2, "pipeline": 2}, {"data": 7}]
-SMALL = {"sizes": (64, 32, 64, 2, 4), "sequences": 16, "micro_batch_size": 1}
-LARGE = {"sizes": (256, 256, 256, 4, 8), "sequences": 16, "micro_batch_size": 8}
+SMALL = {
+    "sizes": dict(vocabulary_size=64, context_length=32, width=64, layers=2, heads=4),
+    "sequences": 16,
+    "micro_batch_size": 1,
+}
+LARGE = {
+    "sizes": dict(vocabulary_size=256, context_length=256, width=256, layers=4, heads=8),
+    "sequences": 16,
+    "micro_batch_size": 8,
+}
 
 
 def optimizer_and_problem(mesh: Any, **options: Any) -> Any:
@@ -50,16 +58,16 @@ def problem_on(mesh: Any, sizes: Any, sequences: int, micro_batch_size: int, ste
 
     import mpishard
 
-    vocabulary, context, *rest = sizes
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (4 * sequences, context + 1))
-    model = mpishard.nn.GPT(vocabulary, context, *rest, mesh=mesh, shards=shards)
+    shape = 4 * sequences, sizes["context_length"] + 1
+    tokens = np.random.default_rng(0).integers(0, sizes["vocabulary_size"], shape)
+    model = mpishard.nn.GPT(**sizes, mesh=mesh, shards=shards)
     return mpishard.OptimizationProblem.for_model(
         model,
         lambda samples: (tokens[samples, :-1], tokens[samples, 1:]),
         samples=len(tokens),
         batch_size=sequences,
         micro_batch_size=micro_batch_size,
-        tokens_per_sample=context,
+        tokens_per_sample=sizes["context_length"],
         steps=steps,
     )
 

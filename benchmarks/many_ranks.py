@@ -47,7 +47,7 @@ def work() -> None:
     times["mesh"] = since_start()
     import numpy as np
 
-    model = mpishard.nn.GPT(64, 16, 32, 2, 2, mesh=mesh)
+    model = mpishard.nn.GPT(vocabulary_size=64, context_length=16, width=32, layers=2, heads=2, mesh=mesh)
     optimizer = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), mesh)
     tokens = np.random.default_rng(mesh.rank).integers(0, 64, (2, 17))
 

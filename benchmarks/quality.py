@@ -41,7 +41,15 @@ def train(kind: str, seed: int, steps: int, settings: dict[str, Any]) -> None:
 
     with mpishard.Mesh() as mesh:
         text, held_out = windows(standard_library_text(), CONTEXT).split(0.05)
-        model = mpishard.nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, seed=seed, mesh=mesh)
+        model = mpishard.nn.GPT(
+            vocabulary_size=VOCABULARY,
+            context_length=CONTEXT,
+            width=WIDTH,
+            layers=LAYERS,
+            heads=HEADS,
+            seed=seed,
+            mesh=mesh,
+        )
         rate = mpishard.cosine(LEARNING_RATE, steps=steps, warmup=min(WARM_UP, steps // 5), floor=LEARNING_RATE / 20)
         optimizer = optimizer_of(kind, mpishard.AdamW(lr=rate, betas=BETAS), mesh, max_gradient_norm=CLIP, **settings)
         problem = mpishard.OptimizationProblem.for_model(

@@ -158,7 +158,9 @@ def train(way: str, steps: int, folder: str) -> None:
 
     with mpishard.Mesh() as mesh:
         text = windows(standard_library_text(), CONTEXT)
-        model = mpishard.nn.GPT(256, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh)
+        model = mpishard.nn.GPT(
+            vocabulary_size=256, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS, mesh=mesh
+        )
         record = mpishard.RunRecord(folder, mesh)
         note, found = (in_turns if way == "turns" else by_parts)(record, mesh.ledger)
         config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, max_gradient_norm=1.0)

@@ -73,7 +73,9 @@ def run(repeats: int, steps: int) -> dict[str, Any]:
         tokens = random.integers(0, VOCABULARY, (SEQUENCES // axis.size, CONTEXT + 1))
         trained = []
         for reproducible in (True, False):
-            model = mpishard.nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS)
+            model = mpishard.nn.GPT(
+                vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS
+            )
             config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, reproducible=reproducible)
             optimizer = mpishard.DDPOptimizer(mpishard.AdamW(lr=1e-3), config)
 

@@ -58,7 +58,14 @@ def train(name: str, windows: int, steps: int, job_number: int) -> None:
     with mpishard.Mesh() as mesh:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[(job_number + mesh.rank) % len(cores)]})
-        model = mpishard.nn.GPT(256, job.context, job.width, job.layers, job.heads, mesh=mesh)
+        model = mpishard.nn.GPT(
+            vocabulary_size=256,
+            context_length=job.context,
+            width=job.width,
+            layers=job.layers,
+            heads=job.heads,
+            mesh=mesh,
+        )
         config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, max_gradient_norm=1.0)
         optimizer = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), config)
         own = len(range(windows)[mesh.rank :: mesh.size])

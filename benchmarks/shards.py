@@ -70,7 +70,13 @@ def child(kind: Kind, steps: int) -> dict[str, Any]:
     sizes = WIDE if kind.wide else MODEL
     with mpishard.Mesh(tensor=TENSOR[kind.ranks]) as mesh:
         model = mpishard.nn.GPT(
-            sizes.vocabulary, sizes.context, sizes.width, sizes.layers, sizes.heads, mesh=mesh, shards=kind.shards
+            vocabulary_size=sizes.vocabulary,
+            context_length=sizes.context,
+            width=sizes.width,
+            layers=sizes.layers,
+            heads=sizes.heads,
+            mesh=mesh,
+            shards=kind.shards,
         )
         words = np.random.default_rng(0).integers(0, sizes.vocabulary, (sizes.sequences, sizes.context + 1))
         config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, reproducible=kind.reproducible)

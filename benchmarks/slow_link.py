@@ -155,7 +155,9 @@ def train(kind: str, steps: int, target: float, group_size: int) -> None:
 
     with mpishard.Mesh() as mesh:
         text = windows(standard_library_text(), CONTEXT)
-        model = mpishard.nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh)
+        model = mpishard.nn.GPT(
+            vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS, mesh=mesh
+        )
         rule = mpishard.AdamW(lr=mpishard.warmup(LEARNING_RATE, WARM_UP), betas=BETAS)
         problem = mpishard.OptimizationProblem.for_model(
             model, text.batch, samples=len(text), batch_size=BATCH, steps=steps, tokens_per_sample=CONTEXT

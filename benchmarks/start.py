@@ -69,7 +69,7 @@ def job() -> None:
     from mpishard import nn
 
     with mpishard.Mesh() as mesh:
-        model = nn.GPT(256, 64, width=64, layers=2, heads=4)
+        model = nn.GPT(vocabulary_size=256, context_length=64, width=64, layers=2, heads=4)
         optimizer = mpishard.ZeRO2Optimizer(mpishard.AdamW(), mpishard.ShardingConfiguration(mesh, max_gradient_norm=1))
         texts = np.random.default_rng(0).integers(0, 256, (64, 65))
         problem = mpishard.OptimizationProblem.for_model(

@@ -44,7 +44,7 @@ def task(model: nn.GPT, text: Windows, seed: int, steps: int | None = None) -> m
 
 
 def make(mesh: mpishard.Mesh, seed: int) -> tuple[nn.GPT, mpishard.ZeRO1Optimizer]:
-    model = nn.GPT(256, CONTEXT, width=32, layers=1, heads=2, mesh=mesh, seed=seed)
+    model = nn.GPT(vocabulary_size=256, context_length=CONTEXT, width=32, layers=1, heads=2, mesh=mesh, seed=seed)
     config = mpishard.ShardingConfiguration(mesh, reproducible=True, max_gradient_norm=1.0)
     return model, mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-2), config)
 

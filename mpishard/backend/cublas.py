@@ -282,8 +282,7 @@ class CublasLt:
         with backend_of(like).on_device_of(like):
             self._handle = lt.create()
         self._plans: dict[tuple[FeedForwardShape, np.dtype], _Plan] = {}
-        self.usable = True  # nothing has failed so far
-        self.proven: set[np.dtype] = set()  # precisions in which a small problem was right; filled by callers
+        self.usable = True  # until it refuses a shape
 
     def takes(self, shape: FeedForwardShape, half: np.dtype, like: Array) -> bool:
         """Return True if cuBLASLt has a kernel for a shape, which is then chosen."""
@@ -296,18 +295,14 @@ class CublasLt:
                 with backend_of(like).on_device_of(like):
                     self._plans[key] = _Plan(self._lt, self._handle, shape, half)
             except Exception as error:  # of several classes, some of them nvmath's own
-                self.give_up(f"cuBLASLt has no kernel with the epilogue for {shape} in {half} ({error})")
+                self.usable = False
+                LIBRARY.warn_once(f"cuBLASLt has no kernel with the epilogue for {shape} in {half} ({error})")
         return key in self._plans
 
     def forward(self, x_nc: Array, weight_cd: Array, bias_d: Array, before_nd: Array, y_nd: Array) -> None:
         """``before = x W + bias`` and ``y = GELU(before)``, of a shape that `takes` was asked for."""
         plan = self._plans[FeedForwardShape(len(x_nc), x_nc.shape[1], y_nd.shape[1]), y_nd.dtype]
         plan.execute(weight_cd, x_nc, bias_d, before_nd, y_nd)
-
-    def give_up(self, problem: str) -> None:
-        """Take no more shapes, and say why."""
-        self.usable = False
-        LIBRARY.warn_once(problem)
 
 
 class _Plan:

@@ -17,7 +17,7 @@ from mpishard.nn.block import GatedMLP
 from mpishard.nn.device_attention import BLOCK as DEVICE_BLOCK
 from mpishard.nn.device_attention import group_sizes
 from mpishard.nn.norms import LayerNorm
-from mpishard.nn.options import PipelineOptions
+from mpishard.nn.options import microbatches_on
 from mpishard.nn.products import ALIGNED, padded_extent
 from mpishard.nn.tensor_parallel import most_sums, nodes_by_rank, summed_by_mpi
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD
@@ -470,7 +470,7 @@ class Workload:
         length = architecture.context_length if self.length is None else self.length
         if not 1 <= length <= architecture.context_length:
             raise ValueError(f"sequences of {length} tokens, but the model takes 1 to {architecture.context_length}")
-        microbatches = PipelineOptions(microbatches=self.microbatches).microbatches_on(layout.pipeline)
+        microbatches = microbatches_on(layout.pipeline, self.microbatches)
         return BatchShape(self.batch, length, microbatches)
 
 

@@ -4,8 +4,8 @@ Input: token ids, a mesh, and parameters in a ``FlatParameters``.
 Output: the loss, and gradients in the buckets of these parameters, marked ready as each layer finishes.
 
 Read ``layers`` first, the base class; then a model from below, ``linear``, ``norms``, ``attention``, ``block``,
-``units``, ``chunk``, ``decoder``, ``models``; ``architecture`` and ``options``: their sizes; ``formulas``,
-``kernels`` and ``device_kernels``: their loops, and ``checks`` before these; ``pretrained`` and ``generation`` last.
+``units``, ``chunk``, ``decoder``, ``models``; ``architecture`` and ``options``: their sizes; ``kernels``
+and ``device_kernels``: their loops, and ``checks`` before these; ``pretrained`` and ``generation`` last.
 
 They write gradients straight into a ``FlatParameters`` and allocate nothing after their first step.  One set of layers
 serves one rank and many: split over the tensor axis, cut into pipeline stages, sharded over the data axis.
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mpishard.nn.linear import Linear, TiedLinear
     from mpishard.nn.models import GPT, Llama
     from mpishard.nn.norms import LayerNorm, RMSNorm
-    from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
     from mpishard.nn.pretrained import export_pretrained, import_pretrained
     from mpishard.nn.rotary import RopeScaling, Rotary
     from mpishard.nn.tensor_parallel import TensorParallel
@@ -52,11 +51,8 @@ __all__ = [
     "Linear",
     "Llama",
     "LlamaArchitecture",
-    "MemoryOptions",
     "OutputHead",
-    "PipelineOptions",
     "PositionEmbedding",
-    "Precision",
     "RMSNorm",
     "RopeScaling",
     "Rotary",
@@ -83,7 +79,6 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "linear": "Linear TiedLinear",
             "models": "GPT Llama",
             "norms": "LayerNorm RMSNorm",
-            "options": "MemoryOptions PipelineOptions Precision",
             "pretrained": "export_pretrained import_pretrained",
             "rotary": "RopeScaling Rotary",
             "tensor_parallel": "TensorParallel",

@@ -342,7 +342,7 @@ class CausalSelfAttention(Layer):
             return None
         _, _, batch, heads, _, width = self._shape_of_heads(qkv_nd, length)
         shape = AttentionShape(batch, heads, heads, length, width, in_rows=True)
-        return fused_mixing(self.matmul, self.ops, self.mixing.scale, shape, qkv_nd, work)
+        return fused_mixing(self.matmul, self.mixing.scale, shape, qkv_nd, work)
 
     def _attend_in_rows(self, fused: FusedMixing, x_nc: Array, qkv_nd: Array, work: Workspace, length: int) -> Array:
         """As `_attend`, in half precision, and without a copy of the heads in another order."""

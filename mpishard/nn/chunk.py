@@ -20,7 +20,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.layout.tensors import ModelParallelRank
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.block import TransformerBlock
-from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
+from mpishard.nn.options import ModelOptions
 from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import Batch, EmbeddingUnit, OutputHead, Unit
 from mpishard.nn.workspace import Workspace
@@ -445,38 +445,36 @@ class LocalChunks:
         self,
         architecture: DecoderArchitecture,
         mesh: Mesh | None,
-        pipeline: PipelineOptions,
-        precision: Precision,
-        memory: MemoryOptions,
+        options: ModelOptions,
         seed: int,
         module: Any,
     ) -> None:
         place = ModelParallelRank() if mesh is None else mesh.place
-        stages = place.pipeline_size * pipeline.chunks
-        costs = pipeline.stage_costs
+        stages = place.pipeline_size * options.chunks
+        costs = options.stage_costs
         if isinstance(costs, str):  # "measured"
             world = Axis.single("world") if mesh is None else mesh.world
-            costs = measure_costs(architecture, precision.dtype, world, precision.compute_dtype, module)
+            costs = measure_costs(architecture, options.dtype, world, options.compute_dtype, module)
         cut = architecture.cut(stages, costs)
         self.parameters: FlatParameters = FlatParameters(
-            architecture.specs(stages, memory.sequence_parallel, costs),
-            precision.dtype,
+            architecture.specs(stages, options.sequence_parallel, costs),
+            options.dtype,
             module=module,
             place=place,
-            units=architecture.tensors_by_unit(sequence_parallel=memory.sequence_parallel),
-            sharded_over=mesh.data if mesh is not None and memory.sharded_parameters else None,
+            units=architecture.tensors_by_unit(sequence_parallel=options.sequence_parallel),
+            sharded_over=mesh.data if mesh is not None and options.sharded_parameters else None,
         )
-        self.scratch: Workspace = Workspace(precision.dtype, module)
+        self.scratch: Workspace = Workspace(options.dtype, module)
         axis = None if mesh is None else mesh.tensor
-        tensor = TensorParallel(axis, memory.sequence_parallel, architecture.shards, self.scratch.scratch)
+        tensor = TensorParallel(axis, options.sequence_parallel, architecture.shards, self.scratch.scratch)
         self._keeping: KeepAll | ActivationCheckpointing = KeepAll()
-        if memory.recompute or precision.storage_dtype is not None:
-            self._keeping = ActivationCheckpointing(self.scratch, memory.recompute, precision.storage_dtype)
+        if options.recompute or options.storage_dtype is not None:
+            self._keeping = ActivationCheckpointing(self.scratch, options.recompute, options.storage_dtype)
         self.chunks: list[Chunk] = []
         for stage in (stage for stage in range(stages) if place.runs(stage)):
-            units = [architecture.build(name, sequence_parallel=memory.sequence_parallel) for name in cut[stage]]
+            units = [architecture.build(name, sequence_parallel=options.sequence_parallel) for name in cut[stage]]
             for unit in units:
-                unit.bind(self.parameters, tensor, precision.compute_dtype)
+                unit.bind(self.parameters, tensor, options.compute_dtype)
                 if _draws.get() and (mesh is None or mesh.initial_values):
                     unit.initialize(seed)
                 if isinstance(unit, OutputHead):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import config_or_kwargs, integer, reject_unknown, shown
+from mpishard.arguments import integer, shown
 from mpishard.backend.array import check_module
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import PRODUCT, Ledger
@@ -21,7 +21,7 @@ from mpishard.nn.chunk import Chunk, LocalChunks
 from mpishard.nn.generation import Generation, agreed_request, lengths_of_change, ranks_of_one_model
 from mpishard.nn.inputs import Inputs
 from mpishard.nn.layers import Layer
-from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model, shows_fields
+from mpishard.nn.options import ModelOptions, microbatches_on, settings_of_model
 from mpishard.nn.products import Matmul, check_compute_dtype, warn_if_slow, weights_stay
 from mpishard.nn.units import Batch
 from mpishard.nn.workspace import KeyValueCache
@@ -94,18 +94,40 @@ class Decoder:
         The sizes of the model, and its layers.
     mesh : Mesh, optional
         Default: one rank alone.
-    pipeline : PipelineOptions, optional
-        The cut of the model into stages, and their schedule.
-    precision : Precision, optional
-        Dtypes: float32, unless others are given.
-    memory : MemoryOptions, optional
-        What saves memory: recomputation, sequence parallelism, sharded parameters.
     seed : int
         Seed of the initial values, and of the masks of dropout.
     module : module
         ``numpy`` or ``cupy``: where parameters, activations and computed logits live.  Tokens may be of either.
-    **options : any
-        Fields of `PipelineOptions`, `Precision` and `MemoryOptions` by their names, in place of these values.
+    schedule : str
+        The order in which pipeline stages work, one of `mpishard.pipeline.schedule.SCHEDULES`.
+    chunks : int
+        Model chunks of a pipeline rank, for the interleaved schedule.
+    microbatches : int, optional
+        Number of micro-batches into which a batch is cut along its first dimension; some may be empty.  Default: 1; on
+        a pipeline 4 times the number of its ranks.  A training loop with ``reproducible=True`` cuts batches itself,
+        in the same way on every mesh, and leaves this out.
+    stage_costs : "measured" or sequence of float, optional
+        The times of the `Architecture.units` by which the model is cut into stages, given or measured on the mesh's
+        first rank.  Default: blocks evenly.
+    dtype : dtype
+        float32 or float64: parameters, gradients and activations.
+    compute_dtype : dtype, optional
+        Multiply matrices in float16 or ml_dtypes.bfloat16, with weights and activations in float32, see
+        `mpishard.nn.products.make_matmul`.  Train in float16 with ``ShardingConfiguration(loss_scale="dynamic")``.
+        It is fast for arrays of CuPy, attention included.  For those of NumPy it is fast in bfloat16 where a library
+        multiplies it, see `mpishard.backend.gemm`, and products of attention stay in float32 then; otherwise it is
+        slow, and a warning says so.
+    storage_dtype : dtype, optional
+        Keep activations between forward and backward in float16 or ml_dtypes.bfloat16.
+    wire_dtype : dtype, optional
+        Send activations and their gradients between stages in one of these.
+    recompute : bool
+        Activation checkpointing: keep only the input of each block, and compute the rest again in the backward pass.
+    sequence_parallel : bool
+        Megatron's sequence parallelism: between tensor-parallel layers, each tensor rank has the activations of its
+        share of the tokens.
+    sharded_parameters : bool
+        Create the parameters divided (ZeRO-3), so that no rank ever has the whole model.
 
     Attributes
     ----------
@@ -128,18 +150,24 @@ class Decoder:
         On this rank, for CuPy without a GPU.
     """
 
-    @shows_fields(PipelineOptions, Precision, MemoryOptions)
     def __init__(
         self,
         architecture: DecoderArchitecture,
         *,
         mesh: Mesh | None = None,
-        pipeline: PipelineOptions | None = None,
-        precision: Precision | None = None,
-        memory: MemoryOptions | None = None,
         seed: int = 0,
         module: Any = np,
-        **options: Any,
+        schedule: str = "1f1b",
+        chunks: int = 1,
+        microbatches: int | None = None,
+        stage_costs: str | Sequence[float] | None = None,
+        dtype: Any = np.float32,
+        compute_dtype: Any = None,
+        storage_dtype: Any = None,
+        wire_dtype: Any = None,
+        recompute: bool = False,
+        sequence_parallel: bool = False,
+        sharded_parameters: bool = False,
     ) -> None:
         call = f"{type(self).__name__}()"
         if not isinstance(architecture, DecoderArchitecture):
@@ -147,45 +175,50 @@ class Decoder:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise TypeError(f"{call}: mesh={shown(mesh)} must be mpishard.Mesh(), or None")
         self.architecture: DecoderArchitecture = architecture
-        pipeline = config_or_kwargs(call, "pipeline", PipelineOptions, pipeline, options)
-        precision = config_or_kwargs(call, "precision", Precision, precision, options)
-        memory = config_or_kwargs(call, "memory", MemoryOptions, memory, options)
+        options = ModelOptions(
+            schedule=schedule,
+            chunks=chunks,
+            microbatches=microbatches,
+            stage_costs=stage_costs,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            storage_dtype=storage_dtype,
+            wire_dtype=wire_dtype,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
+            sharded_parameters=sharded_parameters,
+        )
         seed = integer("seed", seed)
-        reject_unknown(call, options)
         check_module(module)
-        if precision.compute_dtype is not None:
-            check_compute_dtype(precision.compute_dtype, precision.dtype)
-        if memory.sharded_parameters and mesh is None:
+        if compute_dtype is not None:
+            check_compute_dtype(compute_dtype, options.dtype)
+        if sharded_parameters and mesh is None:
             raise ValueError("sharded_parameters needs a mesh, over whose data axis to share them; pass mesh=")
         self.mesh = mesh
         self.token_ids: dict[str, Any] = {}
         axis = Axis.single("pipeline") if mesh is None else mesh.pipeline
-        self.microbatches: int = pipeline.microbatches_on(axis.size)
-        plan = make_schedule(pipeline.schedule, axis.size, self.microbatches, pipeline.chunks)
-        self.architecture.check(1 if mesh is None else mesh.tensor.size, axis.size * pipeline.chunks)
+        self.microbatches: int = microbatches_on(axis.size, microbatches)
+        plan = make_schedule(schedule, axis.size, self.microbatches, chunks)
+        self.architecture.check(1 if mesh is None else mesh.tensor.size, axis.size * chunks)
         if mesh is None or mesh.world.rank == 0:
             warn_if_bubbly(plan)
-            if precision.compute_dtype is not None:
-                warn_if_slow(precision.compute_dtype, module)
-        self._local = LocalChunks(self.architecture, mesh, pipeline, precision, memory, seed, module)
+            if compute_dtype is not None:
+                warn_if_slow(compute_dtype, module)
+        self._local = LocalChunks(self.architecture, mesh, options, seed, module)
         self.parameters: FlatParameters = self._local.parameters
-        self.parameters.model_settings = settings_of_model(
-            self.architecture, pipeline, axis.size, precision, memory, seed
-        )
+        self.parameters.model_settings = settings_of_model(self.architecture, options, axis.size, seed)
         self.parameters.sums_by_mpi = self.architecture.shards == 1
-        if precision.wire_dtype is not None:
+        if wire_dtype is not None:
             self.parameters.layout_dependence = "wire_dtype, which rounds where stages meet"
-        elif precision.storage_dtype is not None and axis.size * pipeline.chunks > 1:
+        elif storage_dtype is not None and axis.size * chunks > 1:
             self.parameters.layout_dependence = "storage_dtype, which rounds what blocks hand on within a stage"
         self.chunks: list[Chunk] = self._local.chunks
         self.blocks: list[TransformerBlock] = self._local.blocks
-        self.pipeline: Pipeline = Pipeline(
-            axis, self.chunks, pipeline.schedule, self.parameters, wire_dtype=precision.wire_dtype
-        )
+        self.pipeline: Pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
         self._traced_products = TracedProducts([unit for chunk in self.chunks for unit in chunk.units], axis.ledger)
         self._inputs = Inputs(self.architecture, module, seed)
         # A scaled loss may overflow in half precision; optimizers check for that.
-        half = precision.compute_dtype is not None
+        half = compute_dtype is not None
         self._expected: dict[str, Any] = {"over": "ignore", "invalid": "ignore"} if half else {}
 
     @property

@@ -2,7 +2,7 @@
 
 Small pieces cost more to launch than the masked half of short sequences costs to compute.  cuDNN has one kernel forward
 and few backward, which never store scores (Dao, "FlashAttention-2", 2023), as a graph that is built once for each
-shape; it is taken where it exists and is proven.
+shape; it is taken where it exists.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class CudnnAttention:
         with self._backend.on_device_of(like):
             self._handle = cudnn.create_handle()
         self._graphs: dict[tuple[AttentionShape, np.dtype, float], tuple[_Graph, _Graph] | None] = {}
-        # Whether it was right on a small problem, by what was tried; filled by callers.
-        self.proven: dict[Any, bool] = {}
 
     def builds(self, shape: AttentionShape, half: np.dtype, scale: float, like: Array) -> bool:
         """Return True if cuDNN has forward and backward for this shape, which are then built."""
@@ -365,10 +363,6 @@ def _scores(work: Workspace, name: str, *shape: int) -> Array:
 
 # In bytes, of each operand.
 ALIGNMENT = 16
-# Positions of the small problem on which attention is proven: more than a tile of any kernel, and not whole tiles.
-TRIAL_LENGTH = 150
-# Of the norm: by how many roundings of half precision two right results may differ.
-TRIAL_ROUNDINGS = 8
 
 
 class FusedMixing:
@@ -460,20 +454,17 @@ def choose_mixing(
 ) -> DeviceMixing | FusedMixing:
     """By a library where it can be, else in blocks; the same in the backward pass as in the forward pass before it.
 
-    The library is used only if operands are rounded, keys and queries are of the same positions, and a small problem of
-    such heads was computed right.
+    The library is used only if operands are rounded, and keys and queries are of the same positions.
     """
     kinds, batch, groups, length, width = q_sbhtd.shape
     fused = None
     if length == keys:
-        fused = fused_mixing(
-            matmul, ops, scale, AttentionShape(batch, groups * kinds, groups, length, width), q_sbhtd, work
-        )
+        fused = fused_mixing(matmul, scale, AttentionShape(batch, groups * kinds, groups, length, width), q_sbhtd, work)
     return fused or DeviceMixing(matmul, ops, scale)
 
 
 def fused_mixing(
-    matmul: Matmul, ops: Any, scale: float, shape: AttentionShape, like: Array, work: Workspace
+    matmul: Matmul, scale: float, shape: AttentionShape, like: Array, work: Workspace
 ) -> FusedMixing | None:
     """That for a shape; None where it cannot be, see `choose_mixing`."""
     half = rounded_dtype(matmul)
@@ -483,79 +474,4 @@ def fused_mixing(
     attention = LIBRARY.on_device(like)
     if attention is None or not attention.builds(shape, half, scale, like):
         return None
-    fused = FusedMixing(attention, half, scale, shape.in_rows)
-    kinds = shape.heads // shape.groups
-    tried, otherwise = ((in_rows, kinds, shape.width, half, scale) for in_rows in (shape.in_rows, not shape.in_rows))
-    if tried not in attention.proven:
-        small = shape._replace(batch=2, heads=2 * kinds, groups=2, length=TRIAL_LENGTH)
-        blocks = DeviceMixing(matmul, ops, scale)
-        attention.proven[tried] = _is_right(attention, fused, blocks, small, half, scale, like)
-        if not attention.proven[tried]:
-            attention.proven[otherwise] = False
-    return fused if attention.proven[tried] else None
-
-
-def _is_right(
-    attention: CudnnAttention,
-    fused: FusedMixing,
-    blocks: DeviceMixing,
-    shape: AttentionShape,
-    half: np.dtype,
-    scale: float,
-    like: Array,
-) -> bool:
-    """Return True if forward and backward of a small problem are those in blocks, within the precision."""
-    if not attention.builds(shape, half, scale, like):
-        return False
-    random = np.random.default_rng(0)
-    kinds = shape.heads // shape.groups
-    extents = shape.batch, shape.groups, shape.length, shape.width
-    # As `CausalSelfAttention` gives them: rounded.
-    heads, do = (arrays.empty((number, *extents), half, like=like) for number in (kinds + 2, kinds))
-    for each in (heads, do):
-        convert(arrays.on_device_of(random.standard_normal(each.shape).astype(np.float32), like), each)
-    try:
-        results = [
-            _trial(each, heads, do, in_rows, like) for each, in_rows in ((fused, shape.in_rows), (blocks, False))
-        ]
-    except Exception as error:  # of several classes, some of them cuDNN's own
-        LIBRARY.warn_once(f"cuDNN's attention fails ({error})")
-        return False
-    precision = 2.0**-11 if half == np.float16 else 2.0**-8
-    for found, expected in zip(*results, strict=True):
-        distance = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-        if not distance < TRIAL_ROUNDINGS * precision:  # NaN is no smaller
-            what = f"cuDNN's attention of heads of {shape.width} channels"
-            LIBRARY.warn_once(f"{what} differs by {distance:.1e} from that by products")
-            return False
-    return True
-
-
-def _trial(mixing: DeviceMixing | FusedMixing, heads: Array, do: Array, in_rows: bool, like: Array) -> list[np.ndarray]:
-    """The output and the gradients with respect to queries, keys and values, on the host."""
-    work = Workspace(np.float32, arrays.module_of(like))
-    kinds, dtype = len(do), heads.dtype if in_rows else np.dtype(np.float32)
-    o, dheads = (arrays.empty(each.shape, dtype, like=like) for each in (do, heads))
-    if in_rows:
-        heads, do, o, dheads = map(_in_rows, (heads, do, o, dheads))
-    logsum = arrays.empty(do.shape[:-1], np.float32, like=like)
-    mixing.forward(heads[:kinds], heads[kinds], heads[kinds + 1], o, logsum, work)
-    delta = logsum if in_rows else (_wide(do) * o).sum(axis=-1)
-    mixing.backward(heads, logsum, o, do, delta, dheads, work)
-    gradients = arrays.to_host(_wide(dheads))
-    return [arrays.to_host(_wide(o)), gradients[:kinds], gradients[kinds], gradients[kinds + 1]]
-
-
-def _in_rows(array_sbhtd: Array) -> Array:
-    """A copy whose channels of a position lie in a row, ordered by head, kind and channel."""
-    rows = arrays.module_of(array_sbhtd).ascontiguousarray(array_sbhtd.transpose(1, 3, 2, 0, 4))
-    return rows.transpose(3, 0, 2, 1, 4)
-
-
-def _wide(array: Array) -> Array:
-    """In float32."""
-    if array.dtype == np.float32:
-        return array
-    wide = arrays.empty(array.shape, np.float32, like=array)
-    convert(array, wide)
-    return wide
+    return FusedMixing(attention, half, scale, shape.in_rows)

@@ -1,10 +1,11 @@
-"""The functions of ``formulas`` for device arrays, as CUDA functions: one pass over memory each, no temporary arrays.
+"""The functions of ``kernels`` for device arrays, as CUDA functions: one pass over memory each, no temporary arrays.
 
-Arrays are C-contiguous.  Sums are taken in an order that the shape alone decides: bits depend neither on timing nor on
-the device, nor on where in memory an array begins.  Results that only products take may be stored in half precision:
-the ``y`` of norms and activations, heads that are split or columns that are merged, and the ``rounded`` results of the
-softmax may have dtype float16, or uint16 for the bits of bfloat16, where the other arrays are float32.  See
-``cuda/rows.cuh`` for how threads share rows, which the numbers here must fit.
+What they compute is said there.  Arrays are C-contiguous.  A row whose index or target is out of range becomes NaN.
+Sums are taken in an order that the shape alone decides: bits depend neither on timing nor on the device, nor on where
+in memory an array begins.  Results that only products take may be stored in half precision: the ``y`` of norms and
+activations, heads that are split or columns that are merged, and the ``rounded`` results of the softmax may have dtype
+float16, or uint16 for the bits of bfloat16, where the other arrays are float32.  See ``cuda/rows.cuh`` for how threads
+share rows, which the numbers here must fit.
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ def causal_softmax(
     scale: float,
     rounded_gkq: Array | None = None,
 ) -> None:
+    """With `rounded`, in half precision, the probabilities go there, and `scores` holds nothing defined."""
     group, keys, queries = scores_gkq.shape
     blocks = group * ceiling(queries, QUERIES)
     packs = ceiling(keys * QUERIES, SOFTMAX_THREADS * columns_of_pack(scores_gkq))  # of a thread
@@ -189,6 +191,7 @@ def causal_softmax_backward(
     rounded_gkq: Array | None = None,
     drounded_gtt: Array | None = None,
 ) -> None:
+    """With `rounded` and `drounded`, in half precision, results go there; `scores`, `dscores` hold nothing defined."""
     group, keys, queries = scores_gkq.shape
     _, all_keys, length = dscores_gtt.shape
     pack = columns_of_pack(scores_gkq, math.gcd(queries, length))
@@ -396,6 +399,10 @@ def cross_entropy(logits_nv: Array, targets_n: Indices) -> SupportsFloat:
 def cross_entropy_rounded(
     logits_np: Array, targets_n: Indices, gradient_np: Array, columns: int, scale: float
 ) -> SupportsFloat:
+    """`cross_entropy` of the first columns; `gradient` gets its gradient times a scale, and zeros in the other columns.
+
+    The logits may be overwritten.
+    """
     rows, stride = logits_np.shape
     losses_n = empty(rows, np.float64, like=logits_np)
     given = logits_np, targets_n, gradient_np, losses_n, rows, columns, stride, scale

@@ -1,10 +1,16 @@
-"""The functions of ``formulas`` compiled for NumPy arrays: one pass over memory each, no temporary arrays.
+"""What layers do besides products, compiled for NumPy arrays: one pass over memory each, no temporary arrays.
 
-They are compiled in groups of those that one model needs. Loops are written out plainly, since that compiles fastest
-and LLVM vectorises it. ``reassoc`` lets it vectorise sums of rows, ``contract`` lets it use fused multiply-add; NaN and
-infinity keep their meaning. An array that is read and written is one argument (two that overlap fail the check that
-guards the vectorised loop), and a loop over part of a row runs from 0 over a slice (an index that might be negative
-carries Python's wrap-around). Kernels with an exponential ask for wide vectors; most others wait for memory.
+Arrays are C-contiguous and come before the scalars; every function writes its results into arrays of the caller.
+Results that only products take may be the bits of bfloat16 (uint16). The letters after the underscore in an array's
+name are its dimensions: n tokens (n = b * t), c channels, v vocabulary, b batch, h heads, g heads of a group, t
+positions, d channels of a head or of all that is computed of a token, p pairs of these, s kinds (queries, key, value),
+k keys, q queries.
+
+The functions are compiled in groups of those that one model needs. Loops are written out plainly, since that compiles
+fastest and LLVM vectorises it. ``reassoc`` lets it vectorise sums of rows, ``contract`` lets it use fused multiply-add;
+NaN and infinity keep their meaning. An array that is read and written is one argument (two that overlap fail the check
+that guards the vectorised loop), and a loop over part of a row runs from 0 over a slice (an index that might be
+negative carries Python's wrap-around). Kernels with an exponential ask for wide vectors; most others wait for memory.
 """
 
 from __future__ import annotations
@@ -19,13 +25,16 @@ import numpy as np
 from mpishard.backend.compiled import HostFunction, before_compiling
 from mpishard.compression.kernels import upper_half
 from mpishard.nn.checks import same_extents
-from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE, GOLDEN, MIX_1, MIX_2
 
 Array = Any
+Indices = Any  # arrays of int64
 
-
-# The letters after the underscore in an array's name are its dimensions.
-Indices = Any
+# GELU in its tanh form is h * sigmoid(2 u) with u = sqrt(2 / pi) (h + 0.044715 h^3).
+# Python numbers, since a scalar of NumPy would widen float32 arrays.
+GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+GELU_CUBIC = 0.044715
+# Of splitmix64.
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class KernelGroup:
@@ -170,6 +179,10 @@ LLAMA_GROUP = KernelGroup()
 @same_extents("x_nc", "weight_c")
 @LLAMA_GROUP.kernel
 def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon: float) -> None:
+    """``y = x * scale * weight`` with ``scale = 1 / sqrt(mean(x^2) + epsilon)`` of each row.
+
+    Zhang and Sennrich (2019), equation 4.
+    """
     rows, columns = x_nc.shape
     one = x_nc.dtype.type(1)
     share = one / x_nc.dtype.type(columns)
@@ -189,6 +202,7 @@ def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon:
 def rms_norm_backward(
     dy_nc: Array, x_nc: Array, scale_n: Array, weight_c: Array, dx_nc: Array, dweight_c: Array
 ) -> None:
+    """Adds the gradients of `rms_norm` into `dx` and `dweight`."""
     rows, columns = x_nc.shape
     share = x_nc.dtype.type(1) / x_nc.dtype.type(columns)
     for n in range(rows):
@@ -205,6 +219,10 @@ def rms_norm_backward(
 
 @LLAMA_GROUP.kernel
 def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
+    """``y = SiLU(gate) * up``; `gate` and `up` become the derivatives of `y` by them.
+
+    Shazeer (2020), equation 6, with ``SiLU(h) = h sigmoid(h)``.
+    """
     wide_vectors()
     rows, columns = gate_nc.shape
     one = gate_nc.dtype.type(1)
@@ -224,6 +242,7 @@ def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
 
 @LLAMA_GROUP.kernel
 def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
+    """``dgate *= dy`` and ``dup *= dy``."""
     rows, columns = dy_nc.shape
     for n in range(rows):
         for c in range(columns):
@@ -234,6 +253,7 @@ def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
 
 @LLAMA_GROUP.kernel
 def merge_heads(x_nd: Array, heads_sbhtd: Array) -> None:
+    """Sorts heads of each kind back to columns, ordered (head, kind, channel); the adjoint of `split_heads` in `x`."""
     kinds, batch, heads, length, width = heads_sbhtd.shape
     for b in range(batch):
         for h in range(heads):
@@ -248,6 +268,11 @@ def merge_heads(x_nd: Array, heads_sbhtd: Array) -> None:
 
 @LLAMA_GROUP.kernel
 def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int) -> None:
+    """Turns pairs of channels by an angle that grows with the position, in place; with `backward` the adjoint.
+
+    Su et al. (2021, RoFormer), equation 34. Channel p is paired with p + d / 2 if `apart`, else channel 2 p with 2 p +
+    1; `cos` and `sin` may have a common factor. `apart` and `backward` are 0 or 1.
+    """
     count, length, width = x_ntd.shape
     half = width // 2
     sign = x_ntd.dtype.type(-1 if backward else 1)
@@ -274,6 +299,11 @@ def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int
 
 @kernel_apart
 def drop(x_nc: Array, keys_n: Indices, positions_n: Indices, rate: float) -> None:
+    """``x = 0`` where a number in [0, 1), drawn for each key, position and channel, is below `rate`, else
+    ``x / (1 - rate)``.
+
+    The numbers are those of splitmix64 (Steele, Lea and Flood, 2014), from the key on.
+    """
     rows, columns = x_nc.shape
     zero = x_nc.dtype.type(0)
     scale = x_nc.dtype.type(1 / (1 - rate))
@@ -299,6 +329,10 @@ LANES = 16
 @same_extents("weight_vc", "indices_n", "y_nc")
 @GROUP.kernel
 def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count: int) -> int:
+    """``y[n] = weight[indices[n] - first]``, 0 where that is outside of the table, and NaN where no rank has it.
+
+    Returns the number of indices that no rank has.
+    """
     rows, columns = y_nc.shape
     outside = 0
     for n in range(rows):
@@ -318,6 +352,7 @@ def lookup(weight_vc: Array, indices_n: Indices, y_nc: Array, first: int, count:
 @same_extents("dy_nc", "indices_n", "dweight_vc")
 @GROUP.kernel
 def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int) -> None:
+    """``dweight[indices[n] - first] += dy[n]`` where that is inside; the adjoint of a lookup."""
     rows, columns = dy_nc.shape
     for n in range(rows):
         v = indices_n[n] - first
@@ -329,6 +364,7 @@ def scatter_add(dy_nc: Array, indices_n: Indices, dweight_vc: Array, first: int)
 @same_extents("y_nc", "bias_c", "residual_nc")
 @GROUP.kernel
 def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
+    """``y += bias + residual``."""
     rows, columns = y_nc.shape
     for n in range(rows):
         for c in range(columns):
@@ -340,6 +376,10 @@ def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
 def layer_norm(
     x_nc: Array, weight_c: Array, bias_c: Array, y_nc: Array, mean_n: Array, scale_n: Array, epsilon: float
 ) -> None:
+    """``y = (x - mean) * scale * weight + bias`` with ``scale = 1 / sqrt(variance + epsilon)`` of each row.
+
+    Ba, Kiros and Hinton (2016), equation 4; the variance is the biased one.
+    """
     rows, columns = x_nc.shape
     zero = x_nc.dtype.type(0)
     one = x_nc.dtype.type(1)
@@ -373,6 +413,7 @@ def layer_norm_backward(
     dweight_c: Array,
     dbias_c: Array,
 ) -> None:
+    """Adds the gradients of `layer_norm` into `dx`, `dweight` and `dbias`."""
     rows, columns = x_nc.shape
     zero = x_nc.dtype.type(0)
     share = x_nc.dtype.type(1) / x_nc.dtype.type(columns)
@@ -398,6 +439,11 @@ def layer_norm_backward(
 @same_extents("x_nc", "bias_c")
 @GROUP.kernel
 def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
+    """``y = GELU(x + bias)``; `x` becomes the derivative.
+
+    Hendrycks and Gimpel (2016), the tanh form, ``h / 2 (1 + tanh(u))``, written as ``h sigmoid(2 u)``, which has no
+    cancellation for negative h.
+    """
     wide_vectors()
     rows, columns = x_nc.shape
     one = x_nc.dtype.type(1)
@@ -420,6 +466,7 @@ def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
 @same_extents("dx_nc", "slope_nc", "dbias_c")
 @GROUP.kernel
 def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
+    """``dx *= slope``; adds the column sums of the result into `dbias`."""
     rows, columns = dx_nc.shape
     for n in range(rows):
         for c in range(columns):
@@ -430,6 +477,7 @@ def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
 
 @GROUP.kernel
 def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
+    """Adds the bias and sorts the columns, ordered (head, kind, channel), by kind (query, key, value) and head."""
     kinds, batch, heads, length, width = heads_sbhtd.shape
     for b in range(batch):
         for t in range(length):  # before the heads: rows are then read from end to end
@@ -445,6 +493,7 @@ def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
 
 @GROUP.kernel
 def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, delta_sbht: Array) -> None:
+    """Sorts `dy` as `split_heads` does, and takes for each row of a head the inner product of `dy` and `y`."""
     kinds, batch, heads, length, width = dy_sbhtd.shape
     for b in range(batch):
         for t in range(length):
@@ -465,6 +514,12 @@ def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, delta_sbht: 
 
 @GROUP.kernel
 def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: int, scale: float) -> None:
+    """Turn scores, not yet scaled, into attention probabilities in place: a softmax over the keys of each query.
+
+    Scores lie transposed, (heads of a group, keys, queries), so that sums over keys run over whole rows; `total` is
+    scratch. Keys start at position 0, queries at `offset`, and later keys get probability 0. `logsum` gets, at the
+    positions of the queries, the logarithm of the sum of the exponentials of the scaled scores.
+    """
     wide_vectors()
     group, keys, queries = scores_gkq.shape
     zero = scores_gkq.dtype.type(0)
@@ -507,6 +562,12 @@ def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: 
 def causal_softmax_backward(
     scores_gkq: Array, dscores_gtt: Array, logsum_gt: Array, delta_gt: Array, scale: float
 ) -> None:
+    """Recompute a block of probabilities, and turn their gradient into that of the scores, in place.
+
+    Dao et al. (2022, FlashAttention), appendix B.4. `scores` has some keys and all queries from the position of the
+    first of these keys to the end; `dscores` has all keys and queries, of which those of `scores` are replaced. `delta`
+    is, for each query, the inner product of the attention output and its gradient.
+    """
     wide_vectors()
     group, keys, queries = scores_gkq.shape
     start = dscores_gtt.shape[2] - queries
@@ -529,8 +590,11 @@ def causal_softmax_backward(
 @same_extents("logits_nv", "targets_n")
 @GROUP.kernel
 def cross_entropy(logits_nv: Array, targets_n: Indices) -> float:
+    """Sum over rows of ``-log softmax(logits)[target]`` in nats; `logits` becomes the gradient of that sum.
+
+    If a target is no column the sum is NaN, and the logits stay as they are.
+    """
     rows, columns = logits_nv.shape
-    # Before anything is written, so that the logits stay as they are.
     for n in range(rows):
         if not 0 <= targets_n[n] < columns:
             return np.nan
@@ -556,6 +620,7 @@ def cross_entropy(logits_nv: Array, targets_n: Indices) -> float:
 
 @kernel_apart
 def row_maximum(logits_nv: Array, top_n: Array) -> None:
+    """The largest logit of each row, -infinity of an empty row."""
     rows, columns = logits_nv.shape
     for n in range(rows):
         top = logits_nv.dtype.type(-np.inf)
@@ -569,6 +634,11 @@ def row_maximum(logits_nv: Array, top_n: Array) -> None:
 def exponentials(
     logits_nv: Array, targets_n: Indices, top_n: Array, total_n: Array, picked_n: Array, first: int, count: int
 ) -> None:
+    """Logits become ``exp(logits - top)``; `total` their sums, `picked` the logit of the target, less the top.
+
+    Columns are a slice of the `count` of the vocabulary from `first` on; `picked` is 0 where the target is outside of
+    the slice, `total` NaN where it is outside of the vocabulary.
+    """
     rows, columns = logits_nv.shape
     for n in range(rows):
         top = top_n[n]
@@ -584,6 +654,7 @@ def exponentials(
 
 @kernel_apart
 def cross_entropy_of_sums(weights_nv: Array, targets_n: Indices, total_n: Array, picked_n: Array, first: int) -> float:
+    """The rest of `cross_entropy`, from what `exponentials` left, with `total` and `picked` of the whole vocabulary."""
     rows, columns = weights_nv.shape
     # A separate loop: the order in which the compiler adds may depend on all that is in the loop, as on the number of
     # columns, which differs between ranks; the loss must not.

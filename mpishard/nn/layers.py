@@ -21,11 +21,10 @@ import numpy as np
 
 from mpishard.arguments import number
 from mpishard.backend.array import module_of
-from mpishard.backend.kinds import backend_of
 from mpishard.backend.random import key, normal
 from mpishard.layout.boxes import box_shape
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.nn import device_kernels, formulas, kernels
+from mpishard.nn import device_kernels, kernels
 from mpishard.nn.products import Matmul, make_matmul, rounded_dtype
 from mpishard.nn.tensor_parallel import ALONE, TensorParallel
 from mpishard.nn.workspace import Workspace
@@ -35,10 +34,8 @@ Array = Any
 
 
 def operations(array: Array) -> Any:
-    """The functions of ``formulas`` for arrays like `array`: compiled for NumPy and CUDA, as they stand for others."""
-    if isinstance(array, np.ndarray):
-        return kernels
-    return device_kernels if backend_of(array).compiles_cuda else formulas
+    """The module with what layers do besides products, for arrays like `array`."""
+    return kernels if isinstance(array, np.ndarray) else device_kernels
 
 
 class Layer:

@@ -1,23 +1,12 @@
-"""A decoder-only transformer like GPT-2, on one rank or on a mesh."""
+"""Decoder-only transformers like GPT-2 and Llama, on one rank or on a mesh."""
 
 from __future__ import annotations
 
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
-import numpy as np
-
-from mpishard.comm.mesh import Mesh
 from mpishard.nn.architecture import Architecture, LlamaArchitecture
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.options import (
-    GPTOptions,
-    LlamaOptions,
-    MemoryOptions,
-    PipelineOptions,
-    Precision,
-    named_architecture,
-    shows_fields,
-)
+from mpishard.nn.options import ModelKeywords
 
 
 class GPT(Decoder):
@@ -38,24 +27,25 @@ class GPT(Decoder):
 
     Parameters
     ----------
-    *architecture : Architecture or int
-        The sizes of the model; or one by one `vocabulary_size`, `context_length`, `width`, `layers` and `heads`, which
-        `dtype` and `seed` may follow.
-    mesh : Mesh, optional
-        Default: one rank alone.
-    pipeline : PipelineOptions, optional
-        How the model is cut into stages, and their schedule.
-    precision : Precision, optional
-        Dtypes: float32, unless others are given.
-    memory : MemoryOptions, optional
-        What saves memory: recomputation, sequence parallelism, sharded parameters.
-    seed : int
-        Seed of the initial values, and of the masks of dropout.
-    module : module
-        ``numpy`` or ``cupy``: where parameters, activations and computed logits live.  Tokens may be of either.
+    vocabulary_size : int
+        Number of tokens.
+    context_length : int
+        Longest sequence.
+    width : int
+        Channels, a multiple of `heads`.
+    layers : int
+        Number of blocks.
+    heads : int
+        Attention heads in each block.
+    tied : bool
+        Whether the output head uses the table of the token embedding.
+    shards : int
+        Number of slices by which the model is defined, a divisor of `heads`; see above.
+    dropout : float
+        Rate of dropout of embeddings and of the results of attention and MLP, in training; see `nn.Dropout`.
     **options : any
-        Fields of `Architecture`, `PipelineOptions`, `Precision` and `MemoryOptions` by their names, in place of these
-        values: ``GPT(256, 64, width=64, layers=4, heads=4, mesh=mesh, schedule="gpipe", recompute=True)``.
+        Keywords of `Decoder`, with its defaults: the mesh, how the model is cut into pipeline stages, dtypes, and what
+        saves memory, such as ``mesh=mesh, schedule="gpipe", recompute=True``.
 
     Attributes
     ----------
@@ -79,57 +69,30 @@ class GPT(Decoder):
 
     architecture: Architecture
 
-    @overload
     def __init__(
         self,
-        architecture: Architecture,
         *,
-        mesh: Mesh | None = None,
-        pipeline: PipelineOptions | None = None,
-        precision: Precision | None = None,
-        memory: MemoryOptions | None = None,
-        seed: int = 0,
-        **options: Unpack[GPTOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
         vocabulary_size: int,
         context_length: int,
         width: int,
         layers: int,
         heads: int,
-        dtype: Any = np.float32,
-        seed: int = 0,
-        *,
-        mesh: Mesh | None = None,
-        **options: Unpack[GPTOptions],
-    ) -> None: ...
-
-    @shows_fields(Architecture, PipelineOptions, Precision, MemoryOptions)
-    def __init__(
-        self,
-        *architecture: Any,
-        mesh: Mesh | None = None,
-        pipeline: PipelineOptions | None = None,
-        precision: Precision | None = None,
-        memory: MemoryOptions | None = None,
-        seed: int = 0,
-        module: Any = np,
-        **options: Any,
+        tied: bool = False,
+        shards: int = 1,
+        dropout: float = 0.0,
+        **options: Unpack[ModelKeywords],
     ) -> None:
-        found = named_architecture("GPT()", Architecture, architecture, options)
-        super().__init__(
-            found,
-            mesh=mesh,
-            pipeline=pipeline,
-            precision=precision,
-            memory=memory,
-            seed=options.pop("seed", seed),
-            module=module,
-            **options,
+        architecture = Architecture(
+            vocabulary_size=vocabulary_size,
+            context_length=context_length,
+            width=width,
+            layers=layers,
+            heads=heads,
+            tied=tied,
+            shards=shards,
+            dropout=dropout,
         )
+        super().__init__(architecture, **options)
 
 
 class Llama(Decoder):
@@ -157,24 +120,38 @@ class Llama(Decoder):
 
     Parameters
     ----------
-    *architecture : LlamaArchitecture or int
-        The sizes of the model; or one by one `vocabulary_size`, `context_length`, `width`, `layers` and `heads`, which
-        `dtype` and `seed` may follow.
-    mesh : Mesh, optional
-        Default: one rank alone.
-    pipeline : PipelineOptions, optional
-        How the model is cut into stages, and their schedule.
-    precision : Precision, optional
-        Dtypes: float32, unless others are given.
-    memory : MemoryOptions, optional
-        What saves memory: recomputation, sequence parallelism, sharded parameters.
-    seed : int
-        Seed of the initial values, and of the masks of dropout.
-    module : module
-        ``numpy`` or ``cupy``: where parameters, activations and computed logits live.  Tokens may be of either.
+    vocabulary_size : int
+        Number of tokens.
+    context_length : int
+        Longest sequence.
+    width : int
+        Channels; a multiple of `heads`, unless `head_width` is given.
+    layers : int
+        Number of blocks.
+    heads : int
+        Heads of queries in each block.
+    key_value_heads : int, optional
+        Heads of keys and values, a divisor of `heads`; default: `heads`.
+    hidden : int, optional
+        Channels inside the gated network; default: 8/3 of the width, and then the next multiple of 32.
+    head_width : int, optional
+        Channels of a head, an even number; default: ``width / heads``.
+    rotary : Rotary or mapping
+        The rotary positions; a mapping has its fields.
+    bias : bool
+        Whether queries, keys and values have biases, as in Qwen2.
+    head_norms : bool
+        Whether the queries and keys of each head are normed, as in Qwen3.
+    epsilon : float
+        Of all norms.
+    tied : bool
+        Whether the output head uses the table of the token embedding.
+    shards : int
+        Number of slices by which the model is defined, a divisor of `key_value_heads`; see `Architecture`.
+    dropout : float
+        Rate of dropout of embeddings and of the results of attention and MLP, in training; see `nn.Dropout`.
     **options : any
-        Fields of `LlamaArchitecture`, `PipelineOptions`, `Precision` and `MemoryOptions` by their names, in place of
-        these values: ``Llama(256, 64, width=64, layers=4, heads=4, key_value_heads=2, rotary=nn.Rotary(5e5))``.
+        Keywords of `Decoder`, as for `GPT`.
 
     Attributes
     ----------
@@ -197,54 +174,41 @@ class Llama(Decoder):
 
     architecture: LlamaArchitecture
 
-    @overload
     def __init__(
         self,
-        architecture: LlamaArchitecture,
         *,
-        mesh: Mesh | None = None,
-        pipeline: PipelineOptions | None = None,
-        precision: Precision | None = None,
-        memory: MemoryOptions | None = None,
-        seed: int = 0,
-        **options: Unpack[LlamaOptions],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
         vocabulary_size: int,
         context_length: int,
         width: int,
         layers: int,
         heads: int,
-        dtype: Any = np.float32,
-        seed: int = 0,
-        *,
-        mesh: Mesh | None = None,
-        **options: Unpack[LlamaOptions],
-    ) -> None: ...
-
-    @shows_fields(LlamaArchitecture, PipelineOptions, Precision, MemoryOptions)
-    def __init__(
-        self,
-        *architecture: Any,
-        mesh: Mesh | None = None,
-        pipeline: PipelineOptions | None = None,
-        precision: Precision | None = None,
-        memory: MemoryOptions | None = None,
-        seed: int = 0,
-        module: Any = np,
-        **options: Any,
+        key_value_heads: int | None = None,
+        hidden: int | None = None,
+        head_width: int | None = None,
+        rotary: Any = LlamaArchitecture.rotary,
+        bias: bool = False,
+        head_norms: bool = False,
+        epsilon: float = 1e-5,
+        tied: bool = False,
+        shards: int = 1,
+        dropout: float = 0.0,
+        **options: Unpack[ModelKeywords],
     ) -> None:
-        found = named_architecture("Llama()", LlamaArchitecture, architecture, options)
-        super().__init__(
-            found,
-            mesh=mesh,
-            pipeline=pipeline,
-            precision=precision,
-            memory=memory,
-            seed=options.pop("seed", seed),
-            module=module,
-            **options,
+        architecture = LlamaArchitecture(
+            vocabulary_size=vocabulary_size,
+            context_length=context_length,
+            width=width,
+            layers=layers,
+            heads=heads,
+            key_value_heads=key_value_heads,
+            hidden=hidden,
+            head_width=head_width,
+            rotary=rotary,
+            bias=bias,
+            head_norms=head_norms,
+            epsilon=epsilon,
+            tied=tied,
+            shards=shards,
+            dropout=dropout,
         )
+        super().__init__(architecture, **options)

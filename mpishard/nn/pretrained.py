@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401 - gives NumPy the name of bfloat16
 import numpy as np
 
-from mpishard.arguments import config_or_kwargs, integer, listed, printable, reject_unknown, shown
+from mpishard.arguments import integer, listed, printable, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint, opening, text_of
 from mpishard.comm.axis import Axis
@@ -30,7 +30,7 @@ from mpishard.layout.tensors import LocalLayout, Piece, cut_holding
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.chunk import values_from_elsewhere
 from mpishard.nn.decoder import Decoder
-from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model
+from mpishard.nn.options import ModelKeywords, ModelOptions, settings_of_model
 from mpishard.nn.published import (
     DTYPES,
     HEAD,
@@ -243,25 +243,21 @@ class ImportPlan:
         except (TypeError, ValueError) as error:
             kind = ValueError if isinstance(error, ValueError) else TypeError
             raise kind(f"{folder}: {printable(str(error))}") from None
-        if given.get("precision") is None and "dtype" not in given:
+        if "dtype" not in given:
             given["dtype"] = np.float64 if any(each.dtype == "F64" for each in found.values()) else np.float32
-        parts = {
-            "pipeline": config_or_kwargs(CALL, "pipeline", PipelineOptions, given.pop("pipeline", None), given),
-            "precision": config_or_kwargs(CALL, "precision", Precision, given.pop("precision", None), given),
-            "memory": config_or_kwargs(CALL, "memory", MemoryOptions, given.pop("memory", None), given),
-        }
+        reject_unknown(CALL, {name: given[name] for name in given if name not in ModelKeywords.__annotations__})
         seed, module = integer("seed", given.pop("seed", 0)), given.pop("module", np)
-        reject_unknown(CALL, given)
+        checked = ModelOptions(**given)
         names = fingerprint({each.name: str(each) for each in stored})
         facts = {
             **{f"{CONFIG}'s {name}": _text(value) for name, value in config.items()},
             "content of the files": f"{len(stored)} tensors ({names:x})",
-            **settings_of_model(architecture, parts["pipeline"], ranks, parts["precision"], parts["memory"], seed),
-            "stage_costs": text_of(parts["pipeline"].stage_costs),
+            **settings_of_model(architecture, checked, ranks, seed),
+            "stage_costs": text_of(checked.stage_costs),
             "module": text_of(getattr(module, "__name__", module)),
         }
         ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
-        whole = {**parts, "seed": seed, "module": module}
+        whole = {**given, "seed": seed, "module": module}
         return cls(folder, table, architecture, whole, weights, found, ids, facts)
 
     @property

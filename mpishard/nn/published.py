@@ -199,7 +199,7 @@ class PublishedGPT2(Published):
         return dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 
     def build(self, architecture: Architecture, **options: Any) -> GPT:
-        return GPT(architecture, **options)
+        return GPT(**vars(architecture), **options)
 
     def queries_keys_values(self, name: str, columns: int, architecture: Architecture) -> Iterator[ColumnRange]:
         channels = architecture.width // architecture.heads
@@ -307,7 +307,7 @@ class PublishedLlama(Published):
         }
 
     def build(self, architecture: LlamaArchitecture, **options: Any) -> Llama:
-        return Llama(architecture, **options)
+        return Llama(**vars(architecture), **options)
 
     def queries_keys_values(self, name: str, columns: int, architecture: LlamaArchitecture) -> Iterator[ColumnRange]:
         channels, groups = architecture.head_width, architecture.key_value_heads

@@ -44,7 +44,7 @@ def batch(samples):
     return tokens[samples, :-1], tokens[samples, 1:]
 
 def train(mesh, elastic, callback=None, **options):
-    model = nn.GPT(11, 8, 16, 2, 2, np.float32, mesh=mesh)
+    model = nn.GPT(vocabulary_size=11, context_length=8, width=16, layers=2, heads=2, mesh=mesh)
     config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5, reproducible=True)
     optimizer = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=0.01), config)
     if elastic:

@@ -167,13 +167,13 @@ def train_in(case: Case, comm: MPI.Intracomm) -> tuple[str, str]:
     rules = {"sgd": mpishard.SGD(lr=0.1, momentum=0.9), "adamw": mpishard.AdamW(lr=1e-3)}
     with mpishard.Mesh(comm, data=case.data, tensor=case.tensor, pipeline=case.pipeline) as mesh:
         model = nn.GPT(
-            VOCABULARY,
-            LENGTH,
-            24,
-            case.layers,
-            case.heads,
-            np.float64,
-            3,
+            vocabulary_size=VOCABULARY,
+            context_length=LENGTH,
+            width=24,
+            layers=case.layers,
+            heads=case.heads,
+            dtype=np.float64,
+            seed=3,
             mesh=mesh,
             tied=case.tied,
             sequence_parallel=case.sequence_parallel,
@@ -237,7 +237,16 @@ class Made:
     @classmethod
     def of(cls, name: str, mesh: Any, seed: int = 3) -> Made:
         kind = KINDS[name]
-        model = nn.GPT(VOCABULARY, LENGTH, 16, 2, 2, np.float32, seed, mesh=mesh)
+        model = nn.GPT(
+            vocabulary_size=VOCABULARY,
+            context_length=LENGTH,
+            width=16,
+            layers=2,
+            heads=2,
+            dtype=np.float32,
+            seed=seed,
+            mesh=mesh,
+        )
         config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5, **kind.of_config)
         rule = mpishard.AdamW(lr=mpishard.cosine(0.02, steps=2 * ELASTIC_STEPS, warmup=2))
         return cls(mesh, model, getattr(mpishard, kind.optimizer)(rule, config, **kind.of_optimizer))

@@ -215,7 +215,19 @@ def run(case: Case, folder: Path) -> None:
         def problem(mesh: Any) -> Any:
             stages, shards = mesh.pipeline.size, 4 if case.long else 2 if case.moves else 1
             blocks, heads = (3, 4) if case.long else (2, 2)
-            models[:] = [nn.GPT(11, 8, 16, blocks, heads, np.float32, mesh=mesh, microbatches=stages, shards=shards)]
+            models[:] = [
+                nn.GPT(
+                    vocabulary_size=11,
+                    context_length=8,
+                    width=16,
+                    layers=blocks,
+                    heads=heads,
+                    dtype=np.float32,
+                    mesh=mesh,
+                    microbatches=stages,
+                    shards=shards,
+                )
+            ]
             size = 3 if case.long else 4 if case.moves else 2 * case.pipeline
             return mpishard.OptimizationProblem.for_model(models[0], batch, micro_batch_size=size, **options)
 

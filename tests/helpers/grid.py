@@ -53,11 +53,14 @@ class Run:
 
 def make(name: str, layers: int, heads: int, tied: bool, **options: Any) -> nn.GPT | nn.Llama:
     """A model of the grid; the Llama has grouped queries, all that Qwen2 and Qwen3 add, and dropout."""
-    sizes = VOCABULARY, LENGTH, WIDTH, layers, heads, np.float64, SEED
+    options |= dict(
+        vocabulary_size=VOCABULARY, context_length=LENGTH, width=WIDTH, layers=layers, heads=heads, dtype=np.float64
+    )
+    options |= dict(seed=SEED, tied=tied)
     if name == "gpt":
-        return nn.GPT(*sizes, tied=tied, **options)
+        return nn.GPT(**options)
     own = dict(key_value_heads=heads // 2, head_width=4, hidden=20, rotary=nn.Rotary(10.0), epsilon=1e-2, dropout=0.1)
-    return nn.Llama(*sizes, tied=tied, bias=True, head_norms=True, **own, **options)
+    return nn.Llama(bias=True, head_norms=True, **own, **options)
 
 
 @functools.cache

@@ -145,11 +145,14 @@ def train(
     """
     shape = SHAPES[case.shape]
     tokens = np.random.default_rng(1).integers(0, shape.vocabulary, (SAMPLES, shape.length + 1))
-    sizes = shape.vocabulary, shape.length, shape.width, layers or case.layers, shape.heads
     model = nn.GPT(
-        *sizes,
-        np.dtype(case.dtype),
-        case.seed,
+        vocabulary_size=shape.vocabulary,
+        context_length=shape.length,
+        width=shape.width,
+        layers=layers or case.layers,
+        heads=shape.heads,
+        dtype=case.dtype,
+        seed=case.seed,
         mesh=mesh,
         tied=case.tied,
         shards=shape.shards,

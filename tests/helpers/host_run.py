@@ -29,7 +29,9 @@ models = []
 
 
 def build(mesh: mpishard.Mesh) -> mpishard.OptimizationProblem[nn.GPT]:
-    models[:] = [nn.GPT(11, 8, 16, 3, 2, np.float32, mesh=mesh, shards=2)]
+    models[:] = [
+        nn.GPT(vocabulary_size=11, context_length=8, width=16, layers=3, heads=2, dtype=np.float32, mesh=mesh, shards=2)
+    ]
     return mpishard.OptimizationProblem.for_model(
         models[0],
         lambda samples: (tokens[samples, :-1], tokens[samples, 1:]),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import layer_formulas
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.nn import formulas
 from mpishard.nn.layers import Layer
 
 # The arrays of a function, by the letters of their extents, and the numbers after them.
@@ -37,9 +37,9 @@ KEYS = [(0, 20), (0, 7), (7, 13), (13, 20), (19, 20)]
 
 
 def use_formulas(layers: Iterable[Layer]) -> None:
-    """Let layers compute by formulas in the place of kernels, as on devices."""
+    """Let layers compute by formulas in the place of kernels."""
     for layer in layers:
-        layer.ops = formulas
+        layer.ops = layer_formulas
         use_formulas(layer.children)
 
 

@@ -86,10 +86,22 @@ class Session:
         self.mesh = mpishard.Mesh(comm, data=layout.data, tensor=layout.tensor, pipeline=layout.pipeline)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*micro-batches for .* pipeline stages")
-            sizes = (grid.VOCABULARY, grid.LENGTH, grid.WIDTH, layout.layers, layout.heads, np.float64, seed)
-            options = {"chunks": 2 if layout.schedule == "interleaved" else 1, "microbatches": layout.pipeline}
+            options: dict[str, Any] = {
+                "chunks": 2 if layout.schedule == "interleaved" else 1,
+                "microbatches": layout.pipeline,
+            }
             options |= {"tied": layout.tied, "schedule": layout.schedule, "sharded_parameters": layout.zero == 3}
-            self.model = nn.GPT(*sizes, mesh=self.mesh, **options)
+            self.model = nn.GPT(
+                vocabulary_size=grid.VOCABULARY,
+                context_length=grid.LENGTH,
+                width=grid.WIDTH,
+                layers=layout.layers,
+                heads=layout.heads,
+                dtype=np.float64,
+                seed=seed,
+                mesh=self.mesh,
+                **options,
+            )
         # Few buckets, for time: several in every layout, and tensors that they cut.
         config = mpishard.ShardingConfiguration(
             self.mesh, max_gradient_norm=grid.CLIP, minimum_parameter_group_size=5000

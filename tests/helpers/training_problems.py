@@ -37,7 +37,18 @@ def gpt_problem(**options):
 
 def large_gpt_problem(mesh=None, micro_batch_size=None, **options):
     """Of a model that can be cut into four stages and over two, three or four tensor ranks."""
-    model = nn.GPT(11, 8, 24, 4, 12, np.float64, 3, mesh=mesh, tied=True, **options)
+    model = nn.GPT(
+        vocabulary_size=11,
+        context_length=8,
+        width=24,
+        layers=4,
+        heads=12,
+        dtype=np.float64,
+        seed=3,
+        mesh=mesh,
+        tied=True,
+        **options,
+    )
     return OptimizationProblem.for_model(
         model,
         lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),

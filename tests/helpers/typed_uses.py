@@ -43,9 +43,9 @@ def own_gradient(mesh: mpishard.Mesh, record: mpishard.RunRecord, start: Vector)
 
 def model(mesh: mpishard.Mesh, batch: Callable[[NDArray[np.int64]], tuple[Any, ...]]) -> None:
     gpt = nn.GPT(vocabulary_size=256, context_length=64, width=64, layers=2, heads=4, mesh=mesh)
-    nn.GPT(256, 64, width=64, layers=2, headss=4)  # type: ignore[call-overload]
-    nn.GPT(gpt.architecture, mesh=mesh, pipeline=nn.PipelineOptions("gpipe", microbatches=8))
-    nn.GPT(gpt.architecture, pipeline="gpipe")  # type: ignore[call-overload]
+    nn.GPT(vocabulary_size=256, context_length=64, width=64, layers=2, headss=4)  # type: ignore[call-arg]
+    nn.Decoder(gpt.architecture, mesh=mesh, schedule="gpipe", microbatches=8)
+    nn.Decoder(gpt.architecture, recompute="gpipe")  # type: ignore[arg-type]
     problem = mpishard.OptimizationProblem.for_model(gpt, batch, samples=10, batch_size=5, steps=40)
     mpishard.OptimizationProblem.for_model(gpt, batch, samples=10, batchsize=5)  # type: ignore[call-arg]
     mpishard.OptimizationProblem.for_model(gpt, batch, samples=10, batch_size=5, stepps=3)  # type: ignore[call-arg]

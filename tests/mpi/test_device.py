@@ -39,12 +39,13 @@ needs_compiler = pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C+
 
 # Not enough micro-batches to fill a pipeline, but enough to add up.
 VOCABULARY, LENGTH, WIDTH, HEADS = 11, 5, 24, 24
+SIZES = dict(vocabulary_size=VOCABULARY, context_length=LENGTH, width=WIDTH, heads=HEADS)
 TOKENS, TARGETS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 3, LENGTH))
 
 
 def alone(layers):
     """Loss, gradients, logits and a text of one rank."""
-    model = nn.GPT(VOCABULARY, LENGTH, WIDTH, layers, HEADS, np.float64)
+    model = nn.GPT(**SIZES, layers=layers, dtype=np.float64)
     loss = model.loss_and_gradient(TOKENS, TARGETS)
     gradients = {name: model.parameters.gradient(name)[0].copy() for name in model.parameters}
     return loss, gradients, model.logits(TOKENS), model.generate([1, 2], 2)
@@ -57,7 +58,7 @@ def test_the_same_as_on_the_host_of_one_rank(comm, device, axis):
     module, shape = device.module, {"data": 1, "tensor": 1, "pipeline": 1, axis: comm.size}
     with Mesh(comm, **shape) as mesh:
         options = {"sharded_parameters": axis == "data", "sequence_parallel": axis == "tensor", "microbatches": 2}
-        model = nn.GPT(VOCABULARY, LENGTH, WIDTH, layers, HEADS, np.float64, mesh=mesh, module=module, **options)
+        model = nn.GPT(**SIZES, layers=layers, dtype=np.float64, mesh=mesh, module=module, **options)
         assert model.loss_and_gradient(TOKENS, TARGETS) == pytest.approx(loss, rel=1e-13)
         for spec, name in zip(model.parameters.local, model.parameters, strict=True):
             own = tuple(slice(*extent) for extent in model.parameters.box(name))
@@ -73,7 +74,7 @@ def test_halves_travel_between_stages(comm, device):
     module = device.module
     with Mesh(comm, pipeline=comm.size) as mesh:
         halves = {"wire_dtype": np.float16, "compute_dtype": np.float16}
-        model = nn.GPT(VOCABULARY, LENGTH, WIDTH, comm.size, HEADS, mesh=mesh, module=module, microbatches=2, **halves)
+        model = nn.GPT(**SIZES, layers=comm.size, mesh=mesh, module=module, microbatches=2, **halves)
         assert model.loss_and_gradient(TOKENS, TARGETS) == pytest.approx(alone(comm.size)[0], rel=2e-3)
 
 
@@ -82,7 +83,7 @@ def test_halves_travel_between_stages(comm, device):
 @pytest.mark.pairs
 def test_tensor_parallel_products_in_half_precision(comm, device, half, sequence_parallel):
     def run(**options):
-        model = nn.GPT(VOCABULARY, LENGTH, WIDTH, 2, HEADS, compute_dtype=half, module=device.module, **options)
+        model = nn.GPT(**SIZES, layers=2, compute_dtype=half, module=device.module, **options)
         loss = model.loss_and_gradient(TOKENS, TARGETS)
         return loss, model, {name: arrays.to_host(model.parameters.gradient(name)[0]) for name in model.parameters}
 
@@ -105,7 +106,7 @@ def test_weights_that_an_optimizer_shards_are_rounded_where_they_are_gathered(me
     """The units of a model are gathered in turns into the same memory."""
     losses = []
     for optimizer_of in (DDPOptimizer, ZeRO3Optimizer):
-        model = nn.GPT(VOCABULARY, LENGTH, WIDTH, 4, HEADS, mesh=mesh, compute_dtype=np.float16, module=device.module)
+        model = nn.GPT(**SIZES, layers=4, mesh=mesh, compute_dtype=np.float16, module=device.module)
         optimizer = optimizer_of(AdamW(lr=1e-2), mesh)
         losses.append([])
         for _ in range(3):
@@ -358,9 +359,9 @@ class Run:
     """A model and its optimizer, a step at a time."""
 
     def __init__(self, mesh, compute_dtype, strategy=DDPOptimizer, **sizes):
-        sizes = {"width": 24, "layers": 1, "heads": 2, "mesh": mesh, **sizes}
+        sizes = dict(vocabulary_size=HALF_VOCABULARY, context_length=HALF_LENGTH, width=24, layers=1, heads=2) | sizes
         self.mesh = mesh
-        self.model = nn.GPT(HALF_VOCABULARY, HALF_LENGTH, compute_dtype=compute_dtype, **sizes)
+        self.model = nn.GPT(**sizes, mesh=mesh, compute_dtype=compute_dtype)
         scale = None if compute_dtype is None else "dynamic"
         self.optimizer = strategy(AdamW(lr=3e-3), Configuration(mesh, loss_scale=scale))
         self.optimizer.bind(self.model.parameters)

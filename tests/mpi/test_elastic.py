@@ -44,7 +44,9 @@ def gpt_problem(mesh, note=None, **options):
             note(samples.tolist())
         return TOKENS[samples, :-1], TOKENS[samples, 1:]
 
-    model = nn.GPT(11, 8, 16, 1, 2, np.float32, seed=3, mesh=mesh)
+    model = nn.GPT(
+        vocabulary_size=11, context_length=8, width=16, layers=1, heads=2, dtype=np.float32, seed=3, mesh=mesh
+    )
     options = {"samples": 45, "batch_size": 16, "micro_batch_size": 2, "steps": STEPS} | options
     return OptimizationProblem.for_model(model, batch, tokens_per_sample=8, **options)
 

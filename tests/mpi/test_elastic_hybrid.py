@@ -64,7 +64,9 @@ def shape(request, comm):
 
 def make_model(mesh, dtype=np.float32, **options):
     options = {"tied": mesh.pipeline.size > 1, "microbatches": 3 if mesh.pipeline.size > 1 else 1} | options
-    return nn.GPT(11, 8, 16, 2, 2, dtype, seed=3, mesh=mesh, **options)
+    return nn.GPT(
+        vocabulary_size=11, context_length=8, width=16, layers=2, heads=2, dtype=dtype, seed=3, mesh=mesh, **options
+    )
 
 
 def problem_of(model, **options):
@@ -316,7 +318,19 @@ def ranks_of(sizes):
 
 def problem(mesh, steps=STEPS, dtype=np.float64, tied=True, **options):
     many = mesh.pipeline.size > 1
-    model = nn.GPT(11, 8, 16, 2, 2, dtype, seed=3, mesh=mesh, tied=tied, microbatches=2 if many else 1, **options)
+    model = nn.GPT(
+        vocabulary_size=11,
+        context_length=8,
+        width=16,
+        layers=2,
+        heads=2,
+        dtype=dtype,
+        seed=3,
+        mesh=mesh,
+        tied=tied,
+        microbatches=2 if many else 1,
+        **options,
+    )
     return problem_of(model, steps=steps)
 
 

@@ -71,7 +71,15 @@ def test_bytes_of_a_step(comm, what, zero_stage, options):
             warnings.simplefilter("ignore", UserWarning)
             kind, sizes_of_kind = (GPT, {}) if llama is None else (Llama, {"head_width": 6, **llama})
             model = kind(
-                VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **architecture, **sizes_of_kind, **model_options
+                vocabulary_size=VOCABULARY,
+                context_length=CONTEXT,
+                width=WIDTH,
+                layers=LAYERS,
+                heads=HEADS,
+                mesh=mesh,
+                **architecture,
+                **sizes_of_kind,
+                **model_options,
             )
         config = ShardingConfiguration(mesh, minimum_parameter_group_size=2**13)
         optimizer = HybridShardedOptimizer(AdamW(lr=1e-3), config, zero_stage=zero_stage)
@@ -138,7 +146,9 @@ def test_half_precision_on_devices(comm, what, zero_stage, options, monkeypatch)
     layout = {name: value for name, value in options.items() if name != "tied"}
     with Mesh(comm, **sizes) as mesh:
         model_options = {"mesh": mesh, "module": module, "compute_dtype": np.float16, **options}
-        model = GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, **model_options)
+        model = GPT(
+            vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS, **model_options
+        )
         optimizer = HybridShardedOptimizer(AdamW(lr=1e-3), ShardingConfiguration(mesh), zero_stage=zero_stage)
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH))
         model.loss_and_gradient(tokens, tokens)

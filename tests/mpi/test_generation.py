@@ -209,7 +209,7 @@ def test_all_ranks_raise_what_one_finds(comm, folder, same_on_all):
     with Mesh(comm, tensor=comm.size if comm.size != 3 else 1) as mesh:
         with pytest.raises(FileNotFoundError, match="there is no folder"):
             nn.import_pretrained(folder / "absent", mesh)
-        model = nn.GPT(11, 5, width=8, layers=2, heads=8, mesh=mesh)
+        model = nn.GPT(vocabulary_size=11, context_length=5, width=8, layers=2, heads=8, mesh=mesh)
         nn.export_pretrained(model, folder / "gpt2")
         # Rank by rank: only the last one sees a folder without weights.
         seen = folder / ("gpt2" if comm.rank < comm.size - 1 else "absent")
@@ -221,7 +221,9 @@ def test_all_ranks_raise_what_one_finds(comm, folder, same_on_all):
             pytest.skip("the rest needs two ranks")
         other = comm.rank == comm.size - 1
         if comm.rank == 0:
-            nn.export_pretrained(nn.GPT(11, 5, width=8, layers=1, heads=8), folder / "other")
+            nn.export_pretrained(
+                nn.GPT(vocabulary_size=11, context_length=5, width=8, layers=1, heads=8), folder / "other"
+            )
         comm.barrier()
         for options, message in [
             (dict(recompute=True), "the model's recompute is False on rank.*, True on rank"),

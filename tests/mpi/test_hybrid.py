@@ -401,7 +401,17 @@ def alone_of_muon(steps):
 def trained(mesh, strategy):
     """A transformer, after some steps in sums of a fixed order."""
     tokens = np.random.default_rng(1).integers(0, 23, (20, 9))
-    model = nn.GPT(23, 8, 16, 2, 2, dtype=np.float32, seed=3, mesh=mesh, tied=True)
+    model = nn.GPT(
+        vocabulary_size=23,
+        context_length=8,
+        width=16,
+        layers=2,
+        heads=2,
+        dtype=np.float32,
+        seed=3,
+        mesh=mesh,
+        tied=True,
+    )
     sizes = dict(samples=20, batch_size=12, tokens_per_sample=8, micro_batch_size=3, steps=4)
     problem = mpishard.OptimizationProblem.for_model(model, lambda s: (tokens[s, :-1], tokens[s, 1:]), **sizes)
     rule = Muon(lr=0.01, matrices="blocks.*", rest=AdamW(lr=0.01), adjust_lr_fn="match_rms_adamw", ema_decay=0.5)

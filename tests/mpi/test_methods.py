@@ -158,7 +158,9 @@ def test_a_gpt_takes_the_same_steps_on_every_layout(mesh):
 
     def losses(comm, **sizes):
         with mpishard.Mesh(comm, **sizes) as own:
-            model = nn.GPT(11, 8, 16, 2, 2, np.float64, seed=3, mesh=own)
+            model = nn.GPT(
+                vocabulary_size=11, context_length=8, width=16, layers=2, heads=2, dtype=np.float64, seed=3, mesh=own
+            )
             gpt = OptimizationProblem.for_model(
                 model,
                 lambda samples: (tokens[samples, :-1], tokens[samples, 1:]),

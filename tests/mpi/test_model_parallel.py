@@ -26,6 +26,7 @@ from mpishard.pipeline.schedule import make_schedule, simulate
 
 # 24 heads can be split over 1, 2, 3, 4 and 8 ranks; 11 tokens leave uneven slices, and 3 * 5 rows uneven runs of rows.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 11, 6, 24, 2, 24
+SIZES = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS)
 BATCH, LENGTH = 3, 5
 ROWS = BATCH * LENGTH
 
@@ -38,10 +39,7 @@ def mesh(comm):
 
 def model(mesh=None, **options):
     """A small network, away from its initial values so that every tensor matters; the same on every mesh."""
-    options.setdefault("vocabulary_size", VOCABULARY)
-    gpt = nn.GPT(
-        context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS, dtype=np.float64, mesh=mesh, **options
-    )
+    gpt = nn.GPT(**SIZES | options, dtype=np.float64, mesh=mesh)
     for number, spec in enumerate(gpt.parameters.specs):
         if spec.name in gpt.parameters:
             box = tuple(slice(*extent) for extent in gpt.parameters.box(spec.name))
@@ -226,8 +224,8 @@ def test_a_batch_of_none(mesh, options):
 
 
 def test_initial_values_do_not_depend_on_the_mesh(mesh):
-    whole = nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, tied=True)
-    parts = nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, tied=True, mesh=mesh, sequence_parallel=True)
+    whole = nn.GPT(**SIZES, tied=True)
+    parts = nn.GPT(**SIZES, tied=True, mesh=mesh, sequence_parallel=True)
     for name in parts.parameters:
         box = tuple(slice(*extent) for extent in parts.parameters.box(name))
         np.testing.assert_array_equal(parts.parameters[name], whole.parameters[name][box], err_msg=name)
@@ -255,7 +253,7 @@ def test_a_number_that_no_rank_has_is_an_error_on_all(mesh, bad):
 def test_heads_that_cannot_be_split(mesh):
     heads = mesh.tensor.size + 1
     with pytest.raises(ValueError, match=f"{heads} attention heads cannot be split over {heads - 1} tensor-parallel"):
-        nn.GPT(VOCABULARY, CONTEXT, 4 * heads, LAYERS, heads, mesh=mesh)
+        nn.GPT(**SIZES | dict(width=4 * heads, heads=heads), mesh=mesh)
 
 
 def test_measured_costs_are_the_same_on_all_ranks(mesh, same_on_all):

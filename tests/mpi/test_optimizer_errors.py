@@ -469,7 +469,9 @@ def test_options_of_a_run_that_differ(mesh):
     ],
 )
 def test_options_of_a_model_that_differ(mesh, options, message):
-    model = nn.GPT(11, 4, 8, 1, 2, mesh=mesh, **(options if mesh.rank else {}))
+    model = nn.GPT(
+        vocabulary_size=11, context_length=4, width=8, layers=1, heads=2, mesh=mesh, **(options if mesh.rank else {})
+    )
     sizes = {"samples": 16, "batch_size": 8, "tokens_per_sample": 4, "steps": 2}
     of_model = OptimizationProblem.for_model(model, lambda samples: None, **sizes)
     optimizer = ddp(mesh)

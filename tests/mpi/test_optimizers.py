@@ -488,7 +488,7 @@ def test_a_model_scales_its_gradients_itself(mesh, strategy, bound):
     results = []
     tokens = np.arange(12).reshape(2, 6) % 7
     for scale in (None, "dynamic", 256.0):
-        model = nn.GPT(7, 6, 8, 1, 2, np.float64)
+        model = nn.GPT(vocabulary_size=7, context_length=6, width=8, layers=1, heads=2, dtype=np.float64)
         optimizer = strategy(SGD(lr=0.1), ShardingConfiguration(mesh, loss_scale=scale, max_gradient_norm=0.5))
         if bound:
             optimizer.bind(model.parameters)

@@ -162,7 +162,9 @@ def test_a_trace_tells_what_was_done_when(comm, folder):
     pipeline = 2 if comm.size % 2 == 0 else 1
     with mpishard.Mesh(comm, pipeline=pipeline) as mesh:
         tokens = np.random.default_rng(1).integers(0, 11, (40, 6))
-        model = mpishard.nn.GPT(11, 5, 8, 2, 2, mesh=mesh, microbatches=3)
+        model = mpishard.nn.GPT(
+            vocabulary_size=11, context_length=5, width=8, layers=2, heads=2, mesh=mesh, microbatches=3
+        )
         options = {"samples": 40, "batch_size": 16, "tokens_per_sample": 5, "steps": 6}
         task = OptimizationProblem.for_model(model, lambda rows: (tokens[rows, :-1], tokens[rows, 1:]), **options)
         record = RunRecord(folder, mesh, trace=(3, 4), every=60)

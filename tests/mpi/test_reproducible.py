@@ -45,8 +45,13 @@ def batch_of(samples):
     return TOKENS[samples, :-1], TOKENS[samples, 1:]
 
 
+def make_gpt(mesh, layers=2, heads=2, **options):
+    sizes = dict(vocabulary_size=23, context_length=8, width=16, layers=layers, heads=heads)
+    return nn.GPT(**sizes, seed=3, mesh=mesh, **{"tied": True, **options})
+
+
 def gpt_problem(mesh, sizes=(2, 2), **options):
-    model = nn.GPT(23, 8, 16, *sizes, dtype=np.float32, seed=3, mesh=mesh, tied=True, **options.pop("model", {}))
+    model = make_gpt(mesh, *sizes, **options.pop("model", {}))
     return OptimizationProblem.for_model(model, batch_of, **({**SIZES, "steps": 20} | options))
 
 
@@ -259,7 +264,7 @@ class Plain:
 
 def cut_problem(mesh):
     """A model that makes two micro-batches of each that it gets, without a word to the loop."""
-    model = nn.GPT(23, 8, 16, 2, 2, dtype=np.float32, seed=3, mesh=mesh, tied=True, microbatches=2)
+    model = make_gpt(mesh, microbatches=2)
     return OptimizationProblem.for_model(Plain(model), batch_of, **SIZES, micro_batch_size=3, steps=5)
 
 
@@ -331,7 +336,7 @@ def run_of_pipeline(mesh, strategy, tied, micro_batch_size=3, wrap=None, model=N
     """All parameters of the model, and the losses."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*micro-batches for .* pipeline stages")
-        gpt = nn.GPT(23, 8, 16, 8, 2, dtype=np.float32, seed=3, mesh=mesh, tied=tied, **(model or {}))
+        gpt = make_gpt(mesh, layers=8, tied=tied, **(model or {}))
     whole = HybridShardedModel(gpt, mesh)
     trained = gpt if wrap is None else wrap(gpt)
     sizes = {**SIZES, "steps": 4, "micro_batch_size": micro_batch_size}

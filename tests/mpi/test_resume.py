@@ -91,7 +91,16 @@ def everything_while_training(comm, steps, zero_stage, tensor=1, pipeline=1, fol
     groups = [without_decay, mpishard.ParameterGroup("*_embedding.*", lr_factor=0.5)]
     rule = AdamW(lr=0.05, weight_decay=0.1, ema_decay=0.5, groups=groups)
     with mpishard.Mesh(comm, tensor=tensor, pipeline=pipeline) as mesh:
-        model = nn.GPT(11, 5, 8, 2, 2, mesh=mesh, shards=2, sharded_parameters=zero_stage == 3)
+        model = nn.GPT(
+            vocabulary_size=11,
+            context_length=5,
+            width=8,
+            layers=2,
+            heads=2,
+            mesh=mesh,
+            shards=2,
+            sharded_parameters=zero_stage == 3,
+        )
         config = mpishard.ShardingConfiguration(mesh, reproducible=True, max_gradient_value=0.02)
         optimizer = HybridShardedOptimizer(rule, config, zero_stage=zero_stage)
         task = gpt_problem(model, steps, samples=40, batch_size=13, micro_batch_size=3, tokens_per_sample=5)
@@ -136,7 +145,7 @@ def test_a_model_with_other_heads_is_reported(mesh, folder, capsys):
         (6, 2, 0.1, "heads=2 in place of 4"),
         (8, 2, 0.0, "dropout=0.0 in place of 0.1"),
     ):
-        model = nn.GPT(11, 5, 8, 2, heads, mesh=mesh, dropout=dropout)
+        model = nn.GPT(vocabulary_size=11, context_length=5, width=8, layers=2, heads=heads, mesh=mesh, dropout=dropout)
         with Checkpoints(folder, mesh) as checkpoints:
             DDPOptimizer(RULE, mesh).optimize(
                 gpt_problem(model, steps), progress=False, checkpoints=checkpoints, resume=True
@@ -241,7 +250,7 @@ def test_checkpoints_are_of_the_optimizers_ranks(mesh, folder):
 
 
 def test_checkpoints_say_what_made_them(mesh, folder):
-    model = nn.GPT(11, 5, 8, 2, 2, mesh=mesh)
+    model = nn.GPT(vocabulary_size=11, context_length=5, width=8, layers=2, heads=2, mesh=mesh)
     task = gpt_problem(model, 7, facts={"note": "first try"})
     with Checkpoints(folder, mesh) as checkpoints:
         ZeRO2Optimizer(RULE, mesh).optimize(task, progress=False, checkpoints=checkpoints)

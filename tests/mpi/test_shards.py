@@ -18,6 +18,7 @@ from mpishard.nn.tensor_parallel import Slices
 
 # 13 tokens leave uneven slices, some of which have none at 24 shards; 3 * 7 and 2 * 5 rows uneven blocks.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 13, 8, 48, 2, 24
+MODEL = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS)
 BATCHES = [(3, 7), (2, 5), (1, 1)]
 # Numbers of shards by the number of ranks: the bits of each on one rank are those of the others.
 SHARDS = {1: (6,), 2: (4, 6), 3: (6, 24), 4: (4, 24), 8: (8, 24)}
@@ -50,8 +51,7 @@ LLAMA |= dict(dropout=0.1)
 
 def train(mesh, kind=nn.GPT, **options) -> Bits:
     """Losses, gradients and parameters of three steps, away from the initial values; logits and a text."""
-    sizes = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS)
-    gpt = kind(mesh=mesh, **(sizes | options))
+    gpt = kind(mesh=mesh, **(MODEL | options))
     dtype = gpt.parameters.dtype
     for number, spec in enumerate(gpt.parameters.specs):
         box = tuple(slice(*extent) for extent in gpt.parameters.box(spec.name))
@@ -171,7 +171,7 @@ def test_close_to_one_shard(mesh, comm):
     """More shards change a loss by rounding errors only."""
     tokens, targets = np.random.default_rng(0).integers(0, VOCABULARY, (2, 3, 7))
     losses = [
-        nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, np.float64, mesh=mesh, shards=shards).loss(tokens, targets)
+        nn.GPT(**MODEL, dtype=np.float64, mesh=mesh, shards=shards).loss(tokens, targets)
         for shards in (1, shards_of(comm)[-1])
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-13)
@@ -180,7 +180,7 @@ def test_close_to_one_shard(mesh, comm):
 @pytest.mark.mpi(min_size=3)
 def test_tensor_sizes_that_do_not_divide_the_shards(mesh, comm):
     with pytest.raises(ValueError, match=f"2 shards cannot be split over {comm.size} tensor-parallel ranks; choose a"):
-        nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, shards=2)
+        nn.GPT(**MODEL, mesh=mesh, shards=2)
 
 
 def sums_of_own(slices, terms):

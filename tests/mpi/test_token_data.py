@@ -26,7 +26,7 @@ def test_a_mixture_trains_alike_on_any_ranks(mesh, folder):
     def losses(ranks, reader=None):
         with mpishard.Mesh(ranks) as own:
             data = TokenData(Mixture(sources, [0.7, 0.3], seed=1), 8, vocabulary_size=20, mesh=own)
-            model = nn.GPT(20, 8, width=8, layers=1, heads=2, mesh=own)
+            model = nn.GPT(vocabulary_size=20, context_length=8, width=8, layers=1, heads=2, mesh=own)
             config = mpishard.ShardingConfiguration(own, reproducible=True)
             batch = data.batch if reader is None else reader.of(data.batch)
             options = dict(samples=len(data), batch_size=24, steps=8, tokens_per_sample=data.tokens_per_sample)
@@ -67,7 +67,7 @@ class Reader:
 @pytest.mark.usefixtures("without_debug")
 def test_what_a_rank_reads_is_expected(mesh, strategy, options):
     reader = Reader().of(lambda samples: (samples[:, None] % 20, samples[:, None] % 20))
-    model = nn.GPT(20, 1, width=8, layers=1, heads=2, mesh=mesh)
+    model = nn.GPT(vocabulary_size=20, context_length=1, width=8, layers=1, heads=2, mesh=mesh)
     problem = mpishard.OptimizationProblem.for_model(model, reader, samples=50, batch_size=20, steps=7, **options)
     strategy(mpishard.SGD(lr=0.1), mesh).optimize(problem, progress=False)
     assert {asked for asked in reader.asked if asked} <= set(reader.expected)

@@ -24,7 +24,17 @@ UNITS = [["a", "b"], ["c"], ["d"]]  # of SPECS
 
 
 def gpt(mesh=None, **options):
-    return nn.GPT(11, 8, 12, LAYERS, 2, np.float64, 3, mesh=mesh, **options)
+    return nn.GPT(
+        vocabulary_size=11,
+        context_length=8,
+        width=12,
+        layers=LAYERS,
+        heads=2,
+        dtype=np.float64,
+        seed=3,
+        mesh=mesh,
+        **options,
+    )
 
 
 def batch(mesh, samples=TOKENS):
@@ -117,7 +127,16 @@ def test_a_large_table_is_in_memory_once(mesh, standin_kind):
             sharded = strategy is ZeRO3Optimizer
             before = device_bytes()
             model = nn.GPT(
-                500, 8, 12, LAYERS, 2, mesh=mesh, module=module, tied=True, dtype=np.float32, sharded_parameters=sharded
+                vocabulary_size=500,
+                context_length=8,
+                width=12,
+                layers=LAYERS,
+                heads=2,
+                mesh=mesh,
+                module=module,
+                tied=True,
+                dtype=np.float32,
+                sharded_parameters=sharded,
             )
             parameters = model.parameters
             config = ShardingConfiguration(mesh, minimum_parameter_group_size=100)
@@ -134,7 +153,9 @@ def test_a_large_table_is_in_memory_once(mesh, standin_kind):
             if module is not np:
                 held[strategy] = device_bytes() - before - model.activation_bytes
             del model, parameters, optimizer
-    whole = 4 * nn.GPT(500, 8, 12, LAYERS, 2, tied=True).parameters.size
+    whole = (
+        4 * nn.GPT(vocabulary_size=500, context_length=8, width=12, layers=LAYERS, heads=2, tied=True).parameters.size
+    )
     small = 4 * 500 * 12 // 4  # a quarter of the table
     assert abs(held[mpishard.ZeRO1Optimizer] - (2 + 2 / mesh.size) * whole) < small
     assert abs(held[ZeRO2Optimizer] - (1 + 3 / mesh.size) * whole) < small

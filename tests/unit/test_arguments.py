@@ -146,9 +146,18 @@ def flat(*specs, **options):
         ),
         (lambda mesh: Mesh("x"), "comm='x' must be a communicator of mpi4py"),
         (lambda mesh: Mesh(MPI.Intracomm()), "comm is a null communicator: it was freed, or this rank is not in it"),
-        (lambda mesh: nn.GPT(5, 4, 4, 1, 1, seed=1.5), "seed=1.5 must be a whole number"),
-        (lambda mesh: nn.GPT(5, 4, 4, 1, 1, recompute="no"), "recompute='no' must be True or False"),
-        (lambda mesh: nn.GPT(8, 8, 8, 1, 2, mesh="x"), r"GPT\(\): mesh='x' must be mpishard.Mesh\(\), or None"),
+        (
+            lambda mesh: nn.GPT(vocabulary_size=5, context_length=4, width=4, layers=1, heads=1, seed=1.5),
+            "seed=1.5 must be a whole number",
+        ),
+        (
+            lambda mesh: nn.GPT(vocabulary_size=5, context_length=4, width=4, layers=1, heads=1, recompute="no"),
+            "recompute='no' must be True or False",
+        ),
+        (
+            lambda mesh: nn.GPT(vocabulary_size=8, context_length=8, width=8, layers=1, heads=2, mesh="x"),
+            r"GPT\(\): mesh='x' must be mpishard.Mesh\(\), or None",
+        ),
         (lambda mesh: Int8Compressor(True), "block=True must be a whole number"),
         (lambda mesh: TopKCompressor("1"), "fraction='1' must be a number above 0 and at most 1"),
         (lambda mesh: spec("a\0b"), r"name 'a\\x00b' has a NUL or a surrogate"),

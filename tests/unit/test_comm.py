@@ -308,7 +308,8 @@ import numpy as np
 import mpishard
 from mpi4py import MPI
 
-model = mpishard.nn.GPT(9, 8, width=8, layers=2, heads=2, stage_costs="measured", dtype="float64")
+sizes = dict(vocabulary_size=9, context_length=8, width=8, layers=2, heads=2)
+model = mpishard.nn.GPT(**sizes, stage_costs="measured", dtype="float64")
 tokens = np.arange(16).reshape(2, 8) % 9
 loss = model.loss_and_gradient(tokens, tokens)
 assert np.isfinite(loss) and abs(model.loss(tokens, tokens) - loss) < 1e-9

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import cuda_on_host
+import layer_formulas
 import numpy as np
 import pytest
 from cuda_functions import SOURCE
 
 from mpishard.backend.cuda_source import CudaFunction, CudaSource
 from mpishard.backend.kinds import backend_of
-from mpishard.nn import device_kernels, formulas
+from mpishard.nn import device_kernels
 
 needs_compiler = pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
 needs_checks = pytest.mark.skipif(not cuda_on_host.checked, reason="runs with --cuda-checks")
@@ -250,7 +251,7 @@ def test_more_elements_than_an_int_counts(
         if shape in ("nc", "n", "targets"):  # zeros take memory only where they are written
             large[-1] = np.zeros((rows, *given.shape[1:]), small[-1].dtype)
             large[-1][-few:] = small[-1]
-    getattr(formulas, name)(*small, *scalars)
+    getattr(layer_formulas, name)(*small, *scalars)
     getattr(device_kernels, name)(*large, *scalars)
     for one, other in zip(small, large, strict=True):
         np.testing.assert_allclose(other[-few:] if len(other) == rows else other, one, rtol=1e-5, atol=1e-5)

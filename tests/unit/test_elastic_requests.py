@@ -310,7 +310,7 @@ def mesh():
 
 def choice(mesh, auto, strategy=DDPOptimizer, batch_size=32, reproducible=False):
     optimizer = strategy(AdamW(), ShardingConfiguration(mesh, reproducible=reproducible))
-    model = nn.GPT(64, 16, 32, 4, 4, mesh=mesh)
+    model = nn.GPT(vocabulary_size=64, context_length=16, width=32, layers=4, heads=4, mesh=mesh)
     made = OptimizationProblem.for_model(model, lambda samples: (), samples=64, batch_size=batch_size, steps=1)
     return auto.for_problem(optimizer, made, MeshLimits(optimizer, made)), made
 
@@ -351,7 +351,13 @@ def test_no_mesh_that_the_run_cannot_have(mesh):
 
 def test_a_model_of_unknown_architecture(mesh):
     optimizer = DDPOptimizer(AdamW(), mesh)
-    made = OptimizationProblem(lambda *_: 0.0, nn.GPT(8, 4, 8, 1, 2, mesh=mesh).parameters, 8, 8, steps=1)
+    made = OptimizationProblem(
+        lambda *_: 0.0,
+        nn.GPT(vocabulary_size=8, context_length=4, width=8, layers=1, heads=2, mesh=mesh).parameters,
+        8,
+        8,
+        steps=1,
+    )
     with pytest.raises(ValueError, match="layouts='auto' estimates meshes of an nn.GPT"):
         AutoLayouts().for_problem(optimizer, made, lambda sizes: "")
 

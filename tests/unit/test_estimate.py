@@ -71,7 +71,16 @@ def test_one_rank_by_hand() -> None:
 
 @pytest.mark.parametrize(("tied", "recompute", "microbatches"), [(False, False, 1), (True, False, 3), (True, True, 3)])
 def test_activations_are_what_the_model_measures(tied: bool, recompute: bool, microbatches: int) -> None:
-    model = nn.GPT(67, 32, 24, 3, 4, tied=tied, recompute=recompute, microbatches=microbatches)
+    model = nn.GPT(
+        vocabulary_size=67,
+        context_length=32,
+        width=24,
+        layers=3,
+        heads=4,
+        tied=tied,
+        recompute=recompute,
+        microbatches=microbatches,
+    )
     tokens = np.zeros((5, 32), np.int64)
     model.loss_and_gradient(tokens, tokens)
     found = estimate(model.architecture, batch=5, microbatches=microbatches, recompute=recompute)
@@ -357,7 +366,18 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounded]:
 
 def step(half: Any, kind: Any = nn.GPT, **options: Any) -> Any:
     sizes = {"key_value_heads": 2} if kind is nn.Llama else {}
-    model = kind(72, LENGTH, 32, 3, 4, module=MODULE, compute_dtype=half, dtype=np.float32, **sizes, **options)
+    model = kind(
+        vocabulary_size=72,
+        context_length=LENGTH,
+        width=32,
+        layers=3,
+        heads=4,
+        module=MODULE,
+        compute_dtype=half,
+        dtype=np.float32,
+        **sizes,
+        **options,
+    )
     tokens = np.zeros((5, LENGTH), np.int64)
     model.loss_and_gradient(tokens, tokens)
     return model

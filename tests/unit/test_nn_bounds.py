@@ -84,7 +84,7 @@ def test_labels_to_ignore_are_left_out():
     with pytest.raises(ValueError, match=r"targets_n\[1\]=-100 .* leave out the rows"):
         nn.cross_entropy(rows(2, COUNT), np.array([0, -100]))
     with pytest.raises(ValueError, match="targets range from -100 .* none is ignored"):
-        nn.GPT(COUNT, 4, WIDTH, 1, 2).loss([[1, 2]], [[2, -100]])
+        nn.GPT(vocabulary_size=COUNT, context_length=4, width=WIDTH, layers=1, heads=2).loss([[1, 2]], [[2, -100]])
 
 
 @pytest.mark.parametrize("dtype", ["f2", int, bool, object, complex])
@@ -258,7 +258,7 @@ def test_tokens_and_targets_of_units(indices, error, message):
     head, work = bound(nn.OutputHead(WIDTH, COUNT))
     with pytest.raises(error, match="targets_n.*" + message):
         head.forward(rows(), work, Batch(INDICES, indices, LENGTH))
-    chunk = nn.GPT(COUNT, 4, WIDTH, 1, 2).chunks[0]
+    chunk = nn.GPT(vocabulary_size=COUNT, context_length=4, width=WIDTH, layers=1, heads=2).chunks[0]
     with pytest.raises(error, match=message):
         chunk.forward(None, chunk.workspace(), Batch(INDICES, indices, LENGTH))
     with pytest.raises(error, match=message):
@@ -357,7 +357,7 @@ BAD_TOKENS = [
 @pytest.mark.parametrize("tokens, error, message", BAD_TOKENS)
 @pytest.mark.parametrize("kind, options", [(nn.GPT, {}), (nn.Llama, {"key_value_heads": 1})], ids=["gpt", "llama"])
 def test_tokens_of_models(kind, options, tokens, error, message):
-    model = kind(COUNT, 4, WIDTH, 1, 2, **options)
+    model = kind(vocabulary_size=COUNT, context_length=4, width=WIDTH, layers=1, heads=2, **options)
     good = np.zeros(np.shape(tokens), int) if not isinstance(tokens, list) else tokens
     calls = [
         functools.partial(call, each)
@@ -373,7 +373,7 @@ def test_tokens_of_models(kind, options, tokens, error, message):
 
 @pytest.mark.parametrize("tokens, error, message", BAD_TOKENS[:6])
 def test_tokens_of_prompts(tokens, error, message):
-    model = nn.GPT(COUNT, 4, WIDTH, 1, 2)
+    model = nn.GPT(vocabulary_size=COUNT, context_length=4, width=WIDTH, layers=1, heads=2)
     with pytest.raises(error, match=r"prompt_tokens\[0\].*" + message):
         model.generate(tokens, 2)
     for given, wrong in [
@@ -395,7 +395,7 @@ def test_tokens_of_prompts(tokens, error, message):
     ],
 )
 def test_samples_of_models(samples, error, message):
-    model = nn.GPT(COUNT, 4, WIDTH, 1, 2, dropout=0.5)
+    model = nn.GPT(vocabulary_size=COUNT, context_length=4, width=WIDTH, layers=1, heads=2, dropout=0.5)
     tokens = INDICES.reshape(2, 3)
     with pytest.raises(error, match=message):
         model.loss_and_gradient(tokens, tokens, samples)

@@ -19,7 +19,7 @@ from mpishard.backend.streams import PendingNumber
 from mpishard.nn import device_attention, products
 
 VOCABULARY, CONTEXT = 11, 110  # longer than a block of attention on the host
-SIZES = VOCABULARY, CONTEXT, 12, 2, 3
+SIZES = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=12, layers=2, heads=3)
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def module(device):
 
 
 def pair(module, dtype, kind=nn.GPT, **options):
-    """Two equal networks: on the host with the formulas that run on devices, and on the device."""
-    host, device = kind(*SIZES, dtype=dtype, **options), kind(*SIZES, dtype=dtype, module=module, **options)
+    """Two equal networks: on the host by formulas, and on the device."""
+    host, device = kind(**SIZES, dtype=dtype, **options), kind(**SIZES, dtype=dtype, module=module, **options)
     use_formulas(host.chunks[0].units)
     return moved(host), moved(device)
 
@@ -83,12 +83,12 @@ def test_half_precision_needs_no_arrays_of_bfloat16(monkeypatch):
 
     monkeypatch.setattr(standin.DeviceArray, "astype", refusing)
     module = arrays.module_of(standin.empty(1))
-    loss, gradients = run(nn.GPT(*SIZES, compute_dtype=ml_dtypes.bfloat16, module=module), *batch(2, 8))
+    loss, gradients = run(nn.GPT(**SIZES, compute_dtype=ml_dtypes.bfloat16, module=module), *batch(2, 8))
     assert np.isfinite(loss) and gradients.any()
 
 
 def test_initial_values_are_those_of_the_host(module):
-    host, device = nn.GPT(*SIZES), nn.GPT(*SIZES, module=module)
+    host, device = nn.GPT(**SIZES), nn.GPT(**SIZES, module=module)
     assert arrays.is_device(device.parameters.flat)
     np.testing.assert_array_equal(arrays.to_host(device.parameters.flat), host.parameters.flat)
 
@@ -190,7 +190,7 @@ def nudge(model, seed):
 def test_weights_are_rounded_once_a_step_and_anew_in_the_next(module, tied, sharded, monkeypatch):
     with Mesh(MPI.COMM_SELF) as mesh:
         options = {"tied": tied, "mesh": mesh, "microbatches": 4, "sharded_parameters": sharded}
-        device = nn.GPT(*SIZES, dtype=np.float32, module=module, compute_dtype=np.float16, **options)
+        device = nn.GPT(**SIZES, dtype=np.float32, module=module, compute_dtype=np.float16, **options)
         weights = {tuple(sorted(spec.shape)) for spec in device.parameters.specs if len(spec.shape) == 2}
         weights.remove((12, CONTEXT))
         rounded = conversions(monkeypatch)
@@ -219,7 +219,7 @@ def test_weights_are_rounded_once_a_step_and_anew_in_the_next(module, tied, shar
 @pytest.mark.parametrize("kind, options", [(nn.GPT, {}), (nn.Llama, {"key_value_heads": 1})], ids=["gpt", "llama"])
 def test_products_of_attention_round_nothing(module, kind, options, monkeypatch):
     """Heads, probabilities and their gradients are stored rounded by the kernels that compute them."""
-    device = kind(*SIZES, dtype=np.float32, module=module, compute_dtype=np.float16, **options)
+    device = kind(**SIZES, dtype=np.float32, module=module, compute_dtype=np.float16, **options)
     rounded = conversions(monkeypatch)
     run(device, *batch(2, 20))
     assert {len(shape) for shape in rounded if shape != (device.parameters.size,)} == {2}
@@ -230,7 +230,7 @@ def test_no_product_is_of_the_array_module(module, half, monkeypatch):
     """CuPy's batched product of bfloat16 fails, and that of float16 is one of float32."""
     if module.__name__ != "standin":
         pytest.skip("looks into the double of cuBLAS")
-    device = nn.GPT(*SIZES, dtype=np.float32, module=module, compute_dtype=half)
+    device = nn.GPT(**SIZES, dtype=np.float32, module=module, compute_dtype=half)
     for name in ("matmul", "dot", "tensordot", "einsum"):
         monkeypatch.setattr(module, name, None, raising=False)
     monkeypatch.setattr(standin.DeviceArray, "__matmul__", None)
@@ -268,5 +268,5 @@ def test_tokens_may_be_on_the_device(module):
 
 
 def test_measured_stage_costs(module):
-    device = nn.GPT(*SIZES, module=module, stage_costs="measured")
+    device = nn.GPT(**SIZES, module=module, stage_costs="measured")
     assert device.loss(*batch(1, 4)) > 0

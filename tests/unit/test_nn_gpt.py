@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import tracemalloc
 
+import layer_formulas
 import numpy as np
 import pytest
 from layer_kernels import use_formulas
 
 from mpishard import nn
-from mpishard.nn import formulas, kernels
+from mpishard.nn import kernels
 from mpishard.nn.units import Batch
 
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 11, 140, 12, 2, 3
+SIZES = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS)
 
 
 def model(dtype=np.float64, seed=0):
     """A small network, away from its initial values so that every tensor matters."""
-    gpt = nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, dtype=dtype, seed=seed)
+    gpt = nn.GPT(**SIZES, dtype=dtype, seed=seed)
     random = np.random.default_rng(5)
     gpt.parameters.flat[:] += 0.3 * random.standard_normal(gpt.parameters.size)
     return gpt
@@ -42,7 +44,7 @@ def test_compiled_kernels_equal_their_formulas():
     assert all(unit.ops is kernels for unit in units)
     use_formulas(units)
     plain_loss, plain_gradient = run(gpt, *pair)
-    assert gpt.blocks[0].mlp.activation.ops is formulas
+    assert gpt.blocks[0].mlp.activation.ops is layer_formulas
     assert loss == pytest.approx(plain_loss, rel=1e-13)
     np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-11, atol=1e-11)
 
@@ -57,14 +59,15 @@ def test_float32_is_close_to_float64():
 
 
 def test_same_initial_values_in_both_dtypes():
-    double, single = nn.GPT(9, 8, 4, 1, 2, np.float64), nn.GPT(9, 8, 4, 1, 2, np.float32)
+    sizes = dict(vocabulary_size=9, context_length=8, width=4, layers=1, heads=2)
+    double, single = nn.GPT(**sizes, dtype=np.float64), nn.GPT(**sizes, dtype=np.float32)
     np.testing.assert_array_equal(double.parameters.flat.astype(np.float32), single.parameters.flat)
-    other = nn.GPT(9, 8, 4, 1, 2, np.float64, seed=1)
+    other = nn.GPT(**sizes, dtype=np.float64, seed=1)
     assert (other.parameters["head.weight"] != double.parameters["head.weight"]).all()
 
 
 def test_initial_loss_is_that_of_a_uniform_guess():
-    gpt = nn.GPT(256, 32, 32, 2, 4)
+    gpt = nn.GPT(vocabulary_size=256, context_length=32, width=32, layers=2, heads=4)
     tokens = np.random.default_rng(0).integers(0, 256, (4, 32))
     assert gpt.loss(tokens, tokens[:, ::-1]) / tokens.size == pytest.approx(np.log(256), rel=0.02)
     assert gpt.parameters["blocks.0.mlp.contract.weight"].std() == pytest.approx(0.02 / 2, rel=0.05)
@@ -146,7 +149,7 @@ def test_nothing_is_allocated_after_the_first_step():
 
 
 def test_scores_of_the_whole_batch_are_never_held():
-    gpt = nn.GPT(8, 512, 8, 1, 4)
+    gpt = nn.GPT(vocabulary_size=8, context_length=512, width=8, layers=1, heads=4)
     tokens = np.zeros((8, 512), int)
     run(gpt, tokens, tokens)
     assert gpt.activation_bytes < 8 * 4 * 512 * 512 * 4 / 4
@@ -216,7 +219,7 @@ def test_tokens_of_any_integer_type(dtype):
 
 def test_several_batches_are_one_micro_batch_each():
     """Of other sizes and lengths, also an empty one; the number of micro-batches of the model is left out."""
-    gpt = nn.GPT(VOCABULARY, CONTEXT, WIDTH, 4, HEADS, np.float64, schedule="interleaved", chunks=2, microbatches=3)
+    gpt = nn.GPT(**SIZES | dict(layers=4), dtype=np.float64, schedule="interleaved", chunks=2, microbatches=3)
     batches = [batch(3, 5), batch(0, 2), batch(1, 7, seed=1)]
     found = [run(gpt, *pair) for pair in batches]
     gpt.parameters.gradients.reset()

@@ -21,7 +21,7 @@ from mpishard.nn.products import make_matmul
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 VOCABULARY, CONTEXT = 11, 100
-SIZES = VOCABULARY, CONTEXT, 24, 2, 3
+SIZES = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=24, layers=2, heads=3)
 CHECKING = pytest.mark.filterwarnings("ignore:compute_dtype=.* on NumPy arrays:UserWarning")
 
 
@@ -61,7 +61,7 @@ def test_sums_beyond_the_range_of_float16_are_finite_and_operands_beyond_it_are_
 
 def test_without_a_dtype_it_is_the_plain_product():
     assert make_matmul(np) is gemm.matmul
-    gpt = nn.GPT(*SIZES)
+    gpt = nn.GPT(**SIZES)
     assert all(layer.matmul is gemm.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
 
 
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_float64_within_the_precision(half, tied
     tokens, targets = random.integers(0, VOCABULARY, (2, 3, CONTEXT))
     results = []
     for dtype, compute_dtype in ((np.float64, None), (np.float32, half)):
-        gpt = nn.GPT(*SIZES, dtype=dtype, tied=tied, compute_dtype=compute_dtype)
+        gpt = nn.GPT(**SIZES, dtype=dtype, tied=tied, compute_dtype=compute_dtype)
         gpt.parameters.flat[:] += (0.1 * np.random.default_rng(5).standard_normal(gpt.parameters.size)).astype(dtype)
         assert gpt.parameters.dtype == dtype
         loss = gpt.loss_and_gradient(tokens, targets)
@@ -104,12 +104,12 @@ def test_loss_and_gradients_are_those_of_float64_within_the_precision(half, tied
 @CHECKING
 def test_the_scale_of_the_loss_saves_small_gradients():
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 50))
-    exact = nn.GPT(*SIZES)
+    exact = nn.GPT(**SIZES)
     small = 2.0**-20  # the weight of this batch in some larger loss: its gradients underflow in float16
     errors = []
     exact.loss_and_gradient(tokens, tokens)
     for scale in (1.0, 2.0**20):
-        gpt = nn.GPT(*SIZES, compute_dtype=np.float16)
+        gpt = nn.GPT(**SIZES, compute_dtype=np.float16)
         gpt.parameters.loss_scale = scale * small
         gpt.loss_and_gradient(tokens, tokens)
         wanted, found = (each.parameters.gradient("blocks.0.attention.qkv.weight")[0] for each in (exact, gpt))
@@ -120,7 +120,7 @@ def test_the_scale_of_the_loss_saves_small_gradients():
 
 @CHECKING
 def test_predictions_take_halves_too():
-    exact, gpt = nn.GPT(*SIZES), nn.GPT(*SIZES, compute_dtype=np.float16)
+    exact, gpt = nn.GPT(**SIZES), nn.GPT(**SIZES, compute_dtype=np.float16)
     tokens = np.arange(10).reshape(2, 5)
     difference = np.abs(gpt.logits(tokens) - exact.logits(tokens)).max()
     assert 0 < difference < 20 * epsilon(np.float16) * np.abs(exact.logits(tokens)).max()
@@ -129,7 +129,7 @@ def test_predictions_take_halves_too():
 
 def test_numpy_is_slow_and_says_so_once():
     with pytest.warns(UserWarning, match="slower than float32") as caught:
-        gpt = nn.GPT(*SIZES, compute_dtype=np.float16)
+        gpt = nn.GPT(**SIZES, compute_dtype=np.float16)
         gpt.loss_and_gradient([[1, 2]], [[2, 3]])
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -145,13 +145,13 @@ def test_numpy_is_slow_and_says_so_once():
 )
 def test_what_is_no_half_precision(options, message):
     with pytest.raises(TypeError, match=message):
-        nn.GPT(*SIZES, **options)
+        nn.GPT(**SIZES, **options)
 
 
 @pytest.mark.parametrize("options, share", [(dict(storage_dtype=np.float16), 0.6), (dict(recompute=True), 0.8)])
 def test_without_a_backward_pass_nothing_is_kept(options, share):
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 50))
-    trained, evaluated = nn.GPT(*SIZES, **options), nn.GPT(*SIZES, **options)
+    trained, evaluated = nn.GPT(**SIZES, **options), nn.GPT(**SIZES, **options)
     loss = trained.loss_and_gradient(tokens, tokens)
     assert evaluated.loss(tokens, tokens) == loss
     evaluated.logits(tokens)
@@ -168,12 +168,12 @@ def test_without_a_backward_pass_nothing_is_kept(options, share):
 def test_a_library_for_bfloat16_is_not_slow_and_gives_no_warning(library):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gpt = nn.GPT(*SIZES, compute_dtype=ml_dtypes.bfloat16)
+        gpt = nn.GPT(**SIZES, compute_dtype=ml_dtypes.bfloat16)
         gpt.loss_and_gradient([[1, 2]], [[2, 3]])
 
 
 def gradients(half=ml_dtypes.bfloat16, **options):
-    gpt = nn.GPT(*SIZES, compute_dtype=half, **options)
+    gpt = nn.GPT(**SIZES, compute_dtype=half, **options)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (4, CONTEXT))
     for _ in range(2):  # the second pass finds the memory of the first
         gpt.parameters.reset_gradients()
@@ -227,7 +227,7 @@ def test_results_that_only_products_take_need_half_the_memory(library):
     kept = gpt.chunks[0].saved_bytes
     choice.activate(choice.Choice())
     plain, _ = gradients()
-    *_, width, layers, _ = SIZES
+    width, layers = SIZES["width"], SIZES["layers"]
     # Two norms and the wide result of GELU in each layer, and the last norm.
     halves = 2 * 4 * CONTEXT * width * (6 * layers + 1)
     assert plain.chunks[0].saved_bytes - kept == (0 if library == "rounded" else halves)
@@ -237,9 +237,10 @@ def test_results_that_only_products_take_need_half_the_memory(library):
 #
 # The same network in PyTorch says how exact each precision can be.
 
-# Vocabulary, context, width, layers, heads; sequences.  The larger one takes a GPU: it has the wide rows and the heads
+# Those of the model; sequences.  The larger one takes a GPU: it has the wide rows and the heads
 # that kernels are made for.
-SMALL, LARGE = ((97, 40, 64, 2, 4), 3), ((1001, 256, 256, 3, 4), 4)
+SMALL = dict(vocabulary_size=97, context_length=40, width=64, layers=2, heads=4), 3
+LARGE = dict(vocabulary_size=1001, context_length=256, width=256, layers=3, heads=4), 4
 EACH_SIZE = [
     pytest.param("standin", SMALL, id="standin-small"),
     pytest.param("cupy", SMALL, id="cupy-small", marks=pytest.mark.hardware),
@@ -257,14 +258,15 @@ Gradients = dict[str, np.ndarray]
 
 
 def batch(sizes: Any) -> tuple[np.ndarray, np.ndarray]:
-    (vocabulary, context, *_), sequences = sizes
-    random = np.random.default_rng(3)
-    return random.integers(0, vocabulary, (sequences, context)), random.integers(0, vocabulary, (sequences, context))
+    of_model, sequences = sizes
+    shape = 2, sequences, of_model["context_length"]
+    tokens, targets = np.random.default_rng(3).integers(0, of_model["vocabulary_size"], shape)
+    return tokens, targets
 
 
 def exact(sizes: Any) -> tuple[nn.GPT, float, Gradients]:
     """The network on the host in float64, with biases and gains that are not those of the start."""
-    model = nn.GPT(*sizes[0], dtype=np.float64)
+    model = nn.GPT(**sizes[0], dtype=np.float64)
     noise = np.random.default_rng(4).standard_normal(model.parameters.size)
     # Numbers of float32, so that all have the same.
     model.parameters.flat[:] = (model.parameters.flat + 0.05 * noise).astype(np.float32)
@@ -281,7 +283,7 @@ def run(model: nn.GPT, sizes: Any) -> tuple[float, Gradients]:
 
 
 def on_device(device: Device, reference: nn.GPT, sizes: Any, compute_dtype: Any) -> tuple[float, Gradients]:
-    model = nn.GPT(*sizes[0], module=device.module, compute_dtype=compute_dtype)
+    model = nn.GPT(**sizes[0], module=device.module, compute_dtype=compute_dtype)
     arrays.copy_to_device(reference.parameters.flat.astype(np.float32), model.parameters.flat)
     return run(model, sizes)
 
@@ -312,7 +314,8 @@ def with_torch(
 ) -> tuple[float, Gradients]:
     """Loss and gradients of the same network in PyTorch, in `dtype` or with autocast to `half`."""
     functional = torch.nn.functional
-    (_, length, width, layers, heads), sequences = sizes
+    of_model, sequences = sizes
+    length, width, layers, heads = (of_model[name] for name in ("context_length", "width", "layers", "heads"))
     values = {name: reference.parameters[name].astype(dtype) for name in reference.parameters}
     p = {name: torch.from_numpy(each.copy()).to(where).requires_grad_() for name, each in values.items()}
     tokens, targets = (torch.from_numpy(each).to(where) for each in batch(sizes))
@@ -339,7 +342,10 @@ def with_torch(
     return float(loss.detach()), {name: each.grad.cpu().numpy().astype(np.float64) for name, each in p.items()}
 
 
-@pytest.mark.parametrize("sizes", [((11, 140, 12, 2, 3), 2), ((11, 1, 12, 2, 3), 1)], ids=["long", "one token"])
+LONG = dict(vocabulary_size=11, context_length=140, width=12, layers=2, heads=3)
+
+
+@pytest.mark.parametrize("sizes", [(LONG, 2), (LONG | {"context_length": 1}, 1)], ids=["long", "one token"])
 def test_float64_is_that_of_pytorch(sizes: Any) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     reference, loss, gradients = exact(sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import layer_formulas
 import layer_kernels
 import ml_dtypes
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from mpishard import nn
 from mpishard.backend.compiled import HostFunction
-from mpishard.nn import formulas, kernels
+from mpishard.nn import kernels
 from mpishard.nn.kernels import Array, exp, wide_vectors
 from mpishard.nn.layers import Draws
 from mpishard.parameters.flat import FlatParameters
@@ -239,13 +240,13 @@ def test_rotary_scores_depend_on_the_distance_only(pairing):
     cos, sin = rotary.tables(WIDTH, 9, np.float64)
     q, k = (np.tile(random.standard_normal(WIDTH), (1, 9, 1)) for _ in range(2))
     for x in (q, k):
-        formulas.rotate(x, cos, sin, rotary.apart, 0)
+        layer_formulas.rotate(x, cos, sin, rotary.apart, 0)
     scores = q[0] @ k[0].T
     for offset in range(-8, 9):
         diagonal = np.diagonal(scores, offset)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-12)
     back = q.copy()
-    formulas.rotate(back, cos, sin, rotary.apart, 1)
+    layer_formulas.rotate(back, cos, sin, rotary.apart, 1)
     np.testing.assert_allclose(back, np.tile(back[:, :1], (1, 9, 1)), rtol=1e-12)
 
 
@@ -309,7 +310,7 @@ def compare(name, arguments, scratch=()):
     bits = [[a.tobytes() for a in called(kernels, placed(arguments, seed))] for seed in range(20)]
     assert all(each == bits[0] for each in bits), [seed for seed, each in enumerate(bits) if each != bits[0]]
     copies = ([a.copy() if isinstance(a, np.ndarray) else a for a in arguments] for _ in range(2))
-    outcomes = [called(module, each) for module, each in zip((formulas, kernels), copies, strict=True)]
+    outcomes = [called(module, each) for module, each in zip((layer_formulas, kernels), copies, strict=True)]
     dtype = arguments[0].dtype.type
     for expected, actual in zip(*outcomes, strict=True):
         scale = np.abs(expected, where=np.isfinite(expected), out=np.zeros_like(expected)).max(initial=1)

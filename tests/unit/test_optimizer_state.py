@@ -399,7 +399,9 @@ def test_each_tensor_has_the_values_of_its_groups() -> None:
 
 
 def test_norms_and_biases_of_a_gpt() -> None:
-    names = [spec.name for spec in nn.GPT(11, 4, 8, 2, 2).parameters.specs]
+    names = [
+        spec.name for spec in nn.GPT(vocabulary_size=11, context_length=4, width=8, layers=2, heads=2).parameters.specs
+    ]
     rules: list[Any] = AdamW(groups=[ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0)]).by_tensor(names)
     plain = {name for name, rule in zip(names, rules, strict=True) if rule.weight_decay == 0}
     assert plain == {name for name in names if name.endswith("bias") or "norm" in name}

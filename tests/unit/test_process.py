@@ -335,7 +335,7 @@ def test_ranks_of_one_job_that_differ_are_told(mesh, capsys):
 
 
 def test_a_model_that_rounds_where_stages_meet_is_refused(mesh, capsys):
-    model = nn.GPT(11, 4, 8, 2, 2, mesh=mesh, wire_dtype=np.float16)
+    model = nn.GPT(vocabulary_size=11, context_length=4, width=8, layers=2, heads=2, mesh=mesh, wire_dtype=np.float16)
     with pytest.raises(ValueError, match="wire_dtype, which rounds where stages meet; leave that out"):
         DDPOptimizer(SGD(lr=0.1), ShardingConfiguration(mesh, reproducible=True)).bind(model.parameters)
     optimizer = DDPOptimizer(SGD(lr=0.1), ShardingConfiguration(mesh, reproducible=True, allow_different_bits=True))

@@ -66,7 +66,8 @@ def test_what_nobody_uses_is_not_imported(code: str, heavy: set[str], most: int)
     assert count < most
 
 
-MODEL = "mpishard.nn.GPT(9, 8, width=8, layers=1, heads=1, mesh=mpishard.Mesh()), mpishard.Checkpoints"
+SIZES = "vocabulary_size=9, context_length=8, width=8, layers=1, heads=1"
+MODEL = f"mpishard.nn.GPT({SIZES}, mesh=mpishard.Mesh()), mpishard.Checkpoints"
 
 
 @pytest.mark.parametrize(

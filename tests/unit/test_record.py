@@ -519,7 +519,7 @@ def test_products_count_in_traced_steps_and_nothing_is_called_in_others(
 ) -> None:
     tokens = np.arange(16).reshape(2, 8) % 5
     with mpishard.Mesh() as mesh:
-        model = mpishard.nn.GPT(5, 8, 4, 2, 2, mesh=mesh)
+        model = mpishard.nn.GPT(vocabulary_size=5, context_length=8, width=4, layers=2, heads=2, mesh=mesh)
         clock = Clock(monkeypatch)
         for layer in layers_of(model):
             layer.matmul = clock.slow(layer.matmul)

@@ -526,7 +526,9 @@ def test_tensors_are_copied_once():
 def made_with(module: Any) -> Iterator[Callable[[], object]]:
     yield lambda: FlatParameters([ParameterSpec("a", (3,))], module=module)
     for half in (None, np.float16):
-        yield lambda half=half: mpishard.nn.GPT(16, 4, 4, 1, 2, module=module, compute_dtype=half)
+        yield lambda half=half: mpishard.nn.GPT(
+            vocabulary_size=16, context_length=4, width=4, layers=1, heads=2, module=module, compute_dtype=half
+        )
 
 
 @pytest.mark.parametrize("module", ["cupy", None, 3])

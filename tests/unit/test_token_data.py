@@ -98,7 +98,7 @@ def test_sample_by_sample_is_as_all_together():
 
 
 def gpt(vocabulary=50, context=10):
-    return nn.GPT(vocabulary, context, width=8, layers=1, heads=2)
+    return nn.GPT(vocabulary_size=vocabulary, context_length=context, width=8, layers=1, heads=2)
 
 
 def training(batch, samples=20, model=None):

@@ -1,4 +1,4 @@
-// Layer norm and root mean square norm; formulas: layer_norm, rms_norm and their backward passes.
+// Layer norm and root mean square norm: layer_norm, rms_norm and their backward passes, as nn/kernels.py has them.
 
 // Elements of a row that a thread holds in registers: forward as many as fit into 64, and the rest of a longer row is
 // read again.
