@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,14 +21,39 @@ def quick(values: Sequence[Any], most: int) -> list[Any]:
 
 
 def mark_beyond_pairs(items: Iterable[Any]) -> None:
-    """Mark ``full`` what no pair of parameter values needs, of the variants of each test that is marked ``pairs``."""
+    """Mark ``full`` what no pair of parameter values needs, of the variants of each test that is marked ``pairs``.
+
+    ``pairs(6)`` leaves the six of these that are the least alike, those marked ``quick`` before others.
+    """
     variants: dict[tuple[Any, str], list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("pairs") and not item.get_closest_marker("hardware"):
+        if item.get_closest_marker("pairs") and not _is_marked(item, "hardware", "full"):
             variants.setdefault((item.parent, item.originalname), []).append(item)
     for each in variants.values():
-        # Values are the same objects in all variants, and need not be hashable.
-        needed = set(every_pair(each, lambda item: {name: id(value) for name, value in item.callspec.params.items()}))
+        needed = every_pair(each, _values) if len(_values(each[0])) > 1 else each
+        (most,) = each[0].get_closest_marker("pairs").args or (len(needed),)
+        chosen = _least_alike(needed, most)
         for item in each:
-            if item not in needed:
+            if item not in chosen:
                 item.add_marker(pytest.mark.full)
+
+
+def _is_marked(item: Any, *names: str) -> bool:
+    return any(item.get_closest_marker(name) for name in names)
+
+
+def _values(item: Any) -> dict[str, int]:
+    """Parameters by name; values are the same objects in all variants, and need not be hashable."""
+    return {name: id(value) for name, value in item.callspec.params.items()}
+
+
+def _least_alike(items: Sequence[Any], most: int) -> list[Any]:
+    chosen: list[Any] = []
+    seen: Counter[tuple[str, int]] = Counter()
+    left = list(items)
+    while left and len(chosen) < most:
+        item = min(left, key=lambda each: (not _is_marked(each, "quick"), sum(seen[v] for v in _values(each).items())))
+        left.remove(item)
+        chosen.append(item)
+        seen.update(_values(item).items())
+    return chosen

@@ -222,7 +222,7 @@ def trained(strategy, rule, mesh, kind, dtype, **options):
 @pytest.mark.parametrize("options", [{"max_gradient_norm": 2.0}, {"max_gradient_value": 1.5}], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs
+@pytest.mark.pairs(8)
 def test_the_bits_of_the_host(mesh, strategy, rule, options, kind):
     dtype = np.float32 if "max_gradient_norm" in options else np.float64
     found = [trained(strategy, rule, mesh, each, dtype, **options) for each in (kind, np.ndarray)]

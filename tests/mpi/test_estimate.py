@@ -59,6 +59,7 @@ def shape(what: str, size: int) -> dict[str, int]:
     ],
 )
 @pytest.mark.usefixtures("without_debug")
+@pytest.mark.pairs(8)
 def test_bytes_of_a_step(comm, what, zero_stage, options):
     sizes = shape(what, comm.size)
     model_options = dict(options)

@@ -29,6 +29,7 @@ CASES = every_pair([case for model in MODELS for case in grid.cases(SIZE, model)
 
 @pytest.mark.parametrize("steps", [10, *full(grid.STEPS)])
 @pytest.mark.parametrize("case", quick(CASES, 4), ids=str)
+@pytest.mark.pairs(8)
 def test_a_layout_trains_as_one_rank_does(case, comm, steps):
     found = grid.errors(case, comm, steps)
     assert grid.passes(found), found

@@ -105,6 +105,7 @@ PROBLEMS = {
 
 @each_strategy
 @pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.pairs(8)
 def test_the_bits_of_one_rank(mesh, strategy, problem):
     """With clipping, and batches of 20, 20 and 5 samples in an epoch of 45."""
     found = run(strategy, mesh, PROBLEMS[problem])
@@ -363,7 +364,7 @@ def meshes(comm):
 @each_strategy
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.pairs
+@pytest.mark.pairs(8)
 def test_the_bits_of_one_rank_of_pipeline(meshes, tied, strategy, schedule):
     """With clipping, and batches of 20, 20 and 5 samples in an epoch of 45."""
     for mesh in meshes:

@@ -39,6 +39,7 @@ def expected(case, comm):
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages")
 @pytest.mark.parametrize("case", quick(every_pair(CASES, settings), 3), ids=str)
+@pytest.mark.pairs(8)
 def test_a_layout_has_the_bits_of_one_rank(case, comm):
     with mpishard.Mesh(comm, **case.sizes) as mesh:
         assert grid_bits.run(case, mesh, steps=STEPS) == expected(case, comm)

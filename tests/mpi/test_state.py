@@ -261,6 +261,7 @@ def test_parameters_alone(base, folder):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs(4)
 def test_device_arrays(base, folder, device, strategy):
     optimizer, parameters = built(base, DDPOptimizer)
     train(optimizer, parameters)

@@ -169,7 +169,7 @@ def test_gpt_on_any_mesh(comm, same_on_all, large_gpt_alone, zero_stage, micro_b
 @pytest.mark.parametrize("strategy", [ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer])
 @pytest.mark.parametrize("micro_batch_size", [None, 4, 5])
 @pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.pairs
+@pytest.mark.pairs(4)
 def test_one_rank_sums_micro_batches_of_a_tied_model_as_ddp_does(strategy, micro_batch_size, reproducible):
     """Nothing is sent; what is sharded on more ranks is written to the same sums."""
     results = []
