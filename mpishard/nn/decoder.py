@@ -22,7 +22,7 @@ from mpishard.nn.generation import Generation, agreed_request, lengths_of_change
 from mpishard.nn.inputs import Inputs
 from mpishard.nn.layers import Layer
 from mpishard.nn.options import ModelOptions, microbatches_on, settings_of_model
-from mpishard.nn.products import Matmul, check_compute_dtype, warn_if_slow, weights_stay
+from mpishard.nn.products import Matmul, warn_if_slow, weights_stay
 from mpishard.nn.units import Batch
 from mpishard.nn.workspace import KeyValueCache
 from mpishard.parameters.flat import FlatParameters
@@ -112,13 +112,13 @@ class Decoder:
     dtype : dtype
         float32 or float64: parameters, gradients and activations.
     compute_dtype : dtype, optional
-        Multiply matrices in float16 or ml_dtypes.bfloat16, with weights and activations in float32, see
+        Multiply matrices in float16 or bfloat16, by name or as a dtype, with weights and activations in float32, see
         `mpishard.nn.products.make_matmul`.  Train in float16 with ``ShardingConfiguration(loss_scale="dynamic")``.
         It is fast for arrays of CuPy, attention included.  For those of NumPy it is fast in bfloat16 where a library
         multiplies it, see `mpishard.backend.gemm`, and products of attention stay in float32 then; otherwise it is
         slow, and a warning says so.
     storage_dtype : dtype, optional
-        Keep activations between forward and backward in float16 or ml_dtypes.bfloat16.
+        Keep activations between forward and backward in float16 or bfloat16.
     wire_dtype : dtype, optional
         Send activations and their gradients between stages in one of these.
     recompute : bool
@@ -190,8 +190,6 @@ class Decoder:
         )
         seed = integer("seed", seed)
         check_module(module)
-        if compute_dtype is not None:
-            check_compute_dtype(compute_dtype, options.dtype)
         if sharded_parameters and mesh is None:
             raise ValueError("sharded_parameters needs a mesh, over whose data axis to share them; pass mesh=")
         self.mesh = mesh
@@ -202,8 +200,8 @@ class Decoder:
         self.architecture.check(1 if mesh is None else mesh.tensor.size, axis.size * chunks)
         if mesh is None or mesh.world.rank == 0:
             warn_if_bubbly(plan)
-            if compute_dtype is not None:
-                warn_if_slow(compute_dtype, module)
+            if options.compute_dtype is not None:
+                warn_if_slow(options.compute_dtype, module)
         self._local = LocalChunks(self.architecture, mesh, options, seed, module)
         self.parameters: FlatParameters = self._local.parameters
         self.parameters.model_settings = settings_of_model(self.architecture, options, axis.size, seed)
@@ -214,7 +212,7 @@ class Decoder:
             self.parameters.layout_dependence = "storage_dtype, which rounds what blocks hand on within a stage"
         self.chunks: list[Chunk] = self._local.chunks
         self.blocks: list[TransformerBlock] = self._local.blocks
-        self.pipeline: Pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
+        self.pipeline: Pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=options.wire_dtype)
         self._traced_products = TracedProducts([unit for chunk in self.chunks for unit in chunk.units], axis.ledger)
         self._inputs = Inputs(self.architecture, module, seed)
         # A scaled loss may overflow in half precision; optimizers check for that.

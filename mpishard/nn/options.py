@@ -58,9 +58,14 @@ class ModelOptions:
             raise TypeError(
                 f"dtype is {self.dtype}; parameters must be float32 or float64, and compute_dtype is for half precision"
             )
-        for name in ("storage_dtype", "wire_dtype"):
+        for name in ("compute_dtype", "storage_dtype", "wire_dtype"):
             if getattr(self, name) is not None:
-                check_half(name, getattr(self, name))
+                object.__setattr__(self, name, check_half(name, getattr(self, name)))
+        if self.compute_dtype is not None and self.dtype != np.float32:
+            raise TypeError(
+                f"compute_dtype {self.compute_dtype} needs float32 weights, but dtype is {self.dtype}; pass "
+                "dtype=numpy.float32"
+            )
         for name in ("recompute", "sequence_parallel", "sharded_parameters"):
             flag(name, getattr(self, name))
 
@@ -84,8 +89,6 @@ def settings_of_model(architecture: Any, options: ModelOptions, ranks: int, seed
             found |= {field.name: getattr(value, field.name) for field in fields(value)}
     del found["stage_costs"]
     found["microbatches"] = microbatches_on(ranks, options.microbatches)
-    for name in ("compute_dtype", "storage_dtype", "wire_dtype"):
-        found[name] = None if found[name] is None else np.dtype(found[name])
     if found.get("dropout"):
         found["dropout"] = f"{found['dropout']:g} with seed {seed}"
     return {f"the model's {name}": text_of(value) for name, value in found.items()}

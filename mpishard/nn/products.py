@@ -177,26 +177,15 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
 
 def check_half(what: str, dtype: Any) -> np.dtype:
     """`dtype`, the argument named `what`, as a dtype; raises TypeError unless it is float16 or bfloat16."""
+    import ml_dtypes  # noqa: F401 - gives NumPy the name of bfloat16
+
     try:
         half = np.dtype(dtype)
-    except TypeError:  # e.g. "bfloat16" before ml_dtypes has registered it with NumPy
+    except TypeError:
         half = None
     if half is None or not is_half(half):
-        raise TypeError(
-            f"{what} is {dtype if half is None else half}; it must be float16 or bfloat16 (of ml_dtypes), or None"
-        )
+        raise TypeError(f"{what} is {dtype if half is None else half}; it must be float16 or bfloat16, or None")
     return half
-
-
-def check_compute_dtype(compute_dtype: Any, dtype: np.dtype) -> None:
-    """Raise TypeError unless arrays of `dtype` can be multiplied in `compute_dtype`.
-
-    Device arrays need no arrays of bfloat16, which CuPy has from version 14 on, where it finds CUDA's ``cuda_bf16.h``:
-    numbers are rounded to their bits.
-    """
-    half = check_half("compute_dtype", compute_dtype)
-    if dtype != np.float32:
-        raise TypeError(f"compute_dtype {half} needs float32 weights, but dtype is {dtype}; pass dtype=numpy.float32")
 
 
 def warn_if_slow(compute_dtype: Any, module: Any) -> None:

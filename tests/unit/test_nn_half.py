@@ -148,6 +148,17 @@ def test_what_is_no_half_precision(options, message):
         nn.GPT(**SIZES, **options)
 
 
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.filterwarnings("ignore:compute_dtype=.* on NumPy")
+def test_half_precision_by_name(half):
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 9))
+    by_name, by_type = (
+        nn.GPT(**SIZES, compute_dtype=each, storage_dtype=each, wire_dtype=each) for each in (np.dtype(half).name, half)
+    )
+    assert by_name.loss_and_gradient(tokens, tokens) == by_type.loss_and_gradient(tokens, tokens)
+    assert by_name.parameters.model_settings == by_type.parameters.model_settings
+
+
 @pytest.mark.parametrize("options, share", [(dict(storage_dtype=np.float16), 0.6), (dict(recompute=True), 0.8)])
 def test_without_a_backward_pass_nothing_is_kept(options, share):
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 50))
