@@ -307,8 +307,8 @@ def test_every_model_takes_the_keywords_of_a_decoder():
 @pytest.mark.parametrize(
     "arguments, options, message",
     [
-        ((8, 8, 8, 1, 2), {}, "positional arguments"),
-        ((nn.Architecture(**TINY),), {}, "positional arguments"),
+        ((8, 8, 8, 1, 2), TINY, "1 positional argument but 6"),
+        ((nn.Architecture(**TINY),), TINY, "1 positional argument but 2"),
         ((), {"vocabulary_size": 8}, "missing 4 required keyword-only arguments: 'context_length'"),
         ((), TINY | {"head": 2}, "unexpected keyword argument 'head'"),
         ((), TINY | {"tied": 1}, "tied=1"),
