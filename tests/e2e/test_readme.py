@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 SCHEDULES = (ROOT / "docs/explanation/schedules.md").read_text("utf-8")
 LAYOUTS = (ROOT / "docs/how-to/choosing-a-layout.md").read_text("utf-8")
-# All of its scripts, in their order.
-DEBLUR, FIT, TORCH, GPT, SPLIT, SAVED, ELASTIC = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TOUR = (ROOT / "docs/tutorials/tour.md").read_text("utf-8")
+# All scripts of both, in their order.
+DEBLUR, TORCH = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+FIT, GPT, SPLIT, SAVED, ELASTIC = re.findall(r"```(?:python|py)\n(.*?)```", TOUR, re.DOTALL)
 FITTED = r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 needs_sphinx = pytest.mark.skipif(
@@ -40,7 +42,7 @@ def in_three_dimensions() -> str:
 @pytest.mark.parametrize(
     ("script", "ranks", "printed"),
     [
-        (DEBLUR, 3, r"1\d\d iterations, 1\d\d evaluations: misfit \S+e-0[67], relative error 0\.[0-3]%"),
+        (DEBLUR, 3, r"1\d\d iterations, 1\d\d evaluations: misfit \S+e-0[67]"),
         (FIT, 3, FITTED),
         pytest.param(TORCH, 3, r"loss 0\.[0-2]\d\d on rank 0 of 3", marks=needs_torch),
         (GPT, 3, r"5\.\d\d -> 2\."),
@@ -127,4 +129,4 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.quick
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 80
