@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.table import Table
 
-from mpishard.arguments import printable
+from mpishard.arguments import listed, printable, shown
 from mpishard.cli.output import console, new_table, print_table, seconds, size
 from mpishard.estimate import (
     TYPICAL,
@@ -26,7 +27,10 @@ from mpishard.estimate import (
     table,
 )
 from mpishard.estimate.layouts import STAGES
-from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
+from mpishard.io import files
+from mpishard.nn.architecture import KINDS, Architecture, DecoderArchitecture
+from mpishard.nn.pretrained import read_json, table_of_config
+from mpishard.nn.rotary import RopeScaling, Rotary
 from mpishard.pipeline.schedule import SCHEDULES
 
 # Estimates as tables.
@@ -44,8 +48,8 @@ _MEMORY = {
 }
 
 
-def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -> None:
-    """Print at most `shown` layouts in this order, one a line; more than `limit` bytes a rank are marked.
+def overview(found: Sequence[Estimate], limit: float, most: int, tokens: int) -> None:
+    """Print at most `most` layouts in this order, one a line; more than `limit` bytes a rank are marked.
 
     `tokens` is the number in a step of all ranks.
     """
@@ -54,7 +58,7 @@ def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -
     output.print(
         f"{layouts} of {found[0].layout.ranks} ranks, {tokens} tokens a step; bytes are those of a rank", style="bold"
     )
-    rows = [_overview_row(each, limit, tokens) for each in found[:shown]]
+    rows = [_overview_row(each, limit, tokens) for each in found[:most]]
     columns = _fitting(rows, output.width)
     made = new_table(*columns, left=0)
     made.columns[columns.index("schedule")].justify = "left"
@@ -64,8 +68,8 @@ def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -
     if len(columns) < len(rows[0]):
         missing = ", ".join(column.replace("\n", " ") for column in rows[0] if column not in columns)
         output.print(f"(not shown in {output.width} columns: {missing})")
-    if len(found) > shown:
-        output.print(f"... and {len(found) - shown} more; --all shows them")
+    if len(found) > most:
+        output.print(f"... and {len(found) - most} more; --all shows them")
     over = sum(each.memory.total > limit for each in found)
     if over == len(found):
         least = min(found, key=lambda each: each.memory.total)
@@ -182,6 +186,62 @@ def _ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
+# The model: the sizes of a GPT as options, or any model in a file.
+
+# Fields of a model that have fields themselves.
+_PARTS = {"rotary": Rotary, "scaling": RopeScaling}
+
+
+def _model(sizes: Mapping[str, int | None], file: Path | None) -> DecoderArchitecture:
+    """The model of a file, or the GPT of these sizes; ValueError if both are given, or one of the sizes is missing."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if file is not None:
+        if given:
+            raise ValueError(f"--model brings the sizes: leave {', '.join(f'--{name}' for name in given)} out")
+        return model_in(file)
+    if missing := [f"--{name}" for name in sizes if name not in given]:
+        raise ValueError(f"a model needs {', '.join(missing)} too (or --model, or --parameters for ZeRO alone)")
+    vocabulary, context, width, layers, heads = given.values()
+    return Architecture(vocabulary, context, width, layers, heads)
+
+
+def model_in(file: Path) -> DecoderArchitecture:
+    """The model of a ``config.json`` of transformers, or of a TOML file with the fields of an architecture."""
+    if file.suffix not in (".json", ".toml"):
+        raise ValueError(f"--model is {file}; give a config.json of transformers, or a .toml with fields of a model")
+    given = read_json(file) if file.suffix == ".json" else _toml(file)
+    try:
+        if file.suffix == ".json":
+            found: DecoderArchitecture = table_of_config(given).architecture(given)
+            return found
+        name = given.pop("kind", Architecture.__name__)
+        if name not in KINDS:
+            raise ValueError(f"kind is {shown(name)}; choose one of {', '.join(KINDS)}")
+        _check_fields(KINDS[name], given)
+        return KINDS[name](**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(files.read(file).decode())
+    except ValueError as error:
+        raise ValueError(f"{file} is not TOML: {error}") from None
+
+
+def _check_fields(kind: type[Any], given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field that a dataclass does not have, or without one that it needs."""
+    needed = {field.name: field.default is MISSING for field in fields(kind)}
+    if others := [name for name in given if name not in needed]:
+        raise ValueError(f"there is no field {listed(others)}; {kind.__name__} has {', '.join(needed)}")
+    if missing := [name for name in needed if needed[name] and name not in given]:
+        raise ValueError(f"{kind.__name__} needs {', '.join(missing)} too")
+    for name, value in given.items():
+        if name in _PARTS and isinstance(value, dict):
+            _check_fields(_PARTS[name], value)
+
+
 # The machine for which ``mpishard estimate`` predicts, from the options that describe it.
 
 
@@ -260,15 +320,14 @@ _WITH_PARAMETERS = {"parameters", "ranks", "memory_limit", "as_json"}
 def estimate(
     context_of_command: typer.Context,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
-    context: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
-    width: Annotated[int | None, typer.Option(help="Channels.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
-    key_value_heads: Annotated[int | None, typer.Option(help="A model like Llama: heads of keys and values.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="A model like Llama: channels of its MLP.")] = None,
-    tied: Annotated[bool, typer.Option("--tied", help="The head uses the table of the embedding.")] = False,
-    shards: Annotated[int, typer.Option(help="Slices by which the model is defined.")] = 1,
+    vocabulary: Annotated[int | None, typer.Option(help="A GPT: size of the vocabulary.")] = None,
+    context: Annotated[int | None, typer.Option(help="A GPT: longest sequence.")] = None,
+    width: Annotated[int | None, typer.Option(help="A GPT: channels.")] = None,
+    layers: Annotated[int | None, typer.Option(help="A GPT: blocks.")] = None,
+    heads: Annotated[int | None, typer.Option(help="A GPT: attention heads.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Instead of a GPT: config.json of transformers, or .toml of an architecture.")
+    ] = None,
     parameters: Annotated[
         float | None, typer.Option(help="Instead of a model: its parameters; shows the memory of each ZeRO stage.")
     ] = None,
@@ -313,8 +372,7 @@ def estimate(
         _zero_table(parameters, ranks, limit, as_json)
         return
     sizes = {"vocabulary": vocabulary, "context": context, "width": width, "layers": layers, "heads": heads}
-    llama = {"key_value_heads": key_value_heads, "hidden": hidden}
-    architecture = _model(sizes, llama, tied, shards)
+    architecture = _model(sizes, model)
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     if zero not in (None, *STAGES):
@@ -346,10 +404,11 @@ def estimate(
     found = table(candidates, architecture, batch, workload, machine)
     if not found:
         architecture.check(tensor or 1, pipeline or 1)
+        shards = architecture.shards
         raise ValueError(
             f"no layout of {ranks} ranks is left: the sizes must multiply out to the ranks, the tensor size must "
             f"divide {f'{shards} shards' if shards > 1 else f'{architecture.query_groups} heads'}, and every stage "
-            f"needs one of {layers} layers"
+            f"needs one of {architecture.layers} layers"
         )
     if as_json:
         typer.echo(json.dumps([{**each.as_dict(), "fits": each.memory.total <= limit} for each in found]))
@@ -374,27 +433,12 @@ _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --pr
 _OF_GPUS = "For times of GPUs give their speeds: --flops, --bandwidth, --latency and --memory-bandwidth."
 
 
-def _model(
-    sizes: Mapping[str, int | None], llama: Mapping[str, int | None], tied: bool, shards: int
-) -> DecoderArchitecture:
-    """The model of these options, like Llama if one of those is given; ValueError if any of the sizes is missing."""
-    if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
-        raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
-    vocabulary, context, width, layers, heads = (value for value in sizes.values() if value is not None)
-    given = vocabulary, context, width, layers, heads
-    if any(value is not None for value in llama.values()):
-        return LlamaArchitecture(
-            *given, key_value_heads=llama["key_value_heads"], hidden=llama["hidden"], tied=tied, shards=shards
-        )
-    return Architecture(*given, tied, shards)
-
-
 def _check_alone(context: typer.Context) -> None:
     """Raise ValueError if an option was given with --parameters that does not go with it."""
     if other := [option for name, option in _given(context) if name not in _WITH_PARAMETERS]:
         raise ValueError(
             "--parameters stands for a whole model, all ranks on the data axis and every ZeRO stage: "
-            f"leave {', '.join(other)} out, or give --vocabulary, --context, ... in its place, not both"
+            f"leave {', '.join(other)} out, or give --model in its place, not both"
         )
 
 

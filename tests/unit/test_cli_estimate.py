@@ -17,6 +17,13 @@ from mpishard.estimate.benchmark import Timing
 # ``mpishard estimate`` and ``mpishard bench`` as a user calls them.
 
 MODEL = "--vocabulary 256 --context 64 --width 64 --layers 8 --heads 8"
+# The same model in a file.
+TOML = "vocabulary_size = 256\ncontext_length = 64\nwidth = 64\nlayers = 8\nheads = 8\n"
+LLAMA = TOML + 'kind = "LlamaArchitecture"\nkey_value_heads = 4\nhidden = 128\n'
+CONFIG = {
+    **{"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 64, "hidden_size": 64},
+    **{"intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
+}
 
 
 @pytest.fixture
@@ -84,13 +91,19 @@ def test_times_of_processors_beside_memory_of_gpus_are_named(tmp_path, run):
         assert ("Times are predicted for a" in text) != named
 
 
-def test_a_model_like_llama(run):
-    """With half the heads of keys and a narrow network it has fewer parameters, and fewer tensor sizes."""
+def test_a_model_in_a_file(run, tmp_path):
+    """With half the heads of keys and a narrow network a Llama has fewer parameters, and fewer tensor sizes."""
+    config, llama, gpt = tmp_path / "config.json", tmp_path / "llama.toml", tmp_path / "gpt.toml"
+    config.write_text(json.dumps(CONFIG))
+    llama.write_text(LLAMA)
+    gpt.write_text(TOML)
     parameters = []
-    for options in ("", "--key-value-heads 4 --hidden 128"):
-        found = json.loads(run(f"{MODEL} {options} --ranks 8 --json"))
+    for alike in ((MODEL, f"--model {gpt}"), (f"--model {llama}", f"--model {config}")):
+        text, other = (run(f"{options} --ranks 8 --json") for options in alike)
+        assert text == other
+        found = json.loads(text)
         parameters.append(next(each["stages"][0]["parameters"] for each in found if each["data"] == 8))
-        assert max(each["tensor"] for each in found) == (4 if options else 8)
+        assert max(each["tensor"] for each in found) == (8 if alike[0] == MODEL else 4)
     # Blocks of GPT-2 have 12 squares of the width; these have 3 in the attention and 6 in the network, and no biases.
     assert parameters[0] - parameters[1] == 8 * (3 * 64 * 64 + 11 * 64) + 64 * 64 + 64
 
@@ -113,9 +126,11 @@ def test_json_is_sorted_by_time_and_says_what_fits(run):
     assert {each["fits"] for each in found} == {False, True}
 
 
-def test_one_layout_in_detail(run):
-    layout = "--data 2 --tensor 2 --zero 2 --schedule interleaved --sequence-parallel --tied"
-    text = run(f"{MODEL} --ranks 8 {layout}")
+def test_one_layout_in_detail(run, tmp_path):
+    file = tmp_path / "tied.toml"
+    file.write_text(TOML + "tied = true\n")
+    layout = "--data 2 --tensor 2 --zero 2 --schedule interleaved --sequence-parallel"
+    text = run(f"--model {file} --ranks 8 {layout}")
     for expected in ("2 chunks", "sequence parallel", "bubble", "activation gradients", "ties", "optimizer"):
         assert expected in text
     assert max(map(len, text.splitlines())) <= 120
@@ -155,6 +170,9 @@ def test_axes_between_nodes_have_the_networks_speed(run):
         (f"{MODEL} --ranks 8 --parameters 1e9", "not both"),
         (f"{MODEL} --ranks 0", "number of ranks is 0"),
         (f"{MODEL} --ranks 8 --layers 99999999999", "number of layers is 99999999999"),
+        ("--layers 8 --model gpt.toml --ranks 8", "leave --layers out"),
+        ("--model gpt.yaml --ranks 8", "--model is gpt.yaml; give a config.json"),
+        ("--model absent.toml --ranks 8", "absent.toml: No such file"),
         (f"{MODEL} --ranks 7 --tensor 7", "8 attention heads cannot be split over 7"),
         (f"{MODEL} --ranks 9 --pipeline 9", "9 pipeline stages, but the model has 8 layers"),
         (f"{MODEL} --ranks 8 --data 3", "sizes must multiply out to the ranks"),
@@ -189,6 +207,29 @@ def test_axes_between_nodes_have_the_networks_speed(run):
 def test_errors_are_one_line(arguments, message, run):
     shown = run(arguments, code=2)
     assert len(shown.splitlines()) == 1 and message in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "messages"),
+    [
+        ("model.toml", "width = ", ["is not TOML"]),
+        ("model.toml", TOML + "hidden = 128", ["no field hidden; Architecture has vocabulary_size, context_length"]),
+        ("model.toml", 'kind = "Llama"', ["kind is 'Llama'; choose one of Architecture, LlamaArchitecture"]),
+        ("model.toml", "width = 64\nheads = 8", ["Architecture needs vocabulary_size, context_length, layers too"]),
+        ("model.toml", TOML.replace("8", "'8'"), ["layers is '8'; it must be an integer"]),
+        ("model.toml", LLAMA + "rotary.scaling.sort = 1", ["no field sort; RopeScaling has kind, factor"]),
+        ("model.toml", TOML + "shards = 3", ["8 attention heads cannot be cut into 3 shards"]),
+        ("config.json", "{", ["is not JSON"]),
+        ("config.json", json.dumps({"model_type": "mamba"}), ["model_type='mamba'", "gpt2, llama, qwen2, qwen3"]),
+        ("config.json", json.dumps({**CONFIG, "hidden_size": None}), ["no hidden_size"]),
+        ("config.json", json.dumps({**CONFIG, "mlp_bias": True}), ["mlp_bias=True; models here have False only"]),
+    ],
+)
+def test_a_bad_model_file_is_one_line(name, text, messages, run, tmp_path):
+    file = tmp_path / name
+    file.write_text(text)
+    shown = run(f"--model {file} --ranks 8", code=2)
+    assert len(shown.splitlines()) == 1 and all(each in shown for each in [str(file), *messages])
 
 
 def test_sizes_are_read():
