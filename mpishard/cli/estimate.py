@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from mpishard.arguments import listed, printable, shown
+from mpishard.arguments import integer, listed, mapping, number, printable, shown
 from mpishard.cli.output import console, new_table, print_table, seconds, size
 from mpishard.estimate import (
     TYPICAL,
@@ -27,6 +27,7 @@ from mpishard.estimate import (
     table,
 )
 from mpishard.estimate.layouts import STAGES
+from mpishard.estimate.profile import BY_HAND
 from mpishard.io import files
 from mpishard.nn.architecture import KINDS, Architecture, DecoderArchitecture
 from mpishard.nn.pretrained import read_json, table_of_config
@@ -186,7 +187,7 @@ def _ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-# The model: the sizes of a GPT as options, or any model in a file.
+# The model, as the sizes of a GPT or in a file, and the machine, in a file.
 
 # Fields of a model that have fields themselves.
 _PARTS = {"rotary": Rotary, "scaling": RopeScaling}
@@ -217,8 +218,38 @@ def model_in(file: Path) -> DecoderArchitecture:
         name = given.pop("kind", Architecture.__name__)
         if name not in KINDS:
             raise ValueError(f"kind is {shown(name)}; choose one of {', '.join(KINDS)}")
-        _check_fields(KINDS[name], given)
+        _check_fields(name, _fields(KINDS[name]), given)
         return KINDS[name](**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def machine_in(file: Path) -> MachineProfile:
+    """The machine that ``mpishard bench`` measured, or of a TOML file with its speeds.
+
+    The TOML file has arguments of `MachineProfile.given`, or the name of a measured `profile` next to it, and maybe a
+    table `network` with those of `MachineProfile.with_network`.
+    """
+    if not file.is_file():
+        what = "is no file" if file.exists() else "does not exist"
+        raise ValueError(f"--profile {file} {what}; make one: mpirun -n N mpishard bench --output FILE")
+    if file.suffix != ".toml":
+        return MachineProfile.load(file)
+    given = _toml(file)
+    try:
+        measured = "profile" in given
+        speeds = {} if measured else _fields(MachineProfile.given)
+        what = "a machine with a profile" if measured else "a machine"
+        _check_fields(what, {**speeds, "profile": False, "network": False}, given)
+        network = mapping("network", given.pop("network", {}), "names to numbers")
+        if measured:
+            machine = MachineProfile.load(file.parent / str(given["profile"]))
+        else:
+            machine = MachineProfile.given(**_numbers(given))
+        if network:
+            _check_fields("a network", _fields(machine.with_network), network)
+            machine = machine.with_network(**_numbers(network))
+        return machine
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
 
@@ -230,76 +261,25 @@ def _toml(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not TOML: {error}") from None
 
 
-def _check_fields(kind: type[Any], given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a field that a dataclass does not have, or without one that it needs."""
-    needed = {field.name: field.default is MISSING for field in fields(kind)}
+def _fields(call: Callable[..., Any]) -> dict[str, bool]:
+    """The arguments of a function or a class, and whether it needs them."""
+    return {name: each.default is Parameter.empty for name, each in signature(call).parameters.items()}
+
+
+def _check_fields(what: str, needed: Mapping[str, bool], given: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file has a field that there is not, or lacks one that is needed."""
     if others := [name for name in given if name not in needed]:
-        raise ValueError(f"there is no field {listed(others)}; {kind.__name__} has {', '.join(needed)}")
+        raise ValueError(f"there is no field {listed(others)}; {what} has {', '.join(needed)}")
     if missing := [name for name in needed if needed[name] and name not in given]:
-        raise ValueError(f"{kind.__name__} needs {', '.join(missing)} too")
+        raise ValueError(f"{what} needs {', '.join(missing)} too")
     for name, value in given.items():
         if name in _PARTS and isinstance(value, dict):
-            _check_fields(_PARTS[name], value)
+            _check_fields(name, _fields(_PARTS[name]), value)
 
 
-# The machine for which ``mpishard estimate`` predicts, from the options that describe it.
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """The speeds of a rank: in a file, or each by an option; without any, those of a typical machine."""
-
-    profile: Path | None = None
-    flops: float | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-    memory_bandwidth: float | None = None
-
-    def machine(self) -> MachineProfile:
-        """The machine with these speeds; ValueError if the options do not go together."""
-        given = {"--flops": self.flops, "--bandwidth": self.bandwidth, "--latency": self.latency}
-        if self.profile is not None:
-            if any(value is not None for value in (*given.values(), self.memory_bandwidth)):
-                raise ValueError(
-                    "--profile brings all speeds: give it, or --flops, --bandwidth and --latency, not both"
-                )
-            if not self.profile.is_file():
-                what = "is no file" if self.profile.exists() else "does not exist"
-                raise ValueError(f"--profile {self.profile} {what}; make one: mpirun -n N mpishard bench --output FILE")
-            return MachineProfile.load(self.profile)
-        if all(value is None for value in given.values()):
-            if self.memory_bandwidth is not None:
-                raise ValueError("--memory-bandwidth goes with --flops, --bandwidth and --latency")
-            return TYPICAL
-        if missing := [name for name, value in given.items() if value is None]:
-            raise ValueError(f"a machine given by hand needs {' and '.join(missing)} too")
-        assert self.flops is not None and self.bandwidth is not None and self.latency is not None
-        memory_bandwidth = math.inf if self.memory_bandwidth is None else self.memory_bandwidth
-        return MachineProfile.given(self.flops, self.bandwidth, self.latency, memory_bandwidth)
-
-
-@dataclass(frozen=True)
-class Network:
-    """The network between nodes: all of it or, for one that the profile has or for none, nothing."""
-
-    ranks_per_node: int | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-
-    def between(self, machine: MachineProfile) -> MachineProfile:
-        """The machine, with this network between its nodes; ValueError if a part of it is missing."""
-        given = {
-            "--ranks-per-node": self.ranks_per_node,
-            "--network-bandwidth": self.bandwidth,
-            "--network-latency": self.latency,
-        }
-        missing = [name for name, value in given.items() if value is None]
-        if len(missing) == len(given):
-            return machine
-        if missing:
-            raise ValueError(f"a network between nodes needs {' and '.join(missing)} too")
-        assert self.ranks_per_node is not None and self.bandwidth is not None and self.latency is not None
-        return machine.with_network(self.latency, self.bandwidth, int(self.ranks_per_node))
+def _numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a machine, checked to be numbers."""
+    return {name: (integer if name == "ranks_per_node" else number)(name, value) for name, value in given.items()}
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -348,14 +328,9 @@ def estimate(
     slots: Annotated[int, typer.Option(help="Numbers of optimizer state a parameter (2 for Adam).")] = 2,
     bucket: Annotated[int, typer.Option(help="minimum_parameter_group_size of the configuration.")] = 1024,
     memory_limit: Annotated[str | None, typer.Option(help="Mark layouts above it: 4GB, 500MB, ...")] = None,
-    profile: Annotated[Path | None, typer.Option(help="What mpishard bench measured.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Instead: operations a second of a rank.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Instead: bytes a second between ranks.")] = None,
-    latency: Annotated[float | None, typer.Option(help="Instead: seconds of a short message.")] = None,
-    memory_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank's memory.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, with the two below.")] = None,
-    network_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank between nodes.")] = None,
-    network_latency: Annotated[float | None, typer.Option(help="Seconds of a short message between nodes.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="The machine: what mpishard bench measured, or .toml of one given by hand.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Most lines of the table: the best layouts.")] = 10,
     show_all: Annotated[bool, typer.Option("--all", help="All layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
@@ -379,8 +354,7 @@ def estimate(
         raise ValueError(f"unknown ZeRO stage {zero}; choose one of 0, 1, 2, 3")
     if dtype not in ("float32", "float64"):
         raise ValueError(f"--dtype is {dtype!r}; choose float32 or float64")
-    machine = Speeds(profile, flops, bandwidth, latency, memory_bandwidth).machine()
-    machine = Network(ranks_per_node, network_bandwidth, network_latency).between(machine)
+    machine = TYPICAL if profile is None else machine_in(profile)
     for name, count in (("batch", batch), ("rows", rows)):
         if count is not None and count < 1:
             raise ValueError(f"--{name} is {count}; it must be at least 1")
@@ -418,7 +392,7 @@ def estimate(
         details(found[0], tokens, machine)
     overview(found, limit, len(found) if show_all else rows, tokens)
     nodes = f", {machine.ranks_per_node} ranks a node" if machine.network else ", all ranks on one node"
-    if (device or half) and flops is None:
+    if (device or half) and machine.name != BY_HAND:
         typer.echo(
             f"Memory is that of GPUs, but times are those of processors: {printable(machine.name)}{nodes}.\n{_OF_GPUS}"
         )
@@ -430,7 +404,9 @@ def estimate(
 
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
 # mpishard bench measures processors only.
-_OF_GPUS = "For times of GPUs give their speeds: --flops, --bandwidth, --latency and --memory-bandwidth."
+_OF_GPUS = (
+    "For times of GPUs give their speeds: --profile machine.toml with flops, bandwidth, latency and memory_bandwidth."
+)
 
 
 def _check_alone(context: typer.Context) -> None:

@@ -79,12 +79,13 @@ def test_times_of_processors_beside_memory_of_gpus_are_named(tmp_path, run):
     file = tmp_path / "profile.json"
     TYPICAL.save(file)
     of_processors = "Memory is that of GPUs, but times are those of processors: a typical core, 64 ranks a node.\n"
-    given = "--flops 1e14 --bandwidth 1e11 --latency 1e-6 --memory-bandwidth 1e12"
+    by_hand = tmp_path / "gpus.toml"
+    by_hand.write_text("flops = 1e14\nbandwidth = 1e11\nlatency = 1e-6\nmemory_bandwidth = 1e12")
     for options, named in (
         ("", False),
         ("--device", True),
         (f"--device --half --profile {file}", True),
-        (f"--half {given}", False),
+        (f"--half --profile {by_hand}", False),
     ):
         text = run(f"{MODEL} --ranks 8 {options}")
         assert (of_processors in text) == named
@@ -137,28 +138,37 @@ def test_one_layout_in_detail(run, tmp_path):
 
 
 def test_profiles(tmp_path, run):
-    file = tmp_path / "profile.json"
+    file, by_hand = tmp_path / "profile.json", tmp_path / "machine.toml"
     TYPICAL.save(file)
+    by_hand.write_text("flops = 1e12\nbandwidth = 1e10\nlatency = 2e-6")
     times = []
-    for machine in ("", f"--profile {file}", "--flops 1e12 --bandwidth 1e10 --latency 2e-6"):
+    for machine in ("", f"--profile {file}", f"--profile {by_hand}"):
         (found,) = json.loads(run(f"{MODEL} --ranks 2 --data 2 --zero 1 --json {machine}"))
         times.append(found["step_time"])
     assert times[0] == times[1] > times[2]
 
 
-def test_axes_between_nodes_have_the_networks_speed(run):
-    machine = "--flops 1e10 --bandwidth 1e9 --latency 1e-6"
-    network = "--ranks-per-node 4 --network-bandwidth 1e6 --network-latency 1e-3"
+MACHINE = "flops = 1e10\nbandwidth = 1e9\nlatency = 1e-6\n"
+NETWORK = "[network]\nranks_per_node = 4\nbandwidth = 1e6\nlatency = 1e-3\n"
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_axes_between_nodes_have_the_networks_speed(measured, run, tmp_path):
+    one, many, profile = (tmp_path / name for name in ("one.toml", "many.toml", "profile.json"))
+    MachineProfile.given(1e10, 1e9, 1e-6).save(profile)
+    text = 'profile = "profile.json"\n' if measured else MACHINE
+    one.write_text(text)
+    many.write_text(text + NETWORK)
     times = []
-    for more in ("", network):
+    for machine in (one, many):
         times.append([])
         for shape in ("--data 1 --tensor 4 --pipeline 2", "--data 2 --tensor 4 --pipeline 1"):
-            (found,) = json.loads(run(f"{MODEL} --ranks 8 --zero 0 --schedule 1f1b {shape} {machine} {more} --json"))
+            (found,) = json.loads(run(f"{MODEL} --ranks 8 --zero 0 --schedule 1f1b {shape} --profile {machine} --json"))
             times[-1].append(found["communication"])
     near, far = times
     # Without data ranks there is nothing to send between them; else all of their bytes go over the slower link.
     assert near[0] == far[0] == 0 and far[1] > 500 * near[1] > 0
-    text = run(f"{MODEL} --ranks 8 --zero 0 --data 2 --tensor 4 --pipeline 1 {machine} {network}")
+    text = run(f"{MODEL} --ranks 8 --zero 0 --data 2 --tensor 4 --pipeline 1 --profile {many}")
     assert "tensor      4  within a node" in text and "data        2  between nodes" in text
     assert "4 ranks a node" in text.splitlines()[-1]
 
@@ -178,9 +188,6 @@ def test_axes_between_nodes_have_the_networks_speed(run):
         (f"{MODEL} --ranks 8 --data 3", "sizes must multiply out to the ranks"),
         (f"{MODEL} --ranks 8 --zero 4", "unknown ZeRO stage 4"),
         (f"{MODEL} --ranks 8 --schedule best", "unknown schedule 'best'"),
-        (f"{MODEL} --ranks 8 --flops 1e9", "--bandwidth and --latency too"),
-        (f"{MODEL} --ranks 8 --memory-bandwidth 1e9", "goes with --flops"),
-        (f"{MODEL} --ranks 8 --profile absent --flops 1", "--profile brings all speeds"),
         (f"{MODEL} --ranks 8 --profile absent.json", "--profile absent.json does not exist; make one"),
         (f"{MODEL} --ranks 8 --profile .", "--profile . is no file; make one"),
         (f"{MODEL} --ranks 8 --width 63", "width 63 is not a multiple of 8 heads"),
@@ -197,10 +204,6 @@ def test_axes_between_nodes_have_the_networks_speed(run):
         (f"{MODEL} --ranks 8 --rows 0", "--rows is 0"),
         (f"{MODEL} --ranks 8 --slots -1", "slots=-1"),
         (f"{MODEL} --ranks 8 --chunks 0", "needs at least 2 chunks a rank, got 0"),
-        (f"{MODEL} --ranks 8 --flops inf --bandwidth inf --latency 0", "finite speeds"),
-        (f"{MODEL} --ranks 8 --flops 1 --bandwidth 1 --latency 0 --memory-bandwidth 0", "memory_bandwidth of a"),
-        (f"{MODEL} --ranks 8 --ranks-per-node 4", "needs --network-bandwidth and --network-latency too"),
-        (f"{MODEL} --ranks 8 --ranks-per-node 0 --network-bandwidth 1 --network-latency 0", "ranks_per_node=0"),
         ("--parameters 1e9", "the number of ranks is missing"),
     ],
 )
@@ -217,18 +220,33 @@ def test_errors_are_one_line(arguments, message, run):
         ("model.toml", 'kind = "Llama"', ["kind is 'Llama'; choose one of Architecture, LlamaArchitecture"]),
         ("model.toml", "width = 64\nheads = 8", ["Architecture needs vocabulary_size, context_length, layers too"]),
         ("model.toml", TOML.replace("8", "'8'"), ["layers is '8'; it must be an integer"]),
-        ("model.toml", LLAMA + "rotary.scaling.sort = 1", ["no field sort; RopeScaling has kind, factor"]),
+        ("model.toml", LLAMA + "rotary.scaling.sort = 1", ["no field sort; scaling has kind, factor"]),
         ("model.toml", TOML + "shards = 3", ["8 attention heads cannot be cut into 3 shards"]),
         ("config.json", "{", ["is not JSON"]),
         ("config.json", json.dumps({"model_type": "mamba"}), ["model_type='mamba'", "gpt2, llama, qwen2, qwen3"]),
         ("config.json", json.dumps({**CONFIG, "hidden_size": None}), ["no hidden_size"]),
         ("config.json", json.dumps({**CONFIG, "mlp_bias": True}), ["mlp_bias=True; models here have False only"]),
+        ("machine.toml", "flops", ["is not TOML"]),
+        ("machine.toml", "flops = 1e9", ["a machine needs bandwidth, latency too"]),
+        ("machine.toml", MACHINE + "flop = 1", ["no field flop; a machine has flops, bandwidth, latency, memory_"]),
+        ("machine.toml", MACHINE + "memory_bandwidth = '1'", ["memory_bandwidth='1' must be a finite number"]),
+        ("machine.toml", MACHINE + "memory_bandwidth = 0", ["memory_bandwidth of a machine profile is 0"]),
+        (
+            "machine.toml",
+            'profile = "p.json"\nflops = 1',
+            ["no field flops; a machine with a profile has profile, net"],
+        ),
+        ("machine.toml", MACHINE + "network = 3", ["network=3"]),
+        ("machine.toml", MACHINE + "network.ranks_per_node = 4", ["a network needs latency, bandwidth too"]),
+        ("machine.toml", MACHINE + NETWORK.replace("4", "0"), ["ranks_per_node=0"]),
+        ("profile.json", "{}", ["not a machine profile"]),
     ],
 )
-def test_a_bad_model_file_is_one_line(name, text, messages, run, tmp_path):
+def test_a_bad_file_is_one_line(name, text, messages, run, tmp_path):
     file = tmp_path / name
     file.write_text(text)
-    shown = run(f"--model {file} --ranks 8", code=2)
+    option = f"--model {file}" if name in ("model.toml", "config.json") else f"{MODEL} --profile {file}"
+    shown = run(f"{option} --ranks 8", code=2)
     assert len(shown.splitlines()) == 1 and all(each in shown for each in [str(file), *messages])
 
 
