@@ -284,6 +284,7 @@ def _numbers(given: Mapping[str, Any]) -> dict[str, Any]:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
+_BEST = 10  # layouts that are shown without --all
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _ZERO = {
     0: "nothing sharded",
@@ -331,8 +332,7 @@ def estimate(
     profile: Annotated[
         Path | None, typer.Option(help="The machine: what mpishard bench measured, or .toml of one given by hand.")
     ] = None,
-    rows: Annotated[int, typer.Option(help="Most lines of the table: the best layouts.")] = 10,
-    show_all: Annotated[bool, typer.Option("--all", help="All layouts.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Show all layouts, and not the ten best.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
 ) -> None:
     """Compare the layouts of a model on a number of ranks: time of a step, memory and bytes sent of a rank.
@@ -355,9 +355,8 @@ def estimate(
     if dtype not in ("float32", "float64"):
         raise ValueError(f"--dtype is {dtype!r}; choose float32 or float64")
     machine = TYPICAL if profile is None else machine_in(profile)
-    for name, count in (("batch", batch), ("rows", rows)):
-        if count is not None and count < 1:
-            raise ValueError(f"--{name} is {count}; it must be at least 1")
+    if batch is not None and batch < 1:
+        raise ValueError(f"--batch is {batch}; it must be at least 1")
     batch = ranks if batch is None else batch
     candidates = layouts(
         ranks,
@@ -390,7 +389,7 @@ def estimate(
     tokens = batch * found[0].length
     if len(found) == 1:
         details(found[0], tokens, machine)
-    overview(found, limit, len(found) if show_all else rows, tokens)
+    overview(found, limit, len(found) if show_all else _BEST, tokens)
     nodes = f", {machine.ranks_per_node} ranks a node" if machine.network else ", all ranks on one node"
     if (device or half) and machine.name != BY_HAND:
         typer.echo(

@@ -201,7 +201,6 @@ def test_axes_between_nodes_have_the_networks_speed(measured, run, tmp_path):
         (f"{MODEL} --ranks 8 --vocabulary 0", "vocabulary_size is 0; it must be at least 1"),
         (f"{MODEL} --ranks 8 --heads 0", "not a multiple of 0 heads"),
         (f"{MODEL} --ranks 8 --batch 0", "--batch is 0; it must be at least 1"),
-        (f"{MODEL} --ranks 8 --rows 0", "--rows is 0"),
         (f"{MODEL} --ranks 8 --slots -1", "slots=-1"),
         (f"{MODEL} --ranks 8 --chunks 0", "needs at least 2 chunks a rank, got 0"),
         ("--parameters 1e9", "the number of ranks is missing"),
