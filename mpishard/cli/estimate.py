@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.table import Table
 
-from mpishard.arguments import printable
+from mpishard.arguments import integer, listed, mapping, number, printable, shown
 from mpishard.cli.output import console, new_table, print_table, seconds, size
 from mpishard.estimate import (
     TYPICAL,
@@ -26,7 +27,11 @@ from mpishard.estimate import (
     table,
 )
 from mpishard.estimate.layouts import STAGES
-from mpishard.nn.architecture import Architecture, DecoderArchitecture, LlamaArchitecture
+from mpishard.estimate.profile import BY_HAND
+from mpishard.io import files
+from mpishard.nn.architecture import KINDS, Architecture, DecoderArchitecture
+from mpishard.nn.pretrained import read_json, table_of_config
+from mpishard.nn.rotary import RopeScaling, Rotary
 from mpishard.pipeline.schedule import SCHEDULES
 
 # Estimates as tables.
@@ -44,8 +49,8 @@ _MEMORY = {
 }
 
 
-def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -> None:
-    """Print at most `shown` layouts in this order, one a line; more than `limit` bytes a rank are marked.
+def overview(found: Sequence[Estimate], limit: float, most: int, tokens: int) -> None:
+    """Print at most `most` layouts in this order, one a line; more than `limit` bytes a rank are marked.
 
     `tokens` is the number in a step of all ranks.
     """
@@ -54,7 +59,7 @@ def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -
     output.print(
         f"{layouts} of {found[0].layout.ranks} ranks, {tokens} tokens a step; bytes are those of a rank", style="bold"
     )
-    rows = [_overview_row(each, limit, tokens) for each in found[:shown]]
+    rows = [_overview_row(each, limit, tokens) for each in found[:most]]
     columns = _fitting(rows, output.width)
     made = new_table(*columns, left=0)
     made.columns[columns.index("schedule")].justify = "left"
@@ -64,8 +69,8 @@ def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -
     if len(columns) < len(rows[0]):
         missing = ", ".join(column.replace("\n", " ") for column in rows[0] if column not in columns)
         output.print(f"(not shown in {output.width} columns: {missing})")
-    if len(found) > shown:
-        output.print(f"... and {len(found) - shown} more; --all shows them")
+    if len(found) > most:
+        output.print(f"... and {len(found) - most} more; --all shows them")
     over = sum(each.memory.total > limit for each in found)
     if over == len(found):
         least = min(found, key=lambda each: each.memory.total)
@@ -182,68 +187,104 @@ def _ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-# The machine for which ``mpishard estimate`` predicts, from the options that describe it.
+# The model, as the sizes of a GPT or in a file, and the machine, in a file.
+
+# Fields of a model that have fields themselves.
+_PARTS = {"rotary": Rotary, "scaling": RopeScaling}
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """The speeds of a rank: in a file, or each by an option; without any, those of a typical machine."""
-
-    profile: Path | None = None
-    flops: float | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-    memory_bandwidth: float | None = None
-
-    def machine(self) -> MachineProfile:
-        """The machine with these speeds; ValueError if the options do not go together."""
-        given = {"--flops": self.flops, "--bandwidth": self.bandwidth, "--latency": self.latency}
-        if self.profile is not None:
-            if any(value is not None for value in (*given.values(), self.memory_bandwidth)):
-                raise ValueError(
-                    "--profile brings all speeds: give it, or --flops, --bandwidth and --latency, not both"
-                )
-            if not self.profile.is_file():
-                what = "is no file" if self.profile.exists() else "does not exist"
-                raise ValueError(f"--profile {self.profile} {what}; make one: mpirun -n N mpishard bench --output FILE")
-            return MachineProfile.load(self.profile)
-        if all(value is None for value in given.values()):
-            if self.memory_bandwidth is not None:
-                raise ValueError("--memory-bandwidth goes with --flops, --bandwidth and --latency")
-            return TYPICAL
-        if missing := [name for name, value in given.items() if value is None]:
-            raise ValueError(f"a machine given by hand needs {' and '.join(missing)} too")
-        assert self.flops is not None and self.bandwidth is not None and self.latency is not None
-        memory_bandwidth = math.inf if self.memory_bandwidth is None else self.memory_bandwidth
-        return MachineProfile.given(self.flops, self.bandwidth, self.latency, memory_bandwidth)
+def _model(sizes: Mapping[str, int | None], file: Path | None) -> DecoderArchitecture:
+    """The model of a file, or the GPT of these sizes; ValueError if both are given, or one of the sizes is missing."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if file is not None:
+        if given:
+            raise ValueError(f"--model brings the sizes: leave {', '.join(f'--{name}' for name in given)} out")
+        return model_in(file)
+    if missing := [f"--{name}" for name in sizes if name not in given]:
+        raise ValueError(f"a model needs {', '.join(missing)} too (or --model, or --parameters for ZeRO alone)")
+    vocabulary, context, width, layers, heads = given.values()
+    return Architecture(vocabulary, context, width, layers, heads)
 
 
-@dataclass(frozen=True)
-class Network:
-    """The network between nodes: all of it or, for one that the profile has or for none, nothing."""
+def model_in(file: Path) -> DecoderArchitecture:
+    """The model of a ``config.json`` of transformers, or of a TOML file with the fields of an architecture."""
+    if file.suffix not in (".json", ".toml"):
+        raise ValueError(f"--model is {file}; give a config.json of transformers, or a .toml with fields of a model")
+    given = read_json(file) if file.suffix == ".json" else _toml(file)
+    try:
+        if file.suffix == ".json":
+            found: DecoderArchitecture = table_of_config(given).architecture(given)
+            return found
+        name = given.pop("kind", Architecture.__name__)
+        if name not in KINDS:
+            raise ValueError(f"kind is {shown(name)}; choose one of {', '.join(KINDS)}")
+        _check_fields(name, _fields(KINDS[name]), given)
+        return KINDS[name](**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
 
-    ranks_per_node: int | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
 
-    def between(self, machine: MachineProfile) -> MachineProfile:
-        """The machine, with this network between its nodes; ValueError if a part of it is missing."""
-        given = {
-            "--ranks-per-node": self.ranks_per_node,
-            "--network-bandwidth": self.bandwidth,
-            "--network-latency": self.latency,
-        }
-        missing = [name for name, value in given.items() if value is None]
-        if len(missing) == len(given):
-            return machine
-        if missing:
-            raise ValueError(f"a network between nodes needs {' and '.join(missing)} too")
-        assert self.ranks_per_node is not None and self.bandwidth is not None and self.latency is not None
-        return machine.with_network(self.latency, self.bandwidth, int(self.ranks_per_node))
+def machine_in(file: Path) -> MachineProfile:
+    """The machine that ``mpishard bench`` measured, or of a TOML file with its speeds.
+
+    The TOML file has arguments of `MachineProfile.given`, or the name of a measured `profile` next to it, and maybe a
+    table `network` with those of `MachineProfile.with_network`.
+    """
+    if not file.is_file():
+        what = "is no file" if file.exists() else "does not exist"
+        raise ValueError(f"--profile {file} {what}; make one: mpirun -n N mpishard bench --output FILE")
+    if file.suffix != ".toml":
+        return MachineProfile.load(file)
+    given = _toml(file)
+    try:
+        measured = "profile" in given
+        speeds = {} if measured else _fields(MachineProfile.given)
+        what = "a machine with a profile" if measured else "a machine"
+        _check_fields(what, {**speeds, "profile": False, "network": False}, given)
+        network = mapping("network", given.pop("network", {}), "names to numbers")
+        if measured:
+            machine = MachineProfile.load(file.parent / str(given["profile"]))
+        else:
+            machine = MachineProfile.given(**_numbers(given))
+        if network:
+            _check_fields("a network", _fields(machine.with_network), network)
+            machine = machine.with_network(**_numbers(network))
+        return machine
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(files.read(file).decode())
+    except ValueError as error:
+        raise ValueError(f"{file} is not TOML: {error}") from None
+
+
+def _fields(call: Callable[..., Any]) -> dict[str, bool]:
+    """The arguments of a function or a class, and whether it needs them."""
+    return {name: each.default is Parameter.empty for name, each in signature(call).parameters.items()}
+
+
+def _check_fields(what: str, needed: Mapping[str, bool], given: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file has a field that there is not, or lacks one that is needed."""
+    if others := [name for name in given if name not in needed]:
+        raise ValueError(f"there is no field {listed(others)}; {what} has {', '.join(needed)}")
+    if missing := [name for name in needed if needed[name] and name not in given]:
+        raise ValueError(f"{what} needs {', '.join(missing)} too")
+    for name, value in given.items():
+        if name in _PARTS and isinstance(value, dict):
+            _check_fields(name, _fields(_PARTS[name]), value)
+
+
+def _numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a machine, checked to be numbers."""
+    return {name: (integer if name == "ranks_per_node" else number)(name, value) for name, value in given.items()}
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
+_BEST = 10  # layouts that are shown without --all
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _ZERO = {
     0: "nothing sharded",
@@ -260,15 +301,14 @@ _WITH_PARAMETERS = {"parameters", "ranks", "memory_limit", "as_json"}
 def estimate(
     context_of_command: typer.Context,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
-    context: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
-    width: Annotated[int | None, typer.Option(help="Channels.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
-    key_value_heads: Annotated[int | None, typer.Option(help="A model like Llama: heads of keys and values.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="A model like Llama: channels of its MLP.")] = None,
-    tied: Annotated[bool, typer.Option("--tied", help="The head uses the table of the embedding.")] = False,
-    shards: Annotated[int, typer.Option(help="Slices by which the model is defined.")] = 1,
+    vocabulary: Annotated[int | None, typer.Option(help="A GPT: size of the vocabulary.")] = None,
+    context: Annotated[int | None, typer.Option(help="A GPT: longest sequence.")] = None,
+    width: Annotated[int | None, typer.Option(help="A GPT: channels.")] = None,
+    layers: Annotated[int | None, typer.Option(help="A GPT: blocks.")] = None,
+    heads: Annotated[int | None, typer.Option(help="A GPT: attention heads.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Instead of a GPT: config.json of transformers, or .toml of an architecture.")
+    ] = None,
     parameters: Annotated[
         float | None, typer.Option(help="Instead of a model: its parameters; shows the memory of each ZeRO stage.")
     ] = None,
@@ -289,16 +329,10 @@ def estimate(
     slots: Annotated[int, typer.Option(help="Numbers of optimizer state a parameter (2 for Adam).")] = 2,
     bucket: Annotated[int, typer.Option(help="minimum_parameter_group_size of the configuration.")] = 1024,
     memory_limit: Annotated[str | None, typer.Option(help="Mark layouts above it: 4GB, 500MB, ...")] = None,
-    profile: Annotated[Path | None, typer.Option(help="What mpishard bench measured.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Instead: operations a second of a rank.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Instead: bytes a second between ranks.")] = None,
-    latency: Annotated[float | None, typer.Option(help="Instead: seconds of a short message.")] = None,
-    memory_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank's memory.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, with the two below.")] = None,
-    network_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank between nodes.")] = None,
-    network_latency: Annotated[float | None, typer.Option(help="Seconds of a short message between nodes.")] = None,
-    rows: Annotated[int, typer.Option(help="Most lines of the table: the best layouts.")] = 10,
-    show_all: Annotated[bool, typer.Option("--all", help="All layouts.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="The machine: what mpishard bench measured, or .toml of one given by hand.")
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Show all layouts, and not the ten best.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
 ) -> None:
     """Compare the layouts of a model on a number of ranks: time of a step, memory and bytes sent of a rank.
@@ -313,19 +347,16 @@ def estimate(
         _zero_table(parameters, ranks, limit, as_json)
         return
     sizes = {"vocabulary": vocabulary, "context": context, "width": width, "layers": layers, "heads": heads}
-    llama = {"key_value_heads": key_value_heads, "hidden": hidden}
-    architecture = _model(sizes, llama, tied, shards)
+    architecture = _model(sizes, model)
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     if zero not in (None, *STAGES):
         raise ValueError(f"unknown ZeRO stage {zero}; choose one of 0, 1, 2, 3")
     if dtype not in ("float32", "float64"):
         raise ValueError(f"--dtype is {dtype!r}; choose float32 or float64")
-    machine = Speeds(profile, flops, bandwidth, latency, memory_bandwidth).machine()
-    machine = Network(ranks_per_node, network_bandwidth, network_latency).between(machine)
-    for name, count in (("batch", batch), ("rows", rows)):
-        if count is not None and count < 1:
-            raise ValueError(f"--{name} is {count}; it must be at least 1")
+    machine = TYPICAL if profile is None else machine_in(profile)
+    if batch is not None and batch < 1:
+        raise ValueError(f"--batch is {batch}; it must be at least 1")
     batch = ranks if batch is None else batch
     candidates = layouts(
         ranks,
@@ -346,10 +377,11 @@ def estimate(
     found = table(candidates, architecture, batch, workload, machine)
     if not found:
         architecture.check(tensor or 1, pipeline or 1)
+        shards = architecture.shards
         raise ValueError(
             f"no layout of {ranks} ranks is left: the sizes must multiply out to the ranks, the tensor size must "
             f"divide {f'{shards} shards' if shards > 1 else f'{architecture.query_groups} heads'}, and every stage "
-            f"needs one of {layers} layers"
+            f"needs one of {architecture.layers} layers"
         )
     if as_json:
         typer.echo(json.dumps([{**each.as_dict(), "fits": each.memory.total <= limit} for each in found]))
@@ -357,9 +389,9 @@ def estimate(
     tokens = batch * found[0].length
     if len(found) == 1:
         details(found[0], tokens, machine)
-    overview(found, limit, len(found) if show_all else rows, tokens)
+    overview(found, limit, len(found) if show_all else _BEST, tokens)
     nodes = f", {machine.ranks_per_node} ranks a node" if machine.network else ", all ranks on one node"
-    if (device or half) and flops is None:
+    if (device or half) and machine.name != BY_HAND:
         typer.echo(
             f"Memory is that of GPUs, but times are those of processors: {printable(machine.name)}{nodes}.\n{_OF_GPUS}"
         )
@@ -371,22 +403,9 @@ def estimate(
 
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
 # mpishard bench measures processors only.
-_OF_GPUS = "For times of GPUs give their speeds: --flops, --bandwidth, --latency and --memory-bandwidth."
-
-
-def _model(
-    sizes: Mapping[str, int | None], llama: Mapping[str, int | None], tied: bool, shards: int
-) -> DecoderArchitecture:
-    """The model of these options, like Llama if one of those is given; ValueError if any of the sizes is missing."""
-    if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
-        raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
-    vocabulary, context, width, layers, heads = (value for value in sizes.values() if value is not None)
-    given = vocabulary, context, width, layers, heads
-    if any(value is not None for value in llama.values()):
-        return LlamaArchitecture(
-            *given, key_value_heads=llama["key_value_heads"], hidden=llama["hidden"], tied=tied, shards=shards
-        )
-    return Architecture(*given, tied, shards)
+_OF_GPUS = (
+    "For times of GPUs give their speeds: --profile machine.toml with flops, bandwidth, latency and memory_bandwidth."
+)
 
 
 def _check_alone(context: typer.Context) -> None:
@@ -394,7 +413,7 @@ def _check_alone(context: typer.Context) -> None:
     if other := [option for name, option in _given(context) if name not in _WITH_PARAMETERS]:
         raise ValueError(
             "--parameters stands for a whole model, all ranks on the data axis and every ZeRO stage: "
-            f"leave {', '.join(other)} out, or give --vocabulary, --context, ... in its place, not both"
+            f"leave {', '.join(other)} out, or give --model in its place, not both"
         )
 
 

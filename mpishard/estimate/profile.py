@@ -12,6 +12,7 @@ from typing import Any
 from mpishard.io import files
 from mpishard.io.files import parsed
 
+BY_HAND = "a machine given by hand"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 _VERSION = 1
 
@@ -147,7 +148,7 @@ class MachineProfile:
             ((1, flops),),
             memory_bandwidth,
             node=dict.fromkeys(OPERATIONS, Link(latency, bandwidth)),
-            name="a machine given by hand",
+            name=BY_HAND,
         )
 
     def with_network(self, latency: float, bandwidth: float, ranks_per_node: int) -> MachineProfile:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpishard.comm.axis import Axis, rank_in_job
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Unknowns, opening
+from mpishard.inverse.functions import Functions, Unknowns, opening
 from mpishard.layout.boxes import whole_box
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
@@ -38,97 +38,92 @@ class Part:
 
     point: FlatParameters  # the elements of this rank; evaluations are made at its values
     call: Callable[[], tuple[Any, Any]]  # returns (value, gradient)
-    product: Callable[[np.ndarray], Any] | None  # this rank's term of the Hessian times a direction
     world: Axis  # the ranks whose terms of products with vectors are summed
     values: Axis  # the ranks whose terms of the value are summed
+    product: Callable[[Array], Any] | None = None  # this rank's term of the Hessian times a direction
     counts: bool = True  # the vectors of this rank count; False where other ranks have the same
     value_counts: bool = True  # likewise for the value
 
-    @classmethod
-    def of_function(
-        cls, function: Callable[..., Any], jac: Any, hessp: Any, x: Any, mesh: Mesh | None, summed: bool
-    ) -> Part:
-        """The part of a function with SciPy's signature."""
-        unknowns = Unknowns(x)
-        specs = None if unknowns.tree is None else unknowns.specs
-        point = FlatParameters.over(unknowns.flat, specs) if unknowns.parameters is None else unknowns.parameters
-        given = unknowns.shown_to_user
 
-        def call() -> tuple[Any, Any]:
-            if jac is not True:
-                return function(given()), unknowns.vector("the gradient", jac(given()))
-            result = function(given())
-            if not (isinstance(result, tuple | list) and len(result) == 2):
-                kind = type(result).__name__
-                raise TypeError(f"the function must return (value, gradient), got {kind}; or give jac=gradient")
-            return result[0], unknowns.vector("the gradient", result[1])
+def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: bool) -> Part:
+    unknowns = Unknowns(x)
+    specs = None if unknowns.tree is None else unknowns.specs
+    point = FlatParameters.over(unknowns.flat, specs) if unknowns.parameters is None else unknowns.parameters
 
-        def product(direction: np.ndarray) -> Any:
-            vector = arrays.empty(point.size, point.dtype, like=point.like)
-            set_values(vector, direction.astype(point.dtype))
-            return unknowns.vector("the Hessian product", hessp(given(), unknowns.like_x0(vector)))
+    def call() -> tuple[Any, Any]:
+        value, gradient = functions.value_and_gradient(unknowns.shown_to_user())
+        return value, unknowns.vector("the gradient", gradient)
 
-        axis = Axis.single() if mesh is None else mesh.world
-        first = mesh is None or mesh.data.rank == 0
-        return cls(point, call, product if hessp else None, axis, axis, summed or first, summed or axis.rank == 0)
+    def product(direction: Array) -> Any:
+        found = functions.product(unknowns.shown_to_user(), unknowns.like_x0(direction))
+        return unknowns.vector("the Hessian product", found)
 
-    @classmethod
-    def of_problem(cls, problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
-        """The part of a problem's mean loss over samples, by default those of one batch."""
-        batch = np.arange(problem.batch_size) if samples is None else np.atleast_1d(np.asarray(samples, np.int64))
-        data = Axis.single() if mesh is None else mesh.data
-        own = share(batch, data.rank, data.size, problem.micro_batch_size)
-        named = isinstance(problem.start, FlatParameters)
-        point = problem.start if named else FlatParameters.over(problem.start.copy())
-        together = mesh is not None and data.size < mesh.size
-        terms = problem.terms(len(batch))
+    axis = Axis.single() if mesh is None else mesh.world
+    first = mesh is None or mesh.data.rank == 0
+    return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0)
 
-        def call() -> tuple[Any, Any]:
-            loss = 0.0
-            point.reset_gradients()
-            gradient = arrays.zeros(point.size, point.dtype, like=point.like)
-            for micro in own:
-                if not (len(micro) or together):
-                    continue
-                if named:
-                    with point.gradients.no_sync():
-                        loss += returned(problem.function(point, micro, point.gradients))
-                    gradient = point.gradients.memory.flat
-                else:
-                    loss += returned(problem.function(point.flat, micro, gradient))
-            gradient = arrays.to_host(gradient) / terms
-            point.reset_gradients()
-            return loss / terms, gradient
 
-        return cls(point, call, None, Axis.single() if mesh is None else mesh.world, data)
+def _part_of_problem(problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
+    """The part of the mean loss over samples, by default those of one batch."""
+    batch = np.arange(problem.batch_size) if samples is None else np.atleast_1d(np.asarray(samples, np.int64))
+    data = Axis.single() if mesh is None else mesh.data
+    own = share(batch, data.rank, data.size, problem.micro_batch_size)
+    named = isinstance(problem.start, FlatParameters)
+    point = problem.start if named else FlatParameters.over(problem.start.copy())
+    together = mesh is not None and data.size < mesh.size
+    terms = problem.terms(len(batch))
+
+    def call() -> tuple[Any, Any]:
+        loss = 0.0
+        point.reset_gradients()
+        gradient = arrays.zeros(point.size, point.dtype, like=point.like)
+        for micro in own:
+            if not (len(micro) or together):
+                continue
+            if named:
+                with point.gradients.no_sync():
+                    loss += returned(problem.function(point, micro, point.gradients))
+                gradient = point.gradients.flat
+            else:
+                loss += returned(problem.function(point.flat, micro, gradient))
+        gradient = arrays.to_host(gradient) / terms
+        point.reset_gradients()
+        return loss / terms, gradient
+
+    return Part(point, call, Axis.single() if mesh is None else mesh.world, data)
+
+
+class LineEvaluation(NamedTuple):
+    """A function at one point."""
+
+    value: float  # over all ranks
+    own: float  # this rank's term of the value
+    step: np.ndarray  # the point less x, as it was rounded
+    gradient: np.ndarray  # this rank's terms, zero where those of another rank count
 
 
 class Line:
     """Values of a function at the points x + h d, and products with its gradient there. Methods are collective.
 
     `direction` is this rank's elements of d; None for uniform random numbers from `seed`, each tensor's as large as its
-    largest element. `x`, `d` and another random direction `w` are this rank's elements, in float64; `dtype` is that of
-    the point, and `size` the elements over all ranks. Raises ValueError if the direction has another size, or is 0 or
-    not finite.
+    largest element. `x`, `d` and another random direction `w` are this rank's elements, in float64. Raises ValueError
+    if the direction has another size, or is 0 or not finite.
     """
 
     def __init__(self, part: Part, direction: Any = None, seed: int = 0) -> None:
-        self._part = part
-        point = part.point
+        self._part, point = part, part.point
         self.dtype: np.dtype = point.dtype
         self._start = arrays.to_host(point.flat).copy()
         self.x = np.array(self._start, np.float64)
-        self.size: int = sum(spec.size for spec in point.specs)
-        self._counted = np.zeros(point.size)
-        scales = [np.abs(self.x[piece.start : piece.start + piece.size]).max(initial=0.0) for piece in point.pieces]
-        scales = part.world.all_reduce(np.array([*scales, 0.0]), op="max", label="control").tolist()
-        self.d, self.w = np.zeros(point.size), np.zeros(point.size)
-        for spec, piece, scale in zip(point.local, point.pieces, scales, strict=False):
-            own = slice(piece.start, piece.start + piece.size)
-            self._counted[own] = part.counts and (spec.partial or point.place.is_primary(spec))
+        self.d, self.w, self._counted = np.zeros((3, point.size))
+        own = [slice(piece.start, piece.start + piece.size) for piece in point.pieces]
+        scales = np.array([*(np.abs(self.x[each]).max(initial=0.0) for each in own), 0.0])
+        scales = part.world.all_reduce(scales, op="max", label="control")
+        scales[~np.isfinite(scales) | (scales == 0)] = 1.0
+        for spec, piece, each, scale in zip(point.local, point.pieces, own, scales[:-1], strict=True):
+            self._counted[each] = part.counts and (spec.partial or point.place.is_primary(spec))
             for vector, name in ((self.d, "direction"), (self.w, "other direction")):
-                numbers = uniform_in_box(seed, f"{name} {spec.name}", spec.shape, piece.box)
-                vector[own] = numbers.reshape(-1) * (scale if np.isfinite(scale) and scale else 1.0)
+                vector[each] = scale * uniform_in_box(seed, f"{name} {spec.name}", spec.shape, piece.box).reshape(-1)
         with raised_on_all(part.world):
             if direction is not None:
                 given = direction.flat if isinstance(direction, FlatParameters) else direction
@@ -138,7 +133,7 @@ class Line:
                     raise TypeError(f"direction={shown(direction)} must be an array of numbers, like x") from None
             if self.d.size != point.size or not np.isfinite(self.d).all():
                 raise ValueError(f"direction must have {point.size} finite elements, like x; it has {self.d.size}")
-        if not self._sum(float(np.abs(self.d).sum()))[0]:
+        if not self.dots((np.abs(self.d), np.ones(point.size)))[0]:
             raise ValueError("direction is 0: nothing changes along it; leave it out for a random one")
 
     def at(self, h: float) -> LineEvaluation:
@@ -150,46 +145,36 @@ class Line:
         moved = (self.x + h * self.d).astype(self.dtype)
         with raised_on_all(part.world):
             try:
-                set_values(part.point.flat, moved)
+                _set_values(part.point.flat, moved)
                 value, gradient = part.call()
                 value, gradient = returned(value), np.array(arrays.to_host(gradient), np.float64)
             finally:
-                set_values(part.point.flat, self._start)
+                _set_values(part.point.flat, self._start)
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return LineEvaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
 
     def product(self, direction: np.ndarray) -> np.ndarray:
         """This rank's terms of the Hessian at x times a direction."""
-        with raised_on_all(self._part.world):
-            assert self._part.product is not None
-            product = np.array(arrays.to_host(self._part.product(direction)), np.float64)
+        part = self._part
+        with raised_on_all(part.world):
+            assert part.product is not None
+            vector = arrays.empty(part.point.size, self.dtype, like=part.point.like)
+            _set_values(vector, direction.astype(self.dtype))
+            product = np.array(arrays.to_host(part.product(vector)), np.float64)
         return product * self._counted
 
     def dots(self, *pairs: tuple[np.ndarray, np.ndarray]) -> list[float]:
         """Dot products of this rank's terms with vectors, summed over ranks."""
-        return self._sum(*(float(np.dot(one, other)) for one, other in pairs))
+        own = np.array([np.dot(one, other) for one, other in pairs])
+        found: list[float] = self._part.world.all_reduce(own, label="control").tolist()
+        return found
 
     def spread(self, own: float) -> float:
         """The difference of the largest and the smallest number of a rank."""
         return float(self._part.world.all_reduce(np.array([own, -own]), op="max", label="control").sum())
 
-    def _sum(self, *numbers: float) -> list[float]:
-        found: list[float] = self._part.world.all_reduce(np.array(numbers), label="control").tolist()
-        return found
 
-
-@dataclass(frozen=True)
-class LineEvaluation:
-    """A function at one point."""
-
-    value: float  # over all ranks
-    own: float  # this rank's term of the value
-    step: np.ndarray  # the point less x, as it was rounded
-    gradient: np.ndarray  # this rank's terms, zero where those of another rank count
-
-
-def set_values(target: Array, values: np.ndarray) -> None:
-    """Set the values of an array on the host or a device."""
+def _set_values(target: Array, values: np.ndarray) -> None:
     if arrays.is_device(target):
         arrays.copy_to_device(values, target)
     else:
@@ -220,49 +205,37 @@ class TaylorTest:
 
 
 def taylor_test(
-    name: str,
-    expected: int,
-    steps: Sequence[float],
-    remainders: Sequence[float],
-    terms: Sequence[float],
-    rounding: Sequence[float],
-    precision: float,
+    name: str, expected: int, steps: Array, remainders: Array, terms: Array, rounding: Array, precision: float
 ) -> TaylorTest:
     """Fit the order of remainders.
 
     For each step, `terms` has the last term of the series that was subtracted, and `rounding` the size of the rounding
     errors in the remainder; `precision` is the relative precision of the values.
     """
-    h, signed = np.asarray(steps, float), np.asarray(remainders, float)
-    left = np.abs(signed)
+    left = np.abs(remainders)
     known = np.isfinite(left)
-    floor = np.maximum(_AHEAD * np.asarray(rounding, float), _level_of_tail(h, left, known))
-    fitted = np.flatnonzero(known & (left > floor))[-_FITTED:]
+    floor = np.maximum(_AHEAD * rounding, _level_of_tail(steps, left, known))
+    seen = np.flatnonzero(known & (left > floor))
+    fitted = seen[-_FITTED:]
     order = float("nan")
     if len(fitted) > 1:  # the last two are the nearest to the limit
-        order = max(_slope(h[fitted], left[fitted]), _slope(h[fitted[-2:]], left[fitted[-2:]]))
-    if len(fitted) and fitted[-1] + 1 < len(h) and known[fitted[-1] + 1]:
+        order = max(_slope(steps[each], left[each]) for each in (fitted, fitted[-2:]))
+    after = fitted[-1] + 1 if len(fitted) else len(steps)
+    if after < len(steps) and known[after]:
         # A remainder that falls below the rounding errors at once, as of a piecewise linear function, falls steeply.
-        last, lower = left[fitted[-1]], max(left[fitted[-1] + 1], floor[fitted[-1] + 1])
-        order = np.fmax(order, np.log(last / lower) / np.log(h[fitted[-1]] / h[fitted[-1] + 1]) if lower else np.inf)
-    relative = np.divide(left, np.abs(terms), out=np.where(left > 0, np.inf, 0.0), where=np.asarray(terms) != 0)
-    relative = relative[known]  # two neighbours must be small: one may be so by accident, where terms cancel
+        last, lower = left[after - 1], max(left[after], floor[after])
+        order = np.fmax(order, np.log(last / lower) / np.log(steps[after - 1] / steps[after]) if lower else np.inf)
+    relative = np.divide(left, np.abs(terms), out=np.where(left > 0, np.inf, 0.0), where=terms != 0)[known]
+    # Two neighbours must be small: one may be so by accident, where terms cancel.
     error = float(np.maximum(relative[1:], relative[:-1]).min(initial=np.inf))
     tail = np.flatnonzero(known)
     tail = tail[tail >= fitted[0]] if len(fitted) else tail[:0]
-    power = h[tail] ** (expected - 1)
+    power = steps[tail] ** (expected - 1)
     steep = order > expected + 1.5  # as a piecewise linear function between two kinks
-    wrong = not steep and _has_lower_order(h[tail], signed[tail] / power, np.asarray(rounding, float)[tail] / power)
-    return TaylorTest(
-        name,
-        expected,
-        tuple(h.tolist()),
-        tuple(left.tolist()),
-        tuple(bool(index in fitted) for index in range(len(h))),
-        float(order),
-        error,
-        error <= precision**0.5 or (bool(order >= expected - _SLACK) and not wrong),
-    )
+    wrong = not steep and _has_lower_order(steps[tail], remainders[tail] / power, rounding[tail] / power)
+    used = tuple(bool(index in fitted) for index in range(len(steps)))
+    passed = bool(error <= precision**0.5 or (order >= expected - _SLACK and not wrong))
+    return TaylorTest(name, expected, tuple(steps.tolist()), tuple(left.tolist()), used, float(order), error, passed)
 
 
 def _slope(h: np.ndarray, left: np.ndarray) -> float:
@@ -278,11 +251,8 @@ def _has_lower_order(h: np.ndarray, ratios: np.ndarray, rounding: np.ndarray) ->
     """
     if len(h) < 5 or not (rounding.all() and np.isfinite(rounding).all()):
         return False
-    relative, weights = (
-        h / h[0],
-        rounding.min() / rounding,
-    )  # in units of the smallest error, so that squares are numbers
-    columns = np.stack([np.ones_like(h), relative, relative**2], axis=1) * weights[:, None]
+    # In units of the smallest error, so that squares are numbers.
+    columns = np.vander(h / h[0], 3, increasing=True) * (rounding.min() / rounding)[:, None]
     wanted = ratios / rounding
     inverse = np.linalg.inv(columns.T @ columns)
     fit = inverse @ (columns.T @ wanted)
@@ -351,15 +321,13 @@ class GradientCheck:
         """The table of steps and remainders, and the verdict."""
         lines = []
         for test in self.tests:
-            lines += [f"{'h':>9}  {test.name}"]
-            rows = list(zip(test.steps, test.remainders, test.used, strict=True))
-            for index, (h, remainder, used) in enumerate(rows):
-                before = rows[max(0, index - 1)]
-                falls = index and remainder > 0 and before[1] > 0
-                order = np.log(before[1] / remainder) / np.log(before[0] / h) if falls else np.nan
-                lines.append(
-                    f"{h:9.2e}  {remainder:9.2e}  {'' if np.isnan(order) else f'{order:5.2f}':>5}{' *' * used}"
-                )
+            lines.append(f"{'h':>9}  {test.name}")
+            h, left = np.array(test.steps), np.array(test.remainders)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                orders = np.append(np.nan, np.diff(np.log(left)) / np.diff(np.log(h)))
+            for step, remainder, order, used in zip(h, left, orders, test.used, strict=True):
+                falls = f"{order:5.2f}" if np.isfinite(order) else " " * 5
+                lines.append(f"{step:9.2e}  {remainder:9.2e}  {falls}{' *' * used}")
             lines.append(
                 f"order of the smallest that rounding does not hide (*): {test.order:.2f}, expected {test.expected}"
             )
@@ -445,7 +413,8 @@ def check_gradient(
         result = replace(result, verdict=result.verdict + alone)
     if part.world.rank == 0:
         if disp:
-            print(f"check of the gradient of {line.size} elements, {line.dtype}\n{result}")
+            size = sum(spec.size for spec in part.point.specs)
+            print(f"check of the gradient of {size} elements, {line.dtype}\n{result}")
         if plot is not None:
             draw(result.tests, plot)
     return result
@@ -458,12 +427,11 @@ def _part(function: Any, x: Any, jac: Any, hessp: Any, mesh: Mesh | None, reduct
     if isinstance(function, OptimizationProblem):
         if x is not None or jac is not True or hessp is not None or reduction is not None:
             raise ValueError("a problem has its start and its sums; leave x, jac, hessp and reduction out")
-        return Part.of_problem(function, mesh, samples)
-    if not callable(function) or not (jac is True or callable(jac)):
-        raise TypeError(f"function={shown(function)} and jac={shown(jac)} must be functions; jac=True: it gives both")
+        return _part_of_problem(function, mesh, samples)
+    functions = Functions(function, jac, hessp, ())
     if x is None or samples is not None:
         raise ValueError("a function needs x, the point of the check, and has no samples; a problem has both")
-    return Part.of_function(function, jac, hessp, x, mesh, reduction == "sum")
+    return _part_of_function(functions, x, mesh, reduction == "sum")
 
 
 def _steps(steps: Sequence[float] | None, dtype: np.dtype) -> list[float]:
@@ -491,83 +459,47 @@ def _check(line: Line, row: list[float], with_product: bool, same_on_all: bool) 
             f"ranks give values that differ by {difference:.3g} at one point; where each has a term of a sum, give "
             'reduction="sum"'
         )
-    points = [line.at(h) for h in row]
-    pairs = [(here.gradient, each.step) for each in points]
-    rises = line.dots(*pairs)
-    sizes = line.dots(*((np.abs(gradient), np.abs(step)) for gradient, step in pairs))
+    h = np.array(row)
+    points = [line.at(step) for step in row]
+    values = np.array([each.value for each in points])
+    rises = np.array(line.dots(*((here.gradient, each.step) for each in points)))
+    sizes = np.array(line.dots(*((np.abs(here.gradient), np.abs(each.step)) for each in points)))
     (derivative,) = line.dots((here.gradient, line.d))
-    values = [each.value for each in points]
-    precision = _precision([here.value, *values], line.dtype)
+    precision = _precision(line, np.append(values, here.value))
     noise = _noise(line, here, precision)
-    if precision > np.finfo(line.dtype).eps:  # the function rounds x
-        change = np.abs(here.gradient * line.x)
-        noise += precision * line.dots((change, change))[0] ** 0.5
-    rounding = [noise + precision * size for size in sizes]
-    left = [value - here.value - rise for value, rise in zip(values, rises, strict=True)]
-    name = "|f(x + h d) - f(x) - h g'd|"
-    tests = [taylor_test(name, 2, row, left, rises, rounding, precision)]
+    left, rounding = values - here.value - rises, noise + precision * sizes
+    tests = [taylor_test("|f(x + h d) - f(x) - h g'd|", 2, h, left, rises, rounding, precision)]
     if with_product:
         product = line.product(line.d)
-        tests += _product_tests(line, product, row, here, points, left, rounding, precision)
-    quotient, verdict = float("nan"), ""
+        bent, slope, size = line.dots((product, line.d), (product, line.w), (np.abs(here.gradient), np.abs(line.w)))
+        slopes = np.array(line.dots(*((each.gradient - here.gradient, line.w) for each in points)))
+        name, half, size = "|f(x + h d) - f(x) - h g'd - h^2/2 d'Hd|", 0.5 * h * h * bent, precision * size
+        tests += [
+            taylor_test(name, 3, h, left - half, half, rounding, precision),
+            taylor_test("|w'(g(x + h d) - g(x) - h Hd)|", 2, h, slopes - h * slope, h * slope, 0 * h + size, precision),
+        ]
+    quotient = float("nan")
     if not tests[0].passed:
         quotient, verdict = _diagnosis(line, here, tests[0], derivative, values, noise, precision)
-    elif not all(test.passed for test in tests):
-        verdict = "the gradient passes, but the Hessian product does not: " + " and ".join(
-            f"{test.name} falls like h^{test.order:.2f}" for test in tests[1:] if not test.passed
-        )
-        verdict += _asymmetry(line, product, precision)
+    elif wrong_tests := [test for test in tests if not test.passed]:
+        words = " and ".join(f"{test.name} falls like h^{test.order:.2f}" for test in wrong_tests)
+        verdict = f"the gradient passes, but the Hessian product does not: {words}"
+        other = line.product(line.w)
+        one, two, size = line.dots((line.w, product), (line.d, other), (np.abs(line.w), np.abs(product)))
+        if abs(one - two) > precision ** (1 / 3) * size:
+            verdict += f"; it is not symmetric: w'(H d) = {one:.6g}, d'(H w) = {two:.6g}"
     else:
-        verdict = _praise(tests)
+        verdict = f"the gradient is right: {', '.join(map(_praise, tests))}"
     passed = all(test.passed for test in tests)
     return GradientCheck(passed, verdict, here.value, derivative, quotient, tuple(tests))
 
 
-def _product_tests(
-    line: Line,
-    product: np.ndarray,
-    row: list[float],
-    here: LineEvaluation,
-    points: list[LineEvaluation],
-    left: list[float],
-    rounding: list[float],
-    precision: float,
-) -> list[TaylorTest]:
-    """The remainder of the value with the second-order term, and that of the gradient along another direction."""
-    bent, slope, size = line.dots((product, line.d), (product, line.w), (np.abs(here.gradient), np.abs(line.w)))
-    halves = [0.5 * h * h * bent for h in row]
-    third = [rest - half for rest, half in zip(left, halves, strict=True)]
-    slopes = line.dots(*((each.gradient - here.gradient, line.w) for each in points))
-    second = [found - h * slope for h, found in zip(row, slopes, strict=True)]
-    return [
-        taylor_test("|f(x + h d) - f(x) - h g'd - h^2/2 d'Hd|", 3, row, third, halves, rounding, precision),
-        taylor_test(
-            "|w'(g(x + h d) - g(x) - h Hd)|",
-            2,
-            row,
-            second,
-            [h * slope for h in row],
-            [precision * size] * len(row),
-            precision,
-        ),
-    ]
-
-
-def _asymmetry(line: Line, product: np.ndarray, precision: float) -> str:
-    """A text on a Hessian product that fails, if it is not symmetric; else empty. Collective."""
-    other = line.product(line.w)
-    one, two, size = line.dots((line.w, product), (line.d, other), (np.abs(line.w), np.abs(product)))
-    if abs(one - two) <= precision ** (1 / 3) * size:
-        return ""
-    return f"; it is not symmetric: w'(H d) = {one:.6g}, d'(H w) = {two:.6g}"
-
-
-def _precision(values: list[float], dtype: np.dtype) -> float:
+def _precision(line: Line, values: np.ndarray) -> float:
     """The precision in which the values were computed: that of x, or float32 if they all are such numbers."""
-    finite = np.array([value for value in values if np.isfinite(value)])
+    finite = values[np.isfinite(values)]
     with np.errstate(over="ignore"):
-        rounded = bool((finite.astype(np.float32) == finite).all()) and len(set(finite.tolist())) > 2
-    return float(np.finfo(np.float32 if rounded else dtype).eps)
+        rounded = bool((finite.astype(np.float32) == finite).all()) and len(np.unique(finite)) > 2
+    return float(np.finfo(np.float32 if rounded else line.dtype).eps)
 
 
 def _noise(line: Line, here: LineEvaluation, precision: float) -> float:
@@ -577,20 +509,18 @@ def _noise(line: Line, here: LineEvaluation, precision: float) -> float:
         up, down = (line.at(sign * tiny * float(np.finfo(line.dtype).eps)) for sign in (1, -1))
         (drift,) = line.dots((here.gradient, up.step + down.step))
         found.append(abs(up.value + down.value - 2 * here.value - drift) / 2)  # four values, and not two
-    return max(each for each in found if np.isfinite(each))
+    noise = max(each for each in found if np.isfinite(each))
+    if precision > np.finfo(line.dtype).eps:  # the function rounds x
+        change = np.abs(here.gradient * line.x)
+        noise += precision * line.dots((change, change))[0] ** 0.5
+    return noise
 
 
-def _praise(tests: list[TaylorTest]) -> str:
-    """The verdict of a passed check."""
-    words = []
-    for test in tests:
-        if not any(test.used):
-            words.append(f"{test.name} is rounding error alone")
-        elif test.order < test.expected - 0.5:
-            words.append(f"{test.name} is {test.error:.1e} of the last term, as close as the precision shows")
-        else:
-            words.append(f"{test.name} falls like h^{test.order:.2f}")
-    return "the gradient is right: " + ", ".join(words)
+def _praise(test: TaylorTest) -> str:
+    """What a test that has passed shows."""
+    if test.order >= test.expected - 0.5:
+        return f"{test.name} falls like h^{test.order:.2f}"
+    return f"{test.name} is as small as the precision shows"
 
 
 def _diagnosis(
@@ -598,33 +528,33 @@ def _diagnosis(
     here: LineEvaluation,
     test: TaylorTest,
     derivative: float,
-    values: list[float],
+    values: np.ndarray,
     noise: float,
     precision: float,
 ) -> tuple[float, str]:
     """A central quotient, and the probable error. Collective."""
-    used = [index for index, in_fit in enumerate(test.used) if in_fit]
+    used = np.flatnonzero(test.used)
     if len(used) < 3 and noise < precision**0.5 * abs(here.value):
         return float("nan"), (
             f"the check cannot tell: rounding errors of the value, about {noise:.1e} of {here.value:.6g}, hide the "
             "remainder at almost all steps; give larger steps, or compute the value in float64"
         )
-    if not used:
+    if not len(used):
         return float("nan"), (
             f"the value is {here.value:.6g}, and its remainder does not fall below {min(test.remainders):.1e}, however "
             "small the step; is there a jump, a random number or a loose tolerance in the function?"
         )
-    steps = np.array([test.steps[index] for index in used])
-    ahead = np.array([values[index] for index in used])
-    back = np.array([line.at(-h).value for h in steps])
     width = precision ** (1 / 3)  # where errors of a central difference are smallest
     quotient = (line.at(width).value - line.at(-width).value) / (2 * width)
-    bends = np.abs(ahead + back - 2 * here.value)
+    steps = np.array(test.steps)[used]
+    ahead = values[used] - here.value
+    back = np.array([line.at(-h).value for h in steps]) - here.value
+    bends = np.abs(ahead + back)
     if (bends > 30 * noise).all() and bends[-1] * steps[0] > 0.5 * bends[0] * steps[-1]:  # not smooth: falls like h
-        slopes = sorted([(ahead[-1] - here.value) / steps[-1], (here.value - back[-1]) / steps[-1]])
+        left, right = sorted([ahead[-1] / steps[-1], -back[-1] / steps[-1]])
         return quotient, (
-            f"the function has a kink at x: along the direction its slopes on both sides are {slopes[0]:.6g} and "
-            f"{slopes[1]:.6g}, and the gradient says {derivative:.6g}; take another point"
+            f"the function has a kink at x: along the direction its slopes on both sides are {left:.6g} and "
+            f"{right:.6g}, and the gradient says {derivative:.6g}; take another point"
         )
     times = f", {derivative / quotient:.6g} times as much" if quotient else ""
     return quotient, (
@@ -635,8 +565,6 @@ def _diagnosis(
 
 # The remainders of a gradient check over the steps, as a picture.
 
-_BLUE, _RED = "#0072b2", "#d55e00"
-
 
 def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
     """Draw one panel per test; full marks are those of the fit of the order, with a line of the expected order."""
@@ -644,18 +572,16 @@ def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
 
     figure = Figure(figsize=(4.6 * len(tests), 4), layout="constrained")
     for panel, test in zip(figure.subplots(1, len(tests), squeeze=False)[0], tests, strict=True):
-        steps, left = np.array(test.steps), np.array(test.remainders)
-        used = np.array(test.used)
-        colour = _BLUE if test.passed else _RED
+        steps, left, used = np.array(test.steps), np.array(test.remainders), np.array(test.used)
+        colour = "#0072b2" if test.passed else "#d55e00"
         panel.plot(steps, left, color=colour, lw=1, marker="o", mfc="white", ms=5, label="remainder")
         panel.plot(steps[used], left[used], "o", color=colour, ms=5, label=f"order {test.order:.2f}")
         if used.any():
-            first = np.flatnonzero(used)[0]
-            right = left[first] * (steps / steps[first]) ** test.expected
+            right = left[used][0] * (steps / steps[used][0]) ** test.expected
             seen = right >= 0.1 * left[left > 0].min()
             panel.plot(steps[seen], right[seen], color="0.5", ls=":", label=f"order {test.expected}")
-        panel.set(title=test.name, xlabel="h", xscale="log", yscale="log")
-        panel.title.set_fontsize(9)
+        panel.set(xlabel="h", xscale="log", yscale="log")
+        panel.set_title(test.name, fontsize=9)
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=100)

@@ -12,7 +12,7 @@ from mpishard.backend.array import module_of
 from mpishard.minimizers import formulas
 from mpishard.minimizers.descent import SLOTS, Descent
 from mpishard.minimizers.history import History
-from mpishard.minimizers.line_search import Armijo, HagerZhang, LineSearch, MoreThuente
+from mpishard.minimizers.line_search import HagerZhang, LineSearch, MoreThuente
 from mpishard.minimizers.method import Limits, Method
 from mpishard.minimizers.space import Space
 
@@ -20,7 +20,6 @@ Array = Any
 _SEARCHES: Mapping[str, type[LineSearch[Any]]] = {
     "more-thuente": MoreThuente,
     "hager-zhang": HagerZhang,
-    "armijo": Armijo,
 }
 _DAMPING = ("skip", "powell")
 _LEAST_CURVATURE = 0.2  # Powell's part of the model's curvature, below which a pair is damped
@@ -43,8 +42,8 @@ class LBFGS(Method):
     history : int
         The number m of pairs of steps and changes of the gradient that are kept, at least 1.
     line_search : str or LineSearch
-        ``"more-thuente"`` (ftol 1e-3, gtol 0.9, xtol 0.1), ``"hager-zhang"``, ``"armijo"``, or a line search with other
-        options, which then has its own `maxls`.
+        ``"more-thuente"`` (ftol 1e-3, gtol 0.9, xtol 0.1), ``"hager-zhang"``, or a line search with other options,
+        which then has its own `maxls`.
     maxls : int
         The most evaluations of a line search that is given by its name.
     damping : str

@@ -585,7 +585,7 @@ class LlamaArchitecture(DecoderArchitecture):
 MODEL = "model.json"  # the fact of a checkpoint that has them
 # Fields that are left out where they have these values: earlier versions have no such fields, and read the file too.
 _USUAL = {"shards": 1, "dropout": 0.0}
-_KINDS: dict[str, type[Any]] = {"Architecture": Architecture, "LlamaArchitecture": LlamaArchitecture}
+KINDS: dict[str, type[Any]] = {"Architecture": Architecture, "LlamaArchitecture": LlamaArchitecture}
 
 
 def fields_of(architecture: Any) -> dict[str, Any] | None:
@@ -608,7 +608,7 @@ def fields_of(architecture: Any) -> dict[str, Any] | None:
 def architecture_of(fields: Mapping[str, Any]) -> DecoderArchitecture | None:
     """The architecture that `fields_of` described, maybe in a file; None if this package has no such kind."""
     given = dict(fields)
-    kind = _KINDS.get(given.pop("kind", "Architecture"))
+    kind = KINDS.get(given.pop("kind", "Architecture"))
     found: DecoderArchitecture | None = None if kind is None else kind(**given)
     return found
 

@@ -100,9 +100,11 @@ def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], monk
 def test_layouts_are_estimated_as_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tables = re.findall(r"mpishard (estimate --.*?)(?:`|\n)", LAYOUTS.replace("\\\n", ""))
     TYPICAL.save(tmp_path / "profile.json")
+    for text, name in re.findall(r"```toml\n(# (\S+)\n.*?)```", LAYOUTS, re.DOTALL):
+        (tmp_path / name).write_text(text, "utf-8")
     for command in tables:
-        assert main(command.replace("profile.json", str(tmp_path / "profile.json")).split()) == 0
-    assert len(tables) == 3
+        assert main(re.sub(r"\S+\.(json|toml)", rf"{tmp_path}/\g<0>", command).split()) == 0
+    assert len(tables) == 4
     assert "72 layouts of 8 ranks" in capsys.readouterr().out
 
 

@@ -360,7 +360,7 @@ def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):
         compute(transactions)
 
     def run(resizes):
-        optimizer = ElasticOptimizer(LBFGS(gtol=0, ftol=0, history=history, line_search="armijo"), mesh)
+        optimizer = ElasticOptimizer(LBFGS(gtol=0, ftol=0, history=history), mesh)
         callback = resizing(optimizer, resizes) if resizes else None
         return optimizer.optimize(own_problem(batch_size=45, steps=14), callback=callback, progress=False)
 

@@ -381,7 +381,7 @@ def test_a_state_within_another_line_search_changes_nothing(mesh, tmp_path):
     first = optimizer_on(mesh)
     first.optimize(problem(steps=2), progress=False)
     mpishard.save_checkpoint(folder, first.parameters, first)
-    second = optimizer_on(mesh, LBFGS(history=5, line_search="armijo"))
+    second = optimizer_on(mesh, LBFGS(history=5, line_search="hager-zhang"))
     second.bind(start)
     before = second.state.on_rank.slot_rows.copy()
     for attempt in (
@@ -389,7 +389,7 @@ def test_a_state_within_another_line_search_changes_nothing(mesh, tmp_path):
         lambda: mpishard.load_checkpoint(folder, start, second),
     ):
         with pytest.raises(
-            ValueError, match="within a line search by MoreThuente, but LBFGS has the line_search Armijo"
+            ValueError, match="within a line search by MoreThuente, but LBFGS has the line_search HagerZhang"
         ):
             attempt()
         np.testing.assert_array_equal(second.state.on_rank.slot_rows, before)

@@ -17,6 +17,13 @@ from mpishard.estimate.benchmark import Timing
 # ``mpishard estimate`` and ``mpishard bench`` as a user calls them.
 
 MODEL = "--vocabulary 256 --context 64 --width 64 --layers 8 --heads 8"
+# The same model in a file.
+TOML = "vocabulary_size = 256\ncontext_length = 64\nwidth = 64\nlayers = 8\nheads = 8\n"
+LLAMA = TOML + 'kind = "LlamaArchitecture"\nkey_value_heads = 4\nhidden = 128\n'
+CONFIG = {
+    **{"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 64, "hidden_size": 64},
+    **{"intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
+}
 
 
 @pytest.fixture
@@ -72,25 +79,32 @@ def test_times_of_processors_beside_memory_of_gpus_are_named(tmp_path, run):
     file = tmp_path / "profile.json"
     TYPICAL.save(file)
     of_processors = "Memory is that of GPUs, but times are those of processors: a typical core, 64 ranks a node.\n"
-    given = "--flops 1e14 --bandwidth 1e11 --latency 1e-6 --memory-bandwidth 1e12"
+    by_hand = tmp_path / "gpus.toml"
+    by_hand.write_text("flops = 1e14\nbandwidth = 1e11\nlatency = 1e-6\nmemory_bandwidth = 1e12")
     for options, named in (
         ("", False),
         ("--device", True),
         (f"--device --half --profile {file}", True),
-        (f"--half {given}", False),
+        (f"--half --profile {by_hand}", False),
     ):
         text = run(f"{MODEL} --ranks 8 {options}")
         assert (of_processors in text) == named
         assert ("Times are predicted for a" in text) != named
 
 
-def test_a_model_like_llama(run):
-    """With half the heads of keys and a narrow network it has fewer parameters, and fewer tensor sizes."""
+def test_a_model_in_a_file(run, tmp_path):
+    """With half the heads of keys and a narrow network a Llama has fewer parameters, and fewer tensor sizes."""
+    config, llama, gpt = tmp_path / "config.json", tmp_path / "llama.toml", tmp_path / "gpt.toml"
+    config.write_text(json.dumps(CONFIG))
+    llama.write_text(LLAMA)
+    gpt.write_text(TOML)
     parameters = []
-    for options in ("", "--key-value-heads 4 --hidden 128"):
-        found = json.loads(run(f"{MODEL} {options} --ranks 8 --json"))
+    for alike in ((MODEL, f"--model {gpt}"), (f"--model {llama}", f"--model {config}")):
+        text, other = (run(f"{options} --ranks 8 --json") for options in alike)
+        assert text == other
+        found = json.loads(text)
         parameters.append(next(each["stages"][0]["parameters"] for each in found if each["data"] == 8))
-        assert max(each["tensor"] for each in found) == (4 if options else 8)
+        assert max(each["tensor"] for each in found) == (8 if alike[0] == MODEL else 4)
     # Blocks of GPT-2 have 12 squares of the width; these have 3 in the attention and 6 in the network, and no biases.
     assert parameters[0] - parameters[1] == 8 * (3 * 64 * 64 + 11 * 64) + 64 * 64 + 64
 
@@ -113,37 +127,48 @@ def test_json_is_sorted_by_time_and_says_what_fits(run):
     assert {each["fits"] for each in found} == {False, True}
 
 
-def test_one_layout_in_detail(run):
-    layout = "--data 2 --tensor 2 --zero 2 --schedule interleaved --sequence-parallel --tied"
-    text = run(f"{MODEL} --ranks 8 {layout}")
+def test_one_layout_in_detail(run, tmp_path):
+    file = tmp_path / "tied.toml"
+    file.write_text(TOML + "tied = true\n")
+    layout = "--data 2 --tensor 2 --zero 2 --schedule interleaved --sequence-parallel"
+    text = run(f"--model {file} --ranks 8 {layout}")
     for expected in ("2 chunks", "sequence parallel", "bubble", "activation gradients", "ties", "optimizer"):
         assert expected in text
     assert max(map(len, text.splitlines())) <= 120
 
 
 def test_profiles(tmp_path, run):
-    file = tmp_path / "profile.json"
+    file, by_hand = tmp_path / "profile.json", tmp_path / "machine.toml"
     TYPICAL.save(file)
+    by_hand.write_text("flops = 1e12\nbandwidth = 1e10\nlatency = 2e-6")
     times = []
-    for machine in ("", f"--profile {file}", "--flops 1e12 --bandwidth 1e10 --latency 2e-6"):
+    for machine in ("", f"--profile {file}", f"--profile {by_hand}"):
         (found,) = json.loads(run(f"{MODEL} --ranks 2 --data 2 --zero 1 --json {machine}"))
         times.append(found["step_time"])
     assert times[0] == times[1] > times[2]
 
 
-def test_axes_between_nodes_have_the_networks_speed(run):
-    machine = "--flops 1e10 --bandwidth 1e9 --latency 1e-6"
-    network = "--ranks-per-node 4 --network-bandwidth 1e6 --network-latency 1e-3"
+MACHINE = "flops = 1e10\nbandwidth = 1e9\nlatency = 1e-6\n"
+NETWORK = "[network]\nranks_per_node = 4\nbandwidth = 1e6\nlatency = 1e-3\n"
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_axes_between_nodes_have_the_networks_speed(measured, run, tmp_path):
+    one, many, profile = (tmp_path / name for name in ("one.toml", "many.toml", "profile.json"))
+    MachineProfile.given(1e10, 1e9, 1e-6).save(profile)
+    text = 'profile = "profile.json"\n' if measured else MACHINE
+    one.write_text(text)
+    many.write_text(text + NETWORK)
     times = []
-    for more in ("", network):
+    for machine in (one, many):
         times.append([])
         for shape in ("--data 1 --tensor 4 --pipeline 2", "--data 2 --tensor 4 --pipeline 1"):
-            (found,) = json.loads(run(f"{MODEL} --ranks 8 --zero 0 --schedule 1f1b {shape} {machine} {more} --json"))
+            (found,) = json.loads(run(f"{MODEL} --ranks 8 --zero 0 --schedule 1f1b {shape} --profile {machine} --json"))
             times[-1].append(found["communication"])
     near, far = times
     # Without data ranks there is nothing to send between them; else all of their bytes go over the slower link.
     assert near[0] == far[0] == 0 and far[1] > 500 * near[1] > 0
-    text = run(f"{MODEL} --ranks 8 --zero 0 --data 2 --tensor 4 --pipeline 1 {machine} {network}")
+    text = run(f"{MODEL} --ranks 8 --zero 0 --data 2 --tensor 4 --pipeline 1 --profile {many}")
     assert "tensor      4  within a node" in text and "data        2  between nodes" in text
     assert "4 ranks a node" in text.splitlines()[-1]
 
@@ -155,14 +180,14 @@ def test_axes_between_nodes_have_the_networks_speed(run):
         (f"{MODEL} --ranks 8 --parameters 1e9", "not both"),
         (f"{MODEL} --ranks 0", "number of ranks is 0"),
         (f"{MODEL} --ranks 8 --layers 99999999999", "number of layers is 99999999999"),
+        ("--layers 8 --model gpt.toml --ranks 8", "leave --layers out"),
+        ("--model gpt.yaml --ranks 8", "--model is gpt.yaml; give a config.json"),
+        ("--model absent.toml --ranks 8", "absent.toml: No such file"),
         (f"{MODEL} --ranks 7 --tensor 7", "8 attention heads cannot be split over 7"),
         (f"{MODEL} --ranks 9 --pipeline 9", "9 pipeline stages, but the model has 8 layers"),
         (f"{MODEL} --ranks 8 --data 3", "sizes must multiply out to the ranks"),
         (f"{MODEL} --ranks 8 --zero 4", "unknown ZeRO stage 4"),
         (f"{MODEL} --ranks 8 --schedule best", "unknown schedule 'best'"),
-        (f"{MODEL} --ranks 8 --flops 1e9", "--bandwidth and --latency too"),
-        (f"{MODEL} --ranks 8 --memory-bandwidth 1e9", "goes with --flops"),
-        (f"{MODEL} --ranks 8 --profile absent --flops 1", "--profile brings all speeds"),
         (f"{MODEL} --ranks 8 --profile absent.json", "--profile absent.json does not exist; make one"),
         (f"{MODEL} --ranks 8 --profile .", "--profile . is no file; make one"),
         (f"{MODEL} --ranks 8 --width 63", "width 63 is not a multiple of 8 heads"),
@@ -176,19 +201,52 @@ def test_axes_between_nodes_have_the_networks_speed(run):
         (f"{MODEL} --ranks 8 --vocabulary 0", "vocabulary_size is 0; it must be at least 1"),
         (f"{MODEL} --ranks 8 --heads 0", "not a multiple of 0 heads"),
         (f"{MODEL} --ranks 8 --batch 0", "--batch is 0; it must be at least 1"),
-        (f"{MODEL} --ranks 8 --rows 0", "--rows is 0"),
         (f"{MODEL} --ranks 8 --slots -1", "slots=-1"),
         (f"{MODEL} --ranks 8 --chunks 0", "needs at least 2 chunks a rank, got 0"),
-        (f"{MODEL} --ranks 8 --flops inf --bandwidth inf --latency 0", "finite speeds"),
-        (f"{MODEL} --ranks 8 --flops 1 --bandwidth 1 --latency 0 --memory-bandwidth 0", "memory_bandwidth of a"),
-        (f"{MODEL} --ranks 8 --ranks-per-node 4", "needs --network-bandwidth and --network-latency too"),
-        (f"{MODEL} --ranks 8 --ranks-per-node 0 --network-bandwidth 1 --network-latency 0", "ranks_per_node=0"),
         ("--parameters 1e9", "the number of ranks is missing"),
     ],
 )
 def test_errors_are_one_line(arguments, message, run):
     shown = run(arguments, code=2)
     assert len(shown.splitlines()) == 1 and message in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "messages"),
+    [
+        ("model.toml", "width = ", ["is not TOML"]),
+        ("model.toml", TOML + "hidden = 128", ["no field hidden; Architecture has vocabulary_size, context_length"]),
+        ("model.toml", 'kind = "Llama"', ["kind is 'Llama'; choose one of Architecture, LlamaArchitecture"]),
+        ("model.toml", "width = 64\nheads = 8", ["Architecture needs vocabulary_size, context_length, layers too"]),
+        ("model.toml", TOML.replace("8", "'8'"), ["layers is '8'; it must be an integer"]),
+        ("model.toml", LLAMA + "rotary.scaling.sort = 1", ["no field sort; scaling has kind, factor"]),
+        ("model.toml", TOML + "shards = 3", ["8 attention heads cannot be cut into 3 shards"]),
+        ("config.json", "{", ["is not JSON"]),
+        ("config.json", json.dumps({"model_type": "mamba"}), ["model_type='mamba'", "gpt2, llama, qwen2, qwen3"]),
+        ("config.json", json.dumps({**CONFIG, "hidden_size": None}), ["no hidden_size"]),
+        ("config.json", json.dumps({**CONFIG, "mlp_bias": True}), ["mlp_bias=True; models here have False only"]),
+        ("machine.toml", "flops", ["is not TOML"]),
+        ("machine.toml", "flops = 1e9", ["a machine needs bandwidth, latency too"]),
+        ("machine.toml", MACHINE + "flop = 1", ["no field flop; a machine has flops, bandwidth, latency, memory_"]),
+        ("machine.toml", MACHINE + "memory_bandwidth = '1'", ["memory_bandwidth='1' must be a finite number"]),
+        ("machine.toml", MACHINE + "memory_bandwidth = 0", ["memory_bandwidth of a machine profile is 0"]),
+        (
+            "machine.toml",
+            'profile = "p.json"\nflops = 1',
+            ["no field flops; a machine with a profile has profile, net"],
+        ),
+        ("machine.toml", MACHINE + "network = 3", ["network=3"]),
+        ("machine.toml", MACHINE + "network.ranks_per_node = 4", ["a network needs latency, bandwidth too"]),
+        ("machine.toml", MACHINE + NETWORK.replace("4", "0"), ["ranks_per_node=0"]),
+        ("profile.json", "{}", ["not a machine profile"]),
+    ],
+)
+def test_a_bad_file_is_one_line(name, text, messages, run, tmp_path):
+    file = tmp_path / name
+    file.write_text(text)
+    option = f"--model {file}" if name in ("model.toml", "config.json") else f"{MODEL} --profile {file}"
+    shown = run(f"{option} --ranks 8", code=2)
+    assert len(shown.splitlines()) == 1 and all(each in shown for each in [str(file), *messages])
 
 
 def test_sizes_are_read():

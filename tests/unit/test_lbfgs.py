@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 from minimizer_runs import ANY, Problem, Vector, check_restarts, finished, minimized, rebuilt, rosenbrock, started, tell
@@ -10,6 +12,8 @@ from mpishard.inverse.minimization import minimize
 from mpishard.minimizers import small
 from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.lbfgsb import LBFGSB
+from mpishard.minimizers.line_search import LineSearch, LineSearchState
+from mpishard.minimizers.line_search.search import Trial, Verdict
 from mpishard.minimizers.method import Limits, Minimizer, Wanted
 
 # L-BFGS: the textbook recursion, damping, and another stage.
@@ -53,10 +57,22 @@ def test_direction_is_that_of_the_two_loops(history: int) -> None:
     assert len(pairs) == history
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lower(LineSearch[LineSearchState]):
+    """Accepts any lower value, whatever the slope there, so that a pair may have no curvature."""
+
+    state_type = LineSearchState
+
+    def _decide(self, state: LineSearchState, trial: Trial) -> tuple[LineSearchState, Verdict]:
+        if trial.value < state.start.value:
+            return state, Verdict.ACCEPT
+        return replace(state, step=trial.step / 2), Verdict.EVALUATE
+
+
 def test_powell_damping_keeps_pairs_where_skipping_has_none() -> None:
     waves = Problem(lambda x: (float(np.cos(x).sum()), -np.sin(x)), None, np.array([0.1, 0.2]))  # near a maximum
     for damping, kept in (("skip", 0), ("powell", 1)):
-        minimizer = begun(LBFGS(damping=damping, line_search="armijo"), waves.start)
+        minimizer = begun(LBFGS(damping=damping, line_search=Lower()), waves.start)
         while not minimizer.progress.accepted:
             tell(minimizer, waves)
         assert len(minimizer.history) == kept

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mpishard.minimizers.line_search import Armijo, HagerZhang, LineSearch, MoreThuente
+from mpishard.minimizers.line_search import HagerZhang, LineSearch, MoreThuente
 from mpishard.minimizers.line_search.search import Trial, Verdict
 
-SEARCHES = [MoreThuente(), HagerZhang(maxls=20), Armijo()]
+SEARCHES = [MoreThuente(), HagerZhang(maxls=20)]
 
 Function = Callable[[float], tuple[float, float]]  # of a step: value and slope
 
@@ -165,30 +165,9 @@ def test_hager_zhang_halves_an_interval_that_hides_a_maximum() -> None:
     assert verdict is Verdict.ACCEPT and steps[:2] == [6.0, 3.0] and 0 < state.step < math.pi
 
 
-def test_armijo_meets_its_condition_and_only_shortens() -> None:
-    search = Armijo(maxls=60)
-    for number, function in enumerate(FUNCTIONS):
-        for first_step in (1e-3, 1.0, 1e3):
-            steps, state, verdict = run(search, function, first_step)
-            where = f"function {number}, first step {first_step}: {state.reason}"
-            assert verdict is Verdict.ACCEPT and steps[0] == first_step, where
-            assert all(0.1 * a <= b * (1 + 1e-15) and b <= 0.5 * a for a, b in zip(steps, steps[1:], strict=False))
-            value, slope = function(0.0)
-            assert function(state.step)[0] <= value + 1e-4 * state.step * slope, where
-
-
-def test_armijo_interpolates() -> None:
-    """The second step is that of the quadratic, the third that of the cubic, if they are not too short or long."""
-    steps, _, verdict = run(Armijo(), lambda a: (9 * a * a - 6 * a, 18 * a - 6), 1.0)
-    np.testing.assert_allclose(steps, [1.0, 1 / 3], rtol=1e-15)
-    steps, _, verdict = run(Armijo(), lambda a: (a * (-1 + a * (8 + a * 30)), -1 + a * (16 + a * 90)), 1.0)
-    np.testing.assert_allclose(steps, [1.0, 0.1, (math.sqrt(616) - 16) / 180], rtol=1e-14)
-
-
 def test_the_shortest_step_ends_the_search() -> None:
-    for kind in (Armijo, MoreThuente):
-        _, state, verdict = run(kind(stpmin=0.05), lambda a: (a, -1.0), 1.0)
-        assert verdict is Verdict.FAIL and "0.05 (stpmin)" in state.reason
+    _, state, verdict = run(MoreThuente(stpmin=0.05), lambda a: (a, -1.0), 1.0)
+    assert verdict is Verdict.FAIL and "0.05 (stpmin)" in state.reason
 
 
 @pytest.mark.parametrize(
@@ -199,7 +178,6 @@ def test_the_shortest_step_ends_the_search() -> None:
         (MoreThuente, {"ftol": 0.5, "gtol": 0.1}, "ftol=0.5 must be at most gtol=0.1"),
         (HagerZhang, {"delta": 0.5}, "delta=0.5"),
         (HagerZhang, {"delta": 0.4, "sigma": 0.1}, "delta=0.4 must be at most sigma=0.1"),
-        (Armijo, {"shortest": 0.6}, "shortest=0.6 must be at most longest=0.5"),
     ],
 )
 def test_options_are_checked(kind: type, options: dict[str, float], words: str) -> None:

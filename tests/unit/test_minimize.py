@@ -665,11 +665,11 @@ def test_states_that_are_refused_change_nothing():
     assert optimizer.serialize() == before
     searching = ReverseCommunication("L-BFGS", np.full(4, -1.2))
     trajectory(searching, 2, rosenbrock)
-    words = "within a line search by MoreThuente, but LBFGS has the line_search Armijo"
+    words = "within a line search by MoreThuente, but LBFGS has the line_search HagerZhang"
     wider = ReverseCommunication("L-BFGS-B", np.zeros(4), bounds=(-2, 2))
     with pytest.raises(ValueError, match="the state is of a run with other bounds, fixed elements"):
         wider.deserialize(ReverseCommunication("L-BFGS-B", np.zeros(4), bounds=(-1, 2)).serialize())
-    other = ReverseCommunication("L-BFGS", np.zeros(4), options={"line_search": "armijo"})
+    other = ReverseCommunication("L-BFGS", np.zeros(4), options={"line_search": "hager-zhang"})
     before = other.serialize()
     with pytest.raises(ValueError, match=words):
         other.deserialize(searching.serialize())

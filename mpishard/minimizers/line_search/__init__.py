@@ -2,6 +2,6 @@
 
 from mpishard.minimizers.line_search.hager_zhang import HagerZhang
 from mpishard.minimizers.line_search.more_thuente import MoreThuente
-from mpishard.minimizers.line_search.search import Armijo, LineSearch, LineSearchState
+from mpishard.minimizers.line_search.search import LineSearch, LineSearchState
 
-__all__ = ["Armijo", "HagerZhang", "LineSearch", "LineSearchState", "MoreThuente"]
+__all__ = ["HagerZhang", "LineSearch", "LineSearchState", "MoreThuente"]
