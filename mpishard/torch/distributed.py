@@ -44,7 +44,6 @@ from mpishard.torch.module import (
     known_state,
     state_of,
 )
-from mpishard.torch.overlap import OverlapChoice
 from mpishard.torch.own_steps import WholeSteps
 from mpishard.torch.torch_rule import rule_of_optimizer
 from mpishard.torch.torch_state import TorchState, settings_of, steps_of
@@ -92,7 +91,6 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self.unused_parameters: list[str] = []
         self._groups = groups
         self._rule = optimizer.rule
-        self._overlap = OverlapChoice(optimizer)
         self._is_made = False
         super().__init__([*groups.groups], groups.defaults)
         self._is_made = True
@@ -240,7 +238,6 @@ class ModuleOptimizer(torch.optim.Optimizer):
         if self._state.units is not None:
             self._state.units.end_step()
         self._groups.show(self.optimizer.steps)
-        self._overlap.end_step()
         if first and self.unused_parameters and self.optimizer.mesh.rank == 0:
             log.inform(
                 f"no gradient reached {len(self.unused_parameters)} of {len(self.parameters)} parameters on rank 0: "
@@ -573,8 +570,8 @@ def as_distributed(
         another dtype is its master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before:
         freeze, move, load.  ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
-        Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone
-        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication="auto"`` and
+        Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration.  A mesh alone
+        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication=False`` and
         ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
@@ -616,7 +613,7 @@ def as_distributed(
         On every rank, if the module or an argument of any rank is unfit, or they differ between ranks.  The module is
         unchanged then.
     """
-    config = configuration_of(mesh, overlap_communication="auto", minimum_parameter_group_size=2**21)
+    config = configuration_of(mesh, overlap_communication=False, minimum_parameter_group_size=2**21)
     sharding = None
     with opening(config.mesh.world, "as_distributed") as same:  # a class of the user's may raise, too
         check_divisible(module, zero)
