@@ -129,7 +129,7 @@ def main() -> None:
                 parameters.size, mesh.size, 3, parameter_bytes=4, gradient_bytes=4, state_bytes=8
             )
             largest = 4 * model.transformer.wte.weight.numel()
-            peak_by_formula = kept + 2 * (root + units[-1]) + largest
+            peak_by_formula = kept + root + units[-1] + max(root, units[-1]) + largest
             print(
                 f"{parameters.size} parameters of {4 * parameters.size / MIB:.0f} MiB on {mesh.size} ranks; by the "
                 f"formula at most {peak_by_formula / MIB:.0f} MiB on a rank, of which {kept / MIB:.0f} are always kept"

@@ -73,13 +73,10 @@ def returned(value: Any) -> float:
     return float(value)
 
 
-def flag(name: str, value: Any, *, otherwise: str = "") -> bool:
-    """True or False as a bool; NumPy's booleans are taken too.  Raises TypeError for anything else.
-
-    `otherwise` says in the message what else the argument may be.
-    """
+def flag(name: str, value: Any) -> bool:
+    """True or False as a bool; NumPy's booleans are taken too.  Raises TypeError for anything else."""
     if not isinstance(value, bool | np.bool):
-        raise TypeError(f"{name}={shown(value)} must be True or False" + (f", or {otherwise}" if otherwise else ""))
+        raise TypeError(f"{name}={shown(value)} must be True or False")
     return bool(value)
 
 

@@ -125,6 +125,7 @@ def _sum_bytes(
 NONFINITE = ("raise", "skip", "ignore")
 _FLAGS = (
     "auto_sync_gradients",
+    "overlap_communication",
     "reproducible",
     "allow_different_bits",
     "enable_gradient_compression",
@@ -136,7 +137,7 @@ class ConfigurationOptions(TypedDict, total=False):
 
     auto_sync_gradients: bool
     minimum_parameter_group_size: int
-    overlap_communication: bool | Literal["auto"]
+    overlap_communication: bool
     max_gradient_norm: float | None
     max_gradient_value: float | None
     nonfinite_gradients: Literal["raise", "skip", "ignore"]
@@ -168,10 +169,8 @@ class ShardingConfiguration:
         Minimum number of elements in a gradient bucket (the ``bucket_cap_mb`` of PyTorch's DDP, in elements);
         consecutive tensors form a bucket once they have as many.  Large buckets need fewer messages, small buckets can
         be sent earlier.
-    overlap_communication : bool or "auto"
+    overlap_communication : bool
         Reduce a bucket while the backward pass still computes the next ones.  Both settings give the same bits.
-        "auto": `mpishard.torch.as_distributed` takes its first 10 steps alternately with and without overlap; then all
-        ranks keep the faster way, and a message says which.  Elsewhere, with ``zero=3`` or one bucket, it is True.
     max_gradient_norm : float, optional
         Scale the averaged gradient down to this global 2-norm where it is larger.
     max_gradient_value : float, optional
@@ -234,7 +233,7 @@ class ShardingConfiguration:
     mesh: Mesh
     auto_sync_gradients: bool = field(default=True, kw_only=True)
     minimum_parameter_group_size: int = field(default=1024, kw_only=True)
-    overlap_communication: bool | Literal["auto"] = field(default=True, kw_only=True)
+    overlap_communication: bool = field(default=True, kw_only=True)
     max_gradient_norm: float | None = field(default=None, kw_only=True)
     max_gradient_value: float | None = field(default=None, kw_only=True)
     nonfinite_gradients: Literal["raise", "skip", "ignore"] = field(default="raise", kw_only=True)
@@ -257,10 +256,6 @@ class ShardingConfiguration:
     def _check(self) -> None:
         for name in _FLAGS:
             object.__setattr__(self, name, flag(name, getattr(self, name)))
-        overlap = self.overlap_communication
-        if not (isinstance(overlap, str) and overlap == "auto"):
-            overlap = flag("overlap_communication", overlap, otherwise='"auto"')
-            object.__setattr__(self, "overlap_communication", overlap)
         for name, least in (("minimum_parameter_group_size", 1), ("sync_every", 1), ("compress_after", 0)):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
         norm = self.max_gradient_norm
@@ -476,8 +471,6 @@ def _in_words(config: ShardingConfiguration) -> list[str]:
     when = "for each of which the backward pass waits"
     if config.overlap_communication:
         when = "while the backward pass still runs"
-    if config.overlap_communication == "auto":
-        when += ", unless steps of a PyTorch module are faster without"
     sentences = [
         f"{axis.size} data ranks sum gradients in buckets of {config.minimum_parameter_group_size:,} elements or more, "
         f"{when}."

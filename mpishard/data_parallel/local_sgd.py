@@ -560,7 +560,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         super().__init__(rule, config)
 
     def _make_state(self) -> OptimizerState:
-        return OptimizerState(self, [self._local])
+        return OptimizerState(self, [self._local, *self._state_of_rule()])
 
     @property
     def sync_every(self) -> int:

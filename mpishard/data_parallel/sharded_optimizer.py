@@ -16,7 +16,7 @@ from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.method_state import MethodState
-from mpishard.data_parallel.optimizer_state import OptimizerState
+from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
 from mpishard.data_parallel.rank_state import EMA
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.settings import Settings, agree_on_beginning, agree_on_step
@@ -586,9 +586,13 @@ class ShardedOptimizer:
 
     def _make_state(self) -> OptimizerState:
         """The state of a new optimizer; called once the configuration is known."""
+        return OptimizerState(self, self._state_of_rule())
+
+    def _state_of_rule(self) -> list[AuxiliaryState]:
+        """The state of a method, or of a rule that takes its own steps, besides arrays like the parameters."""
         if isinstance(self.rule, Method):
-            return OptimizerState(self, [MethodState(self, self.rule)])
-        return OptimizerState(self, [] if self.rule.undivided is None else [self.rule.undivided])
+            return [MethodState(self, self.rule)]
+        return [] if self.rule.own_steps is None else [self.rule.own_steps]
 
     def serialize(self) -> bytes:
         """The whole state as an HDF5 file image, which `deserialize` reads in any layout.

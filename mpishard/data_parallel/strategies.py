@@ -103,7 +103,7 @@ class Strategy(ABC):
             parameters.like,
             self.summation,
             on_demand=self.gradients_on_demand,
-            overlap=bool(config.overlap_communication),
+            overlap=config.overlap_communication,
             reproducible=config.reproducible,
         )
         self.memory: BucketMemory = self.reducer.memory

@@ -103,8 +103,8 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
 
     Collective over the strategy's sync group if the rule needs whole tensors or their norms.
     """
-    if rule.undivided is not None:
-        rule.undivided.take_step(rate_factor, divisor, clip)
+    if rule.own_steps is not None:
+        rule.own_steps.take_step(rate_factor, divisor, clip)
         return
     strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()

@@ -63,10 +63,10 @@ def check_replacement(was: Rule | Method, rule: Any, parameters: FlatParameters 
             f"{type(rule).__name__} cannot take the place of {type(was).__name__}: what a method does next depends on "
             "what it has learned.  Make a new optimizer; deserialize(old.serialize()) continues with other options"
         )
-    if was.undivided is not rule.undivided:
+    if was.own_steps is not rule.own_steps:
         raise ValueError(
             f"{type(rule).__name__} cannot take the place of an optimizer that keeps its own state, as one of PyTorch "
-            "does under zero=0; make a new optimizer"
+            "does; make a new optimizer"
         )
     if (rule.ema_decay is None) != (was.ema_decay is None):
         raise ValueError("ema_decay cannot be given or left out once there is an optimizer: it is one more slot")
@@ -78,7 +78,7 @@ def check_rule_fits(rule: Rule, parameters: FlatParameters, mesh: Mesh, strategy
     """Raise ValueError unless the strategy can take steps of the rule with these parameters."""
     rule.by_shape({spec.name: spec.shape for spec in parameters.specs})  # raises for groups of another model
     name = type(rule).__name__
-    if rule.whole_tensors and rule.undivided is None and arrays.is_device(parameters.like):
+    if rule.whole_tensors and rule.own_steps is None and arrays.is_device(parameters.like):
         raise ValueError(
             f"{name} takes its steps of whole tensors on the host, and the parameters are on a device; use AdamW there"
         )

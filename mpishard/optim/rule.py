@@ -259,8 +259,8 @@ class Rule(ABC):
         return None
 
     @property
-    def undivided(self) -> Any:
-        """What takes the steps of all tensors by itself, where each rank has them whole; None for most rules."""
+    def own_steps(self) -> Any:
+        """What takes the steps in the place of `update`, with state of its own; None for most rules."""
         return None
 
     @property

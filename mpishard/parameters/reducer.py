@@ -309,7 +309,7 @@ class GradientReducer:
         # True in the steps of a training loop.
         self.is_last_pass: bool = sums is not None
         self.accumulation = Accumulation()  # gradients of the caller that wait for an update
-        self.overlap: bool = overlap  # may be changed between two steps: sums start in the same order
+        self.overlap: bool = overlap
         self._sums = sums
         self._tracker = ReadyTracker(pieces, buckets)
         self._second: dict[str, str] = {

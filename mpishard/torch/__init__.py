@@ -5,8 +5,8 @@ Output: the same module, whose parameters are views into one flat array, and an 
 loop.
 
 Read ``distributed`` first, then ``module``, with the hooks that take gradients, and ``torch_rule`` with
-``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch; ``own_steps`` for their steps that ranks
-do not divide; ``units`` for modules whose parameters are divided; ``problem`` for `optimize`; the rest by name.
+``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch; ``own_steps`` for the steps that these
+take themselves; ``units`` for modules whose parameters are divided; ``problem`` for `optimize`; the rest by name.
 
 `convert_sync_batchnorm` lets batch norms see the samples of all ranks; `join` is for uneven numbers of batches;
 `summon_full_parameters` shows the parameters of a module whose ranks have shares of them.

@@ -44,8 +44,7 @@ from mpishard.torch.module import (
     known_state,
     state_of,
 )
-from mpishard.torch.overlap import OverlapChoice
-from mpishard.torch.own_steps import OwnSteps
+from mpishard.torch.own_steps import WholeSteps
 from mpishard.torch.torch_rule import rule_of_optimizer
 from mpishard.torch.torch_state import TorchState, settings_of, steps_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
@@ -92,7 +91,6 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self.unused_parameters: list[str] = []
         self._groups = groups
         self._rule = optimizer.rule
-        self._overlap = OverlapChoice(optimizer)
         self._is_made = False
         super().__init__([*groups.groups], groups.defaults)
         self._is_made = True
@@ -240,7 +238,6 @@ class ModuleOptimizer(torch.optim.Optimizer):
         if self._state.units is not None:
             self._state.units.end_step()
         self._groups.show(self.optimizer.steps)
-        self._overlap.end_step()
         if first and self.unused_parameters and self.optimizer.mesh.rank == 0:
             log.inform(
                 f"no gradient reached {len(self.unused_parameters)} of {len(self.parameters)} parameters on rank 0: "
@@ -370,9 +367,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         return self.parameters.gradients.no_sync(self._state.hooks.take_drop)
 
     @property
-    def _own_steps(self) -> OwnSteps | None:
-        rule = self.optimizer.rule
-        return rule.undivided if isinstance(rule, Rule) else None
+    def _whole_steps(self) -> WholeSteps | None:
+        own_steps = self.optimizer.rule.own_steps if isinstance(self.optimizer.rule, Rule) else None
+        return own_steps if isinstance(own_steps, WholeSteps) else None
 
     def state_dict(self, format: str = "mpishard") -> dict[str, Any]:
         """The state of the optimizer, for ``torch.save`` on one rank; the module has its own ``state_dict``.
@@ -411,27 +408,27 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def _own_state(self) -> dict[str, Any]:
         image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
         state_dict: dict[str, Any] = {"mpishard": image}
-        own_steps = self._own_steps
-        if own_steps is not None and own_steps.rest:
-            state_dict["rest"] = copy.deepcopy(own_steps.rest)
+        whole_steps = self._whole_steps
+        if whole_steps is not None and whole_steps.rest:
+            state_dict["rest"] = copy.deepcopy(whole_steps.rest)
         if masters := self._state.masters:
             state_dict["masters"] = masters
         return state_dict
 
     def _torch_state(self) -> dict[str, Any]:
-        if self._own_steps is not None:
-            return self._own_steps.to_torch()
+        if self._whole_steps is not None:
+            return self._whole_steps.to_torch()
         made = TorchState(self.optimizer.rule, self._groups, self._state.hooks.tensors)
         self.optimizer.state.consolidate()
         return made.to_torch(self.optimizer.state.gather())
 
     def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from the state of an optimizer of PyTorch. Collective."""
-        world, own_steps, parameters = self.optimizer.mesh.world, self._own_steps, self.parameters
+        world, whole_steps, parameters = self.optimizer.mesh.world, self._whole_steps, self.parameters
         agree_on_settings(world, settings_of(state_dict), what="state of the optimizer")
         with raised_on_all(world):
-            if own_steps is not None:
-                own_steps.from_torch(state_dict)
+            if whole_steps is not None:
+                whole_steps.from_torch(state_dict)
                 counters = self.optimizer.state.counters
                 counters.steps, counters.skipped_steps = steps_of(state_dict), 0
                 return
@@ -483,12 +480,12 @@ class ModuleOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
-        own_steps, rest = self._own_steps, state_dict.get("rest", {})
+        whole_steps, rest = self._whole_steps, state_dict.get("rest", {})
         self.optimizer.deserialize(state_dict["mpishard"].cpu().numpy().tobytes())
-        if own_steps is not None:
+        if whole_steps is not None:
             with raised_on_all(self.optimizer.mesh.world):
-                own_steps.check_rest(rest, self.optimizer.steps)
-            own_steps.rest = copy.deepcopy(rest)
+                whole_steps.check_rest(rest, self.optimizer.steps)
+            whole_steps.rest = copy.deepcopy(rest)
         self._state.masters = state_dict.get("masters", {})
 
     def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:
@@ -573,14 +570,15 @@ def as_distributed(
         another dtype is its master, rounded, and ``p.grad`` has the dtype of the masters.  Change the module before:
         freeze, move, load.  ``torch.compile`` may come before or after.
     mesh : Mesh or ShardingConfiguration
-        Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone
-        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication="auto"`` and
+        Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration.  A mesh alone
+        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)`` with ``overlap_communication=False`` and
         ``minimum_parameter_group_size=2**21``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of PyTorch that was made for
-        the parameters of the module: under ``zero=0`` it takes its own step on them, else ranks divide its steps, if it
-        treats each element, or each tensor, by itself; the learning rates and other values are those that its parameter
-        groups have then, as a scheduler sets them; or an optimizer of this mesh with its options, such as
+        the parameters of the module: under ``zero=0`` it takes its own step on them; else on the rank's shards if it
+        treats each element by itself, or, if it treats each tensor by itself, with each on one rank; the learning rates
+        and other values are those that its parameter groups have then, as a scheduler sets them; or an optimizer of
+        this mesh with its options, such as
         ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too, 3 also the parameters.  Under 0
@@ -615,7 +613,7 @@ def as_distributed(
         On every rank, if the module or an argument of any rank is unfit, or they differ between ranks.  The module is
         unchanged then.
     """
-    config = configuration_of(mesh, overlap_communication="auto", minimum_parameter_group_size=2**21)
+    config = configuration_of(mesh, overlap_communication=False, minimum_parameter_group_size=2**21)
     sharding = None
     with opening(config.mesh.world, "as_distributed") as same:  # a class of the user's may raise, too
         check_divisible(module, zero)
@@ -625,6 +623,12 @@ def as_distributed(
         if isinstance(rule, torch.optim.Optimizer):
             divides = zero != 0 or config.sync_every > 1
             rule = rule_of_optimizer(rule, tensors.trained, divides=divides)
+            numbers = rule.of_optimizer.division.numbers
+            if numbers and config.sync_every > 1:
+                raise ValueError(
+                    f"sync_every={config.sync_every}: a worker may skip a step alone, and {rule.of_optimizer.what} "
+                    f"counts {', '.join(map(repr, numbers))} in its groups; use sync_every=1"
+                )
         optimizer = optimizer_for("a PyTorch module", rule, config, zero, shards_parameters=True)
         if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)

@@ -94,7 +94,7 @@ class ParameterGroups:
                 if not _is_saved(name, value) or (name == "lr" and "lr" not in self.names):
                     continue  # a schedule has its rate
                 if isinstance(group.get(name), torch.Tensor) and isinstance(value, float | int):
-                    group[name].fill_(value)
+                    group[name] = torch.full_like(group[name], value)  # groups may share that of the defaults
                 else:
                     group[name] = tuple(value) if isinstance(value, list) else value
         return ""
@@ -103,15 +103,15 @@ class ParameterGroups:
 
     def _values(self) -> list[dict[str, Any]]:
         """The values of each group that decide a step."""
-        return [{name: _plain(group[name]) for name in self._options} for group in self.groups]
+        return [{name: _plain(group.get(name)) for name in self._options} for group in self.groups]
 
 
 class LiveGroups(ParameterGroups):
     """The present groups of an optimizer of PyTorch that was made for the parameters of a module and has taken no step.
 
-    `tensors` are the parameters of the module by name; `divides` says that ranks share its steps, else it takes them
-    itself. Raises TypeError or ValueError if the optimizer has other parameters than the module, or has taken steps;
-    and if steps are to be divided and cannot be, or its groups keep different arrays.
+    `tensors` are the parameters of the module by name; `divides` says that ranks share its steps, else each rank takes
+    them whole. Raises TypeError or ValueError if the optimizer has other parameters than the module, or has taken
+    steps; and if steps are to be divided and cannot be, or its groups keep different arrays.
     """
 
     def __init__(self, optimizer: Any, tensors: Mapping[str, Any], *, divides: bool = True) -> None:
@@ -137,10 +137,11 @@ class LiveGroups(ParameterGroups):
             names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names
         }
         self._shapes = [tuple(p.shape) for group in groups for p in group["params"] if id(p) in names]
-        # The arrays that the optimizer keeps, the same for all groups; of one that takes its steps itself, those that
-        # ranks could divide.
+        # The arrays that the optimizer keeps, the same for all groups; where ranks take whole steps, those that they
+        # could divide.
         self.division = Division(())
         self.is_divisible = True
+        self._begun: list[dict[str, Any]] = [{} for _ in groups]  # values of its numbers before the first step
         try:
             found = self._common_division()
         except (TypeError, ValueError):
@@ -151,11 +152,15 @@ class LiveGroups(ParameterGroups):
             # What is packed are reals; those of complex tensors are kept by the optimizer alone.
             self.is_divisible = divides or found.packed is None or not any(p.is_complex() for p in tensors.values())
             self.division = found if self.is_divisible else self.division
+        numbers = self.division.numbers
+        self._begun = [{name: _plain(each[name]) for name in numbers if name in self._arguments} for each in groups]
+        if divides:  # a step that sees other gradients than the probe did must leave the same numbers on all ranks
+            self._options += [name for name in numbers if name not in self._options]
         self._known: set[tuple[bool, ...]] = {self._switches(number) for number in range(len(groups))}
         self._checked: list[dict[str, Any]] = []
 
     def claim(self) -> None:
-        """Make the optimizer refuse steps but those of `take_step`, and free its state where ranks divide it."""
+        """Make the optimizer refuse steps but those of `take_step`, and drop its state of whole tensors if divided."""
         if self._divides:
             self.optimizer.state.clear()
         self.note_state()
@@ -234,7 +239,7 @@ class LiveGroups(ParameterGroups):
         return tuple(map(bool, self._probed(number).values()))
 
     def _probed(self, number: int) -> dict[str, Any]:
-        return {**self.arguments(number), "lr": 1e-3}
+        return {**self.arguments(number), **self._begun[number], "lr": 1e-3}
 
     def _division(self, number: int) -> Division:
         return division_of(self.kind, self._probed(number), self._shapes)
@@ -242,7 +247,7 @@ class LiveGroups(ParameterGroups):
     def _check_slots(self, number: int) -> None:
         """Raise ValueError unless a group with other options keeps no more than before; the same, if it is packed."""
         found, before = self._division(number), self.division
-        if more := [slot for slot in found.slots if slot not in before.slots]:
+        if more := [name for name in _kept(found) if name not in _kept(before)]:
             raise ValueError(_needs_more(number, self.what, more))
         if found.packed != before.packed:
             raise ValueError(
@@ -407,7 +412,7 @@ def groups_of(rule: Any, tensors: Mapping[str, Any]) -> ParameterGroups:
     One group without values where the rule has none that could change.  Raises ValueError if such an optimizer of
     PyTorch needs whole tensors, and one is complex: steps see pairs of reals.
     """
-    divides = isinstance(rule, Rule) and rule.undivided is None
+    divides = isinstance(rule, Rule) and rule.own_steps is None
     if divides and rule.whole_tensors and hasattr(rule, "with_values"):
         for name, p in tensors.items():
             if p.is_complex():
@@ -483,5 +488,9 @@ def _text(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
+def _kept(division: Division) -> tuple[str, ...]:
+    return division.slots + division.numbers
+
+
 def _listed(division: Division) -> str:
-    return ", ".join(division.packed or division.slots) or "no state"
+    return ", ".join((division.packed or division.slots) + division.numbers) or "no state"

@@ -1,28 +1,34 @@
-"""Steps that an optimizer of PyTorch takes itself, on parameters that each rank has whole, as under DDP.
+"""Steps that an optimizer of PyTorch takes itself: of parameters that each rank has whole, or of the rank's shards.
 
-Its state moves to any number of ranks and any stage by the slots of the rule, where ranks could divide it; the rest of
-it, which only such steps need, is in the facts of a state.
+Under ``zero=0`` it has the module's own parameters, as under DDP. Else it has this rank's shards in their place, as in
+PyTorch's ``ZeroRedundancyOptimizer``, if it treats each element by itself. Its groups are the same in both cases, with
+what schedulers write there, and numbers that it counts there.
+
+Its state moves to any number of ranks and any stage by the slots of the rule, where ranks could divide it; numbers in
+its groups by `ParameterGroups`; the rest of it, which only steps of whole parameters need, by the facts of a state.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mpishard.comm.axis import Axis
+from mpishard.comm.errors import raised_on_all
 from mpishard.data_parallel.rank_state import Counters, RankState
 from mpishard.layout.run_state import Shard, brief, whole_fact
 from mpishard.layout.tensors import cut_holding
 from mpishard.torch.buffers import as_fact, from_fact
 from mpishard.torch.live_groups import LiveGroups
 from mpishard.torch.memory import as_numbers, as_tensor, finish_stream
-from mpishard.torch.torch_steps import STEP_KEY, pack, unpack
+from mpishard.torch.torch_steps import REMEDY, STEP_KEY, pack, unpack
 
 if TYPE_CHECKING:
     from mpishard.data_parallel.full_state import FullState
@@ -37,34 +43,234 @@ Rest = dict[str, dict[str, Any]]
 class OwnSteps:
     """The steps of an optimizer of PyTorch by itself, and its state: an `AuxiliaryState`.
 
-    `tensors` are the parameters of the module by name. A step is taken on them, or on the masters of those of another
-    dtype. Of an element-wise optimizer the arrays of its state are views into the slots; what others keep of a tensor
-    is packed into these before a save.
+    Of an element-wise optimizer the arrays of its state are views into the slots.
     """
 
     may_differ = False
-    needs_consolidation = True
+    needs_consolidation = False
     synchronizes_next_step = True
     compares_next_step = True
 
-    def __init__(self, live: LiveGroups, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, live: LiveGroups) -> None:
         self._live = live
-        self._tensors = dict(tensors)
-        self._number_of = live.number_of
         # Of one that has a state before its first step, as Adagrad has.
         self._begins_with_state = bool(live.optimizer.state)
         self._on_rank: RankState
         self._counters: Counters
-        self._is_made = False
-        self._masters: dict[str, Any] = {}  # of parameters of another dtype
-        self._views: dict[str, dict[str, Any]] = {}  # by parameter and slot, of the shape of the parameter
-        self._flat: dict[str, list[Any]] = {}  # by parameter its part of each slot, for what is packed
 
     def take_step(self, rate_factor: float, divisor: float, clip: float) -> None:
         """Take a step along the summed gradients, times ``clip / divisor``."""
         if rate_factor != 1:
             raise ValueError(f"{self._live.what} takes its own steps, whose learning rate no loop of mpishard changes")
-        memory, factor = self._on_rank.parameters.gradients.memory, clip / divisor
+        self._step_along(clip / divisor)
+        finish_stream(as_tensor(self._on_rank.parameters.held))
+
+    def _step_along(self, factor: float) -> None:
+        """Take a step along the summed gradients, times a factor."""
+        raise NotImplementedError
+
+    # -- the interface of auxiliary state -----------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Empty: the values of the groups are compared elsewhere."""
+        return {}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Empty: arrays are in the slots, and numbers in the groups."""
+        return {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state that is not in the slots."""
+        return 0
+
+    def make(self, on_rank: RankState, counters: Counters) -> None:
+        """Make the arrays of the state views into the slots."""
+        self._on_rank, self._counters = on_rank, counters
+
+    def shards(self) -> tuple[Shard, ...]:
+        """Empty: arrays are in the slots, or among the facts."""
+        return ()
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless it can continue from these facts."""
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Continue from these facts, after the slots were filled."""
+        self._take_slots(int(facts["steps"]))
+
+    def add_to(self, full: FullState, world: Axis) -> FullState:
+        """The full state as it is: what is not in the slots goes by itself."""
+        return full
+
+    def fill(self, full: FullState) -> None:
+        """Continue from the slots of a full state."""
+        self._take_slots(full.steps)
+
+    def broadcast(self) -> None:
+        """Nothing: the copies of slots have become equal, and all ranks take the same steps."""
+
+    def consolidate(self) -> None:
+        """Nothing is left to be written into the slots."""
+
+    def abandon(self) -> None:
+        """Nothing is pending between two steps."""
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _take_slots(self, steps: int) -> None:
+        """Make the state of the optimizer after some steps, from the slots."""
+        raise NotImplementedError
+
+    def _state_of(self, values: Any, group: int, views: Mapping[str, Any], steps: int) -> dict[str, Any]:
+        """The state of an element-wise optimizer for a tensor after some steps, with views into the slots."""
+        live = self._live
+        arguments = live.arguments(group)
+        if not steps:
+            return dict(live.kind([values], **arguments).state.get(values, {})) if self._begins_with_state else {}
+        if not live.division.counts:
+            return dict(views)
+        # PyTorch's fused kernels read it where the parameters are, all else on the host.
+        on_device = arguments.get("fused") or arguments.get("capturable")
+        return {**views, STEP_KEY: torch.tensor(float(steps), device=values.device if on_device else None)}
+
+
+def _adopt(state: dict[str, Any], views: Mapping[str, Any]) -> None:
+    """Put views into the place of arrays that the optimizer has made, with their values."""
+    for key, view in views.items():
+        found = state.get(key)
+        if found is view or not isinstance(found, torch.Tensor) or found.shape != view.shape:
+            continue  # none without a momentum, where it was set to 0 between two steps
+        view.copy_(found)
+        state[key] = view
+
+
+# Of the shards of this rank.
+
+
+class _Shard(NamedTuple):
+    """Contiguous elements of this rank, of one tensor or several, which one parameter group has."""
+
+    group: int
+    values: Any
+    views: dict[str, Any]  # by slot
+    place: tuple[int, int, int] | None  # elements ``[start, stop)`` of an owned range; None of a stand-in
+
+
+class ShardSteps(OwnSteps):
+    """Steps of this rank's shards, which are in the place of the parameters in the groups meanwhile.
+
+    A group of which this rank has no element gets a stand-in, so that numbers in it change as on other ranks.
+    """
+
+    def make(self, on_rank: RankState, counters: Counters) -> None:
+        """Cut the parameters and slots of this rank at the groups."""
+        super().make(on_rank, counters)
+        live, ownership, specs = self._live, on_rank.strategy.ownership, on_rank.parameters.specs
+        names = live.division.slots
+        places: list[tuple[int, int, int, int]] = []
+        for tensor, owned, start, stop in ownership.owned_parts:
+            group = live.number_of[specs[tensor].name]
+            if places and places[-1][:2] == (group, owned) and places[-1][3] == start:
+                start = places.pop()[2]
+            places.append((group, owned, start, stop))
+        values, states = on_rank.strategy.values(), ownership.states_of([on_rank.slots[name] for name in names])
+        shards = []
+        for group, *place in places:
+            owned, start, stop = place
+            views = [as_tensor(slot[start:stop]) for slot in states[owned]]
+            own = as_tensor(values[owned][start:stop])
+            shards.append(_Shard(group, own, dict(zip(names, views, strict=True)), (owned, start, stop)))
+        like = as_tensor(on_rank.parameters.like)
+        for group in {*range(len(live.groups))} - {shard.group for shard in shards}:
+            shards.append(_Shard(group, like.new_zeros(1), {name: like.new_zeros(1) for name in names}, None))
+        self._shards = shards
+        self._state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        self._is_checked = False
+        self._take_slots(counters.steps)
+
+    def _step_along(self, factor: float) -> None:
+        steps = self._counters.steps - 1
+        if steps != self._steps:  # workers of Local SGD have agreed on another number
+            self._take_slots(steps)
+        gradients = self._on_rank.strategy.gradients()
+        for shard in self._shards:
+            if shard.place is None:
+                shard.values.grad = torch.zeros_like(shard.values)
+                continue
+            owned, start, stop = shard.place
+            gradient = as_tensor(gradients[owned][start:stop])
+            shard.values.grad = gradient if factor == 1 else gradient.mul_(factor)
+        with self._in_the_groups(), torch.no_grad():
+            self._live.take_step()
+        self._steps += 1
+        if not self._is_checked:
+            group = self._on_rank.strategy.sync_group
+            with raised_on_all(group if isinstance(group, Axis) else None):
+                self._check_state()
+            self._is_checked = True
+        for shard in self._shards:
+            shard.values.grad = None
+            _adopt(self._state[shard.values], shard.views)
+
+    def _take_slots(self, steps: int) -> None:
+        self._steps = steps
+        self._state.clear()
+        for shard in self._shards:
+            if own := self._state_of(shard.values, shard.group, shard.views, steps):
+                self._state[shard.values] = own
+
+    def _check_state(self) -> None:
+        """Raise ValueError if the optimizer keeps something else of a shard than of the few elements of a probe."""
+        for _, values, views, _ in self._shards:
+            for key, value in self._state[values].items():
+                is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+                fits = key in views and is_real and value.shape == values.shape
+                if not (fits or key == STEP_KEY or value is None):
+                    raise ValueError(
+                        f"{self._live.what} cannot be divided over ranks: of {values.numel()} elements it keeps {key!r}"
+                        f", which is not one real number for each; {REMEDY}"
+                    )
+
+    @contextmanager
+    def _in_the_groups(self) -> Iterator[None]:
+        """A context in which the optimizer has the shards with their state, in the place of the parameters."""
+        optimizer, groups = self._live.optimizer, self._live.groups
+        given, state = [group["params"] for group in groups], optimizer.state
+        for number, group in enumerate(groups):
+            group["params"] = [shard.values for shard in self._shards if shard.group == number]
+        optimizer.state = self._state
+        try:
+            yield
+        finally:
+            optimizer.state = state
+            for group, params in zip(groups, given, strict=True):
+                group["params"] = params
+
+
+# Of whole parameters.
+
+
+class WholeSteps(OwnSteps):
+    """Steps of the parameters of the module, `tensors` by name, or of the masters of those of another dtype.
+
+    What an optimizer that is not element-wise keeps of a tensor is packed into the slots before a save.
+    """
+
+    needs_consolidation = True
+
+    def __init__(self, live: LiveGroups, tensors: Mapping[str, Any]) -> None:
+        super().__init__(live)
+        self._tensors = dict(tensors)
+        self._is_made = False
+        self._masters: dict[str, Any] = {}  # of parameters of another dtype
+        self._views: dict[str, dict[str, Any]] = {}  # by parameter and slot, of the shape of the parameter
+        self._flat: dict[str, list[Any]] = {}  # by parameter its part of each slot, for what is packed
+
+    def _step_along(self, factor: float) -> None:
+        memory = self._on_rank.parameters.gradients.memory
         for name, p in self._tensors.items():
             gradient = as_tensor(memory.view(name)[0])
             if factor != 1:
@@ -72,8 +278,7 @@ class OwnSteps:
             self._masters.get(name, p).grad = as_numbers(gradient, p)
         with self._on_masters(), torch.no_grad():
             self._live.take_step()
-        self._adopt()
-        finish_stream(next(iter(self._tensors.values())))
+        self._adopt_all()
 
     @property
     def rest(self) -> Rest:
@@ -115,14 +320,9 @@ class OwnSteps:
         with self._on_masters():
             self._live.optimizer.load_state_dict(copy.deepcopy(dict(state_dict)))
         self._live.note_state()
-        self._adopt()
+        self._adopt_all()
 
     # -- the interface of auxiliary state -----------------------------------------------------------------------------
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Empty: the values of the groups are compared elsewhere."""
-        return {}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -151,7 +351,8 @@ class OwnSteps:
 
     def make(self, on_rank: RankState, counters: Counters) -> None:
         """Make the arrays of the state views into the slots."""
-        self._on_rank, self._counters, self._is_made = on_rank, counters, True
+        super().make(on_rank, counters)
+        self._is_made = True
         parameters, division = on_rank.parameters, self._live.division
         pieces = {piece.name: piece for piece in cut_holding(parameters.pieces, on_rank.strategy.ownership.own)}
         for name, p in self._tensors.items():
@@ -164,11 +365,7 @@ class OwnSteps:
             if division.packed is None:
                 numbers = [as_numbers(part.view(memory.shape), p) for part in parts]
                 self._views[name] = dict(zip(division.slots, numbers, strict=True))
-        self._adopt()
-
-    def shards(self) -> tuple[Shard, ...]:
-        """Empty: arrays are in the slots, or among the facts."""
-        return ()
+        self._adopt_all()
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless it can continue from these facts."""
@@ -177,19 +374,8 @@ class OwnSteps:
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from these facts, after the slots were filled."""
-        self._take_slots(int(facts["steps"]))
+        super().restore(facts)
         self.rest = _rest_of(facts, next(iter(self._tensors.values())).device)
-
-    def add_to(self, full: FullState, world: Axis) -> FullState:
-        """The full state as it is: `rest` goes by itself."""
-        return full
-
-    def fill(self, full: FullState) -> None:
-        """Continue from a full state, but for the `rest`."""
-        self._take_slots(full.steps)
-
-    def broadcast(self) -> None:
-        """Nothing: the copies of slots have become equal, and all ranks take the same steps."""
 
     def consolidate(self) -> None:
         """Pack the state of whole tensors into the slots."""
@@ -197,9 +383,6 @@ class OwnSteps:
             state = self._live.optimizer.state.get(p, {})
             packed = {key: value for key, value in state.items() if self._is_slot(name, key, value)}
             pack(packed, self._masters.get(name, p), self._flat[name])
-
-    def abandon(self) -> None:
-        """Nothing is pending between two steps."""
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -212,39 +395,22 @@ class OwnSteps:
             return self._live.is_divisible and float(value) == self._counters.steps
         return key in division.packed if division.packed is not None else value is self._views[name].get(key)
 
-    def _adopt(self) -> None:
-        """Put views into the place of arrays that the optimizer has made, with their values."""
+    def _adopt_all(self) -> None:
         for name, views in self._views.items():
-            state = self._live.optimizer.state.get(self._tensors[name], {})
-            for key, view in views.items():
-                found = state.get(key)
-                if found is view or not isinstance(found, torch.Tensor) or found.shape != view.shape:
-                    continue  # none without a momentum, where it was set to 0 between two steps
-                view.copy_(found)
-                state[key] = view
+            _adopt(self._live.optimizer.state.get(self._tensors[name], {}), views)
 
     def _take_slots(self, steps: int) -> None:
-        """Make the state of the optimizer after some steps, from the slots."""
         live = self._live
         live.optimizer.state.clear()
-        for name, p in self._tensors.items():
-            master, arguments = self._masters.get(name, p).detach(), live.arguments(self._number_of[name])
-            own: Mapping[str, Any] = {}
-            if not live.is_divisible:
-                continue
-            if not steps:
-                own = live.kind([master], **arguments).state.get(master, {}) if self._begins_with_state else {}
-            elif live.division.packed is not None:
-                own = unpack(live.kind, arguments, master, self._flat[name], steps)
+        for name, p in self._tensors.items() if live.is_divisible else ():
+            master, number = self._masters.get(name, p).detach(), live.number_of[name]
+            if steps and live.division.packed is not None:
+                own = unpack(live.kind, live.arguments(number), master, self._flat[name], steps)
             else:
-                own = dict(self._views[name])
-                if live.division.counts:
-                    # PyTorch's fused kernels read it where the parameters are, all else on the host.
-                    on_device = arguments.get("fused") or arguments.get("capturable")
-                    own[STEP_KEY] = torch.tensor(float(steps), device=p.device if on_device else None)
+                own = self._state_of(master, number, self._views.get(name, {}), steps)
             if own:
-                live.optimizer.state[p] = dict(own)
-        self._adopt()
+                live.optimizer.state[p] = own
+        self._adopt_all()
 
     @contextmanager
     def _on_masters(self) -> Iterator[None]:

@@ -1,4 +1,8 @@
-"""Optimizers of `torch.optim` as update rules: each rank takes the step of PyTorch on the elements that it updates."""
+"""Optimizers of `torch.optim` as update rules.
+
+`rule_of` makes one of a class: its `update` is the step of PyTorch along any arrays. The rule of an optimizer that was
+made for a module stands for it elsewhere, while `own_steps` has it take its steps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import torch
 from mpishard.optim import Rule
 from mpishard.torch.live_groups import LiveGroups
 from mpishard.torch.memory import as_tensor, finish_stream
-from mpishard.torch.own_steps import OwnSteps
+from mpishard.torch.own_steps import OwnSteps, ShardSteps, WholeSteps
 from mpishard.torch.torch_steps import REMEDY, STEP_KEY, Division, arguments_of, division_of, take_step
 
 Array = Any
@@ -40,7 +44,7 @@ class TorchRule(Rule):
     group: int = field(default=0, compare=False, repr=False)  # the number of its group, of which this is the rule
     # Those of the tensors of a module, if it is known, on which the number of arrays for packed state depends.
     shapes: Sequence[tuple[int, ...]] | None = field(default=None, compare=False, repr=False)
-    own_steps: OwnSteps | None = field(default=None, compare=False, repr=False)  # that take its steps under zero=0
+    own_steps: OwnSteps | None = field(default=None, compare=False, repr=False)  # in the place of `update`
     _division: Division = field(default=Division(()), init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -53,11 +57,6 @@ class TorchRule(Rule):
     def live(self) -> LiveGroups | None:
         """The groups of an optimizer of PyTorch; None of a class alone."""
         return self.of_optimizer
-
-    @property
-    def undivided(self) -> OwnSteps | None:
-        """The steps of an optimizer of PyTorch by itself, under ``zero=0``."""
-        return self.own_steps
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -130,8 +129,8 @@ class TorchRule(Rule):
         optimizer.step()
         if changed := [name for name, value in group.items() if value is not before.get(name)]:
             raise ValueError(
-                f"step {step} of {self.kind.__name__} changed {changed[0]!r} of its param_groups, which ranks that "
-                f"divide its steps cannot keep; {REMEDY}"
+                f"step {step} of {self.kind.__name__} changed {changed[0]!r} of its param_groups, which a rule cannot "
+                f"keep; {REMEDY}"
             )
         for name, slot in own.items():
             found = state.get(name)  # none without a momentum, where it was set to 0 between two steps
@@ -230,6 +229,11 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
         raise TypeError(f"torch.optim.{kind.__name__} has no argument {unknown[0]!r}")
     decay = given.pop("weight_decay", known["weight_decay"].default if "weight_decay" in known else 0.0)
     made = TorchRule(lr, kind, given, float(decay), groups=groups, ema_decay=ema_decay)
+    if numbers := made._division.numbers:
+        raise ValueError(
+            f"torch.optim.{kind.__name__} cannot be a rule, which keeps arrays alone: its step changes "
+            f"{', '.join(map(repr, numbers))} of its groups; give the optimizer itself to as_distributed"
+        )
     return _fitting(made._division)(lr, kind, given, float(decay), groups=groups, ema_decay=ema_decay)
 
 
@@ -237,10 +241,14 @@ def rule_of_optimizer(optimizer: Any, tensors: Mapping[str, Any], *, divides: bo
     """The rule of an optimizer that was made for the parameters of a module and has taken no step.
 
     The rule follows later changes of its parameter groups, as by a scheduler; `tensors` are the parameters by name.
-    Where ranks do not divide the steps, the optimizer takes them itself. Raises as `LiveGroups`.
+    The optimizer takes its steps itself, but where ranks divide them by whole tensors. Raises as `LiveGroups`.
     """
     live = LiveGroups(optimizer, tensors, divides=divides)
-    own_steps = None if divides else OwnSteps(live, tensors)
+    own_steps: OwnSteps | None = None
+    if not divides:
+        own_steps = WholeSteps(live, tensors)
+    elif live.division.packed is None:
+        own_steps = ShardSteps(live)
     rate = _LiveRate(live, 0)
     return _fitting(live.division)(rate, live.kind, {}, of_optimizer=live, own_steps=own_steps)
 

@@ -1,7 +1,8 @@
 """How the steps of an optimizer of PyTorch can be divided over ranks: by elements, or by whole tensors as of Adafactor.
 
 In both ways the state is in arrays of the size of the parameters. That of an element-wise optimizer is, by itself; that
-of a whole tensor, such as a row and a column, is packed end to end into the first elements of such arrays.
+of a whole tensor, such as a row and a column, is packed end to end into the first elements of such arrays. An
+element-wise one may also count in its groups, if all ranks come to the same numbers whatever their gradients are.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ REMEDY = (
 
 
 class Division(NamedTuple):
-    """The names of the arrays that an optimizer keeps, and of what is packed into them if it needs whole tensors."""
+    """What an optimizer keeps: the names of its arrays, and of what is packed into them if it needs whole tensors."""
 
     slots: tuple[str, ...]
     packed: tuple[str, ...] | None = None
     counts: bool = True  # it keeps a count of steps, too
+    numbers: tuple[str, ...] = ()  # of its groups, which its steps change, the same on all ranks
 
 
 def arguments_of(kind: type) -> Mapping[str, inspect.Parameter]:
@@ -65,60 +67,75 @@ def division_of(kind: type, options: Mapping[str, Any], shapes: Sequence[Shape] 
 _SCALES = (1.0, 1.0, 1e-3, 1e3, 1.0, 1e6, 1e-6, 1.0)
 
 
-def _numbers(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer keeps in addition to its state: the values in its groups, and its own attributes."""
-    found: dict[str, Any] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        found |= {f"param_groups[{number}][{name!r}]": each for name, each in group.items() if name != "params"}
-    found |= {f"its attribute {name!r}": value for name, value in vars(optimizer).items() if name != "_opt_called"}
-    plain = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
-    return {name: copy.copy(value) for name, value in plain.items() if isinstance(value, _PLAIN)}
+_GROUP, _ATTRIBUTE = "param_groups[0][{!r}]", "its attribute {!r}"  # where a value is, for messages
 
 
-_PLAIN = (bool, int, float, str, list, tuple, type(None))
+def _values_besides(optimizer: Any) -> dict[tuple[str, str], Any]:
+    """What an optimizer of one group keeps in addition to its state: values of the group, and its own attributes."""
+    (group,) = optimizer.param_groups
+    found = {(_GROUP, name): each for name, each in group.items() if name != "params"}
+    found |= {(_ATTRIBUTE, name): each for name, each in vars(optimizer).items() if name != "_opt_called"}
+    plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+    return {key: copy.copy(value) for key, value in plain.items() if isinstance(value, _PLAIN)}
+
+
+_NUMBER = (bool, int, float, str)  # what a group brings back from a saved state
+_PLAIN = (*_NUMBER, list, tuple, type(None))
 
 
 @functools.cache
 def _division_of(kind: type, options: tuple[tuple[str, Any], ...], shapes: tuple[Shape, ...] | None) -> Division:
     what, given = f"torch.optim.{kind.__name__}", dict(options)
+    if callable(getattr(kind, "eval", None)):  # as of those without a schedule
+        raise ValueError(
+            f"{what} cannot be divided over ranks: its eval() changes parameters between two steps, and each rank has "
+            f"the state of its own elements; {REMEDY}"
+        )
     random = np.random.default_rng(0)
     start, slopes = random.standard_normal(13), random.standard_normal((len(_SCALES), 13)) * np.c_[list(_SCALES)]
 
-    def after(*parts: tuple[slice, tuple[int, ...]]) -> tuple[Any, list[dict[str, Any]], set[str]]:
-        """Parameters, states and what else has changed after steps of one optimizer for some parts of them."""
+    def after(*parts: tuple[slice, tuple[int, ...]]) -> tuple[Any, list[dict[str, Any]], dict[tuple[str, str], Any]]:
+        """Parameters, states and what else has changed, after steps of one optimizer for some parts of them."""
         tensors = [torch.from_numpy(start[part].copy()).reshape(shape) for part, shape in parts]
         optimizer: Any = kind(tensors, **given)
-        if callable(getattr(optimizer, "train", None)):  # as those without a schedule have it
-            optimizer.train()
-        before = _numbers(optimizer)
+        before = _values_besides(optimizer)
         for slope in slopes:
             for values, (part, _) in zip(tensors, parts, strict=True):
                 values.grad = torch.from_numpy(slope[part].copy()).reshape(values.shape)
             optimizer.step()
-        now = _numbers(optimizer)
-        changed = {name for name in {**before, **now} if before.get(name) != now.get(name)}
+        now = _values_besides(optimizer)
+        changed = {key: now.get(key) for key in {**before, **now} if before.get(key) != now.get(key)}
         flat = torch.cat([values.reshape(-1) for values in tensors])
         return flat, [dict(optimizer.state[values]) for values in tensors], changed
 
     try:
         together, states, changed = after((slice(6), (6,)), (slice(6, 12), (2, 3)), (slice(12, 13), (1,)))
-        alone = torch.cat([after((slice(number, number + 1), (1,)))[0] for number in range(13)])
+        each_alone = [after((slice(number, number + 1), (1,))) for number in range(13)]
     except Exception as error:
         text = brief(" ".join(str(error).split()))  # in one line
         remedy = REMEDY if kind.__name__ != "Muon" else "use mpishard.Muon, which has the same formula"
         raise TypeError(
             f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {remedy}"
         ) from None
-    if changed:
+    all_changed = [changed, *(own for *_, own in each_alone)]
+    kept = [key for key, value in changed.items() if key[0] == _GROUP and isinstance(value, _NUMBER)]
+    kept = [key for key in kept if all(own.get(key) == changed[key] for own in all_changed)]
+    if mixed := {where.format(name) for own in all_changed for where, name in own if (where, name) not in kept}:
         raise ValueError(
-            f"{what} cannot be divided over ranks: its step changes {', '.join(sorted(changed))}, which depend on all "
-            f"tensors or on the steps before; {REMEDY}"
+            f"{what} cannot be divided over ranks: its step changes {', '.join(sorted(mixed))}, which depend on all "
+            f"tensors, or are no numbers of its groups; {REMEDY}"
         )
     of_vector, of_matrix = states[:2]
     slots = [name for name, value in of_vector.items() if isinstance(value, torch.Tensor) and value.shape == (6,)]
     left = {name for name, value in (*of_vector.items(), *of_matrix.items()) if value is not None} - {STEP_KEY, *slots}
+    alone = torch.cat([flat for flat, *_ in each_alone])
     if not left and torch.allclose(alone, together, rtol=1e-9, atol=1e-12):
-        return Division(tuple(slots), counts=STEP_KEY in of_vector)
+        return Division(tuple(slots), counts=STEP_KEY in of_vector, numbers=tuple(name for _, name in kept))
+    if kept:
+        raise ValueError(
+            f"{what} cannot be divided over ranks: what it does to an element depends on others, and its step changes "
+            f"{', '.join(where.format(name) for where, name in kept)}; {REMEDY}"
+        )
     try:
         return _by_tensor(kind, given, shapes)
     except Exception as error:

@@ -103,7 +103,7 @@ def flat(*specs, **options):
         (lambda mesh: config(mesh, max_gradient_norm="1"), "max_gradient_norm='1' must be a number"),
         (lambda mesh: config(mesh, max_gradient_value="1"), "max_gradient_value='1' must be a finite num"),
         (lambda mesh: config(mesh, minimum_parameter_group_size=True), "group_size=True must be a"),
-        (lambda mesh: config(mesh, overlap_communication="no"), "communication='no' must be True or False, or .auto.$"),
+        (lambda mesh: config(mesh, overlap_communication="no"), "communication='no' must be True or False"),
         (lambda mesh: config(mesh, loss_scale=[1]), r"loss_scale=\[1\] must be a finite number"),
         (lambda mesh: config(mesh, minimum_parameter_group_size=0), "minimum_parameter_group_size=0"),
         (lambda mesh: config(mesh, max_gradient_norm=0.0), "max_gradient_norm=0.0"),

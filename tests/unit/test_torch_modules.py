@@ -216,7 +216,7 @@ class Odd(torch.optim.Optimizer):
 
 
 class Global(torch.optim.Optimizer):
-    """Clips by the norm of all gradients, or keeps numbers of all steps."""
+    """Clips by the norm of all gradients, or keeps numbers of all steps, or other state of large tensors."""
 
     def __init__(self, params, lr=0.1, most=1e9, counts=""):
         super().__init__(params, {"lr": lr, "most": most, "counts": counts, "k": 0, "parts": torch.ones(2)})
@@ -232,12 +232,41 @@ class Global(torch.optim.Optimizer):
             rate = group["lr"] * min(1.0, group["most"] / norm) / (1 + group["k"] + self.taken + group["parts"][0])
             for p in group["params"]:
                 p -= rate * p.grad
+                if group["counts"] == "blocks" and p.numel() > 6:
+                    self.state[p]["codes"] = p.to(torch.uint8)
+
+
+class Averaging(Global):
+    """Whose parameters are others for an evaluation."""
+
+    def eval(self):
+        """Nothing here."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Global, {"counts": "group", "most": 1e4}, "Global cannot be divided .* depends on others.*'k'.*zero=0"),
+        (Global, {"counts": "attribute"}, "its step changes its attribute 'taken'.*zero=0"),
+        (Global, {"counts": "tensor"}, "its step changes param_groups.0..'parts'.*zero=0"),
+        (Averaging, {"counts": "group"}, r"Averaging cannot be divided .* eval\(\) changes parameters.*zero=0"),
+        (Global, {"counts": "blocks"}, "of 8 elements it keeps 'codes'.*zero=0"),  # which the first step shows
+    ],
+)
+def test_optimizers_whose_steps_cannot_be_divided(kind, options, message):
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        theirs = kind(made.parameters(), **options)
+        with pytest.raises(ValueError, match=message):
+            optimizer = mpishard.torch.as_distributed(made, mesh, theirs, zero=1)
+            backward(made)
+            optimizer.step()
 
 
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: rule_of(Global, 0.1, counts="group"), ValueError, "Global cannot .* changes .*'k'., .* zero=0"),
+        (lambda: rule_of(Global, 0.1, counts="group"), ValueError, "Global cannot be a rule, .* changes 'k' of its"),
         (lambda: rule_of(Global, 0.1, counts="tensor"), ValueError, "its step changes param_groups.0..'parts'"),
         (lambda: rule_of(Global, 0.1, counts="attribute"), ValueError, "its step changes its attribute 'taken'"),
         (lambda: rule_of(Global, 0.1, most=1e4), ValueError, "depends on others.*give the optimizer itself .* zero=0"),
