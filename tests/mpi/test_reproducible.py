@@ -127,9 +127,10 @@ def test_tied_weights_in_a_loop_of_ones_own(mesh, strategy, model, how, monkeypa
     if how == "a flat gradient" and strategy.strategy_class.shards_parameters:
         pytest.skip("there is no flat gradient of parameters that are gathered on demand")
     monkeypatch.setattr(arrays, "_POISONS", True)
+    sizes = {"vocabulary_size": 23, "context_length": 8, "width": 16, "layers": 2, "heads": 2}
     found = []
     for reproducible in (False, True):
-        trained = model(23, 8, 16, 2, 2, dtype=np.float64, seed=3, tied=True, mesh=mesh)
+        trained = model(**sizes, dtype=np.float64, seed=3, tied=True, mesh=mesh)
         optimizer = strategy(SGD(lr=0.001), ShardingConfiguration(mesh, reproducible=reproducible))
         if how == "bound":
             optimizer.bind(trained.parameters)
@@ -137,7 +138,7 @@ def test_tied_weights_in_a_loop_of_ones_own(mesh, strategy, model, how, monkeypa
             tokens = TOKENS[3 * (step * mesh.size + mesh.rank) :][:3] if step else TOKENS[mesh.rank :][:3]
             source = trained
             if how == "a flat gradient":  # by another model of the same values
-                source = model(23, 8, 16, 2, 2, dtype=np.float64, seed=3, tied=True)
+                source = model(**sizes, dtype=np.float64, seed=3, tied=True)
                 source.parameters.flat[...] = trained.parameters.flat
             source.loss_and_gradient(tokens[:, :-1], tokens[:, 1:])
             gradient = [source.parameters.gradients.flat.copy()] if source is not trained else []
