@@ -23,11 +23,12 @@ def quick(values: Sequence[Any], most: int) -> list[Any]:
 def mark_beyond_pairs(items: Iterable[Any]) -> None:
     """Mark ``full`` what no pair of parameter values needs, of the variants of each test that is marked ``pairs``.
 
-    ``pairs(6)`` leaves the six of these that are the least alike, those marked ``quick`` before others.
+    ``pairs(6)`` leaves the six of these that are the least alike, those marked ``quick`` before others.  On a file,
+    as ``pytestmark``, the mark holds for all its tests that have no other.
     """
     variants: dict[tuple[Any, str], list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("pairs") and not _is_marked(item, "hardware", "full"):
+        if hasattr(item, "callspec") and item.get_closest_marker("pairs") and not _is_marked(item, "hardware", "full"):
             variants.setdefault((item.parent, item.originalname), []).append(item)
     for each in variants.values():
         needed = every_pair(each, _values) if len(_values(each[0])) > 1 else each

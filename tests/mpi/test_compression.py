@@ -39,6 +39,8 @@ from mpishard.compression import (
 )
 from mpishard.data_parallel.full_state import decode
 
+pytestmark = pytest.mark.pairs(4)
+
 # Compressed gradients: nothing is lost over the steps, all ranks stay alike, and less is sent.
 
 COMPRESSORS = [Float16Compressor(), BFloat16Compressor(), Int8Compressor(block=16), SignCompressor(block=12)]
@@ -366,7 +368,6 @@ def test_tensor_and_pipeline_ranks(comm, strategy, compressor):
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 @pytest.mark.parametrize(("strategy", "dtype"), [(STRATEGIES[0], np.float64), (STRATEGIES[2], np.float32)])
-@pytest.mark.pairs
 def test_the_same_as_on_the_host(mesh, device, strategy, compressor, dtype):
     """Several buckets, uneven parts; a step whose gradient is not finite is skipped."""
     low_rank = isinstance(compressor, PowerSGDCompressor)  # whose products are those of the arrays' own library

@@ -30,6 +30,7 @@ from mpishard.backend import array as arrays
 from mpishard.layout.tensors import ParameterSpec
 
 pytestmark = [
+    pytest.mark.pairs(4),
     pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning"),
     pytest.mark.filterwarnings("ignore:compute_dtype=.* on NumPy arrays:UserWarning"),
 ]
@@ -80,7 +81,6 @@ def test_halves_travel_between_stages(comm, device):
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.pairs
 def test_tensor_parallel_products_in_half_precision(comm, device, half, sequence_parallel):
     def run(**options):
         model = nn.GPT(**SIZES, layers=2, compute_dtype=half, module=device.module, **options)
@@ -222,7 +222,6 @@ def trained(strategy, rule, mesh, kind, dtype, **options):
 @pytest.mark.parametrize("options", [{"max_gradient_norm": 2.0}, {"max_gradient_value": 1.5}], ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(8)
 def test_the_bits_of_the_host(mesh, strategy, rule, options, kind):
     dtype = np.float32 if "max_gradient_norm" in options else np.float64
     found = [trained(strategy, rule, mesh, each, dtype, **options) for each in (kind, np.ndarray)]

@@ -14,6 +14,8 @@ from mpishard import AdamW, Checkpoints, ElasticOptimizer, ZeRO2Optimizer
 from mpishard.elastic.transactions import Transactions
 from mpishard.training.checkpoints import RunProgress
 
+pytestmark = pytest.mark.pairs(4)
+
 
 class Run:
     """An elastic run; `taken` has the samples that this rank computed, by step."""

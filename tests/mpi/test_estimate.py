@@ -17,6 +17,8 @@ from mpishard.estimate.benchmark import measure_collectives
 from mpishard.estimate.profile import OPERATIONS
 from mpishard.nn import GPT, Llama, products
 
+pytestmark = pytest.mark.pairs(4)
+
 # A vocabulary and a width that most sizes cut unevenly, and 24 heads, which all sizes divide.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 67, 16, 72, 8, 24
 BATCH, LENGTH = 6, 16
@@ -59,7 +61,6 @@ def shape(what: str, size: int) -> dict[str, int]:
     ],
 )
 @pytest.mark.usefixtures("without_debug")
-@pytest.mark.pairs(8)
 def test_bytes_of_a_step(comm, what, zero_stage, options):
     sizes = shape(what, comm.size)
     model_options = dict(options)
@@ -126,11 +127,12 @@ def test_bytes_of_a_step(comm, what, zero_stage, options):
     ("what", "zero_stage", "options"),
     [
         ("tensor", 0, {}),
-        pytest.param("data", 3, {"microbatches": 2}, marks=pytest.mark.full),
-        pytest.param("tensor", 0, {"sequence_parallel": True, "tied": True}, marks=pytest.mark.full),
-        pytest.param("pipeline", 0, {"schedule": "zb-h1"}, marks=pytest.mark.full),
+        ("data", 3, {"microbatches": 2}),
+        ("tensor", 0, {"sequence_parallel": True, "tied": True}),
+        ("pipeline", 0, {"schedule": "zb-h1"}),
     ],
 )
+@pytest.mark.full
 def test_half_precision_on_devices(comm, what, zero_stage, options, monkeypatch):
     """Rounded weights to the byte, and what layers keep; operands of single products are in the tests without MPI."""
     kept = {}

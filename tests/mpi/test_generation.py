@@ -14,6 +14,8 @@ from mpishard import AdamW, Mesh, ShardingConfiguration, ZeRO3Optimizer, nn
 from mpishard.nn import generation
 from mpishard.nn.generation import TokenSampler
 
+pytestmark = pytest.mark.pairs(4)
+
 # Texts that a model on a mesh continues: those of one rank, and the same errors on all ranks.
 
 SIZES = dict(vocabulary_size=19, context_length=12, width=24, layers=4, heads=4)

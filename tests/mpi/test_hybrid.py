@@ -17,6 +17,8 @@ import mpishard
 from mpishard import LAMB, SGD, AdamW, DDPOptimizer, HybridShardedOptimizer, Mesh, Muon, ShardingConfiguration, nn
 from mpishard.backend import array as arrays
 
+pytestmark = pytest.mark.pairs(4)
+
 # Optimizers on meshes with tensor and pipeline ranks: every layout takes the step that one rank takes.
 
 MUON = Muon(
@@ -49,7 +51,6 @@ def plain_base(comm):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rule", [*RULES[:2], *full(*RULES[2:])], ids=lambda rule: type(rule).__name__)
-@pytest.mark.pairs(8)
 def test_every_layout_takes_the_step_of_one_rank_to_the_last_bit(base, same_on_all, strategy, rule):
     """Parameters, clip norms and the state, with ties, partial gradients, and tensors that do not divide.
 
@@ -227,7 +228,6 @@ def namespace(parameters):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["table", "gain", "3.bias", "3.norm"])
-@pytest.mark.pairs(6)
 def test_debug_notices_copies_that_drift(debug_base, strategy, name):
     """Ranks change what they hold: noticed where others hold it too, and put right.
 
@@ -275,7 +275,6 @@ def test_state_that_drifts_is_mended(base, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["table", "gain", "2.wide"])
-@pytest.mark.pairs(6)
 def test_nonfinite_gradients_name_the_rank_of_the_world(base, strategy, name):
     for mesh in meshes(base):
         for mode in ("raise", "skip"):
@@ -358,7 +357,6 @@ def test_a_rank_that_misplaces_its_parameters(comm, mesh):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(4)
 def test_device_arrays_take_the_same_steps(base, device, strategy):
     rule = LAMB(lr=0.1)
     for mesh in meshes(base):

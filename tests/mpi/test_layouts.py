@@ -8,6 +8,8 @@ from grid_cases import MODELS, every_pair
 from mpi4py import MPI
 from variants import full, quick
 
+pytestmark = pytest.mark.pairs(4)
+
 SIZE = MPI.COMM_WORLD.size
 
 
@@ -29,7 +31,6 @@ CASES = every_pair([case for model in MODELS for case in grid.cases(SIZE, model)
 
 @pytest.mark.parametrize("steps", [10, *full(grid.STEPS)])
 @pytest.mark.parametrize("case", quick(CASES, 4), ids=str)
-@pytest.mark.pairs(8)
 def test_a_layout_trains_as_one_rank_does(case, comm, steps):
     found = grid.errors(case, comm, steps)
     assert grid.passes(found), found

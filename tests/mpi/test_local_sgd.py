@@ -17,6 +17,8 @@ from mpishard.data.sampling import Sampler, share
 from mpishard.data_parallel.full_state import decode
 from mpishard.parameters.flat import FlatParameters
 
+pytestmark = pytest.mark.pairs(4)
+
 # Workers that go their own ways and meet: against DDP, and against references in plain NumPy.
 
 SHAPES = [(5,), (2, 4), (3,), (6,)]
@@ -102,7 +104,6 @@ PARTS_AND_DELAYS = [(1, 0), (1, 3), (1, 6), (2, 1), (2, 6), (3, 0), (3, 3), (4, 
 
 @pytest.mark.parametrize(("every", "parts", "delay"), [(1, 1, 1), *((6, *each) for each in PARTS_AND_DELAYS)])
 @pytest.mark.parametrize("nesterov", [False, True], ids=["mean", "diloco"])
-@pytest.mark.pairs
 def test_the_steps_of_a_reference(mesh, same_on_all, nesterov, every, parts, delay):
     outer = NESTEROV if nesterov else None
     optimizer = LocalSGDOptimizer(ADAMW, settings(mesh), every, outer, parts=parts, delay=delay)

@@ -7,6 +7,8 @@ import pytest
 from mpi4py import MPI
 from variants import full
 
+pytestmark = pytest.mark.pairs(4)
+
 SIZE = MPI.COMM_WORLD.size
 POSSIBLE = [layout for layout in moves.LAYOUTS if layout.ranks <= SIZE]
 LARGEST = max(POSSIBLE, key=lambda layout: (layout.ranks, layout.pipeline))

@@ -69,7 +69,7 @@ def reference(rule, size, ranks, dtype=np.float32, steps=3):
 
 @each_strategy
 @each_rule
-@pytest.mark.pairs(12)
+@pytest.mark.pairs(8)
 def test_every_strategy_takes_the_averaged_step_to_the_last_bit(mesh, same_on_all, strategy, rule):
     for size in (1, 7, 57):
         for dtype in (np.float32, np.float64):
@@ -98,7 +98,7 @@ GROUPS = [ParameterGroup("a", weight_decay=0.3), ParameterGroup(["b", "c", "d"],
 
 @each_strategy
 @each_rule
-@pytest.mark.pairs(12)
+@pytest.mark.pairs(8)
 def test_every_strategy_updates_parameter_groups_by_their_own_values(mesh, same_on_all, strategy, rule):
     """Cuts of shards and of groups do not meet; the reference updates tensor by tensor."""
     rule, expected, first = replace(rule, groups=GROUPS), start(40), 0

@@ -30,6 +30,8 @@ from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.tree_sum import tree_sum
 
+pytestmark = pytest.mark.pairs(4)
+
 # `reproducible=True`: the same bits on any number of ranks, under every strategy.
 
 TOKENS = np.random.default_rng(1).integers(0, 23, (45, 9))
@@ -105,7 +107,6 @@ PROBLEMS = {
 
 @each_strategy
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.pairs(8)
 def test_the_bits_of_one_rank(mesh, strategy, problem):
     """With clipping, and batches of 20, 20 and 5 samples in an epoch of 45."""
     found = run(strategy, mesh, PROBLEMS[problem])
@@ -121,7 +122,6 @@ def test_buckets_and_overlap_do_not_matter(mesh, strategy):
 @each_strategy
 @pytest.mark.parametrize("model", [nn.GPT, nn.Llama])
 @pytest.mark.parametrize("how", ["bound", "bound by the first step", "a flat gradient"])
-@pytest.mark.pairs
 def test_tied_weights_in_a_loop_of_ones_own(mesh, strategy, model, how, monkeypatch):
     """To rounding the steps without reproducible sums; what nobody has written is NaN."""
     if how == "a flat gradient" and strategy.strategy_class.shards_parameters:
@@ -365,7 +365,6 @@ def meshes(comm):
 @each_strategy
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.pairs(8)
 def test_the_bits_of_one_rank_of_pipeline(meshes, tied, strategy, schedule):
     """With clipping, and batches of 20, 20 and 5 samples in an epoch of 45."""
     for mesh in meshes:

@@ -15,6 +15,8 @@ import mpishard
 from mpishard.backend.gemm import choice, libraries
 from mpishard.pipeline.schedule import SCHEDULES
 
+pytestmark = pytest.mark.pairs(4)
+
 SIZE = MPI.COMM_WORLD.size
 SHAPE = "6" if SIZE % 3 == 0 else "8" if SIZE == 8 else "4"
 KNOWN = {}
@@ -39,7 +41,6 @@ def expected(case, comm):
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages")
 @pytest.mark.parametrize("case", quick(every_pair(CASES, settings), 3), ids=str)
-@pytest.mark.pairs(8)
 def test_a_layout_has_the_bits_of_one_rank(case, comm):
     with mpishard.Mesh(comm, **case.sizes) as mesh:
         assert grid_bits.run(case, mesh, steps=STEPS) == expected(case, comm)

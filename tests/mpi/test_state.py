@@ -32,6 +32,8 @@ from mpishard.layout.run_state import RunState, Shard
 from mpishard.layout.tensors import WHOLE, ParameterSpec, Piece, cut_holding
 from mpishard.parameters.flat import FlatParameters
 
+pytestmark = pytest.mark.pairs(4)
+
 # serialize and deserialize: any number of ranks, any strategy, and nothing but what serialize wrote.
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, mpishard.ZeRO3Optimizer]
@@ -261,7 +263,6 @@ def test_parameters_alone(base, folder):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(4)
 def test_device_arrays(base, folder, device, strategy):
     optimizer, parameters = built(base, DDPOptimizer)
     train(optimizer, parameters)
@@ -394,7 +395,6 @@ def test_ranks_that_only_take_part(comm):
 
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.pairs
 def test_kinds_of_memory_and_dtypes(mesh, device, on_host, dtype):
     random = np.random.default_rng(mesh.size)
     model = random_model(random)

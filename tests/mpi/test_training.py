@@ -33,6 +33,8 @@ from mpishard import (
 from mpishard.data.sampling import Sampler
 from mpishard.launch.exit_codes import ScriptEnding
 
+pytestmark = pytest.mark.pairs(4)
+
 # The training loop: the same run on any number of ranks, every sample once, and what functions and models may do.
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
@@ -118,7 +120,6 @@ def exactly_zero_gradient(name, size):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rule", GPT_RULES, ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.pairs
 def test_gpt_equals_one_rank(mesh, gpt_alone, gpt_steps, strategy, rule, micro_batch_size):
     """Loss, gradients (through SGD's steps and the norm) and parameters, over epochs with ragged last batches."""
     config = ShardingConfiguration(mesh, max_gradient_norm=1.0)
@@ -169,7 +170,6 @@ def test_gpt_on_any_mesh(comm, same_on_all, large_gpt_alone, zero_stage, micro_b
 @pytest.mark.parametrize("strategy", [ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer])
 @pytest.mark.parametrize("micro_batch_size", [None, 4, 5])
 @pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.pairs(4)
 def test_one_rank_sums_micro_batches_of_a_tied_model_as_ddp_does(strategy, micro_batch_size, reproducible):
     """Nothing is sent; what is sharded on more ranks is written to the same sums."""
     results = []

@@ -62,6 +62,7 @@ def alone(steps=STEPS, samples=17):
 
 @pytest.mark.parametrize("samples", [17, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs(4)
 def test_losses_have_the_bits_of_one_rank(mesh, strategy, samples):
     """Also of a set that is smaller than the number of ranks."""
     calls, told = [], []
