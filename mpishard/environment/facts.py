@@ -203,7 +203,7 @@ class H5py:
     h5py_mpi : bool
         Whether with MPI, which mpishard does not need.
     h5py_lacks : tuple of str
-        Features that checkpoints need or offer, and that this h5py does not have.
+        Filters that checkpoints offer, and that this h5py does not have.
     """
 
     h5py_mpi: bool
@@ -353,7 +353,10 @@ def collect(comm: MPI.Intracomm) -> Facts:
             mpirun=mpirun,
             mpirun_on_path=on_path,
         ),
-        h5py=H5py(h5py_mpi=bool(h5py.get_config().mpi), h5py_lacks=_h5py_lacks()),
+        h5py=H5py(
+            h5py_mpi=bool(h5py.get_config().mpi),
+            h5py_lacks=() if h5py.h5z.filter_avail(h5py.h5z.FILTER_DEFLATE) else ("gzip",),
+        ),
         processor=Processor(
             blas=_blas(),
             blas_chosen=chosen_by_user() or "",
@@ -392,14 +395,6 @@ def _launchers() -> tuple[Launcher | None, Launcher | None]:
     if first is not None and second is not None and os.path.realpath(first.path) == os.path.realpath(second.path):
         second = None
     return first, second
-
-
-def _h5py_lacks() -> tuple[str, ...]:
-    has = {
-        "virtual data sets": h5py.version.hdf5_version_tuple >= (1, 10, 0),
-        "gzip": h5py.h5z.filter_avail(h5py.h5z.FILTER_DEFLATE),
-    }
-    return tuple(feature for feature, there in has.items() if not there)
 
 
 def _blas() -> tuple[Blas, ...]:

@@ -206,16 +206,13 @@ def _products(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _hdf5(facts: Sequence[Facts]) -> Iterator[Finding]:
-    lacking = [each for each in facts if each.h5py.h5py_lacks]
-    if lacking:
-        poor = lacking[0]
-        level = WRONG if "virtual data sets" in poor.h5py.h5py_lacks else WARNING
-        lacks = " and no ".join(poor.h5py.h5py_lacks)
-        what = f"HDF5 {poor.versions['HDF5']} of h5py on {poor.process.host} has no {lacks}"
-        needed = (
-            "checkpoints need them" if level == WRONG else "checkpoints compressed with it cannot be written or read"
-        )
-        yield Finding(level, "hdf5", f"{what}: {needed}", "install h5py as a wheel: pip install --force-reinstall h5py")
+    for poor in facts:
+        if poor.h5py.h5py_lacks:
+            lacks = " and no ".join(poor.h5py.h5py_lacks)
+            what = f"HDF5 {poor.versions['HDF5']} of h5py on {poor.process.host} has no {lacks}"
+            what += ": checkpoints compressed with it cannot be written or read"
+            yield Finding(WARNING, "hdf5", what, "install h5py as a wheel: pip install --force-reinstall h5py")
+            return
 
 
 def _memory(facts: Sequence[Facts]) -> Iterator[Finding]:

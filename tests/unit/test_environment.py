@@ -165,7 +165,6 @@ def test_differences_between_hosts() -> None:
             id="products chosen otherwise",
         ),
         pytest.param(job(3, products_chosen="fast"), "wrong", ["there is no library 'fast'"], id="no such library"),
-        pytest.param([changed(GOOD, h5py_lacks=("virtual data sets",))], "wrong", [], id="HDF5 without virtual data"),
         pytest.param([changed(GOOD, h5py_lacks=("gzip",))], "warning", ["no gzip"], id="HDF5 without filters"),
         pytest.param(job(4, shared_memory_free=40 * 2**20), "warning", [], id="little shared memory"),
         pytest.param(
@@ -220,7 +219,7 @@ def test_libraries_for_products_that_cannot_be_had() -> None:
 
 
 def test_what_is_wrong_comes_first() -> None:
-    poor = {"heals": False, "blas_chosen": "OMP_NUM_THREADS", "h5py_lacks": ("virtual data sets",)}
+    poor = {"heals": False, "blas_chosen": "OMP_NUM_THREADS", "products_chosen": "fast"}
     assert [finding.level for finding in findings(job(2, **poor))] == ["wrong", "warning", "note"]
 
 
