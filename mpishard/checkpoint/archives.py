@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -42,17 +42,17 @@ from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.pieces import (
     INDEX,
     USER_BLOCK,
+    CheckpointReader,
     Contents,
-    PieceReader,
     PieceValues,
     StoredPiece,
     new_file,
     pieces_file,
-    stored,
+    stored_pieces,
     write_pieces,
 )
 from mpishard.io import files, hdf5
-from mpishard.layout.boxes import Box, box_shape, boxes_of_range, inside, intersect, split, whole_box
+from mpishard.layout.boxes import Box, boxes_of_range, inside, split, whole_box
 from mpishard.layout.run_state import PARAMETERS, SLOT, link_name
 from mpishard.layout.tensors import WHOLE, ParameterSpec, cut_holding
 
@@ -86,31 +86,6 @@ class Source(Protocol):
 
     def read(self, kind: str, name: str, box: Box) -> np.ndarray:
         """The values in a box inside a tensor, contiguous and of the dtype of the kind."""
-
-
-class Stored(AbstractContextManager["Stored"]):
-    """The tensors of a checkpoint whose hashes are correct; a `Source`."""
-
-    def __init__(self, contents: Contents) -> None:
-        self.facts: dict[str, Any] = contents.facts
-        self.tensors: dict[str, tuple[int, ...]] = contents.tensors
-        self.kinds: dict[str, np.dtype] = contents.kinds
-        self._reader = PieceReader(contents)
-        self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
-        for piece in contents.pieces:
-            self._pieces[piece.kind, piece.name].append(piece)
-
-    def read(self, kind: str, name: str, box: Box) -> np.ndarray:
-        """The values in a box of a tensor, from all pieces that it touches."""
-        values = np.empty(box_shape(box), self.kinds[kind])
-        for piece in self._pieces[kind, name]:
-            common = intersect(box, piece.box)
-            if common is not None:
-                self._reader.read(piece, common, values[inside(common, box)])
-        return values
-
-    def __exit__(self, *exception: object) -> None:
-        self._reader.__exit__(None, None, None)
 
 
 def total_bytes(source: Source, kinds: Iterable[str]) -> int:
@@ -152,15 +127,15 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
         with disk.hold(path / MANIFEST) as held:
             for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
                 layout = cut_holding(whole, [bounds])
-                parts = [
+                own = [
                     PieceValues(kind, piece.name, piece.box, partial(source.read, kind, piece.name, piece.box))
                     for kind in source.kinds
                     for piece in layout
                 ]
-                if parts:
+                if own:
                     file = pieces_file(writer)
-                    write_pieces(path / file, parts, id=id, writer=writer)
-                    pieces += stored([part.where for part in parts], file)
+                    write_pieces(path / file, own, id=id, writer=writer)
+                    pieces += stored_pieces([piece.where for piece in own], file)
             write_index(
                 path / INDEX,
                 id=id,
@@ -185,7 +160,7 @@ def write_plain(contents: Contents, target: Path) -> None:
     index, OSError if the disk fails.
     """
     mark = f"mpishard plain {contents.id}\n".encode().ljust(USER_BLOCK, b"\0")
-    with Stored(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
+    with CheckpointReader(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
         with hdf5.open_to_read(contents.folder / INDEX) as index, new_file(path, mark, held=True) as (h5, file):
             h5.attrs.update(index.attrs)
             h5.attrs["format"] = "mpishard plain checkpoint"

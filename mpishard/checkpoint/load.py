@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder
 from mpishard.checkpoint.folder import Candidate
-from mpishard.checkpoint.pieces import Contents, PieceRange, PieceReader, Readers, StoredPiece
+from mpishard.checkpoint.pieces import CheckpointReader, Contents, PieceRange, Readers, StoredPiece
 from mpishard.checkpoint.verify import examine
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
@@ -84,10 +83,10 @@ def fill(
         check_fits(contents, state)
     problems = []
     try:
-        with PieceReader(contents, readers) as reader:
+        with CheckpointReader(contents, readers) as reader:
             for shard in state.shards:
                 if shard.kind in contents.kinds:
-                    _read(reader, contents, shard, shard.holding if one_node else shard.counted)
+                    _read(reader, shard, shard.holding if one_node else shard.counted)
                 else:
                     shard.array[...] = 0
     except ValueError as error:
@@ -104,64 +103,61 @@ def fill(
             reshard(axis, replace(shard, holding=shard.counted), shard)
 
 
-def _read(reader: PieceReader, contents: Contents, shard: Shard, pieces: LocalLayout) -> None:
+def _read(reader: CheckpointReader, shard: Shard, pieces: LocalLayout) -> None:
     """Read some pieces of a shard into its array."""
-    stored: dict[str, list[StoredPiece]] = defaultdict(list)
-    for piece in contents.pieces:
-        if piece.kind == shard.kind:
-            stored[piece.name].append(piece)
-    runs: list[PieceRange] = []
+    ranges: list[PieceRange] = []
     others = []
     for wanted in pieces:
-        found = [_run(wanted, source, common) for source, common in _common(wanted, stored[wanted.name])]
-        whole = [run for run in found if run is not None]
+        stored = reader.pieces[shard.kind, wanted.name]
+        found = [_range(wanted, piece, common) for piece, common in _common(wanted, stored)]
+        whole = [each for each in found if each is not None]
         if len(whole) < len(found):
             others.append(wanted)
         else:
-            runs += whole
+            ranges += whole
     most = max((piece.size for piece in pieces), default=0)
     staging = None
     if arrays.is_device(shard.array):
         most = max(most, min(_LEAST_STAGING, sum(piece.size for piece in pieces)))
         staging = arrays.pinned_empty(most, shard.array.dtype, shard.array)
     if staging is None:
-        reader.read_runs(_joined(runs, None), shard.array)
+        reader.read_ranges(_joined(ranges, None), shard.array)
     else:
-        for run in _joined(runs, most):
-            reader.read_runs([run._replace(place=0)], staging)
-            arrays.copy_to_device(staging[: run.size], shard.array[run.place : run.place + run.size])
+        for each in _joined(ranges, most):
+            reader.read_ranges([each._replace(place=0)], staging)
+            arrays.copy_to_device(staging[: each.size], shard.array[each.place : each.place + each.size])
     for wanted in others:
         target = shard.array[wanted.start : wanted.start + wanted.size]
         host = target if staging is None else staging[: wanted.size]
         values = host.reshape(wanted.shape)
-        for source, common in _common(wanted, stored[wanted.name]):
-            reader.read(source, common, values[inside(common, wanted.box)])
+        for piece, common in _common(wanted, reader.pieces[shard.kind, wanted.name]):
+            reader.read_piece(piece, common, values[inside(common, wanted.box)])
         if staging is not None:
             arrays.copy_to_device(host, target)
 
 
-def _common(wanted: Piece, sources: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, Box]]:
-    """The boxes of a piece that are in the sources."""
-    for source in sources:
-        common = wanted.box if wanted.box == source.box else intersect(wanted.box, source.box)
+def _common(wanted: Piece, stored: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, Box]]:
+    """The boxes of a piece that are in stored ones."""
+    for piece in stored:
+        common = wanted.box if wanted.box == piece.box else intersect(wanted.box, piece.box)
         if common is not None:
-            yield source, common
+            yield piece, common
 
 
-def _run(wanted: Piece, source: StoredPiece, box: Box) -> PieceRange | None:
-    """The box as a run, if it is one."""
-    start, place = run_start(box, source.box), run_start(box, wanted.box)
+def _range(wanted: Piece, piece: StoredPiece, box: Box) -> PieceRange | None:
+    """The box as a range, if it is one in both pieces."""
+    start, place = run_start(box, piece.box), run_start(box, wanted.box)
     if start is None or place is None:
         return None
-    return PieceRange(source, source.start + start, wanted.start + place, box_size(box))
+    return PieceRange(piece, piece.start + start, wanted.start + place, box_size(box))
 
 
-def _joined(runs: Iterable[PieceRange], most: int | None) -> Iterator[PieceRange]:
-    """Runs in the order of the files, of at most `most` elements; those that touch at both ends are one."""
-    ordered = sorted([(source.file, start, place, size, source) for source, start, place, size in runs])
+def _joined(ranges: Iterable[PieceRange], most: int | None) -> Iterator[PieceRange]:
+    """Ranges in the order of the files, of at most `most` elements; those that touch at both ends are one."""
+    ordered = sorted([(piece.file, start, place, size, piece) for piece, start, place, size in ranges])
     number = 0
     while number < len(ordered):
-        file, start, place, size, source = ordered[number]
+        file, start, place, size, piece = ordered[number]
         number += 1
         while number < len(ordered):
             other, more_start, more_place, more, _ = ordered[number]
@@ -171,7 +167,7 @@ def _joined(runs: Iterable[PieceRange], most: int | None) -> Iterator[PieceRange
                 break
             size += more
             number += 1
-        yield PieceRange(source, start, place, size)
+        yield PieceRange(piece, start, place, size)
 
 
 # Finds the newest checkpoint and verifies that it is whole.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +28,7 @@ import numpy as np
 from mpishard.backend.process import cpu_quota, own_cores
 from mpishard.checkpoint.disk import DiskFile
 from mpishard.io import files, hdf5
-from mpishard.layout.boxes import Box, box_shape, box_size, intersect
+from mpishard.layout.boxes import Box, box_shape, box_size, inside, intersect
 from mpishard.layout.run_state import brief
 
 # Threads that read files: system calls and hashes of large blocks run without the interpreter's lock.
@@ -165,7 +165,7 @@ class PieceValues:
 
     @property
     def where(self) -> tuple[str, str, Box]:
-        """Kind, name and box, as for `stored`."""
+        """Kind, name and box, as for `stored_pieces`."""
         return self.kind, self.name, self.box
 
 
@@ -190,7 +190,7 @@ def read_mark(path: Path) -> bytes:
         return file.read(USER_BLOCK).ljust(USER_BLOCK, b"\0")
 
 
-def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece]:
+def stored_pieces(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece]:
     """The locations at which `write_pieces` stores the pieces of these kinds, names and boxes; without empty ones."""
     ends: Counter[str] = Counter()
     found = []
@@ -202,28 +202,27 @@ def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece
 
 
 def write_pieces(
-    path: Path, parts: Sequence[PieceValues], *, id: str, writer: int, compression: str | None = None
+    path: Path, pieces: Sequence[PieceValues], *, id: str, writer: int, compression: str | None = None
 ) -> None:
-    """Write parts, of which few are held at a time, into a new file, which is closed, but not synced to the disk.
+    """Write pieces, of which few are held at a time, into a new file, which is closed, but not synced to the disk.
 
-    Empty parts are left out.  OSError if the disk fails: the incomplete file stays and has no user block.  ValueError
+    Empty ones are left out.  OSError if the disk fails: the incomplete file stays and has no user block.  ValueError
     if values do not have the shape of their box, or another dtype.
     """
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression {compression!r} is not one of {', '.join(map(str, COMPRESSIONS))}")
     sizes: Counter[str] = Counter()
-    for part in parts:
-        kind, _, box = part.where
-        sizes[kind] += box_size(box)
+    for piece in pieces:
+        sizes[piece.kind] += box_size(piece.box)
     with new_file(path, pieces_mark(id, writer)) as (h5, disk):
         h5.attrs.update(format="mpishard pieces", version=VERSION, id=id, writer=writer)
         kinds: dict[str, _Kind] = {}
-        for part in parts:
-            kind, _, box = part.where
-            values = part.values() if callable(part.values) else part.values
-            _check_values(part.where, values)
+        for piece in pieces:
+            values = piece.values() if callable(piece.values) else piece.values
+            _check_values(piece.where, values)
             if not values.size:
                 continue
+            kind = piece.kind
             if kind not in kinds:
                 kinds[kind] = _Kind(h5, kind, sizes[kind], values.dtype, compression)
             kinds[kind].add(values)
@@ -334,7 +333,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenDataset:
     """A data set, checked.  `place` is the byte of its file where its values begin, if they lie there end to end."""
 
     dataset: h5py.h5d.DatasetID
@@ -345,37 +344,48 @@ class _Opened:
 class PieceRange(NamedTuple):
     """Elements that lie end to end in the data set of a piece, also beyond that piece, and in an array."""
 
-    source: StoredPiece
+    piece: StoredPiece
     start: int  # of the first in the data set
     place: int  # of the first in the array
     size: int
 
 
-class PieceReader:
-    """Reads pieces of one checkpoint, in the threads of `readers`.  A context manager, which closes the files.
+class CheckpointReader(AbstractContextManager["CheckpointReader"]):
+    """Reads the tensors of a checkpoint, in the threads of `readers`; a `Source`, and a context manager for its files.
 
     It opens files with HDF5; compare their hashes with the manifest before.
     """
 
     def __init__(self, contents: Contents, readers: Readers | None = None) -> None:
+        self.facts: dict[str, Any] = contents.facts
+        self.tensors: dict[str, tuple[int, ...]] = contents.tensors
+        self.kinds: dict[str, np.dtype] = contents.kinds
+        self.pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)  # by kind and tensor
         self._contents = contents
         self._readers = readers
         self._files: OrderedDict[str, h5py.File] = OrderedDict()
-        self._opened: dict[tuple[str, str], _Opened] = {}
+        self._opened: dict[tuple[str, str], _OpenDataset] = {}
         self._sizes: dict[tuple[str, str], int] = {}
         for piece in contents.pieces:
+            self.pieces[piece.kind, piece.name].append(piece)
             key = piece.file, piece.dataset
             self._sizes[key] = max(self._sizes.get(key, 0), piece.start + piece.size)
-
-    def __enter__(self) -> PieceReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.clear()
         while self._files:
             self._files.popitem()[1].close()
 
-    def read(self, piece: StoredPiece, box: Box, out: np.ndarray) -> None:
+    def read(self, kind: str, name: str, box: Box) -> np.ndarray:
+        """The values in a box of a tensor, from all pieces that it touches; ValueError as `read_piece`."""
+        values = np.empty(box_shape(box), self.kinds[kind])
+        for piece in self.pieces[kind, name]:
+            common = intersect(box, piece.box)
+            if common is not None:
+                self.read_piece(piece, common, values[inside(common, box)])
+        return values
+
+    def read_piece(self, piece: StoredPiece, box: Box, out: np.ndarray) -> None:
         """Read a box of the global tensor, which must be inside the piece, into `out`, host memory that may have gaps.
 
         ValueError with file and data set, if either is missing, belongs to another checkpoint, or is not as
@@ -389,28 +399,28 @@ class PieceReader:
             first = [start - origin for (start, _), (origin, _) in zip(box, piece.box, strict=True)]
             _read_rows(functools.partial(self._read, opened), piece.shape, first, out, piece.start)
 
-    def read_runs(self, runs: Iterable[PieceRange], out: np.ndarray) -> None:
-        """Read runs of one kind, in the order of their files, into a contiguous array; if long, in several threads.
+    def read_ranges(self, ranges: Iterable[PieceRange], out: np.ndarray) -> None:
+        """Read ranges of one kind, in the order of their files, into a contiguous array; if long, in several threads.
 
-        ValueError as `read`.
+        ValueError as `read_piece`.
         """
         waiting: list[tuple[Path, int, int, np.ndarray]] = []
         files: set[str] = set()
-        for run in runs:
-            if run.source.file not in files and len(files) == _OPEN_FILES:
+        for piece, start, place, size in ranges:
+            if piece.file not in files and len(files) == _OPEN_FILES:
                 self._read_all(waiting)
                 waiting.clear()
                 files.clear()
-            files.add(run.source.file)
-            path, target = self._contents.folder / run.source.file, out[run.place : run.place + run.size]
+            files.add(piece.file)
+            path, target = self._contents.folder / piece.file, out[place : place + size]
             with refusing(path):
-                opened = self._open(run.source)
+                opened = self._open(piece)
                 if opened.place is None:
-                    self._read(opened, run.start, target)
+                    self._read(opened, start, target)
                     continue
-            for first in range(0, run.size, _BLOCK):
+            for first in range(0, size, _BLOCK):
                 part = target[first : first + _BLOCK]
-                waiting.append((path, opened.file, opened.place + (run.start + first) * out.itemsize, part))
+                waiting.append((path, opened.file, opened.place + (start + first) * out.itemsize, part))
         self._read_all(waiting)
 
     def _read_all(self, parts: Sequence[tuple[Path, int, int, np.ndarray]]) -> None:
@@ -425,7 +435,7 @@ class PieceReader:
         else:
             self._readers.share(read, parts, [out.nbytes for _, _, _, out in parts])
 
-    def _read(self, opened: _Opened, start: int, out: np.ndarray) -> None:
+    def _read(self, opened: _OpenDataset, start: int, out: np.ndarray) -> None:
         if opened.place is None:
             space = opened.dataset.get_space()
             space.select_hyperslab((start,), out.shape)
@@ -434,12 +444,12 @@ class PieceReader:
             read_into(opened.file, opened.place + start * out.itemsize, out)
 
     def check(self, piece: StoredPiece) -> None:
-        """Raise ValueError, as `read` does, unless all of the data set of a piece can be read; decodes its chunks."""
+        """Raise ValueError, as `read_piece`, unless all of the data set of a piece can be read; decodes its chunks."""
         with refusing(self._contents.folder / piece.file):
             with naming(piece.dataset):
                 hdf5.check_chunks(self._open(piece).dataset)
 
-    def _open(self, piece: StoredPiece) -> _Opened:
+    def _open(self, piece: StoredPiece) -> _OpenDataset:
         """Open the data set of a piece, and check it."""
         key = piece.file, piece.dataset
         if key in self._opened:
@@ -454,7 +464,7 @@ class PieceReader:
         if dataset.shape != shape or dataset.dtype != dtype:
             raise ValueError(f"{piece.dataset} is {dataset.dtype} {dataset.shape}, in the index {dtype} {shape}")
         hdf5.check_written(dataset)
-        self._opened[key] = _Opened(dataset, file.id.get_vfd_handle(), dataset.get_offset())
+        self._opened[key] = _OpenDataset(dataset, file.id.get_vfd_handle(), dataset.get_offset())
         return self._opened[key]
 
     def _file(self, name: str) -> h5py.File:

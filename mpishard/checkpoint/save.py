@@ -29,7 +29,7 @@ from mpishard.backend.streams import copy_together
 from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint.folder import FileEntry, Manifest, Retained, Unfinished
 from mpishard.checkpoint.index import write_index
-from mpishard.checkpoint.pieces import INDEX, PieceValues, pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import INDEX, PieceValues, pieces_file, stored_pieces, write_pieces
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
 from mpishard.comm.json_exchange import gather, share
@@ -66,13 +66,13 @@ class Saved:
     tensors: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, np.dtype]
     facts: Mapping[str, Any]
-    parts: Sequence[PieceValues]  # that this rank writes
+    pieces: Sequence[PieceValues]  # that this rank writes
 
 
-def live_parts(shards: Sequence[Shard]) -> list[PieceValues]:
+def live_pieces(shards: Sequence[Shard]) -> list[PieceValues]:
     """The primary pieces of this rank, as views of its NumPy arrays."""
     return [
-        _part(shard.kind, piece, shard.array[piece.start : piece.start + piece.size])
+        _with_values(shard.kind, piece, shard.array[piece.start : piece.start + piece.size])
         for shard in shards
         for piece in shard.counted
         if piece.size
@@ -91,15 +91,15 @@ class Snapshot:
         With `copied` the arrays may change before they are written. Device arrays are copied in any case.
         """
         facts: dict[str, Any] = {}
-        parts: list[PieceValues] = []
+        pieces: list[PieceValues] = []
         with CaughtError() as caught:
             facts = copy.deepcopy(dict(state.facts))
             copied = copied or any(arrays.is_device(shard.array) for shard in state.shards)
             with no_garbage_collection():
-                parts = self.take(state.shards) if copied else live_parts(state.shards)
+                pieces = self.take(state.shards) if copied else live_pieces(state.shards)
         tensors = {spec.name: spec.shape for spec in state.specs}
         kinds = {shard.kind: np.dtype(shard.array.dtype) for shard in state.shards}
-        return Saved(tensors, kinds, facts, parts), caught.error
+        return Saved(tensors, kinds, facts, pieces), caught.error
 
     def take(self, shards: Sequence[Shard]) -> list[PieceValues]:
         """Copy the primary pieces; complete on return.  The last copies are overwritten.
@@ -112,19 +112,19 @@ class Snapshot:
         gone, self._buffers = len(self._buffers) > len(fitting), fitting
         for backend in {backend_of(shard.array) for shard in shards} if gone else ():
             backend.release_pinned()
-        parts: list[PieceValues] = []
+        pieces: list[PieceValues] = []
         copies: list[tuple[Array, np.ndarray]] = []
         for shard in shards:
             buffer = self._buffer(shard)
             offset = 0
-            for run in _runs(shard.counted):
-                start, size = run[0].start, sum(piece.size for piece in run)
+            for group in _contiguous(shard.counted):
+                start, size = group[0].start, sum(piece.size for piece in group)
                 copies.append((shard.array[start : start + size], buffer[offset : offset + size]))
-                for piece in run:
-                    parts.append(_part(shard.kind, piece, buffer[offset : offset + piece.size]))
+                for piece in group:
+                    pieces.append(_with_values(shard.kind, piece, buffer[offset : offset + piece.size]))
                     offset += piece.size
         copy_together(copies)
-        return parts
+        return pieces
 
     def _buffer(self, shard: Shard) -> np.ndarray:
         if not self._fits(shard):
@@ -138,11 +138,11 @@ class Snapshot:
         return kept is not None and kept.size == size and kept.dtype == shard.array.dtype
 
 
-def _part(kind: str, piece: Piece, values: np.ndarray) -> PieceValues:
+def _with_values(kind: str, piece: Piece, values: np.ndarray) -> PieceValues:
     return PieceValues(kind, piece.name, piece.box, values.reshape(piece.shape))
 
 
-def _runs(pieces: LocalLayout) -> Iterator[list[Piece]]:
+def _contiguous(pieces: LocalLayout) -> Iterator[list[Piece]]:
     """Pieces with elements, by start, in contiguous groups."""
     ordered = sorted((piece for piece in pieces if piece.size), key=lambda piece: piece.start)
     before = 0  # elements of earlier pieces: start minus this number is constant in a contiguous group
@@ -150,8 +150,8 @@ def _runs(pieces: LocalLayout) -> Iterator[list[Piece]]:
     for piece in ordered:
         distances.append(piece.start - before)
         before += piece.size
-    for _, run in groupby(zip(distances, ordered, strict=True), key=lambda pair: pair[0]):
-        yield [piece for _, piece in run]
+    for _, group in groupby(zip(distances, ordered, strict=True), key=lambda pair: pair[0]):
+        yield [piece for _, piece in group]
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -290,16 +290,16 @@ def _write_own(task: Task, rank: int) -> dict[str, Any]:
     try:
         if task.problem is not None:
             raise task.problem
-        if not task.saved.parts:
+        if not task.saved.pieces:
             return {"fault": None, "entry": None, "pieces": []}
-        write_pieces(path, task.saved.parts, id=task.unfinished.id, writer=rank, compression=task.compression)
+        write_pieces(path, task.saved.pieces, id=task.unfinished.id, writer=rank, compression=task.compression)
         entry = _to_disk(path)
     except Exception as error:
         return {"fault": Fault.of(error, rank, path).plain, "entry": None, "pieces": []}
     return {
         "fault": None,
         "entry": (entry.size, entry.xxh3_128),
-        "pieces": [part.where for part in task.saved.parts],
+        "pieces": [piece.where for piece in task.saved.pieces],
     }
 
 
@@ -346,7 +346,7 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
                     pieces=[
                         piece
                         for rank, each in enumerate(reports)
-                        for piece in stored(map(_where, each["pieces"]), pieces_file(rank))
+                        for piece in stored_pieces(map(_where, each["pieces"]), pieces_file(rank))
                     ],
                     facts=task.saved.facts,
                     virtual=task.virtual,

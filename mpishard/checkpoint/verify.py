@@ -18,10 +18,10 @@ import numpy as np
 
 from mpishard.arguments import listed
 from mpishard.checkpoint import folder as folders
-from mpishard.checkpoint.archives import Source, Stored, blocks
+from mpishard.checkpoint.archives import Source, blocks
 from mpishard.checkpoint.folder import MANIFEST, Candidate, FileEntry, Manifest
 from mpishard.checkpoint.index import read_index
-from mpishard.checkpoint.pieces import INDEX, Contents, PieceReader, Readers, pieces_file
+from mpishard.checkpoint.pieces import INDEX, CheckpointReader, Contents, Readers, pieces_file
 from mpishard.io import files
 
 _MOST_DATASETS = 3
@@ -168,7 +168,7 @@ def _piece_problems(contents: Contents, kinds: Container[str] | None, rank: int,
     """
     found: list[str] = []
     datasets = {(piece.file, piece.dataset): piece for piece in contents.pieces if kinds is None or piece.kind in kinds}
-    with PieceReader(contents) as reader:
+    with CheckpointReader(contents) as reader:
         for piece in list(datasets.values())[rank::ranks]:
             try:
                 reader.check(piece)
@@ -182,7 +182,7 @@ def _piece_problems(contents: Contents, kinds: Container[str] | None, rank: int,
 def _not_finite(contents: Contents) -> Iterator[str]:
     """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values."""
     try:
-        with Stored(contents) as source:
+        with CheckpointReader(contents) as source:
             for kind in contents.kinds:
                 for name in contents.tensors:
                     found = figures(source, kind, name)

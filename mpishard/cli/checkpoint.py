@@ -14,9 +14,9 @@ import numpy as np
 import typer
 
 from mpishard.arguments import printable
-from mpishard.checkpoint.archives import Archive, Source, Stored, write_archive, write_checkpoint, write_plain
+from mpishard.checkpoint.archives import Archive, Source, write_archive, write_checkpoint, write_plain
 from mpishard.checkpoint.folder import candidates, dangling_links, next_generation
-from mpishard.checkpoint.pieces import Contents
+from mpishard.checkpoint.pieces import CheckpointReader, Contents
 from mpishard.checkpoint.verify import (
     Difference,
     Examination,
@@ -154,8 +154,8 @@ def inspect(
         raise ValueError(f"{chosen.folder} is damaged; the values of its tensors are not shown")
     if tensor not in chosen.contents.tensors:
         raise ValueError(f"no tensor {tensor!r} in {chosen.folder}; inspect without --tensor lists them")
-    with Stored(chosen.contents) as source:
-        show_tensor(source, tensor)
+    with CheckpointReader(chosen.contents) as reader:
+        show_tensor(reader, tensor)
 
 
 def verify(path: _Checkpoint) -> None:
@@ -201,9 +201,9 @@ def convert(
     if files is None:
         write_plain(chosen.contents, target)
     else:
-        with Stored(chosen.contents) as stored:
+        with CheckpointReader(chosen.contents) as reader:
             id = secrets.token_hex(16)
-            write_checkpoint(stored, target, files=files, generation=chosen.contents.generation, id=id)
+            write_checkpoint(reader, target, files=files, generation=chosen.contents.generation, id=id)
     typer.echo(printable(f"written to {target}"))
 
 
@@ -215,8 +215,8 @@ def export(
     """Write the model in a checkpoint as safetensors or NumPy archive."""
     chosen = _newest_whole(source)
     assert chosen.contents is not None
-    with Stored(chosen.contents) as stored:
-        write_archive(stored, target, optimizer=optimizer)
+    with CheckpointReader(chosen.contents) as reader:
+        write_archive(reader, target, optimizer=optimizer)
     typer.echo(printable(f"written to {target}"))
 
 
@@ -257,7 +257,7 @@ def diff(
     chosen = [_newest_whole(path) for path in (one, other)]
     first, second = (each.contents for each in chosen)
     assert first is not None and second is not None
-    with Stored(first) as a, Stored(second) as b:
+    with CheckpointReader(first) as a, CheckpointReader(second) as b:
         only = unlike(a, b)
         found = list(differences(a, b))
     changed = [each for each in found if not each.same_bits]

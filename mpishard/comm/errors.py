@@ -56,9 +56,12 @@ def raised_on_all(ranks: _Ranks | None) -> Iterator[None]:
 
 
 class OneRank:
-    """The world of a process without a mesh: what an `Axis` of one rank does, without MPI."""
+    """The world of a call without a mesh: what agreements and sums of a few numbers need of an `Axis`, without MPI.
 
-    rank = 0
+    Code that sends arrays takes `Axis.single`, which has all of its methods.
+    """
+
+    rank, size = 0, 1
 
     def raise_if_any(self, problem: BaseException | None) -> None:
         if problem is not None:

@@ -141,8 +141,8 @@ def _described(sources: Sequence[Tokens]) -> dict[str, str]:
     for place, tokens in enumerate(sources):  # by place: names may differ, as each node may have its own copy
         own[f"the number of tokens of sources[{place}]"] = str(tokens.count)
         own[f"the dtype of sources[{place}]"] = tokens.dtype.str
-        if digest := getattr(tokens, "digest", ""):
-            own[f"the digest of the tokens of sources[{place}]"] = digest
+        if tokens.digest:
+            own[f"the digest of the tokens of sources[{place}]"] = tokens.digest
     return own
 
 

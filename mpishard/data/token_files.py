@@ -25,21 +25,42 @@ RESIDENT = 32 * 1024**2
 _AROUND = 2 * 64 * 1024
 
 
-class Tokens(Protocol):
-    """Open tokens, one after the other; several threads may read them."""
+class Tokens:
+    """Open tokens: a one-dimensional array of integers, in memory or on disk, and where its documents are.
 
-    name: str  # for messages
-    count: int  # number of tokens
-    dtype: np.dtype[Any]  # of what is stored: an integer type
-    documents: int  # number of documents; 0 if that is not known
+    `name` is for messages.  `array` has a shape, a dtype and slices, which several threads may take.  `bounds` has
+    slices too: numbers of tokens, documents + 1 of them, between which the documents are; None if they are not known.
+    `digest` is of the tokens and bounds, which must be the same on all ranks; empty if they are not compared.  Raises
+    ValueError if the array is another one, or is empty.
+    """
+
+    def __init__(self, name: str, array: Any, bounds: Any = None, digest: str = "") -> None:
+        if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "iu":
+            raise ValueError(
+                f"{name} has shape {tuple(array.shape)} and dtype {array.dtype}: tokens are a one-dimensional array of "
+                "integers"
+            )
+        if not array.shape[0]:
+            raise ValueError(f"{name} has no token")
+        self.name = name
+        self.count = int(array.shape[0])
+        self.dtype: np.dtype[Any] = np.dtype(array.dtype)
+        self.documents = 0 if bounds is None else len(bounds) - 1  # 0: they are not known
+        self.digest = digest
+        self._array = array
+        self._bounds = bounds
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens from `start` to before `stop`: a copy, of any integer type."""
-        ...
+        """Tokens from `start` to before `stop`, only to be read; OSError if they cannot be."""
+        try:
+            return np.asarray(self._array[start:stop])
+        except Exception as error:  # of many kinds
+            raise OSError(f"{self.name} cannot be read at positions {start} to {stop}: {error}") from error
 
     def document(self, number: int) -> tuple[int, int]:
         """Start and stop of a document."""
-        ...
+        start, stop = self._bounds[number : number + 2].tolist()
+        return start, stop
 
 
 class TokenSource(Protocol):
@@ -50,17 +71,15 @@ class TokenSource(Protocol):
         ...
 
 
-class MappedTokens:
-    """Tokens of a file as a memory map, of which all is let go after every `RESIDENT` bytes.
+class MappedArray:
+    """Numbers of a file as an array with slices: a memory map, of which all is let go after every `RESIDENT` bytes.
 
-    `offset` is the number of bytes before the first token; the file has all `count` tokens, at least 1.
+    `offset` is the number of bytes before the first number; the file has all `count` numbers, at least 1.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], offset: int, count: int) -> None:
-        self.name = str(path)
-        self.count = count
+        self.shape = (count,)
         self.dtype = dtype
-        self.documents = 0
         self._offset = offset
         with os.fdopen(open_to_read(path), "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -71,14 +90,15 @@ class MappedTokens:
         self._touched = 0
         self._lock = threading.Lock()
 
-    def read(self, start: int, stop: int) -> np.ndarray:
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """A copy of the numbers from ``part.start`` to before ``part.stop``."""
         if (size := self._map.size()) < self._end:  # to read beyond the end would kill the process
-            raise OSError(f"{self.name} has {size} bytes, and had {self._end}: it was cut short after it was opened")
-        first = self._offset + start * self.dtype.itemsize
+            raise OSError(f"it has {size} bytes, and had {self._end}: it was cut short after it was opened")
+        first = self._offset + part.start * self.dtype.itemsize
         page = first - first % mmap.PAGESIZE
-        length = self._offset + stop * self.dtype.itemsize - page
+        length = self._offset + part.stop * self.dtype.itemsize - page
         self._advise("MADV_WILLNEED", page, length)  # one access to the disk, not one for each page
-        copy = self._values[start:stop].copy()
+        copy = self._values[part].copy()
         with self._lock:
             self._touched += length + _AROUND
             if full := self._touched > RESIDENT:
@@ -86,9 +106,6 @@ class MappedTokens:
         if full:
             self._advise("MADV_DONTNEED")
         return copy
-
-    def document(self, number: int) -> tuple[int, int]:
-        raise ValueError(f"{self.name} has no index of documents")
 
     def _advise(self, advice: str, *extent: int) -> None:
         option = getattr(mmap, advice, None)  # not on every system
@@ -128,12 +145,12 @@ class TokenFile:
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))
         object.__setattr__(self, "offset", integer("offset", self.offset, least=0))
 
-    def open(self) -> MappedTokens:
+    def open(self) -> Tokens:
         """Open the file.
 
         Returns
         -------
-        MappedTokens
+        Tokens
             At least one.
 
         Raises
@@ -152,7 +169,7 @@ class TokenFile:
             )
         if size <= 0:
             raise ValueError(f"{path} has {size + self.offset} bytes, so no token after an offset of {self.offset}")
-        return MappedTokens(path, self.dtype, self.offset, size // self.dtype.itemsize)
+        return Tokens(str(path), MappedArray(path, self.dtype, self.offset, size // self.dtype.itemsize))
 
 
 def checked_path(path: Any) -> Path:
@@ -201,22 +218,22 @@ class Index(NamedTuple):
     documents: np.ndarray  # the first sequence of each document, and their number, int64 (documents + 1,)
 
 
-class MegatronTokens(MappedTokens):
-    """Open tokens of a file with an index that was checked; `documents` is the number of documents."""
+class _Bounds:
+    """Between which tokens the documents of an index are, from its maps; `count` is the number of all tokens."""
 
-    def __init__(self, path: Path, index: Index, count: int) -> None:
-        super().__init__(path, index.dtype, 0, count)
-        self.documents = len(index.documents) - 1
-        self._index = index
+    def __init__(self, index: Index, count: int) -> None:
+        self._index, self._count = index, count
 
-    def document(self, number: int) -> tuple[int, int]:
-        first, after = self._index.documents[number : number + 2].tolist()
-        return self._position(first), self._position(after)
+    def __len__(self) -> int:
+        return len(self._index.documents)
 
-    def _position(self, sequence: int) -> int:
-        """Tokens before a sequence."""
+    def __getitem__(self, part: slice) -> np.ndarray:
         index = self._index
-        return self.count if sequence == len(index.lengths) else int(index.places[sequence]) // self.dtype.itemsize
+        sequences = index.documents[part]  # ascending
+        inside = sequences[sequences < len(index.lengths)]
+        bounds = np.full(len(sequences), self._count)
+        bounds[: len(inside)] = index.places[inside] // index.dtype.itemsize
+        return bounds
 
 
 @dataclass(frozen=True)
@@ -243,12 +260,12 @@ class MegatronFile:
         path = checked_path(self.path)
         object.__setattr__(self, "path", path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
 
-    def open(self) -> MegatronTokens:
+    def open(self) -> Tokens:
         """Open both files, and check the index.
 
         Returns
         -------
-        MegatronTokens
+        Tokens
             At least one.
 
         Raises
@@ -269,7 +286,8 @@ class MegatronFile:
             )
         if not size:
             raise ValueError(f"{tokens_path} has no token")
-        return MegatronTokens(tokens_path, index, size // index.dtype.itemsize)
+        count = size // index.dtype.itemsize
+        return Tokens(str(tokens_path), MappedArray(tokens_path, index.dtype, 0, count), _Bounds(index, count))
 
 
 def _read_index(path: Path) -> Index:
@@ -319,41 +337,6 @@ _CACHE = 16 * 1024**2  # bytes of chunks that HDF5 keeps, for each file
 _LARGEST_TEXT = 2**32  # bytes; a text is tokenized in memory
 
 
-class ArrayTokens:
-    """Tokens of a one-dimensional array of integers, in memory or on disk; ValueError if it is none, or is empty.
-
-    `array` has a shape, a dtype and slices.  `bounds`, int64 (documents + 1,), says where documents begin and end.
-    `digest` is of the tokens and bounds, which must be the same on all ranks; empty if they are not compared.
-    """
-
-    def __init__(self, name: str, array: Any, bounds: np.ndarray | None = None, digest: str = "") -> None:
-        if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "iu":
-            raise ValueError(
-                f"{name} has shape {tuple(array.shape)} and dtype {array.dtype}: tokens are a one-dimensional array of "
-                "integers"
-            )
-        if not array.shape[0]:
-            raise ValueError(f"{name} has no token")
-        self.name = name
-        self.count = int(array.shape[0])
-        self.dtype = np.dtype(array.dtype)
-        self.documents = 0 if bounds is None else len(bounds) - 1
-        self.digest = digest
-        self._array = array
-        self._bounds = bounds
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        try:
-            return np.array(self._array[start:stop])
-        except Exception as error:  # of many kinds
-            raise OSError(f"{self.name} cannot be read at positions {start} to {stop}: {error}") from error
-
-    def document(self, number: int) -> tuple[int, int]:
-        assert self._bounds is not None
-        first, after = self._bounds[number : number + 2].tolist()
-        return first, after
-
-
 @dataclass(frozen=True)
 class HDF5Tokens:
     """A data set of an HDF5 file: one-dimensional, of integers.
@@ -381,12 +364,12 @@ class HDF5Tokens:
         if not isinstance(self.dataset, str):
             raise TypeError(f"dataset={shown(self.dataset)} must be a name")
 
-    def open(self) -> ArrayTokens:
+    def open(self) -> Tokens:
         """Open the file.
 
         Returns
         -------
-        ArrayTokens
+        Tokens
             At least one.
 
         Raises
@@ -417,7 +400,7 @@ class HDF5Tokens:
                 f"{self.path} has no data set {self.dataset!r} of tokens: {printable(str(error))}; it has "
                 f"{shown(sorted(file))}"
             ) from None
-        return ArrayTokens(f"{self.path}:{self.dataset}", found)
+        return Tokens(f"{self.path}:{self.dataset}", found)
 
 
 @dataclass(frozen=True)
@@ -442,12 +425,12 @@ class ZarrTokens:
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", checked_path(self.path))
 
-    def open(self) -> ArrayTokens:
+    def open(self) -> Tokens:
         """Open the array.
 
         Returns
         -------
-        ArrayTokens
+        Tokens
             At least one.
 
         Raises
@@ -471,7 +454,7 @@ class ZarrTokens:
         except Exception as error:  # of many kinds
             raise ValueError(f"{self.path} is no Zarr array: {printable(str(error))}") from None
         _check_zarr(array, Path(self.path))
-        return ArrayTokens(str(self.path), array)
+        return Tokens(str(self.path), array)
 
 
 def _check_zarr(array: Any, folder: Path) -> None:
@@ -528,12 +511,12 @@ class TextFile:
         if self.separator == "":
             raise ValueError("separator is empty: leave it out for one document")
 
-    def open(self) -> ArrayTokens:
+    def open(self) -> Tokens:
         """Read the file and tokenize it.
 
         Returns
         -------
-        ArrayTokens
+        Tokens
             At least one.
 
         Raises
@@ -557,7 +540,7 @@ class TextFile:
         bounds = np.cumsum([0, *map(len, parts)])
         digest = hashlib.blake2b(tokens.data, digest_size=8)
         digest.update(bounds.data)
-        return ArrayTokens(str(self.path), tokens, bounds, digest.hexdigest())
+        return Tokens(str(self.path), tokens, bounds, digest.hexdigest())
 
     def _tokens(self, text: str) -> np.ndarray:
         tokens = np.asarray(self.tokenize(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -221,12 +222,6 @@ class Callback:
             return True
         return isinstance(answer, bool | np.bool) and bool(answer)
 
-    def stops_any(self, make: Callable[[], OptimizeResult], world: Axis | OneRank) -> bool:
-        """Call it on each rank; return True if that of any rank wants to stop. Collective."""
-        with raised_on_all(world):
-            stops = self(make)
-        return on_any(world, stops)
-
 
 # The ranks that call them.
 
@@ -255,6 +250,34 @@ def opening(mesh: Any, call: str) -> AbstractContextManager[dict[str, Any]]:
 def on_any(world: Axis | OneRank, flag: bool) -> bool:
     """Return True if the flag is set on any rank. Collective."""
     return bool(world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
+
+
+_REASONS = "", "seconds", "callback"  # of ranks with several the last one counts
+
+
+class Watch:
+    """The callbacks of all ranks, and the limit on the time: what may stop a minimisation after an iteration.
+
+    Collective, its creation too. `seconds` count from there.
+    """
+
+    def __init__(self, world: Axis | OneRank, callback: Callback, seconds: float | None = None) -> None:
+        self._world, self._callback, self._seconds = world, callback, seconds
+        self._is_needed = on_any(world, callback.is_given or seconds is not None)
+        self._began = time.perf_counter()
+
+    def reason_to_stop(self, make: Callable[[], OptimizeResult]) -> str:
+        """Call the callback of each rank. Returns "callback" or "seconds" if any rank is to stop for it, else "".
+
+        `make` returns the intermediate result of the iteration.
+        """
+        if not self._is_needed:
+            return ""
+        with raised_on_all(self._world):
+            stops = self._callback(make)
+        is_over = self._seconds is not None and time.perf_counter() - self._began >= self._seconds
+        own = np.array([_REASONS.index("callback" if stops else "seconds" if is_over else "")], np.int64)
+        return _REASONS[int(self._world.all_reduce(own, op="max", label="control")[0])]
 
 
 # The unknowns of a minimisation: one flat array, as the functions of the user see them and give gradients of them.

@@ -18,10 +18,10 @@ from mpishard.arguments import entries, flag, integer, number, returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.random import uniform_in_box
 from mpishard.comm.axis import Axis, rank_in_job
-from mpishard.comm.errors import raised_on_all
+from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Functions, Unknowns, opening
+from mpishard.inverse.functions import Functions, Unknowns, opening, world_of
 from mpishard.layout.boxes import whole_box
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
@@ -38,8 +38,8 @@ class Part:
 
     point: FlatParameters  # the elements of this rank; evaluations are made at its values
     call: Callable[[], tuple[Any, Any]]  # returns (value, gradient)
-    world: Axis  # the ranks whose terms of products with vectors are summed
-    values: Axis  # the ranks whose terms of the value are summed
+    world: Axis | OneRank  # the ranks whose terms of products with vectors are summed
+    values: Axis | OneRank  # the ranks whose terms of the value are summed
     product: Callable[[Array], Any] | None = None  # this rank's term of the Hessian times a direction
     counts: bool = True  # the vectors of this rank count; False where other ranks have the same
     value_counts: bool = True  # likewise for the value
@@ -58,7 +58,7 @@ def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: b
         found = functions.product(unknowns.shown_to_user(), unknowns.like_x0(direction))
         return unknowns.vector("the Hessian product", found)
 
-    axis = Axis.single() if mesh is None else mesh.world
+    axis = world_of(mesh)
     first = mesh is None or mesh.data.rank == 0
     return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0)
 
@@ -66,7 +66,7 @@ def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: b
 def _part_of_problem(problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
     """The part of the mean loss over samples, by default those of one batch."""
     batch = np.arange(problem.batch_size) if samples is None else np.atleast_1d(np.asarray(samples, np.int64))
-    data = Axis.single() if mesh is None else mesh.data
+    data = OneRank() if mesh is None else mesh.data
     own = share(batch, data.rank, data.size, problem.micro_batch_size)
     named = isinstance(problem.start, FlatParameters)
     point = problem.start if named else FlatParameters.over(problem.start.copy())
@@ -90,7 +90,7 @@ def _part_of_problem(problem: OptimizationProblem[Any], mesh: Mesh | None, sampl
         point.reset_gradients()
         return loss / terms, gradient
 
-    return Part(point, call, Axis.single() if mesh is None else mesh.world, data)
+    return Part(point, call, world_of(mesh), data)
 
 
 class LineEvaluation(NamedTuple):
@@ -665,7 +665,7 @@ def check_adjoint(
     >>> bool(mpishard.check_adjoint(lambda x: A @ x, lambda y: A.T @ y, np.zeros(3), np.zeros(2), disp=False))
     True
     """
-    axis = Axis.single() if mesh is None else mesh.world
+    axis = world_of(mesh)
     with opening(mesh, "check_adjoint") as same:
         flag("disp", disp)
         vectors = [

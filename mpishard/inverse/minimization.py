@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, reject_unknown, shown
-from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, opening
+from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, on_any, opening
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
 from mpishard.minimizers.method import Method
@@ -270,90 +269,50 @@ def run_loop(
     resume: bool = False,
     record: RunRecord | None = None,
 ) -> MinimizationOutcome:
-    """Minimise by an optimizer that has begun.  Collective over its mesh."""
+    """Minimise by an optimizer that has begun, until it, the callback, the time or a signal ends the loop.
+
+    Collective over its mesh.
+    """
+    run = optimizer.run
     files: RunFiles | None = None
-    if not isinstance(optimizer.run, OneProcess):
+    if not isinstance(run, OneProcess):
         from mpishard.inverse.mesh_run import RunFiles
 
-        files = RunFiles(optimizer.run, checkpoints, resume, record)
-    result = _Loop(optimizer, functions, unknowns, callback, loop, files).run()
+        files = RunFiles(run, checkpoints, resume, record)
+    table = Table(shown=on_any(run.world, loop.disp) and run.world.rank == 0)
+    watch = Watch(run.world, callback, loop.maxtime)
+
+    def intermediate() -> OptimizeResult:
+        progress, x = optimizer.progress, unknowns.shown_to_user()  # the point is still that of the last request
+        return OptimizeResult(x=x, fun=progress.value, nit=progress.iterations, nfev=progress.evaluations)
+
+    with run.watching():
+        if files is not None and files.needs_check:
+            best = EvaluationRequest(optimizer.gather_result().x)
+            files.check_function(*_outcome(functions, best))
+        while (request := optimizer.ask()) is not None:
+            optimizer.tell_outcome(*_outcome(functions, request))
+            progress = optimizer.progress
+            if progress.accepted or (request.direction is None and progress.evaluations == 1):
+                table.row(progress)
+            reason = watch.reason_to_stop(intermediate) if progress.accepted else ""
+            reason = reason or ("signal" if run.interrupted else "")
+            if reason and not optimizer.has_ended:
+                optimizer.stop(reason)
+            if files is not None:
+                files.evaluated(ended=optimizer.has_ended)
+    if files is not None:
+        files.end(optimizer.stop_reason)
+    result = optimizer.gather_result()
+    table.end(result.message)
     return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)
 
 
-class _Loop:
-    """Evaluate, check, tell, report, stop. Collective over the mesh of the optimizer."""
-
-    def __init__(
-        self,
-        optimizer: ReverseCommunication,
-        functions: Functions,
-        unknowns: Unknowns,
-        callback: Callback,
-        options: LoopOptions,
-        files: RunFiles | None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._functions = functions
-        self._unknowns = unknowns
-        self._callback = callback
-        self._seconds = options.maxtime
-        self._files = files
-        self._world = optimizer.run.world
-        self._table = Table(shown=on_any(self._world, options.disp) and self._world.rank == 0)
-        self._watched = on_any(self._world, callback.is_given or options.maxtime is not None)
-        self._began = time.perf_counter()
-
-    def run(self) -> OptimizeResult:
-        """Take steps until the method, the callback or a signal ends the minimisation."""
-        optimizer = self._optimizer
-        with optimizer.run.watching():
-            if self._files is not None and self._files.needs_check:
-                self._files.check_function(*self._outcome(EvaluationRequest(optimizer.gather_result().x)))
-            while (request := optimizer.ask()) is not None:
-                self._step(request)
-        if self._files is not None:
-            self._files.end(optimizer.stop_reason)
-        result = optimizer.gather_result()
-        self._table.end(result.message)
-        return result
-
-    def _step(self, request: EvaluationRequest) -> None:
-        """Evaluate, and give the result to the optimizer."""
-        optimizer = self._optimizer
-        optimizer.tell_outcome(*self._outcome(request))
-        progress = optimizer.progress
-        if progress.accepted or (request.direction is None and progress.evaluations == 1):
-            self._table.row(progress)
-        if progress.accepted:
-            self._ask_callback()
-        if optimizer.run.interrupted and not optimizer.has_ended:
-            optimizer.stop("signal")
-        if self._files is not None:
-            self._files.evaluated(ended=optimizer.has_ended)
-
-    def _outcome(self, request: EvaluationRequest) -> tuple[float, Any, BaseException | None]:
-        """The value and the vector that are wanted, or the error of the user's function, of which all ranks learn."""
-        try:
-            if request.direction is None:
-                return (*self._functions.value_and_gradient(request.x), None)
-            return 0.0, self._functions.product(request.x, request.direction), None
-        except (Exception, SystemExit) as error:
-            return 0.0, None, error
-
-    def _ask_callback(self) -> None:
-        """Call the callback after an iteration, whose point is still that of the last request."""
-        if not self._watched:
-            return
-        optimizer = self._optimizer
-        stops = self._callback.stops_any(self._intermediate, self._world)
-        if optimizer.has_ended:
-            return
-        is_over = self._seconds is not None and time.perf_counter() - self._began >= self._seconds
-        if stops:
-            optimizer.stop("callback")
-        elif on_any(self._world, is_over):
-            optimizer.stop("seconds")
-
-    def _intermediate(self) -> OptimizeResult:
-        progress, x = self._optimizer.progress, self._unknowns.shown_to_user()
-        return OptimizeResult(x=x, fun=progress.value, nit=progress.iterations, nfev=progress.evaluations)
+def _outcome(functions: Functions, request: EvaluationRequest) -> tuple[float, Any, BaseException | None]:
+    """The value and the vector that are wanted, or the error of the user's function, of which all ranks learn."""
+    try:
+        if request.direction is None:
+            return (*functions.value_and_gradient(request.x), None)
+        return 0.0, functions.product(request.x, request.direction), None
+    except (Exception, SystemExit) as error:
+        return 0.0, None, error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, opening, world_of
+from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, world_of
 from mpishard.inverse.minimization import files_given, run_loop
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again
@@ -205,7 +206,7 @@ def _outer_loop(
     tolerance, before, lowest = _FIRST_TOLERANCE, math.inf, math.inf
     iterations = evaluations = stalled = 0
     same_penalty = True
-    watched = on_any(run.world, callback.is_given)
+    watch = Watch(run.world, callback)
     status, text = 1, f"stopped: the number of minimisations reached maxiter={maxiter}"
     while iterations < maxiter:
         # Multipliers change the Hessian of the augmented function little; another penalty is another function.
@@ -234,7 +235,7 @@ def _outer_loop(
                 break
             run.penalty *= _GROW
         before, tolerance = run.violation, tolerance * _TIGHTER
-        if watched and run.stops(callback, iterations, evaluations):
+        if watch.reason_to_stop(partial(run.intermediate, iterations, evaluations)):
             status, text = 99, "stopped: the callback raised StopIteration or returned True"
             break
     return OptimizeResult(
@@ -255,7 +256,7 @@ def _outer_loop(
 
 
 class _Multipliers:
-    """The augmented function with the multipliers of this rank. Methods but `value_and_gradient` are collective."""
+    """The augmented function with the multipliers of this rank. Methods are collective, unless they say otherwise."""
 
     def __init__(
         self,
@@ -339,20 +340,16 @@ class _Multipliers:
             return float(values[0])
         return math.fsum(values) if np.isfinite(values).all() else math.nan
 
-    def stops(self, callback: Callback, iterations: int, evaluations: int) -> bool:
-        """Return True if the callback of any rank wants to stop."""
-
-        def made() -> OptimizeResult:
-            return OptimizeResult(
-                x=self.unknowns.copy_of(self.unknowns.flat),
-                constr_violation=self.violation,
-                multipliers=self.multipliers.copy(),
-                penalty=self.penalty,
-                nit=iterations,
-                nfev=evaluations,
-            )
-
-        return callback.stops_any(made, self.world)
+    def intermediate(self, iterations: int, evaluations: int) -> OptimizeResult:
+        """The result after a minimisation, for the callback. Not collective."""
+        return OptimizeResult(
+            x=self.unknowns.copy_of(self.unknowns.flat),
+            constr_violation=self.violation,
+            multipliers=self.multipliers.copy(),
+            penalty=self.penalty,
+            nit=iterations,
+            nfev=evaluations,
+        )
 
 
 def _reals(what: str, given: Any) -> np.ndarray:

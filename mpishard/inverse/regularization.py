@@ -19,7 +19,7 @@ from mpishard.arguments import integer, number, shown
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.comm.axis import Axis
-from mpishard.comm.errors import raised_on_all
+from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import TERMS, Unknowns, has_names, world_of
 from mpishard.layout.tensors import ParameterSpec
@@ -179,9 +179,9 @@ class RegularizationTerm(ABC):
                     raise ValueError(f"weight is from {smallest:g} to {largest:g}, and must be finite and not negative")
 
     @property
-    def _axis(self) -> Axis:
+    def _axis(self) -> Axis | OneRank:
         """The axis along which the field is cut."""
-        return Axis.single() if self.mesh is None else self.mesh.tensor
+        return OneRank() if self.mesh is None else self.mesh.tensor
 
     @property
     @abstractmethod

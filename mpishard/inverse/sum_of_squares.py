@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
 from mpishard.comm.errors import OneRank
-from mpishard.inverse.functions import Callback, Functions, Unknowns, on_any, opening, world_of
+from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, world_of
 from mpishard.inverse.minimization import ElasticArguments, elastic_options, files_given, solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
@@ -518,7 +518,7 @@ def _message(status: int, options: Options, optimality: float) -> str:
 
 def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles | None) -> OptimizeResult:
     """Iterate until the method or the callback ends it.  Collective."""
-    is_first, watched = rows.world.rank == 0, on_any(rows.world, callback.is_given)
+    is_first, watch = rows.world.rank == 0, Watch(rows.world, callback)
     shows = settings.verbose == 2 and is_first
     if shows:
         print(_HEAD)
@@ -529,10 +529,9 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles 
         if shows:
             print(f"{state.iterations:>9} {state.nfev:>11} {state.cost:>17.10e} {state.optimality:>11.2e}", flush=True)
         status = state.status
-        if watched and state.iterations > called:
+        if state.iterations > called:
             called = state.iterations
-            made = partial(_intermediate, settings, state)
-            if callback.stops_any(made, rows.world) and status is None:
+            if watch.reason_to_stop(partial(_intermediate, settings, state)) and status is None:
                 status = _CALLBACK
                 break
         if files is not None and status is None and state.iterations:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from mpishard.checkpoint.index import write_index
-from mpishard.checkpoint.pieces import PieceReader, PieceValues, pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import CheckpointReader, PieceValues, pieces_file, stored_pieces, write_pieces
 from mpishard.layout.boxes import box_shape, boxes_of_range, whole_box
 
 ID = "0123456789abcdef" * 2
@@ -57,7 +57,7 @@ def save(folder, writers=3, *, facts=FACTS, compression=None, virtual=False):
     for writer in range(writers):
         mine = parts(writer, writers)
         write_pieces(folder / pieces_file(writer), mine, id=ID, writer=writer, compression=compression)
-        pieces += stored([part.where for part in mine], pieces_file(writer))
+        pieces += stored_pieces([part.where for part in mine], pieces_file(writer))
     index = {"tensors": TENSORS, "kinds": KINDS, "pieces": pieces, "facts": facts}
     write_index(folder / "index.h5", id=ID, generation=7, **index, virtual=virtual)
     return folder
@@ -67,11 +67,11 @@ def read(contents, kind, name, box=None):
     """A box of a tensor, by way of the pieces."""
     box = whole_box(TENSORS[name]) if box is None else box
     out = np.full(box_shape(box), np.nan, KINDS[kind])
-    with PieceReader(contents) as reader:
+    with CheckpointReader(contents) as reader:
         for piece in contents.pieces:
             if (piece.kind, piece.name) == (kind, name):
                 common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True)]
                 if all(a < b for a, b in common):
                     place = (slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
-                    reader.read(piece, tuple(common), out[(*place, ...)])
+                    reader.read_piece(piece, tuple(common), out[(*place, ...)])
     return out

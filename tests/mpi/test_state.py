@@ -320,10 +320,11 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
     optimizer, parameters = built(base, DDPOptimizer)
     train(optimizer, parameters)
     contents, total = save(folder, optimizer.state.capture(), base), Counter()
-    reader = "mpishard.checkpoint.pieces.PieceReader."
-    monkeypatch.setattr(reader + "read", lambda self, piece, inside, out: total.update({piece.kind: out.size}))
+    reader = "mpishard.checkpoint.pieces.CheckpointReader."
+    monkeypatch.setattr(reader + "read_piece", lambda self, piece, inside, out: total.update({piece.kind: out.size}))
     monkeypatch.setattr(
-        reader + "read_runs", lambda self, runs, out: [total.update({run.source.kind: run.size}) for run in runs]
+        reader + "read_ranges",
+        lambda self, ranges, out: [total.update({each.piece.kind: each.size}) for each in ranges],
     )
     for mesh in hybrid.meshes(base):
         total.clear()

@@ -17,9 +17,10 @@ import safetensors.numpy
 from sources import FACTS, KINDS, SHAPES, Arrays, write
 
 from mpishard.checkpoint import disk, folder
-from mpishard.checkpoint.archives import Archive, Stored, blocks, write_archive, write_plain
+from mpishard.checkpoint.archives import Archive, blocks, write_archive, write_plain
 from mpishard.checkpoint.folder import FileEntry, hash_file, read_manifest
 from mpishard.checkpoint.index import read_index
+from mpishard.checkpoint.pieces import CheckpointReader
 from mpishard.checkpoint.verify import Difference, Figures, differences, examine, figures, newest_whole, unlike
 from mpishard.layout.boxes import whole_box
 from mpishard.layout.run_state import link_name
@@ -52,7 +53,7 @@ def test_any_number_of_files(files, tmp_path):
     examined, _ = newest_whole(tmp_path / "one")
     contents = examined.contents
     assert examined.manifest.generation == contents.generation == 7 and examined.manifest.step == 5
-    with Stored(contents) as stored:
+    with CheckpointReader(contents) as stored:
         assert source.same(stored)
     assert np.array_equal(contents.facts.pop("losses"), FACTS["losses"])
     assert contents.facts == {name: value for name, value in FACTS.items() if name != "losses"}
@@ -183,7 +184,7 @@ def test_archives_go_and_come_back(suffix, tmp_path):
         assert source.same(archive)
         assert archive.facts == {name: value for name, value in FACTS.items() if name != "losses"}
         write(archive, tmp_path / "one")
-    with Stored(newest_whole(tmp_path / "one")[0].contents) as stored:
+    with CheckpointReader(newest_whole(tmp_path / "one")[0].contents) as stored:
         assert source.same(stored)
 
     theirs = dict(np.load(file)) if suffix == "npz" else safetensors.numpy.load_file(file)

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from mpishard.checkpoint import pieces as pieces_module
 from mpishard.checkpoint.index import read_index, write_index
 from mpishard.checkpoint.load import check_fits
-from mpishard.checkpoint.pieces import PieceReader, PieceValues, pieces_file, pieces_mark, stored, write_pieces
+from mpishard.checkpoint.pieces import (
+    CheckpointReader,
+    PieceValues,
+    pieces_file,
+    pieces_mark,
+    stored_pieces,
+    write_pieces,
+)
 from mpishard.layout.run_state import RunState, link_name
 from mpishard.layout.tensors import ParameterSpec
 
@@ -41,18 +48,18 @@ def test_a_box_with_gaps_is_read_a_block_at_a_time(tmp_path, monkeypatch, compre
     """So that memory for a second copy is never needed."""
     monkeypatch.setattr(pieces_module, "_BLOCK", 4)
     monkeypatch.setattr(pieces_module, "_LONG_ROW", long_row)
-    taken, real = [], PieceReader._read
+    taken, real = [], CheckpointReader._read
 
     def read(*arguments):
         taken.append(arguments[-1].size)
         real(*arguments)
 
-    monkeypatch.setattr(PieceReader, "_read", read)
+    monkeypatch.setattr(CheckpointReader, "_read", read)
     contents = read_index(save(tmp_path / "step", 1, compression=compression))
     (piece,) = [each for each in contents.pieces if (each.kind, each.name) == ("parameters", "plain.weight")]
     out = np.full((4, 9), np.nan)
-    with PieceReader(contents) as reader:
-        reader.read(piece, ((1, 4), (1, 6)), out[1:, 2:7])
+    with CheckpointReader(contents) as reader:
+        reader.read_piece(piece, ((1, 4), (1, 6)), out[1:, 2:7])
     assert np.array_equal(out[1:, 2:7], values("parameters", "plain.weight")[1:4, 1:6])
     assert np.isnan(out[0]).all() and np.isnan(out[:, [0, 1, 7, 8]]).all()
     assert sum(taken) in (15, 18) and max(taken) <= most
@@ -113,7 +120,7 @@ def test_a_writer_with_nothing_to_write(tmp_path):
     empty = PieceValues("parameters", "empty", ((0, 0), (0, 3)), np.empty((0, 3)))
     write_pieces(tmp_path / pieces_file(1), [empty], id=ID, writer=1)
     with h5py.File(tmp_path / pieces_file(1)) as h5:
-        assert stored([empty.where], pieces_file(1)) == [] == list(h5)
+        assert stored_pieces([empty.where], pieces_file(1)) == [] == list(h5)
 
 
 def test_values_that_do_not_fit_are_not_written(tmp_path):
@@ -143,7 +150,7 @@ def test_facts_that_cannot_be_stored(tmp_path, fact, message):
 
 
 def test_an_index_must_have_each_element_once(tmp_path):
-    pieces = stored([("parameters", "a", ((0, 2),)), ("parameters", "a", ((1, 4),))], pieces_file(0))
+    pieces = stored_pieces([("parameters", "a", ((0, 2),)), ("parameters", "a", ((1, 4),))], pieces_file(0))
     for wrong in (pieces, pieces[:1], pieces[1:], []):
         with pytest.raises(ValueError, match="parameters of tensor 'a'"):
             tables = {"tensors": {"a": (4,)}, "kinds": {"parameters": np.dtype("f8")}, "pieces": wrong, "facts": {}}

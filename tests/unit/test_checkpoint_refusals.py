@@ -504,15 +504,15 @@ def test_a_disk_that_fails_after_all_was_checked_is_told_of(tmp_path, mesh, monk
     with Checkpoints(tmp_path, mesh) as checkpoints:
         checkpoints.save(state(1))
         checkpoints.save(state(2))
-        real, failing = pieces.PieceReader.read_runs, ["step-00000002"]
+        real, failing = pieces.CheckpointReader.read_ranges, ["step-00000002"]
 
-        def read(reader, runs, out):
-            runs = list(runs)
-            if reader._contents.folder.name in failing and runs[0].source.kind == RUN_KINDS[-1]:
+        def read(reader, ranges, out):
+            ranges = list(ranges)
+            if reader._contents.folder.name in failing and ranges[0].piece.kind == RUN_KINDS[-1]:
                 raise ValueError("input/output error")
-            real(reader, runs, out)
+            real(reader, ranges, out)
 
-        monkeypatch.setattr(pieces.PieceReader, "read_runs", read)
+        monkeypatch.setattr(pieces.CheckpointReader, "read_ranges", read)
         found = state(0, empty=True)
         with pytest.warns(RuntimeWarning, match="input/output error"):
             assert checkpoints.load(found).facts["step"] == 1

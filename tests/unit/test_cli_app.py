@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from sources import SHAPES, Arrays, write
 
-from mpishard.checkpoint.archives import Stored
+from mpishard.checkpoint.pieces import CheckpointReader
 from mpishard.checkpoint.verify import newest_whole
 from mpishard.cli import main
 from mpishard.cli.app import _COMMANDS
@@ -339,7 +339,7 @@ def test_export_and_import(suffix, saved, tmp_path, shell):
     assert shell("import", file, tmp_path / "step-00000004", "--step", 4)[0] == 0
     examined, _ = newest_whole(tmp_path)
     assert examined.folder.name == "step-00000004" and examined.manifest.step == 4
-    with Stored(examined.contents) as stored:
+    with CheckpointReader(examined.contents) as stored:
         assert Arrays(1).same(stored)
 
 
