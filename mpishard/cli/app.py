@@ -23,6 +23,7 @@ _COMMANDS = {
     "estimate": ("estimate", "Compare the layouts of a model on a number of ranks."),
     "bench": ("bench", "Measure how fast the ranks compute and communicate."),
     "run": ("run", "Run a command on several ranks, and again when some are lost."),
+    "script": ("script", "Print a batch script for Slurm."),
     "resize": ("resize", "Change the number of workers of a run in progress."),
     "plot": ("plot", "Draw a run: loss and other series, speed, workers, time, bytes."),
     "top": ("top", "Show live how a run stands, and what its ranks spend time on."),

@@ -27,7 +27,7 @@ def test_no_summary_is_cut(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
     commands = shown.partition("Commands:\n")[2].splitlines()
-    assert len(commands) == 16 and all(line.endswith(".") and "..." not in line for line in commands)
+    assert len(commands) == 17 and all(line.endswith(".") and "..." not in line for line in commands)
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -145,6 +145,39 @@ def test_a_script_means_this_python(tmp_path):
     command = [sys.executable, "-m", "mpishard", "run", "-n", "1", str(script), "--steps", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "--steps 3\n"), done.stderr
+
+
+def test_a_batch_script_has_what_it_is_given(capsys):
+    assert (
+        main(["script", "slurm", "--nodes", "2", "--ntasks=8", "--time", "1-12:00:00", "--mail-type", "END,FAIL"]) == 0
+    )
+    printed = capsys.readouterr().out.splitlines()
+    own = (Path(__file__).parents[2] / "slurm" / "train.sbatch").read_text().splitlines()
+    given = ["--nodes=2", "--ntasks=8", "--time=1-12:00:00", "--mail-type=END,FAIL"]
+    assert [f"#SBATCH {each}" in printed for each in given] == [True] * 4
+    head = [line for line in printed if line.startswith("#SBATCH")]
+    assert head == printed[1 : len(head) + 1] and len(head) == 10
+    # Elsewhere it differs in how it calls itself, and in who has printed it.
+    assert {line for line in printed if line not in own and "train.sbatch" not in line} - set(head) == {
+        f"# Printed by mpishard script slurm of mpishard {VERSION}."
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["Slurm"], "script is 'Slurm'; choose one of slurm, array, elastic"),
+        (["slurm", "--array", "0-3"], "--array 0-3 is for a sweep"),
+        (["slurm", "--nodes", "5"], "5 nodes for 4 tasks; give --ntasks"),
+        (["slurm", "--account", "a\n#SBATCH --exclusive"], "--account"),
+        (["slurm", "--", "python"], "must begin with a training script"),
+        (["slurm", "--", "-m", "train"], "must begin with a training script"),
+    ],
+)
+def test_a_batch_script_that_cannot_be(words, said, capsys):
+    assert main(["script", *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and not shown.out
 
 
 # ``mpishard inspect``, ``verify``, ``convert``, ``export``, ``import`` and ``diff`` as a user calls them.
