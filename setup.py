@@ -14,7 +14,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 # Folders of the repository that an installed mpishard has inside it; pyproject.toml names their files.
-INSIDE = ("slurm",)
+INSIDE = ("examples", "slurm")
 # Links to files of the repository, and pictures from there.
 _LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
 

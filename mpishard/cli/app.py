@@ -18,6 +18,7 @@ from mpishard.version import VERSION
 # The module of each command, and its line in the list of commands.  A module is imported when its command is run:
 # the list opens no files that it does not need, and starts no MPI.
 _COMMANDS = {
+    "example": ("example", "Write an example to the current folder, or list all of them."),
     "info": ("info", "Show what this MPI and this machine can do, and what is wrong."),
     "schedule": ("schedule", "Draw a pipeline schedule, with its bubble and its memory."),
     "estimate": ("estimate", "Compare the layouts of a model on a number of ranks."),

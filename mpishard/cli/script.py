@@ -1,4 +1,4 @@
-"""``mpishard script``: the batch scripts of ``slurm/``, filled in, each as one file; and where such folders are."""
+"""``mpishard script``: the batch scripts of ``slurm/``, filled in, each as one file; and where that folder is."""
 
 from __future__ import annotations
 

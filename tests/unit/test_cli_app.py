@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def test_no_summary_is_cut(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
     commands = shown.partition("Commands:\n")[2].splitlines()
-    assert len(commands) == 17 and all(line.endswith(".") and "..." not in line for line in commands)
+    assert len(commands) == 18 and all(line.endswith(".") and "..." not in line for line in commands)
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -145,6 +146,47 @@ def test_a_script_means_this_python(tmp_path):
     command = [sys.executable, "-m", "mpishard", "run", "-n", "1", str(script), "--steps", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "--steps 3\n"), done.stderr
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_examples_are_listed_with_a_line_each(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert main(["example"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert sorted(rows) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert rows["digits"].startswith("The smallest complete script") and max(map(len, rows.values())) < 300
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_an_example_is_written_with_what_it_needs(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["example", name]) == 0
+    written = {path.name for path in tmp_path.iterdir()}
+    said = capsys.readouterr().out
+    assert f"{name}.py" in written and f" python {name}.py" in said and "examples/" not in said
+    others = {path.name for path in EXAMPLES.iterdir() if path.suffix != ".png"} - written
+    for path in tmp_path.iterdir():
+        text = path.read_text()
+        assert text == (EXAMPLES / path.name).read_text()
+        # Modules by what imports them, other files by their names.
+        needed = set(re.findall(r"^from (\w+) import|^import (\w+)$", text, re.MULTILINE))
+        assert not {f"{module}.py" for pair in needed for module in pair} & others
+        assert not [other for other in others if not other.endswith(".py") and other in text]
+    # Not written over, and nothing is written if one of its files is there.
+    kept = tmp_path / max(written)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    kept.write_text("mine")
+    assert main(["example", name]) == 2
+    assert f"{kept.name} would be written over" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [kept] and kept.read_text() == "mine"
+
+
+def test_an_example_that_is_not_there(capsys):
+    assert main(["example", "../setup"]) == 2
+    assert "no example is called '../setup'" in capsys.readouterr().err
 
 
 def test_a_batch_script_has_what_it_is_given(capsys):
