@@ -196,7 +196,7 @@ def info(
     # If MPI is broken each rank may be alone in its world; then only the launcher knows which rank is the first.
     if world.size == 1 and launch is not None and launch.rank > 0:
         return
-    _meet(world)
+    meet(world)
     facts = world.gather(collect(world))
     if facts is None:
         return
@@ -215,7 +215,7 @@ def info(
         raise typer.Exit(1)
 
 
-def _meet(world: MPI.Intracomm) -> None:
+def meet(world: MPI.Intracomm) -> None:
     """Wait for all ranks with a time limit: this command must work if ranks cannot communicate."""
 
     def give_up() -> None:
