@@ -222,6 +222,30 @@ def test_a_batch_script_that_cannot_be(words, said, capsys):
     assert said in shown.err and not shown.out
 
 
+def test_each_rank_has_a_file_of_its_output(tmp_path):
+    """What is in a file stays; the terminal has what the supervisor says."""
+    script, logs = tmp_path / "train.py", tmp_path / "logs" / "first"
+    script.write_text(
+        "import mpishard, sys; mesh = mpishard.Mesh()\nfor f in sys.stdout, sys.stderr: print(mesh.rank, file=f)"
+    )
+    logs.mkdir(parents=True)
+    (logs / "rank-1.log").write_text("before\n")
+    options = ["--log-dir", "logs/first", "-n", "2"]
+    command = [sys.executable, "-m", "mpishard", "run", *options, "python", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "") and f"{logs}/rank-0.log" in done.stderr, done.stderr
+    assert {path.name: path.read_text().split() for path in logs.iterdir()} == {
+        "rank-0.log": ["0", "0"],
+        "rank-1.log": ["before", "1", "1"],
+    }
+
+
+def test_a_folder_of_output_that_cannot_be(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["run", "--log-dir", str(tmp_path / "file" / "logs"), "-n", "1", "true"]) == 2
+    assert f"{tmp_path}/file/logs: Not a directory" in capsys.readouterr().err
+
+
 # ``mpishard inspect``, ``verify``, ``convert``, ``export``, ``import`` and ``diff`` as a user calls them.
 
 
