@@ -1,6 +1,7 @@
-"""What pyproject.toml cannot say: the addresses of a release, which all begin with the home in `[tool.mpishard]`.
+"""What pyproject.toml cannot say: the packages of a release, and its addresses.
 
-Without a home a build has no addresses, and the links of its description are those of the README.
+All addresses begin with the home in `[tool.mpishard]`.  Without a home a build has none, and the links of its
+description are those of the README.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+# Folders of the repository that an installed mpishard has inside it; pyproject.toml names their files.
+INSIDE = ("examples", "slurm")
 # Links to files of the repository, and pictures from there.
 _LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
 
@@ -38,6 +41,8 @@ if __name__ == "__main__":
     assert found is not None
     version, readme = found[1], (HERE / "README.md").read_text()
     setup(
+        packages=[*find_packages(include=["mpishard", "mpishard.*"]), *(f"mpishard.{each}" for each in INSIDE)],
+        package_dir={f"mpishard.{each}": each for each in INSIDE},
         long_description=description(readme, home, version) if home else readme,
         long_description_content_type="text/markdown",
         project_urls=addresses(home, version) if home else {},

@@ -18,11 +18,14 @@ from mpishard.version import VERSION
 # The module of each command, and its line in the list of commands.  A module is imported when its command is run:
 # the list opens no files that it does not need, and starts no MPI.
 _COMMANDS = {
+    "example": ("example", "Write an example to the current folder, or list all of them."),
     "info": ("info", "Show what this MPI and this machine can do, and what is wrong."),
+    "selftest": ("selftest", "Test this installation on these ranks, in some seconds."),
     "schedule": ("schedule", "Draw a pipeline schedule, with its bubble and its memory."),
     "estimate": ("estimate", "Compare the layouts of a model on a number of ranks."),
     "bench": ("bench", "Measure how fast the ranks compute and communicate."),
     "run": ("run", "Run a command on several ranks, and again when some are lost."),
+    "script": ("script", "Print a batch script for Slurm."),
     "resize": ("resize", "Change the number of workers of a run in progress."),
     "plot": ("plot", "Draw a run: loss and other series, speed, workers, time, bytes."),
     "top": ("top", "Show live how a run stands, and what its ranks spend time on."),
@@ -37,7 +40,7 @@ _COMMANDS = {
 }
 # Commands that communicate with other ranks, or ask MPI what it can do.  The others at most load MPI, for code that
 # they share with training: Open MPI started without its mpirun leaves a folder and a segment of shared memory behind.
-_WITH_MPI = ("info", "bench")
+_WITH_MPI = ("info", "selftest", "bench")
 # The shells that typer knows, and what it does for them.
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 _COMPLETION = ("--install-completion", "--show-completion")
@@ -130,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What a user got wrong (ValueError, OSError, usage) is one line on stderr and code 2; wrong usage and values, which
     all ranks under mpirun share, are shown by the first.  Collective for the commands that run on several ranks,
-    ``info`` and ``bench``.
+    ``info``, ``selftest`` and ``bench``.
 
     Parameters
     ----------

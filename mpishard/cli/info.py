@@ -136,15 +136,23 @@ def _blas(first: Facts) -> str:
 
 
 def _products(first: Facts) -> str:
-    """The libraries for matrix products: by library the dtypes or kinds that it does."""
-    text, chosen = first.processor.products, first.processor.products_chosen
-    by = f", chosen by {VARIABLE}" if chosen else ""
-    if text in ("", NUMPY):
-        return f"by BLAS{by or '; the extras mkl and onednn bring libraries that are faster on some processors'}"
+    """The libraries for matrix products, and whether an extra brings faster ones for this processor."""
+    processor = first.processor
+    text, fast = processor.products or NUMPY, processor.products_fast or NUMPY
+    found = "by BLAS" if text == NUMPY else _by_library(text)
+    if processor.products_chosen:
+        return f"{found}, chosen by {VARIABLE}"
+    if fast not in (NUMPY, text):
+        return f"{found}; pip install 'mpishard[fast]' brings what is faster on this processor, {_by_library(fast)}"
+    return f"{found}; no other library is known to be faster on this processor" if text == NUMPY else found
+
+
+def _by_library(products: str) -> str:
+    """By library the dtypes or kinds that it does."""
     kinds: dict[str, list[str]] = {}
-    for kind, _, library in (pair.partition("=") for pair in text.split(",")):
+    for kind, _, library in (pair.partition("=") for pair in products.split(",")):
         kinds.setdefault(library, []).append(kind)
-    return "; ".join(f"{library}: {', '.join(of)}" for library, of in sorted(kinds.items())) + by
+    return "; ".join(f"{library}: {', '.join(of)}" for library, of in sorted(kinds.items()))
 
 
 def _memory(first: Facts) -> str:
@@ -196,7 +204,7 @@ def info(
     # If MPI is broken each rank may be alone in its world; then only the launcher knows which rank is the first.
     if world.size == 1 and launch is not None and launch.rank > 0:
         return
-    _meet(world)
+    meet(world)
     facts = world.gather(collect(world))
     if facts is None:
         return
@@ -215,7 +223,7 @@ def info(
         raise typer.Exit(1)
 
 
-def _meet(world: MPI.Intracomm) -> None:
+def meet(world: MPI.Intracomm) -> None:
     """Wait for all ranks with a time limit: this command must work if ranks cannot communicate."""
 
     def give_up() -> None:

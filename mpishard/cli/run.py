@@ -35,6 +35,7 @@ def run(
     multiple_of: Annotated[int, typer.Option(help="Ranks are a multiple of this: tensor x pipeline sizes.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="Most restarts in succession without a new step.")] = 3,
     folder: Annotated[Path | None, typer.Option(help="The run's own folder, seen by all hosts.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for the output of each rank, rank-N.log.")] = None,
     launcher: Annotated[str | None, typer.Option(help="Default: the mpirun next to this Python.")] = None,
     remote_shell: Annotated[str | None, typer.Option(help="What reaches a host; default: ssh.")] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that ranks get to leave on SIGTERM.")] = 30.0,
@@ -64,6 +65,9 @@ def run(
     on from its newest checkpoint by Checkpoints(...) and resume=True.  A failure that comes back at the same step ends
     the run.
 
+    With --log-dir what the ranks write goes to their files and not to the terminal; a start adds to what is there.
+    Workers that an elastic run spawns later still write to the terminal.
+
     SIGTERM and Ctrl-C let the ranks leave (they see SIGTERM, under Open MPI SIGUSR1) and then end them; SIGUSR1 is
     passed on.  A command that begins with python, or with a file NAME.py, means this Python.  A script or module that
     Python runs is run by mpishard.launch.worker, which notes how it ended.
@@ -79,7 +83,10 @@ def run(
         launcher,
         grace,
         ProgressLimits(start_limit, step_limit, heal_limit, end_limit),
+        None if log_dir is None else str(log_dir.absolute()),
     )
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
     # The supervisor replaces this process: it runs without MPI, which may be running here if a launcher started this.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():

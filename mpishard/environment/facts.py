@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_info
 
 from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.gemm.choice import Choice, chosen_by_variable, faster_here
-from mpishard.backend.gemm.libraries import installed, is_intel, loadable, multiplies_bfloat16
+from mpishard.backend.gemm.libraries import TAKES, installed, is_intel, loadable, multiplies_bfloat16
 from mpishard.backend.optional_library import device_libraries
 from mpishard.backend.process import chosen_by_user, cpu_quota, own_cores
 from mpishard.comm.capabilities import Capabilities, claims_device_buffers, could_heal_in_place, heals_in_place, probe
@@ -229,6 +229,8 @@ class Processor:
         `mpishard.backend.gemm.choice`; empty on other ranks than 0.
     products_chosen : str
         What the user chose by MPISHARD_PRODUCTS; empty without a choice.
+    products_fast : str
+        As `products`, if the extra ``fast`` were installed and the user had no choice; empty where it has no packages.
     """
 
     blas: tuple[Blas, ...]
@@ -237,6 +239,7 @@ class Processor:
     cpu_quota: float | None
     products: str = ""
     products_chosen: str = ""
+    products_fast: str = ""
 
 
 @dataclass(frozen=True)
@@ -364,6 +367,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             cpu_quota=None if math.isinf(quota) else quota,
             products=_products() if comm.rank == 0 else "",
             products_chosen=chosen_by_variable(),
+            products_fast=_products_fast() if comm.rank == 0 else "",
         ),
         memory=Memory(
             gpus=gpus,
@@ -413,6 +417,13 @@ def _products() -> str:
         with contextlib.suppress(ValueError):  # it is among the findings
             return str(Choice.parse(forced).limited_to(libraries))
         return ""
+    return str(faster_here(libraries, intel=is_intel(), bfloat16=multiplies_bfloat16()))
+
+
+def _products_fast() -> str:
+    if platform.machine() != "x86_64":
+        return ""
+    libraries = {*loadable(), *TAKES} - {each.library for each in _blas()}  # NumPy may multiply by one of them
     return str(faster_here(libraries, intel=is_intel(), bfloat16=multiplies_bfloat16()))
 
 

@@ -54,6 +54,8 @@ _LOOK_S = 0.2  # between two looks into the run's folder
 _END_S = 3.0  # for a launcher to end its job
 _END_WITHOUT_S = 0.5  # the same, if it waits for a host that does not answer
 _ALONE_S = 10.0  # and after all its processes are gone: Open MPI's was seen to wait for ever after an abort
+# Runs a command with its output in the file of its rank below a folder; every start of a job adds to it.
+_INTO_FILE = 'mkdir -p "$0" && exec "$@" >>"$0/rank-${OMPI_COMM_WORLD_RANK-$PMI_RANK}.log" 2>&1'
 _STOP, _PASS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1
 
 
@@ -70,6 +72,7 @@ class Job:
     launcher: str | None = None  # default: the launcher of the MPI next to this Python
     grace: float = 30.0  # seconds for ranks to stop after SIGTERM
     limits: ProgressLimits = ProgressLimits()
+    log_dir: str | None = None  # folder for a file of each rank's output; default: the launcher passes it on
 
 
 class Supervisor:
@@ -90,6 +93,8 @@ class Supervisor:
         self.ranks = ranks
         self.launcher: Launcher = find_launcher(job.launcher)
         self._command = with_runner(job.command, elsewhere=bool(self.hosts))
+        if job.log_dir is not None:
+            self._command = ["sh", "-c", _INTO_FILE, job.log_dir, *self._command]
         self._line = ""  # the command line of the last start, as a user would type it
         self._leftovers = Leftovers()  # of the last start
         self._signals: list[int] = []
@@ -166,6 +171,8 @@ class Supervisor:
         if line != self._line:
             self._line = line
             self._say(f"starts {line}")
+            if job.log_dir is not None:
+                self._say(f"the output of rank 0 goes to {job.log_dir}/rank-0.log, and so for the others")
         return subprocess.Popen(
             [*words, *self._command],
             stdin=subprocess.DEVNULL,

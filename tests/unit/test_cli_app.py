@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def test_no_summary_is_cut(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
     commands = shown.partition("Commands:\n")[2].splitlines()
-    assert len(commands) == 16 and all(line.endswith(".") and "..." not in line for line in commands)
+    assert len(commands) == 19 and all(line.endswith(".") and "..." not in line for line in commands)
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -145,6 +146,104 @@ def test_a_script_means_this_python(tmp_path):
     command = [sys.executable, "-m", "mpishard", "run", "-n", "1", str(script), "--steps", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "--steps 3\n"), done.stderr
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_examples_are_listed_with_a_line_each(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert main(["example"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert sorted(rows) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert rows["digits"].startswith("The smallest complete script") and max(map(len, rows.values())) < 300
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_an_example_is_written_with_what_it_needs(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["example", name]) == 0
+    written = {path.name for path in tmp_path.iterdir()}
+    said = capsys.readouterr().out
+    assert f"{name}.py" in written and f" python {name}.py" in said and "examples/" not in said
+    others = {path.name for path in EXAMPLES.iterdir() if path.suffix != ".png"} - written
+    for path in tmp_path.iterdir():
+        text = path.read_text()
+        assert text == (EXAMPLES / path.name).read_text()
+        # Modules by what imports them, other files by their names.
+        needed = set(re.findall(r"^from (\w+) import|^import (\w+)$", text, re.MULTILINE))
+        assert not {f"{module}.py" for pair in needed for module in pair} & others
+        assert not [other for other in others if not other.endswith(".py") and other in text]
+    # Not written over, and nothing is written if one of its files is there.
+    kept = tmp_path / max(written)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    kept.write_text("mine")
+    assert main(["example", name]) == 2
+    assert f"{kept.name} would be written over" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [kept] and kept.read_text() == "mine"
+
+
+def test_an_example_that_is_not_there(capsys):
+    assert main(["example", "../setup"]) == 2
+    assert "no example is called '../setup'" in capsys.readouterr().err
+
+
+def test_a_batch_script_has_what_it_is_given(capsys):
+    assert (
+        main(["script", "slurm", "--nodes", "2", "--ntasks=8", "--time", "1-12:00:00", "--mail-type", "END,FAIL"]) == 0
+    )
+    printed = capsys.readouterr().out.splitlines()
+    own = (Path(__file__).parents[2] / "slurm" / "train.sbatch").read_text().splitlines()
+    given = ["--nodes=2", "--ntasks=8", "--time=1-12:00:00", "--mail-type=END,FAIL"]
+    assert [f"#SBATCH {each}" in printed for each in given] == [True] * 4
+    head = [line for line in printed if line.startswith("#SBATCH")]
+    assert head == printed[1 : len(head) + 1] and len(head) == 10
+    # Elsewhere it differs in how it calls itself, and in who has printed it.
+    assert {line for line in printed if line not in own and "train.sbatch" not in line} - set(head) == {
+        f"# Printed by mpishard script slurm of mpishard {VERSION}."
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["Slurm"], "script is 'Slurm'; choose one of slurm, array, elastic"),
+        (["slurm", "--array", "0-3"], "--array 0-3 is for a sweep"),
+        (["slurm", "--nodes", "5"], "5 nodes for 4 tasks; give --ntasks"),
+        (["slurm", "--account", "a\n#SBATCH --exclusive"], "--account"),
+        (["slurm", "--", "python"], "must begin with a training script"),
+        (["slurm", "--", "-m", "train"], "must begin with a training script"),
+    ],
+)
+def test_a_batch_script_that_cannot_be(words, said, capsys):
+    assert main(["script", *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and not shown.out
+
+
+def test_each_rank_has_a_file_of_its_output(tmp_path):
+    """What is in a file stays; the terminal has what the supervisor says."""
+    script, logs = tmp_path / "train.py", tmp_path / "logs" / "first"
+    script.write_text(
+        "import mpishard, sys; mesh = mpishard.Mesh()\nfor f in sys.stdout, sys.stderr: print(mesh.rank, file=f)"
+    )
+    logs.mkdir(parents=True)
+    (logs / "rank-1.log").write_text("before\n")
+    options = ["--log-dir", "logs/first", "-n", "2"]
+    command = [sys.executable, "-m", "mpishard", "run", *options, "python", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "") and f"{logs}/rank-0.log" in done.stderr, done.stderr
+    assert {path.name: path.read_text().split() for path in logs.iterdir()} == {
+        "rank-0.log": ["0", "0"],
+        "rank-1.log": ["before", "1", "1"],
+    }
+
+
+def test_a_folder_of_output_that_cannot_be(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["run", "--log-dir", str(tmp_path / "file" / "logs"), "-n", "1", "true"]) == 2
+    assert f"{tmp_path}/file/logs: Not a directory" in capsys.readouterr().err
 
 
 # ``mpishard inspect``, ``verify``, ``convert``, ``export``, ``import`` and ``diff`` as a user calls them.

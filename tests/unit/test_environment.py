@@ -14,6 +14,7 @@ from mpishard.cli import main
 from mpishard.cli.info import rows, show
 from mpishard.comm.capabilities import Capabilities
 from mpishard.environment import Facts, findings, launch_of, launches
+from mpishard.environment import facts as facts_of_process
 from mpishard.environment.facts import Gpu, collect_devices, gpus_of_driver
 from mpishard.launch.detection import foreign_launch
 from mpishard.launch.launchers import Launcher
@@ -27,7 +28,7 @@ PRINTED = (
     '"without_han": true, "mpirun": {"path": "/opt/bin/mpirun", "family": "Open MPI"}, "mpirun_on_path": null, '
     '"h5py_mpi": false, "h5py_lacks": [], "blas": [{"library": "openblas", "version": "0.3.31", "kernels": "Haswell", '
     '"threads": 4}], "blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "products": "", '
-    '"products_chosen": "", "gpus": 0, "pins_memory": false, "locked_memory": 8388608, '
+    '"products_chosen": "", "products_fast": "", "gpus": 0, "pins_memory": false, "locked_memory": 8388608, '
     '"shared_memory": 68719476736, "shared_memory_free": 34359738368, "gpu_list": [], "gpu_of_rank": null, '
     '"driver_cuda": "", "cupy_cuda": "", "device_libraries": {}, "claims_device_buffers": false, '
     '"cupy_packages": []}'
@@ -360,17 +361,51 @@ def test_nothing_is_asked_about_gpus_where_there_is_none(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("products", "chosen", "shown"),
+    ("products", "fast", "chosen", "shown"),
     [
-        ("numpy", "", "by BLAS; the extras mkl and onednn bring libraries that are faster on some processors"),
-        ("numpy", "numpy", "by BLAS, chosen by MPISHARD_PRODUCTS"),
-        ("float32.plain=mkl,bfloat16.plain=onednn", "", "mkl: float32.plain; onednn: bfloat16.plain"),
-        ("float32=mkl", "float32=mkl", "mkl: float32, chosen by MPISHARD_PRODUCTS"),
+        ("numpy", "numpy", "", "by BLAS; no other library is known to be faster on this processor"),
+        (
+            "numpy",
+            "bfloat16=onednn,float32=mkl",
+            "",
+            "by BLAS; pip install 'mpishard[fast]' brings what is faster on this processor, mkl: float32; "
+            "onednn: bfloat16",
+        ),
+        (
+            "float32=mkl",
+            "bfloat16=onednn,float32=mkl",
+            "",
+            "mkl: float32; pip install 'mpishard[fast]' brings what is faster on this processor, mkl: float32; "
+            "onednn: bfloat16",
+        ),
+        ("numpy", "float32=mkl", "numpy", "by BLAS, chosen by MPISHARD_PRODUCTS"),
+        ("float32.plain=mkl,bfloat16.plain=onednn", "", "", "mkl: float32.plain; onednn: bfloat16.plain"),
+        ("float32=mkl", "float32=mkl", "float32=mkl", "mkl: float32, chosen by MPISHARD_PRODUCTS"),
     ],
 )
-def test_libraries_for_products(products: str, chosen: str, shown: str) -> None:
-    facts = replace(GOOD, processor=replace(GOOD.processor, products=products, products_chosen=chosen))
+def test_libraries_for_products(products: str, fast: str, chosen: str, shown: str) -> None:
+    given = dict(products=products, products_chosen=chosen, products_fast=fast)
+    facts = replace(GOOD, processor=replace(GOOD.processor, **given))
     assert dict(rows([facts]))["products"] == shown
+
+
+@pytest.mark.parametrize(
+    ("machine", "intel", "bfloat16", "expected"),
+    [
+        ("x86_64", True, True, "bfloat16=onednn,float32=mkl,float64=mkl"),
+        ("x86_64", True, False, "float32=mkl,float64=mkl"),
+        ("x86_64", False, True, "bfloat16=onednn"),
+        ("x86_64", False, False, "numpy"),
+        ("aarch64", False, False, ""),
+    ],
+)
+def test_what_the_extra_fast_would_do(
+    machine: str, intel: bool, bfloat16: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts_of_process.platform, "machine", lambda: machine)
+    monkeypatch.setattr(facts_of_process, "is_intel", lambda: intel)
+    monkeypatch.setattr(facts_of_process, "multiplies_bfloat16", lambda: bfloat16)
+    assert facts_of_process._products_fast() == expected
 
 
 @pytest.mark.parametrize("columns", [60, 80])

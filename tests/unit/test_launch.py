@@ -20,6 +20,7 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
+from mpishard.cli import main
 from mpishard.comm.abort import _try_again
 from mpishard.launch import processes as processes_of_this_machine
 from mpishard.launch.exit_codes import START_AGAIN
@@ -535,13 +536,22 @@ def leave(tmp_path):
     (tmp_path / "train.py").touch()
     (tmp_path / "clock").write_text(CLOCK)
 
-    def run(deaf=0, answer="yes", state="RUNNING", fails=0, silent="no", code=START_AGAIN, **environment):
+    def run(
+        deaf=0,
+        answer="yes",
+        state="RUNNING",
+        fails=0,
+        silent="no",
+        code=START_AGAIN,
+        words=(str(TRAIN), "train.py"),
+        **environment,
+    ):
         given = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2", **environment}
         stand_ins = {"PATH": f"{tmp_path}:{os.defpath}", "BASH_ENV": str(tmp_path / "clock")}
         stand_ins |= {"DEAF": str(deaf), "ANSWER": answer, "STATE": state}
         stand_ins |= {"FAILS": str(fails), "SILENT": silent, "CODE": str(code)}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 30, "check": False}
-        done = subprocess.run(["bash", str(TRAIN), "train.py"], cwd=tmp_path, env={**given, **stand_ins}, **streams)
+        done = subprocess.run(["bash", *words], cwd=tmp_path, env={**given, **stand_ins}, **streams)
         requeued = tmp_path / "requeued"
         return done.stdout, done.returncode, requeued.read_text().split() if requeued.exists() else []
 
@@ -553,6 +563,24 @@ def test_a_job_is_queued_again_once_however_late_slurm_answers(leave, deaf, answ
     log, code, requeued = leave(deaf, answer)
     assert requeued == ["1"] and code == START_AGAIN, log
     assert log.count("job 1 leaves with code 75 and is queued again") == 1, log
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "elastic", "options"),
+    [
+        ("slurm", [], "", "--text a b"),
+        ("array", [], "", "--text a b --lr 1e-3 --output sweep-0-output/lr-1e-3"),
+        ("elastic", [], "--elastic ", "--text a b --workers 1"),
+        ("elastic", ["train.py", "of sbatch"], "--elastic ", "of sbatch --workers 1"),
+    ],
+)
+def test_a_printed_script_needs_no_other_file(kind, arguments, elastic, options, leave, tmp_path, capsys):
+    """And gives the training script the words that it was printed with, or those of sbatch."""
+    assert main(["script", kind, "--", "python", "train.py", "--text", "a b"]) == 0
+    (tmp_path / "printed").write_text(capsys.readouterr().out)
+    log, code, _ = leave(code=0, words=("printed", *arguments), SPARES="1", NOTES=str(tmp_path))
+    started = f"-m mpishard run {elastic}--folder {tmp_path}/.mpishard-job-cluster-1 -n 2 -- {tmp_path}/python train.py"
+    assert code == 0 and f"{started} {options} \n" in log, log
 
 
 def test_one_of_an_array_is_queued_again_by_its_full_name(leave):
