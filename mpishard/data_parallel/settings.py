@@ -12,7 +12,7 @@ with them (`NumericsFingerprint`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -67,11 +67,21 @@ class HasSettings(Protocol):
 class Settings:
     """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
-    `auxiliary` is state in addition to that of the rule; whoever changes one of its settings calls `note_change`.
+    `options` has those of the rule or method as text, but for the values that other code changes between two steps,
+    which `live` returns.  `auxiliary` is state in addition to that of the rule; whoever changes one of its settings
+    calls `note_change`.
     """
 
-    def __init__(self, optimizer: Configured, auxiliary: Sequence[HasSettings]) -> None:
+    def __init__(
+        self,
+        optimizer: Configured,
+        options: Callable[[], Mapping[str, str]],
+        live: Callable[[], LiveValues | None],
+        auxiliary: Sequence[HasSettings],
+    ) -> None:
         self._optimizer = optimizer
+        self._options = options
+        self._live = live
         self._auxiliary = auxiliary
         self._rule: Rule | Method | None = None
         self._config: ShardingConfiguration | None = None
@@ -87,8 +97,7 @@ class Settings:
     @property
     def live(self) -> LiveValues | None:
         """The settings that other code changes between two steps, if there are any."""
-        rule = self._optimizer.rule
-        return rule.live if isinstance(rule, Rule) else None
+        return self._live()
 
     @property
     def remedy(self) -> str:
@@ -122,7 +131,7 @@ class Settings:
         auxiliary = {name: value for each in self._auxiliary for name, value in each.settings.items()}
         names = {"optimizer": type(optimizer).__name__, "strategy": optimizer.strategy_class.__name__}
         described = {name: text_of(value) for name, value in (config | auxiliary).items()}
-        return {"mpishard": VERSION} | names | described | settings_of_rule(optimizer.rule)
+        return {"mpishard": VERSION, **names, **described, **self._options()}
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:
         """Further settings that decide how the state for these parameters is created and used."""
@@ -158,15 +167,16 @@ class Settings:
         self._fingerprint = fingerprint(settings)
 
 
-def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
-    """All settings that decide the steps of a rule or method; a function of the step appears as its values."""
-    settings = {"rule": type(rule).__qualname__}
+def settings_of_method(method: Method) -> dict[str, str]:
+    """All settings that decide the steps of a method."""
+    return {"rule": type(method).__qualname__, **_fields_of(method, ())}
+
+
+def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
+    """All settings that decide the steps of a rule; a function of the step appears as its values."""
+    live = rule.live
     # Values that other code changes between two steps are compared by themselves.
-    live = rule.live if isinstance(rule, Rule) else None
-    held = [field.name for field in fields(rule) if field.compare and (live is None or field.name not in live.names)]
-    settings |= {name: text_of(getattr(rule, name)) for name in held}
-    if isinstance(rule, Method):
-        return settings
+    settings = {"rule": type(rule).__qualname__, **_fields_of(rule, () if live is None else live.names)}
     settings.pop("lr", None)  # compared by value below: a number and a schedule may give the same rates
     settings["slots"] = ", ".join(f"{slot} from {text_of(rule.initial(slot))}" for slot in rule.slots)
     settings["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"
@@ -177,6 +187,11 @@ def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
     if isinstance(rule, Muon):
         settings |= settings_of_rule(rule.rest, "rest ")
     return {f"{of}{name}": text for name, text in settings.items()}
+
+
+def _fields_of(rule: Rule | Method, without: Collection[str]) -> dict[str, str]:
+    names = [field.name for field in fields(rule) if field.compare and field.name not in without]
+    return {name: text_of(getattr(rule, name)) for name in names}
 
 
 def changed_settings(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
