@@ -199,39 +199,66 @@ class ShardedOptimizer:
             On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
             unchanged.
         """
-        state, automatic = self.state, self.config.auto_sync_gradients
-        by_name = isinstance(parameters, FlatParameters)
-        synchronized = by_name and parameters.gradients.reduced
-        if by_name and state.parameters is parameters and gradients is None and not synchronized:
-            # The other ranks have started reductions in their backward pass; a rank without one starts them here.
-            reducer = state.strategy.reducer
-            reducer.end_pass()
+        summed = self._end_pass(parameters, gradients)
         named, problem = self._checked_arguments(parameters, gradients, count)
-        inspection = state.on_rank.inspection if state.is_bound else None
+        is_first, updates = not self.state.is_bound, summed or self.config.auto_sync_gradients
         largest = math.inf
-        if automatic or synchronized or inspection is None:
-            if automatic and inspection is not None and problem is None and gradients is not None:
-                largest = inspection.largest_ahead(gradients)
-            largest = agree_on_step(state.comparing_ranks, named, count, problem, self.settings, largest)
+        if is_first or updates:
+            largest = self._agree_on_step(named, gradients, count, problem)
         elif problem is not None:
             raise problem
         assert named is not None
-        if not state.is_bound:
+        if is_first:
             warn_if_initial_parameters_differ(self.mesh, named)
-        # Checked with the other arguments where it is bound already.
+        strategy = self._strategy_for(named)
+        if updates:
+            self._update_along(strategy, gradients, count, largest)
+        else:
+            strategy.reducer.accumulation.add(gradients)
+
+    def _end_pass(self, parameters: Array | FlatParameters, gradients: Array | None) -> bool:
+        """End the backward pass that a step of a model follows.  True if its gradients are summed over ranks already.
+
+        Collective over the data axis: the other ranks have started sums in their pass, and a rank without one, which
+        has no samples, starts them here.
+        """
+        if not isinstance(parameters, FlatParameters):
+            return False
+        summed = parameters.gradients.reduced
+        if self.state.parameters is parameters and gradients is None and not summed:
+            self.state.strategy.reducer.end_pass()
+        return summed
+
+    def _agree_on_step(
+        self,
+        named: FlatParameters | None,
+        gradients: Array | None,
+        count: float | None,
+        problem: Exception | None,
+    ) -> float:
+        """Raise on all ranks if any has a problem, or if arguments or settings differ.
+
+        Returns the largest absolute value of all ranks' gradients; infinity if only their sums tell.
+        """
+        state, largest = self.state, math.inf
+        if state.is_bound and gradients is not None and problem is None:
+            largest = state.on_rank.inspection.largest_ahead(gradients)
+        return agree_on_step(state.comparing_ranks, named, count, problem, self.settings, largest)
+
+    def _strategy_for(self, named: FlatParameters) -> Strategy:
+        """The strategy of checked parameters, which are bound if they are not yet."""
+        state = self.state
         strategy = state.strategy if named is state.parameters else self.bind(named)
         if self.config.reproducible:
             state.numerics.keep_products()
-        if automatic or synchronized:
-            if gradients is not None:
-                strategy.memory.use_external(gradients)
-            if inspection is not None:
-                inspection.note_largest(largest)
-            divisor = count if count is not None else self._calls() or self.axis.size
-            self.update(divisor, exchange_status=False)
-            return
-        accumulation = strategy.reducer.accumulation
-        accumulation.add(gradients)
+        return strategy
+
+    def _update_along(self, strategy: Strategy, gradients: Array | None, count: float | None, largest: float) -> None:
+        """Update along the gradients of all ranks: those of a model, or given ones, the `largest` of them known."""
+        if gradients is not None:
+            strategy.memory.use_external(gradients)
+        self.state.on_rank.inspection.note_largest(largest)
+        self.update(count if count is not None else self._calls() or self.axis.size, exchange_status=False)
 
     def _checked_arguments(
         self, parameters: Array | FlatParameters, gradients: Array | None, count: float | None
