@@ -283,10 +283,9 @@ def _divide(total, /, count):  # type: ignore[no-untyped-def]
     return total
 
 
-class LocalState:
-    """An `AuxiliaryState`: that of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
+class LocalState(AuxiliaryState):
+    """The state of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
 
-    # Most of its members are those of `AuxiliaryState`.
     may_differ: bool  # workers may differ although they have taken no separate step
     needs_consolidation = True
 

@@ -157,7 +157,7 @@ class MinimizationState(OptimizerState):
         return (*self._method.slots, POINT)
 
     def options(self) -> dict[str, str]:
-        return settings_of_method(self._method)
+        return super().options() | settings_of_method(self._method)
 
     def make_slots(self, parameters: FlatParameters, size: int) -> dict[str, Array]:
         names, like = self.slot_names, parameters.like

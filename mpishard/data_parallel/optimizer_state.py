@@ -8,9 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from mpishard.comm.agreement import opening
+from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
@@ -37,82 +37,74 @@ if TYPE_CHECKING:
 Array = Any
 
 
-class AuxiliaryState(Protocol):
+class AuxiliaryState:
     """State that an optimizer has in addition to that of its rule, such as the averages of `LocalSGDOptimizer`.
 
-    `OptimizerState` calls these methods, within its own of the same names; collective where those are.
+    `OptimizerState` calls these methods, within its own of the same names; collective where those are.  Here they are
+    those of a state without arrays and numbers, whose copies never differ; subclasses override what they have.
     """
+
+    # Copies that should be equal may differ, until `broadcast`.
+    may_differ: bool = False
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Settings that decide the steps; the same on all ranks."""
-        ...
+        return {}
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """Facts of a `RunState`; `check` and `restore` read them."""
-        ...
+        return {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays on this rank."""
-        ...
-
-    @property
-    def may_differ(self) -> bool:
-        """True if copies that should be equal may differ, until `broadcast`."""
-        ...
+        return 0
 
     @property
     def needs_consolidation(self) -> bool:
         """True if `consolidate` has something to do."""
-        ...
+        return False
 
     @property
     def synchronizes_next_step(self) -> bool:
         """True if the next update waits for the other data ranks."""
-        ...
+        return True
 
     @property
     def compares_next_step(self) -> bool:
         """True if all ranks, and not only those of one worker, compare their arguments of the next `step`."""
-        ...
+        return True
 
     def make(self, on_rank: RankState, counters: Counters) -> None:
         """Create the state that accompanies this state of the rule."""
-        ...
 
     def shards(self) -> tuple[Shard, ...]:
         """Its live arrays."""
-        ...
+        return ()
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless it can continue from these facts."""
-        ...
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from these facts, after its arrays were filled."""
-        ...
 
     def add_to(self, full: FullState, world: Axis) -> FullState:
         """A full state with this state too."""
-        ...
+        return full
 
     def fill(self, full: FullState) -> None:
         """Continue from a full state."""
-        ...
 
     def broadcast(self) -> None:
         """Make all copies of its arrays equal."""
-        ...
 
     def consolidate(self) -> None:
         """Bring all workers to one state."""
-        ...
 
     def abandon(self) -> None:
         """Drop what is pending, which cannot finish after a rank has died."""
-        ...
 
 
 class OptimizerState(ABC):
@@ -125,7 +117,7 @@ class OptimizerState(ABC):
     def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState] = ()) -> None:
         self.auxiliary = tuple(auxiliary)
         self.counters = Counters(optimizer.config.loss_scale)
-        self.settings = Settings(optimizer, self.options, self.live_values, self.auxiliary)
+        self.settings = Settings(optimizer, self.options, self.live_values)
         self.numerics = NumericsFingerprint()
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
@@ -153,9 +145,10 @@ class OptimizerState(ABC):
     def slot_names(self) -> tuple[str, ...]:
         """The names of the state arrays, each as large as the parameters, in their order."""
 
-    @abstractmethod
     def options(self) -> dict[str, str]:
-        """All settings of `rule` that decide the steps, as text."""
+        """All settings that decide the steps, apart from the configuration, as text."""
+        auxiliary = {name: value for each in self.auxiliary for name, value in each.settings.items()}
+        return {name: text_of(value) for name, value in auxiliary.items()}
 
     def live_values(self) -> LiveValues | None:
         """The settings of `rule` that other code changes between two steps, if there are any."""

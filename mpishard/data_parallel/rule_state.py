@@ -52,7 +52,7 @@ class RuleState(OptimizerState):
         return slot_names(self._rule)
 
     def options(self) -> dict[str, str]:
-        return settings_of_rule(self._rule)
+        return super().options() | settings_of_rule(self._rule)
 
     def live_values(self) -> LiveValues | None:
         return self._rule.live

@@ -12,7 +12,7 @@ with them (`NumericsFingerprint`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -57,19 +57,11 @@ class Configured(Protocol):
     def measure_norm(self) -> bool: ...
 
 
-class HasSettings(Protocol):
-    """State with settings, such as an `AuxiliaryState`."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-
 class Settings:
     """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
-    `options` has those of the rule or method as text, but for the values that other code changes between two steps,
-    which `live` returns.  `auxiliary` is state in addition to that of the rule; whoever changes one of its settings
-    calls `note_change`.
+    `options` returns those of its state as text, but for the values that other code changes between two steps, which
+    `live` returns.  Whoever changes one of the options calls `note_change`.
     """
 
     def __init__(
@@ -77,12 +69,10 @@ class Settings:
         optimizer: Configured,
         options: Callable[[], Mapping[str, str]],
         live: Callable[[], LiveValues | None],
-        auxiliary: Sequence[HasSettings],
     ) -> None:
         self._optimizer = optimizer
         self._options = options
         self._live = live
-        self._auxiliary = auxiliary
         self._rule: Rule | Method | None = None
         self._config: ShardingConfiguration | None = None
         self._known: Mapping[str, str] = {}  # `_fixed` of these two
@@ -128,9 +118,8 @@ class Settings:
         optimizer = self._optimizer
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
-        auxiliary = {name: value for each in self._auxiliary for name, value in each.settings.items()}
         names = {"optimizer": type(optimizer).__name__, "strategy": optimizer.strategy_class.__name__}
-        described = {name: text_of(value) for name, value in (config | auxiliary).items()}
+        described = {name: text_of(value) for name, value in config.items()}
         return {"mpishard": VERSION, **names, **described, **self._options()}
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:
@@ -220,22 +209,12 @@ def _value(function: Callable[[int], Any], step: int) -> str:
         return type(error).__name__
 
 
-class Compared(Protocol):
-    """Settings that ranks compare."""
-
-    @property
-    def fingerprint(self) -> int: ...
-    @property
-    def remedy(self) -> str: ...
-    def by_name(self) -> dict[str, str]: ...
-
-
 def agree_on_step(
     ranks: Axis | ModelParallelGroup,
     parameters: FlatParameters | None,
     count: float | None,
     problem: Exception | None,
-    settings: Compared | None = None,
+    settings: Settings | None = None,
     largest: float = math.inf,
 ) -> float:
     """Raise on all of some ranks if any has a problem, or if their arguments of `step` differ. Collective over them.
@@ -276,7 +255,7 @@ def agree_on_step(
     return float(shared[5:].view(np.float64)[0])
 
 
-def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool:
+def agree_on_beginning(world: Axis, has_begun: bool, settings: Settings) -> bool:
     """Return True if all ranks have taken a first step, False if none has. Collective over the ranks.
 
     Raises ValueError on every rank if only some have, or if settings differ.
