@@ -4,7 +4,7 @@ Input: a rule or a method, a mesh or a configuration, and at each step flat para
 Output: updated parameters on all ranks that need them, and a state that any layout can load.
 
 Read ``sharded_optimizer`` first, then a step in its order, ``strategies``, ``summation``, ``gradient_norm``,
-``update``; then ``optimizer_state``.  By subject:
+``rule_state``, ``update``; then ``optimizer_state``.  By subject:
 
 ========================  ============================================================================================
 what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``;
@@ -13,12 +13,12 @@ settings                  ``configuration``; ``settings``: as text by name, and 
                           ``validation``: checks on a rank
 gradient reduction        ``strategies``: which ``summation``; ``configuration``: the size of buckets
 division of the state     ``strategies``: which; ``ownership``: the ranges of a rank, and copies on ranks of one model
-a step                    ``sharded_optimizer``; ``gradient_norm``: clipping's, and NaN; ``update``, also by a
-                          method, with the norms of LAMB; ``rank_state``: tensors that rules need whole
-methods                   ``method_state``: a minimisation as state of an optimizer
-the state                 ``optimizer_state``: created, bound, saved, restored and rebuilt; ``rank_state``: the
-                          numbers, and the arrays of one rank with their layouts; ``full_state``: full tensors as one
-                          value for any layout, and as bytes
+a step                    ``sharded_optimizer``: its arguments; ``rule_state``: of a rule; ``gradient_norm``:
+                          clipping's, and NaN; ``update``, with the norms of LAMB; ``rank_state``: tensors that rules
+                          need whole; ``method_state``: of a method, which is an evaluation of its line search
+the state                 ``optimizer_state``: what rules and methods share: created, bound, saved, restored and
+                          rebuilt; ``rank_state``: the numbers, and the arrays of one rank with their layouts;
+                          ``full_state``: full tensors as one value for any layout, and as bytes
 state of Local SGD        ``local_sgd``: the averages and the steps in between
 ========================  ============================================================================================
 """

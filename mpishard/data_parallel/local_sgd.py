@@ -16,7 +16,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import Request
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
-from mpishard.data_parallel.optimizer_state import OptimizerState
+from mpishard.data_parallel.optimizer_state import AuxiliaryState
 from mpishard.data_parallel.rank_state import OUTER, Counters, RankState, make_slots
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -283,10 +283,9 @@ def _divide(total, /, count):  # type: ignore[no-untyped-def]
     return total
 
 
-class LocalState:
-    """An `AuxiliaryState`: that of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
+class LocalState(AuxiliaryState):
+    """The state of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
 
-    # Most of its members are those of `AuxiliaryState`.
     may_differ: bool  # workers may differ although they have taken no separate step
     needs_consolidation = True
 
@@ -559,8 +558,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self._local = LocalState(self, self._schedule, outer)
         super().__init__(rule, config)
 
-    def _make_state(self) -> OptimizerState:
-        return OptimizerState(self, [self._local, *self._state_of_rule()])
+    def _auxiliary_state(self) -> list[AuxiliaryState]:
+        return [self._local]
 
     @property
     def sync_every(self) -> int:

@@ -1,4 +1,4 @@
-"""The minimisation that a method runs in an optimizer: its numbers, its point, and who evaluates next.
+"""The state of an optimizer whose steps are the evaluations of a minimisation by a method, such as L-BFGS.
 
 With it the space of its vectors, whose elements are divided over ranks, and its options about each element, cut down to
 those that this rank updates.
@@ -6,24 +6,30 @@ those that this rank updates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpishard.arguments import flag
 from mpishard.backend import array as arrays
 from mpishard.comm.agreement import fingerprint
-from mpishard.comm.axis import Axis
-from mpishard.comm.errors import raised_on_all
+from mpishard.comm.errors import CaughtError, raised_on_all
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.ownership import spans_of
-from mpishard.data_parallel.rank_state import Counters, RankState, cut_full, gather_full
-from mpishard.data_parallel.settings import Configured, settings_of_rule
+from mpishard.data_parallel.rank_state import RankState, cut_full, gather_full
+from mpishard.data_parallel.settings import Configured, settings_of_method
 from mpishard.data_parallel.strategies import Strategy, ZeRO1
-from mpishard.layout.run_state import Shard, whole_fact
+from mpishard.data_parallel.validation import check_copies, check_method
+from mpishard.io import log
+from mpishard.layout.run_state import SLOT, whole_fact
+from mpishard.minimizers.descent import Descent
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.method import (
     ELEMENTS,
+    FAILURES,
     Limits,
     Method,
     Minimizer,
@@ -102,44 +108,178 @@ def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
     return gradient
 
 
+# The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
+POINT = "point"
 _METADATA = "minimizer.json"
 _BATCHES = "batches"  # in the metadata
 _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
+_ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
 
-class MethodState:
-    """The state of an optimizer with a method in addition to the method's vectors: an `AuxiliaryState`.
+class MinimizationState(OptimizerState):
+    """The state of an optimizer with a method: its slots are the method's vectors, and then the point.
 
-    `direction`, `whole`, `publish`, `show_best`, `show_point`, `begin_stage` and `make` are collective over the mesh.
+    `direction`, `whole`, `publish`, `tell_value`, `tell_product` and `update` are collective over the mesh.  Raises
+    ValueError if the method cannot work with the optimizer's configuration.
     """
 
-    # Most of its members are those of `AuxiliaryState`.
-    may_differ = False
-    synchronizes_next_step = True
-    compares_next_step = True
-    needs_consolidation = False
-
     def __init__(self, optimizer: Configured, method: Method) -> None:
-        self._optimizer = optimizer
+        check_method(type(optimizer).__name__, method, optimizer.config, optimizer.strategy_class)
         self._method = method
-        # Iterations so far, each of which has had a separate batch of samples; stages continue the count.
-        self.batches = 0
+        super().__init__(optimizer)
+        self._batches = 0  # iterations so far, each of which has had a batch of its own; stages continue the count
         self._moved = 0  # elements of the start that were outside of their bounds, until that is said
         self._minimizer: Minimizer | None = None
-        self._on_rank: RankState
-        self._whole: FlatParameters | None = None
+        self._strategy: Strategy
+        self._rows: Array  # the slots, one below the other, the point last
+        self._gradient: Array
+        self._space: ShardedSpace
+        self._direction: FlatParameters | None = None
+
+    # -- the method ---------------------------------------------------------------------------------------------------
 
     @property
-    def minimizer(self) -> Minimizer:
+    def rule(self) -> Method:
+        return self._method
+
+    @property
+    def minimizer(self) -> Minimizer | None:
+        return self._minimizer if self.is_bound else None
+
+    @property
+    def minimization(self) -> Minimizer:
         """The minimisation, once parameters are bound."""
         assert self._minimizer is not None
         return self._minimizer
 
-    # -- a step -----------------------------------------------------------------------------------------------------
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return (*self._method.slots, POINT)
+
+    def options(self) -> dict[str, str]:
+        return super().options() | settings_of_method(self._method)
+
+    def make_slots(self, parameters: FlatParameters, size: int) -> dict[str, Array]:
+        names, like = self.slot_names, parameters.like
+        self._rows = arrays.zeros(len(names) * size, like.dtype, like=like).reshape(len(names), size)
+        return dict(zip(names, self._rows, strict=True))
+
+    def check_fits(self, parameters: FlatParameters) -> None:
+        """A method works with any parameters; whether its options do is checked when it begins."""
+
+    def begin_stage(self, keep_history: Any) -> None:
+        if not self.is_bound:
+            raise ValueError(
+                "begin_stage continues from the last iterate, and this optimizer has no parameters yet: call it "
+                "between two calls of optimize, or after load_checkpoint; the first stage needs none"
+            )
+        with CaughtError() as caught:
+            keep_history = flag("keep_history", keep_history)
+        self.settings.agree({"keep_history": str(keep_history)}, caught.error)
+        minimizer = self.minimization
+        minimizer.point[...] = minimizer.best
+        if not keep_history:
+            minimizer.forget()
+        minimizer.begin()
+        self.publish(minimizer.point)
+
+    # -- a step: an evaluation of its line search ---------------------------------------------------------------------
+
+    def check_step(self) -> None:
+        raise TypeError(
+            f"{type(self._method).__name__} decides by the value, which step() does not have; use "
+            "optimizer.optimize(problem)"
+        )
+
+    def update(
+        self,
+        count: float,
+        *,
+        loss: float,
+        rate_factor: float,
+        nonfinite_loss: str,
+        interrupted: bool,
+        exchange_status: bool,
+    ) -> bool:
+        """Pass to the minimisation the evaluation that it wanted, and make its next point the parameters.
+
+        It wanted loss and gradient at the parameters, or a Hessian product, which then is where a gradient would be.
+        `count` divides the summed gradient; `loss` is the mean. Returns True if loss and gradient were finite. Raises
+        RuntimeError if the minimisation has ended.
+        """
+        strategy, inspection, minimizer = self._strategy, self.on_rank.inspection, self.minimization
+        if minimizer.wanted is Wanted.NOTHING:
+            raise RuntimeError(
+                f"this minimisation has ended ({minimizer.stop_reason}): there is no next step; make a new optimizer "
+                "to start another one"
+            )
+        strategy.reducer.finalize()
+        gradient = self.gradient(float(count))
+        inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
+        value, finite = self._agreed_loss(loss)
+        if minimizer.wanted is Wanted.PRODUCT:
+            self.tell_product(gradient)
+        else:
+            self.tell_value(value if finite else math.inf, gradient)
+            self._batches += minimizer.progress.accepted
+        self.counters.learning_rate = minimizer.progress.step_length
+        self.publish(minimizer.point)
+        self._report_failure()
+        inspection.forget()
+        strategy.reducer.reset()
+        if self._optimizer.config.mesh.debug:
+            check_copies(strategy.copies, self.counters.steps)
+        return finite
+
+    def _agreed_loss(self, loss: float) -> tuple[float, bool]:
+        """The largest loss of all ranks, which all take where they differ in the last bit, and whether it is finite.
+
+        All ranks learn of an interrupt, too.  Raises ValueError if losses differ by more than rounding.
+        """
+        strategy, inspection, progress = self._strategy, self.on_rank.inspection, self.minimization.progress
+        known = loss if math.isfinite(loss) else math.inf  # which stands for NaN
+        status = [bool(inspection.nonfinite_loss), inspection.interrupted]
+        shared = np.array([known, -known, *status, *strategy.unit_marks])
+        strategy.sync_group.all_reduce(shared, op="max", label="control")
+        strategy.agree_on_units(shared[4:].tolist())
+        value, least = float(shared[0]), -float(shared[1])
+        finite, inspection.interrupted = math.isfinite(value) and not shared[2], bool(shared[3])
+        compares = progress.evaluations == 0 or self._optimizer.config.mesh.debug
+        if finite and compares and value - least > _ROUNDING * max(abs(value), abs(least)):
+            inspection.forget()
+            strategy.reducer.reset()
+            raise _different_losses(strategy, loss)
+        return value, finite
+
+    def tell_value(self, value: float, gradient: Array) -> None:
+        """Pass a value, the same on all ranks, and this rank's elements of the gradient, and count the step."""
+        self._count_step()
+        if self._optimizer.world.rank == 0:
+            warn_projected_start(self._moved)
+        self._moved = 0
+        self.minimization.tell(value, gradient)
+        self.counters.gradient_norm = self.minimization.progress.projected_norm
+
+    def tell_product(self, product: Array) -> None:
+        """Pass this rank's elements of a Hessian product, and count the step."""
+        self._count_step()
+        self.minimization.tell_product(product)
+
+    def _count_step(self) -> None:
+        self.counters.steps += 1
+        self._optimizer.config.mesh.ledger.step = self.counters.clock
+
+    def _report_failure(self) -> None:
+        """Report on rank 0 why the minimisation cannot continue, if it has just come to that.  Collective."""
+        reason = self.minimization.stop_reason
+        if reason in FAILURES:
+            what = f": {self.on_rank.inspection.culprits(self.counters.clock)}" if reason == "not finite" else ""
+            if self._optimizer.world.rank == 0:
+                log.inform(f"{type(self._method).__name__} stopped: {FAILURES[reason]}{what}")
 
     def gradient(self, divisor: float) -> Array:
         """This rank's elements of the summed gradient, end to end, divided."""
-        strategy, gradient = self._on_rank.strategy, self._gradient
+        strategy, gradient = self._strategy, self._gradient
         for part, own in zip(strategy.ownership.state_views(gradient), strategy.gradients(), strict=True):
             part[...] = own
         if divisor != 1 and gradient.size:
@@ -148,7 +288,7 @@ class MethodState:
 
     def own_part(self, flat: Array) -> Array:
         """This rank's elements of a flat array like the parameters, until the next call: maybe the array itself."""
-        ownership, gradient = self._on_rank.strategy.ownership, self._gradient
+        ownership, gradient = self._strategy.ownership, self._gradient
         starts, stops = ([own[side] for own in ownership.own] for side in (0, 1))
         is_plain = flat.flags.c_contiguous and getattr(flat.flags, "writeable", True)
         if is_plain and [*starts, flat.size] == [0, *stops]:  # all, in their order
@@ -157,157 +297,170 @@ class MethodState:
             part[...] = flat[start:stop]
         return gradient
 
-    def direction(self) -> FlatParameters | None:
-        """The vector to multiply by the Hessian, laid out as the parameters; None if value and gradient are wanted."""
-        minimizer, strategy = self.minimizer, self._on_rank.strategy
-        if minimizer.wanted is not Wanted.PRODUCT:
-            return None
-        assert isinstance(strategy, ZeRO1)
-        parameters = strategy.parameters
-        if self._whole is None or self._whole.specs != parameters.specs:
-            module = arrays.module_of(parameters.like)
-            self._whole = FlatParameters(parameters.specs, parameters.dtype, module=module, place=parameters.place)
-        self._whole.flat[...] = strategy.gather(minimizer.direction, "direction")
-        return self._whole
-
     def whole(self, vector: Array) -> Array:
         """A vector of which this is this rank's part, as a new flat array like the parameters."""
-        strategy = self._on_rank.strategy
+        strategy = self._strategy
         assert isinstance(strategy, ZeRO1)
         return strategy.gather(vector, "vectors")
 
     def publish(self, values: Array) -> None:
         """Make these elements of this rank the parameters, on all ranks."""
-        strategy = self._on_rank.strategy
+        strategy = self._strategy
         for own, part in zip(strategy.values(), strategy.ownership.state_views(values), strict=True):
             own[...] = part
         strategy.publish_parameters()
 
-    def report_start(self) -> None:
-        """Warn on rank 0, with the first evaluation, that bounds have moved the start."""
-        if self._optimizer.world.rank == 0:
-            warn_projected_start(self._moved)
-        self._moved = 0
+    @property
+    def agrees_in_update(self) -> bool:
+        return True
 
-    def show_best(self) -> None:
-        """Make the last accepted iterate the parameters: the result of a run that has ended."""
-        if not self.minimizer.stop_reason:
-            self.publish(self.minimizer.best)
+    # -- a run --------------------------------------------------------------------------------------------------------
 
-    def show_point(self) -> None:
-        """Make the point that is to be evaluated next the parameters: a run resumes. Collective over the mesh."""
-        self.publish(self.minimizer.point)
+    evaluates_one_function = True
+    ends_by_itself = True
 
-    def begin_stage(self, keep_history: bool) -> None:
-        """Begin to minimise another function at the last accepted iterate."""
-        minimizer = self.minimizer
-        minimizer.point[...] = minimizer.best
-        if not keep_history:
-            minimizer.forget()
-        minimizer.begin()
-        self.publish(minimizer.point)
+    def check_run(self, *, samples: int, batch_size: int, scaling: str, has_product: bool) -> None:
+        name = type(self._method).__name__
+        if scaling != "constant":
+            raise ValueError(f"scaling={scaling!r} changes the learning rate, which {name} has not")
+        if batch_size != samples and not self._method.takes_batches:
+            raise ValueError(
+                f"batch_size={batch_size} of samples={samples}: {name} needs one function, the same in every "
+                f"evaluation; give batch_size={samples}"
+            )
+        if self._method.needs_products and not has_product:
+            raise ValueError(
+                f"{name} needs Hessian products: give the problem "
+                "product=function(parameters, direction, samples, products)"
+            )
 
-    # -- the interface of auxiliary state -----------------------------------------------------------------------------
+    def check_evaluation(self, averaged: bool) -> None:
+        raise ValueError(
+            f"evaluate= is for rules: the steps of {type(self._method).__name__} are evaluations of its line "
+            "searches; evaluate in a callback, at accepted iterates"
+        )
+
+    def begin_run(self, is_full_batch: bool) -> None:
+        if isinstance(self.minimization, Descent):
+            self.minimization.stochastic = not is_full_batch
+
+    def direction(self) -> FlatParameters | None:
+        """The vector to multiply by the Hessian, laid out as the parameters; None if value and gradient are wanted."""
+        if self.minimization.wanted is not Wanted.PRODUCT:
+            return None
+        parameters = self._strategy.parameters
+        if self._direction is None or self._direction.specs != parameters.specs:
+            module = arrays.module_of(parameters.like)
+            self._direction = FlatParameters(parameters.specs, parameters.dtype, module=module, place=parameters.place)
+        assert isinstance(self._strategy, ZeRO1)
+        self._direction.flat[...] = self._strategy.gather(self.minimization.direction, "direction")
+        return self._direction
+
+    def loss_of_step(self, measured: float) -> float:
+        """The value at the iterate in place of the losses of a Hessian product, which are 0."""
+        return self.minimization.progress.value if self.minimization.wanted is Wanted.PRODUCT else measured
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """Empty: the options of the method are compared elsewhere."""
-        return {}
+    def ended_batch(self) -> bool:
+        return self.minimization.progress.accepted
+
+    @property
+    def record(self) -> dict[str, float]:
+        progress = self.minimization.progress
+        return {"iteration": progress.iterations, "accepted_loss": progress.value}
+
+    @property
+    def stop_reason(self) -> str:
+        return self.minimization.stop_reason
+
+    def show_point(self) -> None:
+        self.publish(self.minimization.point)
+
+    def show_result(self) -> None:
+        """The last accepted iterate."""
+        if not self.minimization.stop_reason:
+            self.publish(self.minimization.best)
+
+    # -- saves and moves ----------------------------------------------------------------------------------------------
+
+    @property
+    def batches(self) -> int:
+        return self._batches
+
+    def batches_in(self, facts: Mapping[str, Any]) -> int:
+        return whole_fact(facts[_METADATA], _BATCHES, 0)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The numbers of the minimisation as a fact of a `RunState`."""
-        return {_METADATA: self._metadata}
+        return {**super().facts, _METADATA: self._metadata}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradient's copy."""
-        return 0 if self._minimizer is None else int(self._gradient.nbytes)
-
-    def make(self, on_rank: RankState, counters: Counters) -> None:
-        """Begin a minimisation at the parameters; bounds may move them."""
-        strategy, like = on_rank.strategy, on_rank.parameters.like
-        self._on_rank = on_rank
-        self._space = ShardedSpace(strategy)
-        size = strategy.ownership.size
-        self._gradient = arrays.empty(size, like.dtype, like=like)
-        *_, point = on_rank.slot_rows
-        with raised_on_all(self._optimizer.world):
-            limits = limits_of(self._method, strategy, self._precondition())
-            self._minimizer = self._method.make(self._space, on_rank.slot_rows[:-1], point, limits)
-        self._read_point()
-        self._moved = self.minimizer.begin()
-        if self._moved:
-            self.publish(point)
+        return super().nbytes + (int(self._gradient.nbytes) if self.is_bound else 0)
 
     @property
     def versions(self) -> dict[str, int]:
-        """By slot of the method, the versions of its vectors, if it has any (see `Minimizer`)."""
-        return dict(zip(self._method.slots, self.minimizer.versions, strict=False))
+        versions = zip(self._method.slots, self.minimization.versions, strict=False)
+        return {SLOT.format(slot): number for slot, number in versions}
 
-    def shards(self) -> tuple[Shard, ...]:
-        """Empty: the vectors are the slots of the method, and the point is the parameters."""
-        return ()
+    def _begin(self, on_rank: RankState) -> None:
+        """Begin a minimisation at the parameters; bounds may move them."""
+        super()._begin(on_rank)
+        self._strategy = strategy = on_rank.strategy
+        like = on_rank.parameters.like
+        self._space = ShardedSpace(strategy)
+        self._gradient = arrays.empty(strategy.ownership.size, like.dtype, like=like)
+        *_, point = self._rows
+        with raised_on_all(self._optimizer.world):
+            limits = limits_of(self._method, strategy, self._precondition())
+            self._minimizer = self._method.make(self._space, self._rows[:-1], point, limits)
+        for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
+            part[...] = own
+        self._moved = self._minimizer.begin()
+        if self._moved:
+            self.publish(point)
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless these facts have a minimisation."""
+        super().check(facts)
         if not isinstance(facts.get(_METADATA), Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
         self.batches_in(facts)
         check_metadata(self._method, facts[_METADATA], self._elements)
 
-    def batches_in(self, facts: Mapping[str, Any]) -> int:
-        """The value of `batches` in these facts; ValueError if it is invalid."""
-        return whole_fact(facts[_METADATA], _BATCHES, 0)
-
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continue from these facts, after parameters and slots were filled."""
         self._resume(facts[_METADATA])
+        super().restore(facts)
 
-    def add_to(self, full: FullState, world: Axis) -> FullState:
-        """A full state with the numbers of the minimisation."""
-        return replace(full, minimizer=self._metadata)
+    def gather(self) -> FullState:
+        full = super().gather()
+        return replace(full, minimizer=self._metadata) if self.is_bound else full
 
-    def fill(self, full: FullState) -> None:
-        """Continue from a full state, which does not contain the parameters."""
+    def _fill(self, on_rank: RankState, full: FullState) -> None:
+        super()._fill(on_rank, full)
         self._resume(full.minimizer)
 
-    def broadcast(self) -> None:
-        """Nothing: the copies of slots have become equal."""
-
-    def consolidate(self) -> None:
-        """Nothing: no rank has anything that only it needs."""
-
-    def abandon(self) -> None:
-        """Nothing is pending between two steps."""
+    def _resume(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from these numbers, after the slots were filled."""
+        minimizer = self.minimization
+        minimizer.restore(metadata)
+        self._moved = 0
+        self._batches = int(metadata.get(_BATCHES, 0))
+        minimizer.note_written()
+        if lifted(self._method, minimizer.progress, minimizer.stop_reason):
+            minimizer.reopen()
 
     @property
     def _metadata(self) -> dict[str, Any]:
         """All numbers of the minimisation, without the vectors."""
         if self._minimizer is None:
             return {}
-        return {**self._minimizer.to_metadata(), ELEMENTS: self._elements, _BATCHES: self.batches}
+        return {**self._minimizer.to_metadata(), ELEMENTS: self._elements, _BATCHES: self._batches}
 
     @property
     def _elements(self) -> str:
         """A hash of the options about elements."""
-        options = settings_of_rule(self._method)
+        options = self.options()
         return f"{fingerprint({name: options.get(name, '') for name in _ABOUT_ELEMENTS}):x}"
-
-    def _resume(self, metadata: Mapping[str, Any]) -> None:
-        """Continue from these numbers, after the slots were filled."""
-        self.minimizer.restore(metadata)
-        self._moved = 0
-        self.batches = int(metadata.get(_BATCHES, 0))
-        self.minimizer.note_written()
-        if lifted(self._method, self.minimizer.progress, self.minimizer.stop_reason):
-            self.minimizer.reopen()
-
-    def _read_point(self) -> None:
-        """Take the point from the parameters."""
-        strategy, point = self._on_rank.strategy, self.minimizer.point
-        for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
-            part[...] = own
 
     def _precondition(self) -> Any:
         """The preconditioner as a function of this rank's elements; None if the method has none."""
@@ -321,3 +474,14 @@ class MethodState:
             return self._space.own(found)
 
         return own_part
+
+
+def _different_losses(strategy: Strategy, loss: float) -> ValueError:
+    """The error for ranks that return different losses of the same samples.  Collective over the mesh."""
+    losses, members = strategy.sync_group.allgather_object(loss), strategy.sync_group.members
+    rank = next(rank for rank, each in enumerate(losses) if each != losses[0])
+    return ValueError(
+        f"the mean loss of a step is {losses[0]:.9g} on rank {members[0]} and {losses[rank]:.9g} on rank "
+        f"{members[rank]}, but all ranks must have one: ranks that share the tensors of a model return "
+        "the loss of all of them, as mesh.tensor.all_reduce sums it"
+    )

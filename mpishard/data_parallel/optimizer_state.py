@@ -1,132 +1,259 @@
-"""The state of an optimizer: what training loops, elastic runs and checkpoints need of it."""
+"""The state of an optimizer: what training loops, elastic runs and checkpoints need of it.
+
+What takes the steps decides the class: `RuleState` of an update rule, `MinimizationState` of a method.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from mpishard.comm.agreement import opening
+from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
-from mpishard.data_parallel.method_state import MethodState
-from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers, slot_names
+from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
 from mpishard.data_parallel.settings import Configured, NumericsFingerprint, Settings, changed_settings
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
     check_layout,
     check_layout_dependence,
     check_reducer,
-    check_rule,
-    check_rule_fits,
     check_same_model,
+    check_saved_rule,
 )
 from mpishard.io import log
-from mpishard.layout.run_state import SLOT, RunState, Shard, names_fact, whole_fact
+from mpishard.layout.run_state import RunState, Shard, names_fact
+from mpishard.minimizers import Method
+from mpishard.minimizers.method import Minimizer
 from mpishard.optim import Rule
+from mpishard.optim.rule import LiveValues
 from mpishard.parameters.flat import CarriedState, FlatParameters
 
 if TYPE_CHECKING:
     from mpishard.data_parallel.full_state import FullState  # imports h5py, which only `serialize` and `gather` need
 
+Array = Any
 
-class AuxiliaryState(Protocol):
+
+class AuxiliaryState:
     """State that an optimizer has in addition to that of its rule, such as the averages of `LocalSGDOptimizer`.
 
-    `OptimizerState` calls these methods, within its own of the same names; collective where those are.
+    `OptimizerState` calls these methods, within its own of the same names; collective where those are.  Here they are
+    those of a state without arrays and numbers, whose copies never differ; subclasses override what they have.
     """
+
+    # Copies that should be equal may differ, until `broadcast`.
+    may_differ: bool = False
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Settings that decide the steps; the same on all ranks."""
-        ...
+        return {}
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """Facts of a `RunState`; `check` and `restore` read them."""
-        ...
+        return {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays on this rank."""
-        ...
-
-    @property
-    def may_differ(self) -> bool:
-        """True if copies that should be equal may differ, until `broadcast`."""
-        ...
+        return 0
 
     @property
     def needs_consolidation(self) -> bool:
         """True if `consolidate` has something to do."""
-        ...
+        return False
 
     @property
     def synchronizes_next_step(self) -> bool:
         """True if the next update waits for the other data ranks."""
-        ...
+        return True
 
     @property
     def compares_next_step(self) -> bool:
         """True if all ranks, and not only those of one worker, compare their arguments of the next `step`."""
-        ...
+        return True
 
     def make(self, on_rank: RankState, counters: Counters) -> None:
         """Create the state that accompanies this state of the rule."""
-        ...
 
     def shards(self) -> tuple[Shard, ...]:
         """Its live arrays."""
-        ...
+        return ()
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless it can continue from these facts."""
-        ...
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from these facts, after its arrays were filled."""
-        ...
 
     def add_to(self, full: FullState, world: Axis) -> FullState:
         """A full state with this state too."""
-        ...
+        return full
 
     def fill(self, full: FullState) -> None:
         """Continue from a full state."""
-        ...
 
     def broadcast(self) -> None:
         """Make all copies of its arrays equal."""
-        ...
 
     def consolidate(self) -> None:
         """Bring all workers to one state."""
-        ...
 
     def abandon(self) -> None:
         """Drop what is pending, which cannot finish after a rank has died."""
-        ...
 
 
-class OptimizerState:
+class OptimizerState(ABC):
     """The state of one optimizer: the parameters that it trains, the arrays and numbers for them, and what moves them.
 
     It is the `state` of an optimizer, and exists before the first parameters are bound; its arrays do not.  Training
-    loops, elastic runs and checkpoints save, move and restore it.  `auxiliary` is state besides that of the rule,
-    `method` the minimisation of an optimizer with a method.
+    loops, elastic runs and checkpoints save, move and restore it.  `auxiliary` is state besides that of the rule.
     """
 
     def __init__(self, optimizer: Configured, auxiliary: Sequence[AuxiliaryState] = ()) -> None:
         self.auxiliary = tuple(auxiliary)
-        self.method: MethodState | None = next((each for each in auxiliary if isinstance(each, MethodState)), None)
         self.counters = Counters(optimizer.config.loss_scale)
-        self.settings = Settings(optimizer, self.auxiliary)
+        self.settings = Settings(optimizer, self.options, self.live_values)
         self.numerics = NumericsFingerprint()
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
         self._checked: tuple[object, ...] | None = None  # what `check_model` has found in order
         self._reported = False
+
+    # -- what takes the steps -----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def rule(self) -> Rule | Method:
+        """What takes the steps."""
+
+    def replace_rule(self, rule: Any) -> None:
+        """Take the next step by another rule; TypeError or ValueError if it cannot continue with this state."""
+        raise TypeError(
+            f"{type(rule).__name__} cannot take the place of {type(self.rule).__name__}: what a method does next "
+            "depends on what it has learned.  Make a new optimizer; deserialize(old.serialize()) continues with other "
+            "options"
+        )
+
+    @property
+    @abstractmethod
+    def slot_names(self) -> tuple[str, ...]:
+        """The names of the state arrays, each as large as the parameters, in their order."""
+
+    def options(self) -> dict[str, str]:
+        """All settings that decide the steps, apart from the configuration, as text."""
+        auxiliary = {name: value for each in self.auxiliary for name, value in each.settings.items()}
+        return {name: text_of(value) for name, value in auxiliary.items()}
+
+    def live_values(self) -> LiveValues | None:
+        """The settings of `rule` that other code changes between two steps, if there are any."""
+        return None
+
+    def is_spare(self, slot: str) -> bool:
+        """True if a saved state may have this slot, and the rule continues without it."""
+        return False
+
+    @abstractmethod
+    def make_slots(self, parameters: FlatParameters, size: int) -> dict[str, Array]:
+        """New state arrays by name, for `size` elements of the parameters."""
+
+    @abstractmethod
+    def check_fits(self, parameters: FlatParameters) -> None:
+        """Raise ValueError unless `rule` can take steps of these parameters on this mesh."""
+
+    @abstractmethod
+    def check_step(self) -> None:
+        """Raise unless `rule` can take the next step along gradients that the caller of `step` gives."""
+
+    @abstractmethod
+    def update(
+        self,
+        count: float,
+        *,
+        loss: float,
+        rate_factor: float,
+        nonfinite_loss: str,
+        interrupted: bool,
+        exchange_status: bool,
+    ) -> bool:
+        """Finish the reductions and take a step, see `ShardedOptimizer.update`."""
+
+    def averages(self) -> list[Array]:
+        """The moving average of each range of the parameters that this rank updates; ValueError if there is none."""
+        raise ValueError(
+            f"{type(self.rule).__name__} keeps no average of the parameters; give the rule ema_decay=0.999"
+        )
+
+    # -- what a minimisation has, and steps by a rule do not ----------------------------------------------------------
+
+    @property
+    def minimizer(self) -> Minimizer | None:
+        """The minimisation of a method, once parameters are bound."""
+        return None
+
+    @abstractmethod
+    def begin_stage(self, keep_history: Any) -> None:
+        """Begin to minimise another function, see `ShardedOptimizer.begin_stage`."""
+
+    # -- for training loops -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def check_run(self, *, samples: int, batch_size: int, scaling: str, has_product: bool) -> None:
+        """Raise ValueError unless `rule` can take such a run's steps.
+
+        `scaling` is the policy by which batch and learning rate follow the number of workers; `has_product`: the
+        problem computes Hessian products.
+        """
+
+    @abstractmethod
+    def check_evaluation(self, averaged: bool) -> None:
+        """Raise ValueError unless a run can evaluate the parameters after a step, or their moving average."""
+
+    # A batch of all samples is one function, with the samples in their order in each step.
+    evaluates_one_function: ClassVar[bool]
+
+    # The steps come to an end by themselves.
+    ends_by_itself: ClassVar[bool]
+
+    @property
+    def stop_reason(self) -> str:
+        """Why no other step follows, as in `OptimizationResult.stop_reason`; empty while the steps continue."""
+        return ""
+
+    @abstractmethod
+    def begin_run(self, is_full_batch: bool) -> None:
+        """Take steps of all samples, or of a part of them, from now on."""
+
+    def direction(self) -> FlatParameters | None:
+        """The vector to multiply by the Hessian in the next step, which then has no gradient; else None."""
+        return None
+
+    def loss_of_step(self, measured: float) -> float:
+        """The loss of the next step, of which the function has computed `measured`."""
+        return measured
+
+    @property
+    def ended_batch(self) -> bool:
+        """True if the last step was the last one with its samples."""
+        return True
+
+    @property
+    def record(self) -> dict[str, float]:
+        """Numbers of the last step for the record of a run."""
+        return {}
+
+    @abstractmethod
+    def show_point(self) -> None:
+        """Make the parameters those whose gradient the next step needs.  Collective over the mesh."""
+
+    @abstractmethod
+    def show_result(self) -> None:
+        """Make the parameters those that a run ends with.  Collective over the mesh."""
 
     # -- the parameters, and the arrays for them --------------------------------------------------------------------
 
@@ -160,15 +287,14 @@ class OptimizerState:
     def check_model(self, parameters: FlatParameters) -> None:
         """Raise ValueError unless the optimizer can train these parameters, of which no other reduces the gradients."""
         optimizer, was = self._optimizer, self._on_rank
-        rule, config = optimizer.rule, optimizer.config
-        objects = (was, parameters, parameters.sharded, rule, config)
+        config = optimizer.config
+        objects = (was, parameters, parameters.sharded, self.rule, config)
         if was is not None and self._checked is not None and all(map(is_, self._checked, objects)):
             check_reducer(parameters, was.strategy.reducer)
             return  # these very objects were found in order
         check_layout(parameters, config.mesh, optimizer.strategy_class)
         check_layout_dependence(parameters, config)
-        if isinstance(rule, Rule):
-            check_rule_fits(rule, parameters, config.mesh, optimizer.strategy_class)
+        self.check_fits(parameters)
         if was is not None and was.parameters is not parameters:
             check_same_model(was.parameters, parameters, optimizer.strategy_class)
         if self._deserialized is not None:
@@ -215,13 +341,17 @@ class OptimizerState:
         return on_rank.strategy
 
     def _make(self, parameters: FlatParameters) -> RankState:
-        on_rank = RankState(self._optimizer, parameters)
-        for each in self.auxiliary:
-            each.make(on_rank, self.counters)
+        on_rank = RankState(self._optimizer, parameters, self.make_slots)
+        self._begin(on_rank)
         if self._deserialized is not None:
             self._fill(on_rank, self._deserialized)
             self._deserialized = None
         return on_rank
+
+    def _begin(self, on_rank: RankState) -> None:
+        """Create what accompanies new slots.  Collective over the mesh."""
+        for each in self.auxiliary:
+            each.make(on_rank, self.counters)
 
     def rebuild(self, parameters: FlatParameters) -> None:
         """Create new arrays for the parameters after the mesh has moved to other ranks.  Collective over the mesh.
@@ -253,19 +383,19 @@ class OptimizerState:
     # -- saves and moves: rank by rank, for checkpoints and resizes -------------------------------------------------
 
     @property
+    @abstractmethod
     def batches(self) -> int:
         """Batches of samples that its steps have had: one a step, of a method one an iteration."""
-        return self.counters.clock if self.method is None else self.method.batches
 
     @property
     def facts(self) -> dict[str, Any]:
         """The optimizer's settings, for people to read, and the numbers that `restore` needs."""
-        rule, config = self._optimizer.rule, self._optimizer.config
+        rule, config = self.rule, self._optimizer.config
         facts = {
             "optimizer": type(self._optimizer).__name__,
             "rule": type(rule).__name__,
             "rule.json": rule.configuration(),
-            "slots.json": list(slot_names(rule)),
+            "slots.json": list(self.slot_names),
             "sharding.json": config.settings(),
             "mesh.json": dict(config.mesh.shape),
             **self.counters.facts,
@@ -314,15 +444,16 @@ class OptimizerState:
 
         Arrays without one are written in every step.
         """
-        method = self.method
-        return {} if method is None else {SLOT.format(slot): number for slot, number in method.versions.items()}
+        return {}
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless the optimizer can continue from a state with these facts.
 
         They may be of another rule or invalid, or a reproducible run would continue with other bits.
         """
-        check_rule(self._optimizer.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
+        saved = names_fact(facts, "slots.json")
+        needed = [slot for slot in saved if not self.is_spare(slot)]
+        check_saved_rule(type(self.rule).__name__, self.slot_names, facts.get("rule", "none"), saved, needed)
         check_numbers(facts)
         self.numerics.check(facts, self._optimizer.config)
         for each in self.auxiliary:
@@ -330,11 +461,9 @@ class OptimizerState:
         if self._carried is not None:
             self._carried.check(facts)
 
+    @abstractmethod
     def batches_in(self, facts: Mapping[str, Any]) -> int:
         """The value of `batches` in a state whose facts `check` accepts; ValueError if the number is invalid."""
-        if self.method is not None:
-            return self.method.batches_in(facts)
-        return whole_fact(facts, "steps") + whole_fact(facts, "skipped_steps")
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from the facts of a state, once its arrays are filled; see `capture`."""
@@ -352,7 +481,7 @@ class OptimizerState:
 
         What else differs is reported.
         """
-        live, saved = self.settings.live, facts.get("rule.json")
+        live, saved = self.live_values(), facts.get("rule.json")
         if live is not None and isinstance(saved, Mapping):
             problem = live.restore(saved)
             if problem and self._optimizer.world.rank == 0:
@@ -367,7 +496,7 @@ class OptimizerState:
 
         if self._deserialized is not None:
             return self._deserialized
-        on_rank, rule, counters, world = self.on_rank, self._optimizer.rule, self.counters, self._optimizer.world
+        on_rank, rule, counters, world = self.on_rank, self.rule, self.counters, self._optimizer.world
         full = FullState(
             rule=type(rule).__name__,
             configuration=rule.configuration(),
@@ -439,13 +568,9 @@ class OptimizerState:
         return all(self._optimizer.measure_norm or each.synchronizes_next_step for each in self.auxiliary)
 
     @property
+    @abstractmethod
     def agrees_in_update(self) -> bool:
         """True if each update contains an agreement of all ranks.  The same on all ranks."""
-        if self.method is not None:
-            return True
-        config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
-        inspects = config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or measure_norm
-        return inspects and not self._optimizer.strategy_class.workers_differ
 
     @property
     def interrupted(self) -> bool:

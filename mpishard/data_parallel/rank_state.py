@@ -6,14 +6,13 @@ Checkpoints and resizes move it rank by rank; `gather` makes full tensors of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.reshard import Transfer, transfers, view_of
@@ -33,17 +32,13 @@ from mpishard.layout.run_state import (
     whole_fact,
 )
 from mpishard.layout.tensors import LocalLayout, ParameterSpec, Piece, cut_holding
-from mpishard.minimizers import Method
 from mpishard.optim import Muon, Rule
-from mpishard.optim.formulas import clip_by_value, moving_average, muon_apply
 from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
 Range = tuple[int, int]
 
-# The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
-POINT = "point"
 # The exponential moving average of the parameters, after the slots of a rule.
 EMA = "ema"
 OUTER = "outer/"  # before the name of a slot of the outer rule, among the kinds of state
@@ -58,6 +53,7 @@ class Counters:
         # Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured; of a
         # method the largest element of the projected gradient.
         self.gradient_norm: float = math.nan
+        self.learning_rate: float = math.nan  # of the last step; of a method the length of its last step
         self.scaling: LossScale = LossScale(loss_scale)  # chooses the loss scale
 
     @property
@@ -99,14 +95,8 @@ def check_numbers(facts: Mapping[str, Any]) -> None:
     finite_fact(facts, "gradient_norm", 0.0, above=-1.0)
 
 
-def slot_names(rule: Rule | Method) -> tuple[str, ...]:
-    """The names of the state arrays of a rule, or of a method, in their order.
-
-    A rule has its slots, and the average of the parameters if it keeps one; a method its vectors, and the point that it
-    wants evaluated.
-    """
-    if isinstance(rule, Method):
-        return (*rule.slots, POINT)
+def slot_names(rule: Rule) -> tuple[str, ...]:
+    """The names of the state arrays of a rule: its slots, and the average of the parameters if it keeps one."""
     return rule.slots if rule.ema_decay is None else (*rule.slots, EMA)
 
 
@@ -123,39 +113,26 @@ def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[s
 class RankState:
     """This rank's state arrays of one optimizer for one set of parameters, and the strategy that divides them.
 
-    Creation is collective over the mesh and makes all copies of the parameters equal.
+    `make_slots` makes the arrays by name, for the parameters and a number of their elements.  Creation is collective
+    over the mesh and makes all copies of the parameters equal.
     """
 
-    def __init__(self, optimizer: Configured, parameters: FlatParameters) -> None:
+    def __init__(
+        self,
+        optimizer: Configured,
+        parameters: FlatParameters,
+        make_slots: Callable[[FlatParameters, int], dict[str, Array]],
+    ) -> None:
         self._optimizer = optimizer
-        config, rule = optimizer.config, optimizer.rule
+        config = optimizer.config
         self.strategy: Strategy = optimizer.strategy_class.fitting(parameters)(config, parameters)
         self._broadcast_carried()
         self.inspection = NonfiniteCheck(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
         self._matrices: Matrices | None = None
-        size, like = self.strategy.ownership.size, parameters.like
-        if isinstance(rule, Method):
-            # With a method in place of a rule: the slots, one below the other, the point last.
-            names = slot_names(rule)
-            self.slot_rows: Array = arrays.zeros(len(names) * size, like.dtype, like=like).reshape(len(names), size)
-            self.slots: dict[str, Array] = dict(zip(names, self.slot_rows, strict=True))
-            return
-        if not arrays.is_device(like):
-            rule.kernel.expect(parameters.dtype)
-            if isinstance(rule, Muon):
-                rule.rest.kernel.expect(parameters.dtype)
-                muon_apply.expect(parameters.dtype)
-            if rule.ema_decay is not None:
-                moving_average.expect(parameters.dtype)
-            if config.max_gradient_value is not None:
-                clip_by_value.expect(parameters.dtype)
-            exact.expect_norms(
-                parameters.dtype, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors
-            )
-        # The state of the rule: each array holds the ranges in ``strategy.ownership.own`` end to end.
-        self.slots = make_slots(rule, size, parameters.dtype, like=like)
+        # Each array holds the ranges in ``strategy.ownership.own`` end to end.
+        self.slots: dict[str, Array] = make_slots(parameters, self.strategy.ownership.size)
 
     def matrices(self, rule: Rule) -> Matrices:
         """The matrices that the rule needs whole. Collective over the strategy's sync group for a new rule."""

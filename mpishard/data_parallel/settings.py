@@ -12,7 +12,7 @@ with them (`NumericsFingerprint`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -57,22 +57,22 @@ class Configured(Protocol):
     def measure_norm(self) -> bool: ...
 
 
-class HasSettings(Protocol):
-    """State with settings, such as an `AuxiliaryState`."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-
 class Settings:
     """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
-    `auxiliary` is state in addition to that of the rule; whoever changes one of its settings calls `note_change`.
+    `options` returns those of its state as text, but for the values that other code changes between two steps, which
+    `live` returns.  Whoever changes one of the options calls `note_change`.
     """
 
-    def __init__(self, optimizer: Configured, auxiliary: Sequence[HasSettings]) -> None:
+    def __init__(
+        self,
+        optimizer: Configured,
+        options: Callable[[], Mapping[str, str]],
+        live: Callable[[], LiveValues | None],
+    ) -> None:
         self._optimizer = optimizer
-        self._auxiliary = auxiliary
+        self._options = options
+        self._live = live
         self._rule: Rule | Method | None = None
         self._config: ShardingConfiguration | None = None
         self._known: Mapping[str, str] = {}  # `_fixed` of these two
@@ -87,8 +87,7 @@ class Settings:
     @property
     def live(self) -> LiveValues | None:
         """The settings that other code changes between two steps, if there are any."""
-        rule = self._optimizer.rule
-        return rule.live if isinstance(rule, Rule) else None
+        return self._live()
 
     @property
     def remedy(self) -> str:
@@ -119,10 +118,9 @@ class Settings:
         optimizer = self._optimizer
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
-        auxiliary = {name: value for each in self._auxiliary for name, value in each.settings.items()}
         names = {"optimizer": type(optimizer).__name__, "strategy": optimizer.strategy_class.__name__}
-        described = {name: text_of(value) for name, value in (config | auxiliary).items()}
-        return {"mpishard": VERSION} | names | described | settings_of_rule(optimizer.rule)
+        described = {name: text_of(value) for name, value in config.items()}
+        return {"mpishard": VERSION, **names, **described, **self._options()}
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:
         """Further settings that decide how the state for these parameters is created and used."""
@@ -158,15 +156,16 @@ class Settings:
         self._fingerprint = fingerprint(settings)
 
 
-def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
-    """All settings that decide the steps of a rule or method; a function of the step appears as its values."""
-    settings = {"rule": type(rule).__qualname__}
+def settings_of_method(method: Method) -> dict[str, str]:
+    """All settings that decide the steps of a method."""
+    return {"rule": type(method).__qualname__, **_fields_of(method, ())}
+
+
+def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
+    """All settings that decide the steps of a rule; a function of the step appears as its values."""
+    live = rule.live
     # Values that other code changes between two steps are compared by themselves.
-    live = rule.live if isinstance(rule, Rule) else None
-    held = [field.name for field in fields(rule) if field.compare and (live is None or field.name not in live.names)]
-    settings |= {name: text_of(getattr(rule, name)) for name in held}
-    if isinstance(rule, Method):
-        return settings
+    settings = {"rule": type(rule).__qualname__, **_fields_of(rule, () if live is None else live.names)}
     settings.pop("lr", None)  # compared by value below: a number and a schedule may give the same rates
     settings["slots"] = ", ".join(f"{slot} from {text_of(rule.initial(slot))}" for slot in rule.slots)
     settings["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"
@@ -177,6 +176,11 @@ def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
     if isinstance(rule, Muon):
         settings |= settings_of_rule(rule.rest, "rest ")
     return {f"{of}{name}": text for name, text in settings.items()}
+
+
+def _fields_of(rule: Rule | Method, without: Collection[str]) -> dict[str, str]:
+    names = [field.name for field in fields(rule) if field.compare and field.name not in without]
+    return {name: text_of(getattr(rule, name)) for name in names}
 
 
 def changed_settings(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -205,22 +209,12 @@ def _value(function: Callable[[int], Any], step: int) -> str:
         return type(error).__name__
 
 
-class Compared(Protocol):
-    """Settings that ranks compare."""
-
-    @property
-    def fingerprint(self) -> int: ...
-    @property
-    def remedy(self) -> str: ...
-    def by_name(self) -> dict[str, str]: ...
-
-
 def agree_on_step(
     ranks: Axis | ModelParallelGroup,
     parameters: FlatParameters | None,
     count: float | None,
     problem: Exception | None,
-    settings: Compared | None = None,
+    settings: Settings | None = None,
     largest: float = math.inf,
 ) -> float:
     """Raise on all of some ranks if any has a problem, or if their arguments of `step` differ. Collective over them.
@@ -261,7 +255,7 @@ def agree_on_step(
     return float(shared[5:].view(np.float64)[0])
 
 
-def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool:
+def agree_on_beginning(world: Axis, has_begun: bool, settings: Settings) -> bool:
     """Return True if all ranks have taken a first step, False if none has. Collective over the ranks.
 
     Raises ValueError on every rank if only some have, or if settings differ.

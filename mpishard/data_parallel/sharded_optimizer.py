@@ -1,4 +1,4 @@
-"""An optimizer joins an update rule and a strategy: reduce gradients, update the owned ranges, gather parameters."""
+"""What users call of an optimizer: it checks the arguments of a step on all ranks; its `state` takes the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import flag, kind_of
+from mpishard.arguments import kind_of
 from mpishard.backend.compiled import prepare
 from mpishard.backend.process import fix_blas_threads
 from mpishard.comm.agreement import opening
@@ -15,28 +15,23 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.errors import CaughtError
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
-from mpishard.data_parallel.method_state import MethodState
+from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
-from mpishard.data_parallel.rank_state import EMA
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
+from mpishard.data_parallel.rule_state import RuleState
 from mpishard.data_parallel.settings import Settings, agree_on_beginning, agree_on_step
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.data_parallel.update import apply_rule, update_by_method
 from mpishard.data_parallel.validation import (
     check_configuration,
-    check_copies,
     check_count,
     check_gradients,
-    check_method,
     check_no_gradients,
     check_problem,
-    check_replacement,
     warn_if_initial_parameters_differ,
 )
 from mpishard.minimizers import Method
 from mpishard.minimizers.method import Minimizer
 from mpishard.optim import Rule
-from mpishard.optim.formulas import clip_by_value
 from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters, check_flat
 
@@ -48,11 +43,6 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
-
-
-def clip_factor(norm: float, most: float) -> float:
-    """What gradients of this norm are multiplied by where it must not be above `most`, as PyTorch has it."""
-    return min(1.0, most / (norm + 1e-6))
 
 
 class ShardedOptimizer:
@@ -94,33 +84,33 @@ class ShardedOptimizer:
         with opening(mesh_of(config).world, "ShardedOptimizer") as same:
             if not isinstance(rule, Rule | Method):
                 raise TypeError(f"{name} needs an update rule such as AdamW(lr=1e-3), got {kind_of(rule)}")
-            self._rule: Rule | Method = rule
             self.config: ShardingConfiguration = ShardingConfiguration.of(config)
             check_configuration(name, self.config, self.strategy_class)
+            self.axis: Axis = self.config.mesh.data
+            self.world: Axis = self.config.mesh.world
+            self.state: OptimizerState
             if isinstance(rule, Method):
-                check_method(name, rule, self.config, self.strategy_class)
+                self.state = MinimizationState(self, rule)
+            else:
+                self.state = RuleState(self, rule, self._auxiliary_state())
             same["optimizer"] = name
         if self.config.reproducible:
             fix_blas_threads()
         prepare()  # here, so that the first step does not pay for it
-        self.axis: Axis = self.config.mesh.data
-        self.world: Axis = self.config.mesh.world
         self.measure_norm = False
         # By folder the ids of the checkpoints that `save_checkpoint` may remove; None: all that are there.
         self.own_checkpoints: dict[Path, list[str] | None] = {}
-        self.state: OptimizerState = self._make_state()
         self._counters = self.state.counters
         self.settings: Settings = self.state.settings
 
     @property
     def rule(self) -> Rule | Method:
         """The update rule; the next step takes another one with the same slots.  A method cannot be replaced."""
-        return self._rule
+        return self.state.rule
 
     @rule.setter
     def rule(self, rule: Rule) -> None:
-        check_replacement(self._rule, rule, self.parameters)
-        self._rule = rule
+        self.state.replace_rule(rule)
 
     @property
     def mesh(self) -> Mesh:
@@ -158,8 +148,7 @@ class ShardedOptimizer:
     @property
     def minimizer(self) -> Minimizer | None:
         """The minimisation of a method, after the first step; None with a rule."""
-        method = self.state.method
-        return method.minimizer if method is not None and self.state.is_bound else None
+        return self.state.minimizer
 
     @property
     def loss_scale(self) -> float:
@@ -210,45 +199,72 @@ class ShardedOptimizer:
             On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
             unchanged.
         """
-        state, automatic = self.state, self.config.auto_sync_gradients
-        by_name = isinstance(parameters, FlatParameters)
-        synchronized = by_name and parameters.gradients.reduced
-        if by_name and state.parameters is parameters and gradients is None and not synchronized:
-            # The other ranks have started reductions in their backward pass; a rank without one starts them here.
-            reducer = state.strategy.reducer
-            reducer.end_pass()
+        summed = self._end_pass(parameters, gradients)
         named, problem = self._checked_arguments(parameters, gradients, count)
-        inspection = state.on_rank.inspection if state.is_bound else None
+        is_first, updates = not self.state.is_bound, summed or self.config.auto_sync_gradients
         largest = math.inf
-        if automatic or synchronized or inspection is None:
-            if automatic and inspection is not None and problem is None and gradients is not None:
-                largest = inspection.largest_ahead(gradients)
-            largest = agree_on_step(state.comparing_ranks, named, count, problem, self.settings, largest)
+        if is_first or updates:
+            largest = self._agree_on_step(named, gradients, count, problem)
         elif problem is not None:
             raise problem
         assert named is not None
-        if not state.is_bound:
+        if is_first:
             warn_if_initial_parameters_differ(self.mesh, named)
-        # Checked with the other arguments where it is bound already.
+        strategy = self._strategy_for(named)
+        if updates:
+            self._update_along(strategy, gradients, count, largest)
+        else:
+            strategy.reducer.accumulation.add(gradients)
+
+    def _end_pass(self, parameters: Array | FlatParameters, gradients: Array | None) -> bool:
+        """End the backward pass that a step of a model follows.  True if its gradients are summed over ranks already.
+
+        Collective over the data axis: the other ranks have started sums in their pass, and a rank without one, which
+        has no samples, starts them here.
+        """
+        if not isinstance(parameters, FlatParameters):
+            return False
+        summed = parameters.gradients.reduced
+        if self.state.parameters is parameters and gradients is None and not summed:
+            self.state.strategy.reducer.end_pass()
+        return summed
+
+    def _agree_on_step(
+        self,
+        named: FlatParameters | None,
+        gradients: Array | None,
+        count: float | None,
+        problem: Exception | None,
+    ) -> float:
+        """Raise on all ranks if any has a problem, or if arguments or settings differ.
+
+        Returns the largest absolute value of all ranks' gradients; infinity if only their sums tell.
+        """
+        state, largest = self.state, math.inf
+        if state.is_bound and gradients is not None and problem is None:
+            largest = state.on_rank.inspection.largest_ahead(gradients)
+        return agree_on_step(state.comparing_ranks, named, count, problem, self.settings, largest)
+
+    def _strategy_for(self, named: FlatParameters) -> Strategy:
+        """The strategy of checked parameters, which are bound if they are not yet."""
+        state = self.state
         strategy = state.strategy if named is state.parameters else self.bind(named)
         if self.config.reproducible:
             state.numerics.keep_products()
-        if automatic or synchronized:
-            if gradients is not None:
-                strategy.memory.use_external(gradients)
-            if inspection is not None:
-                inspection.note_largest(largest)
-            divisor = count if count is not None else self._calls() or self.axis.size
-            self.update(divisor, exchange_status=False)
-            return
-        accumulation = strategy.reducer.accumulation
-        accumulation.add(gradients)
+        return strategy
+
+    def _update_along(self, strategy: Strategy, gradients: Array | None, count: float | None, largest: float) -> None:
+        """Update along the gradients of all ranks: those of a model, or given ones, the `largest` of them known."""
+        if gradients is not None:
+            strategy.memory.use_external(gradients)
+        self.state.on_rank.inspection.note_largest(largest)
+        self.update(count if count is not None else self._calls() or self.axis.size, exchange_status=False)
 
     def _checked_arguments(
         self, parameters: Array | FlatParameters, gradients: Array | None, count: float | None
     ) -> tuple[FlatParameters | None, Exception | None]:
         """The parameters by name, or None and the error in this rank's arguments."""
-        state, rule = self.state, self.rule
+        state = self.state
         try:
             named = self._named(parameters, gradients)
             if named.carried is not None:
@@ -260,14 +276,7 @@ class ShardedOptimizer:
                 check_no_gradients(parameters)
             check_count(count)
             state.check_model(named)
-            if isinstance(rule, Method):
-                raise TypeError(
-                    f"{type(rule).__name__} decides by the value, which step() does not have; use "
-                    "optimizer.optimize(problem)"
-                )
-            if rule.live is not None:
-                rule.live.check()
-            rule.learning_rate(self.steps + 1)  # a schedule that raises does so before all changes
+            state.check_step()
         except Exception as error:  # of any kind: all ranks must learn of it
             return None, error
         return named, None
@@ -406,18 +415,12 @@ class ShardedOptimizer:
         ValueError
             If the rule has no `ema_decay`, or no step was taken yet.
         """
-        if isinstance(self.rule, Method) or self.rule.ema_decay is None:
-            raise ValueError(
-                f"{type(self.rule).__name__} keeps no average of the parameters; give the rule ema_decay=0.999"
-            )
-        if not self.state.is_bound or not self.steps:
-            raise ValueError("there is no average of the parameters before the first step")
+        averages = self.state.averages()
         self._level_workers()
         strategy, parameters = self.state.strategy, self.state.on_rank.parameters
         held = parameters.held
         before = held.copy()
         try:
-            averages = strategy.ownership.state_views(self.state.on_rank.slots[EMA])
             for values, average in zip(strategy.values(), averages, strict=True):
                 values[...] = average
             strategy.publish_parameters()
@@ -446,20 +449,7 @@ class ShardedOptimizer:
             If there is no iterate yet, as before the first step; on all ranks also if `keep_history` differs between
             ranks or is no flag.
         """
-        method = self.state.method
-        if method is None:
-            raise TypeError(
-                f"{type(self.rule).__name__} is a rule and has no stages: call optimize with the next problem"
-            )
-        if not self.state.is_bound:
-            raise ValueError(
-                "begin_stage continues from the last iterate, and this optimizer has no parameters yet: call it "
-                "between two calls of optimize, or after load_checkpoint; the first stage needs none"
-            )
-        with CaughtError() as caught:
-            keep_history = flag("keep_history", keep_history)
-        self.settings.agree({"keep_history": str(keep_history)}, caught.error)
-        method.begin_stage(keep_history)
+        self.state.begin_stage(keep_history)
 
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Create the state for these parameters, or attach them to existing state.
@@ -518,81 +508,20 @@ class ShardedOptimizer:
         bool
             False if the step was skipped.
         """
-        if self.state.method is not None:
-            return update_by_method(
-                self, self.state, count, loss, nonfinite_loss=nonfinite_loss, interrupted=interrupted
-            )
-        config, counters, rule = self.config, self._counters, self._rule
-        on_rank = self.state.on_rank
-        strategy, inspection = on_rank.strategy, on_rank.inspection
-        assert isinstance(rule, Rule)
-        strategy.reducer.finalize()
-        divisor = float(count) * counters.scaling.value
-        inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
-        usable = self._gradients_are_usable(divisor, exchange_status)
-        if usable:
-            clip = 1.0
-            if config.max_gradient_norm is not None and not math.isnan(counters.gradient_norm):
-                clip = clip_factor(counters.gradient_norm, config.max_gradient_norm)
-            counters.steps += 1
-            self.mesh.ledger.step = counters.clock
-            if config.max_gradient_value is not None:
-                rows = [(gradient,) for gradient in strategy.gradients()]
-                ranges = on_rank.rule_ranges.of_all(clip_by_value)
-                clip_by_value.over_ranges(rows, ranges, [(divisor, config.max_gradient_value)])
-                divisor = 1.0
-            apply_rule(rule, on_rank, counters.steps, rate_factor=rate_factor, divisor=divisor, clip=clip)
-            strategy.publish_parameters()
-            strategy.keep_errors()
-            counters.scaling.succeeded()
-        else:
-            counters.skipped_steps += 1
-        carried = on_rank.parameters.carried
-        if carried is not None and not strategy.workers_differ:
-            carried.synchronize(strategy.axis)
-        on_rank.prepare_step(counters)
-        strategy.reducer.reset()
-        if self.mesh.debug and not strategy.workers_differ:
-            check_copies(strategy.copies, counters.steps)
-        return usable
-
-    def _gradients_are_usable(self, divisor: float, exchange_status: bool) -> bool:
-        """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
-        counters, on_rank = self._counters, self.state.on_rank
-        inspection, reducer = on_rank.inspection, on_rank.strategy.reducer
-        mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
-        counters.gradient_norm = math.nan
-        measure = limit is not None or self.measure_norm
-        if mode == "ignore" and not measure and not inspection.is_first:
-            on_rank.strategy.compare_units()
-            return True
-        norm = inspection.norm(measure, exchange_status)
-        if not math.isinf(norm):
-            counters.gradient_norm = norm / divisor
-            if inspection.finite_loss:
-                return True
-        elif counters.scaling.overflowed():
-            return False
-        if mode == "raise":
-            what = inspection.culprits(counters.clock + 1)
-            reducer.reset()
-            raise FloatingPointError(
-                f"{what}; parameters and state are unchanged.  "
-                'nonfinite_gradients="skip" leaves such steps out, "ignore" takes them'
-            )
-        return mode == "ignore"
+        return self.state.update(
+            count,
+            loss=loss,
+            rate_factor=rate_factor,
+            nonfinite_loss=nonfinite_loss,
+            interrupted=interrupted,
+            exchange_status=exchange_status,
+        )
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def _make_state(self) -> OptimizerState:
-        """The state of a new optimizer; called once the configuration is known."""
-        return OptimizerState(self, self._state_of_rule())
-
-    def _state_of_rule(self) -> list[AuxiliaryState]:
-        """The state of a method, or of a rule that takes its own steps, besides arrays like the parameters."""
-        if isinstance(self.rule, Method):
-            return [MethodState(self, self.rule)]
-        return [] if self.rule.own_steps is None else [self.rule.own_steps]
+    def _auxiliary_state(self) -> list[AuxiliaryState]:
+        """State besides that of a rule; called once the configuration is known."""
+        return []
 
     def serialize(self) -> bytes:
         """The whole state as an HDF5 file image, which `deserialize` reads in any layout.

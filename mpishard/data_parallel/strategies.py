@@ -158,9 +158,15 @@ class Strategy(ABC):
     def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
         """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
 
-    @abstractmethod
     def sum_shard(self, bucket: Bucket) -> Array:
         """This rank's part of the sum of a bucket, also of one of a second use."""
+        return self.shard_output(bucket, self.memory.of_bucket(bucket))
+
+    def _own_part(self, bucket: Bucket, gradient: Array) -> Array:
+        """This rank's part of a whole bucket, where it lies."""
+        pieces = self.counts[bucket.index]
+        start = sum(pieces[: self.axis.rank])
+        return gradient[start : start + pieces[self.axis.rank]]
 
     def gradient_of(self, bucket: Bucket) -> Array:
         """The gradient memory of a bucket."""
@@ -253,25 +259,16 @@ class Strategy(ABC):
 # The strategies by name.
 
 
-class AllReduced(Strategy):
-    """Gradients are all-reduced: every data rank gets all sums, in the gradient buffer."""
+class DataParallel(Strategy):
+    """DDP: every data rank holds all parameters and state; gradients are all-reduced."""
+
+    gathers_gradients = True
 
     def _make_plain_sums(self) -> Summation:
         return AllReduce(self)
 
     def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
-        pieces = self.counts[bucket.index]
-        start = sum(pieces[: self.axis.rank])
-        return gradient[start : start + pieces[self.axis.rank]]
-
-    def sum_shard(self, bucket: Bucket) -> Array:
-        return self.shard_output(bucket, self.memory.of_bucket(bucket))
-
-
-class DataParallel(AllReduced):
-    """DDP: every data rank holds all parameters and state; gradients are all-reduced."""
-
-    gathers_gradients = True
+        return self._own_part(bucket, gradient)
 
     def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
         buckets = [(bucket.start, bucket.stop) for bucket in self.buckets]
@@ -324,9 +321,6 @@ class ZeRO1(Strategy):
     def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
         return gradient[: self.counts[bucket.index][self.axis.rank]]
 
-    def sum_shard(self, bucket: Bucket) -> Array:
-        return self.shard_output(bucket, self.memory.of_bucket(bucket))
-
     def gradients(self) -> list[Array]:
         return [
             self.memory.of_bucket(bucket)[: pieces[self.axis.rank]]
@@ -366,11 +360,17 @@ class ZeRO1(Strategy):
             gathered.wait()
 
 
-class ZeRO1AllReduced(AllReduced, ZeRO1):
+class ZeRO1AllReduced(ZeRO1):
     """ZeRO-1 whose gradients are all-reduced, for code that reads or changes them between backward pass and step.
 
     A step sends half as many bytes again as with `ZeRO1`.  Neither compressed nor in a fixed order.
     """
+
+    def _make_plain_sums(self) -> Summation:
+        return AllReduce(self)
+
+    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
+        return self._own_part(bucket, gradient)
 
     @property
     def sums_are_everywhere(self) -> bool:

@@ -1,13 +1,10 @@
-"""What an update does with summed gradients: step along them by a rule, or pass them to a method.
+"""How a rule steps along summed gradients: element by element, or by tensors that may be split over ranks.
 
-LAMB also needs the norm of each whole tensor, which may be split over ranks.  A method gets the value and the gradient,
-and goes where its minimisation evaluates next.  `ShardedOptimizer.update` comes first: it finishes the sums, agrees on
-whether to use them, and clips.
+`RuleState.update` comes first: it finishes the sums, agrees on whether to use them, and clips.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -18,14 +15,8 @@ from mpishard.backend import exact
 from mpishard.backend.array import Kernel
 from mpishard.backend.ranges import Ranges
 from mpishard.comm.axis import Axis, ModelParallelGroup
-from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.rank_state import EMA, RankState
-from mpishard.data_parallel.settings import Configured
-from mpishard.data_parallel.strategies import Strategy
-from mpishard.data_parallel.validation import check_copies
-from mpishard.io import log
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.minimizers.method import FAILURES, Wanted
 from mpishard.optim import Muon, Rule
 from mpishard.optim.formulas import moving_average
 
@@ -220,95 +211,3 @@ def _apply_to_tensors(
     on_rank.matrices(rule).update(values, gradients, slots, rules, step, divisor=factors.divisor, clip=factors.clip)
     for (own, *_), value_view, _ in views:
         own[...] = value_view
-
-
-_ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
-
-
-def update_by_method(
-    optimizer: Configured,
-    state: OptimizerState,
-    count: float,
-    loss: float,
-    *,
-    nonfinite_loss: str,
-    interrupted: bool,
-) -> bool:
-    """Pass to the minimisation the evaluation that it wanted, and make its next point the parameters.
-
-    It wanted loss and gradient at the parameters, or a Hessian product, which then is where a gradient would be.
-    `count` divides the summed gradient; `loss` is the mean. Returns True if loss and gradient were finite. Raises
-    RuntimeError if the minimisation has ended. Collective over the mesh.
-    """
-    on_rank, method = state.on_rank, state.method
-    assert method is not None
-    strategy, inspection, minimizer = on_rank.strategy, on_rank.inspection, method.minimizer
-    if minimizer.wanted is Wanted.NOTHING:
-        raise RuntimeError(
-            f"this minimisation has ended ({minimizer.stop_reason}): there is no next step; make a new optimizer to "
-            "start another one"
-        )
-    strategy.reducer.finalize()
-    gradient = method.gradient(float(count))
-    # The largest loss of all ranks: where they differ in the last bit, all take the same.  Infinity stands for NaN.
-    known = loss if math.isfinite(loss) else math.inf
-    inspection.nonfinite_loss = nonfinite_loss
-    shared = np.array([known, -known, bool(nonfinite_loss), interrupted, *strategy.unit_marks])
-    strategy.sync_group.all_reduce(shared, op="max", label="control")
-    strategy.agree_on_units(shared[4:].tolist())
-    value, least = float(shared[0]), -float(shared[1])
-    finite, inspection.interrupted = math.isfinite(value) and not shared[2], bool(shared[3])
-    is_first = minimizer.progress.evaluations == 0
-    if finite and (is_first or optimizer.config.mesh.debug) and value - least > _ROUNDING * max(abs(value), abs(least)):
-        inspection.forget()
-        strategy.reducer.reset()
-        raise _different_losses(strategy, loss)
-    if minimizer.wanted is Wanted.PRODUCT:
-        tell_product(optimizer, state, gradient)
-    else:
-        tell_value(optimizer, state, value if finite else math.inf, gradient)
-        method.batches += minimizer.progress.accepted
-    method.publish(minimizer.point)
-    if minimizer.stop_reason in FAILURES:
-        culprits = f": {inspection.culprits(state.counters.clock)}" if minimizer.stop_reason == "not finite" else ""
-        if optimizer.world.rank == 0:
-            name = type(optimizer.rule).__name__
-            log.inform(f"{name} stopped: {FAILURES[minimizer.stop_reason]}{culprits}")
-    inspection.forget()
-    strategy.reducer.reset()
-    if optimizer.config.mesh.debug:
-        check_copies(strategy.copies, state.counters.steps)
-    return finite
-
-
-def _different_losses(strategy: Strategy, loss: float) -> ValueError:
-    """The error for ranks that return different losses of the same samples.  Collective over the mesh."""
-    losses, members = strategy.sync_group.allgather_object(loss), strategy.sync_group.members
-    rank = next(rank for rank, each in enumerate(losses) if each != losses[0])
-    return ValueError(
-        f"the mean loss of a step is {losses[0]:.9g} on rank {members[0]} and {losses[rank]:.9g} on rank "
-        f"{members[rank]}, but all ranks must have one: ranks that share the tensors of a model return "
-        "the loss of all of them, as mesh.tensor.all_reduce sums it"
-    )
-
-
-def tell_value(optimizer: Configured, state: OptimizerState, value: float, gradient: Array) -> None:
-    """Pass value, the same on all ranks, and this rank's elements of the gradient, and count the step.
-
-    Collective over the mesh.
-    """
-    counters, method = state.counters, state.method
-    assert method is not None
-    counters.steps += 1
-    optimizer.config.mesh.ledger.step = counters.clock
-    method.report_start()
-    method.minimizer.tell(value, gradient)
-    counters.gradient_norm = method.minimizer.progress.projected_norm
-
-
-def tell_product(optimizer: Configured, state: OptimizerState, product: Array) -> None:
-    """Pass this rank's elements of a Hessian product, and count the step. Collective over the mesh."""
-    assert state.method is not None
-    state.counters.steps += 1
-    optimizer.config.mesh.ledger.step = state.counters.clock
-    state.method.minimizer.tell_product(product)

@@ -14,7 +14,6 @@ from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.ownership import TensorCopies
-from mpishard.data_parallel.rank_state import slot_names
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
@@ -56,13 +55,8 @@ def check_method(what: str, method: Method, config: ShardingConfiguration, strat
             raise ValueError(f"{name} needs the gradient of the function as it is, at every step: leave out {setting}")
 
 
-def check_replacement(was: Rule | Method, rule: Any, parameters: FlatParameters | None) -> None:
+def check_replacement(was: Rule, rule: Rule, parameters: FlatParameters | None) -> None:
     """Raise unless `rule` can take the place of the rule `was` of an optimizer, which may have parameters already."""
-    if isinstance(was, Method) or not isinstance(rule, Rule):
-        raise TypeError(
-            f"{type(rule).__name__} cannot take the place of {type(was).__name__}: what a method does next depends on "
-            "what it has learned.  Make a new optimizer; deserialize(old.serialize()) continues with other options"
-        )
     if was.own_steps is not rule.own_steps:
         raise ValueError(
             f"{type(rule).__name__} cannot take the place of an optimizer that keeps its own state, as one of PyTorch "
@@ -212,14 +206,17 @@ def warn_if_initial_parameters_differ(mesh: Mesh, parameters: FlatParameters) ->
         )
 
 
-def check_rule(rule: Rule | Method, saved: str, saved_slots: Collection[str]) -> None:
-    """Raise ValueError unless the saved state is of a rule with the name and the slots of `rule`."""
-    own = slot_names(rule)
-    needed = [slot for slot in saved_slots if not (isinstance(rule, Rule) and rule.is_spare(slot))]
-    if (saved, sorted(needed)) != (type(rule).__name__, sorted(own)):
+def check_saved_rule(
+    name: str, own: Collection[str], saved: str, saved_slots: Collection[str], needed: Collection[str]
+) -> None:
+    """Raise ValueError unless the saved state is of a rule of this name with these slots.
+
+    `needed` are the saved slots without which no rule continues.
+    """
+    if (saved, sorted(needed)) != (name, sorted(own)):
         theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, own))
         raise ValueError(
-            f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
+            f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {name} "
             f"(slots: {ours}); make the rule as it was when it was saved, or load only the parameters: "
             "load_checkpoint(folder, parameters, mesh=mesh)"
         )

@@ -10,7 +10,6 @@ from typing import Any
 
 from mpishard.backend import array as arrays
 from mpishard.data.sampling import MICRO_BATCHES
-from mpishard.data_parallel.rank_state import slot_names
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.estimate.estimates import estimate
@@ -88,7 +87,7 @@ class AutoLayouts:
         stage = 3 if strategy.shards_parameters else 2 if strategy.gradients_on_demand else int(strategy.divides_state)
         workload = Workload(
             itemsize=start.dtype.itemsize,
-            slots=len(slot_names(optimizer.rule)),
+            slots=len(optimizer.state.slot_names),
             minimum_parameter_group_size=config.minimum_parameter_group_size,
         )
         limit, strict = self.memory_limit, self.memory_limit is not None

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.inverse.functions import Callback, Functions, Unknowns
@@ -181,8 +182,8 @@ class ElasticMinimization:
 
     def _gather(self, vector: Array) -> Array:
         """A vector of the minimisation as a new flat array like the parameters.  Collective over the workers."""
-        state = self._elastic.optimizer.state.method
-        assert state is not None
+        state = self._elastic.optimizer.state
+        assert isinstance(state, MinimizationState)
         return state.whole(vector)
 
     def _after_evaluation(self, state: TrainingState[Any]) -> bool:

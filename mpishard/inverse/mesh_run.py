@@ -18,9 +18,8 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
+from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
-from mpishard.data_parallel.strategies import ZeRO1
-from mpishard.data_parallel.update import tell_product, tell_value
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.inverse.functions import Unknowns, digits_of, on_any
 from mpishard.io import log
@@ -73,14 +72,14 @@ class MeshRanks:
         start = f"{parameters.description} ({parameters.fingerprint:x})"
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
         warn_if_initial_parameters_differ(mesh, parameters)
-        strategy, state = self.optimizer.bind(parameters), self.optimizer.state.method
-        assert isinstance(strategy, ZeRO1) and state is not None
-        self._strategy, self._state = strategy, state
+        self._strategy, state = self.optimizer.bind(parameters), self.optimizer.state
+        assert isinstance(state, MinimizationState)
+        self._state = state
         self._comparison = Comparison(mesh, parameters, self._sums)
 
     @property
     def minimizer(self) -> Minimizer:
-        return self._state.minimizer
+        return self._state.minimization
 
     def watching(self) -> AbstractContextManager[Any]:
         """The context in which Ctrl-C ends the loop in order."""
@@ -104,11 +103,11 @@ class MeshRanks:
         flat, total, digits = self.combined(what, value, vector, problem)
         own = self._own_part_of_sum(flat) if self._sums else self._state.own_part(flat)
         if self.minimizer.wanted is Wanted.PRODUCT:
-            tell_product(self.optimizer, self.optimizer.state, own)
+            self._state.tell_product(own)
         else:
             self.value = total
             self.minimizer.take_digits(digits)
-            tell_value(self.optimizer, self.optimizer.state, total, own)
+            self._state.tell_value(total, own)
         if self.minimizer.stop_reason == "not finite":
             self._find_culprits(what.removeprefix("the "), value, flat, total, own)
 

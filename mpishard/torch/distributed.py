@@ -22,8 +22,9 @@ from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.full_state import encode
 from mpishard.data_parallel.models import configuration_of, optimizer_for
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
+from mpishard.data_parallel.rule_state import clip_factor
 from mpishard.data_parallel.settings import agree_on_step
-from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer, clip_factor
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters

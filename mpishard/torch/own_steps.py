@@ -22,8 +22,9 @@ import torch
 
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
+from mpishard.data_parallel.optimizer_state import AuxiliaryState
 from mpishard.data_parallel.rank_state import Counters, RankState
-from mpishard.layout.run_state import Shard, brief, whole_fact
+from mpishard.layout.run_state import brief, whole_fact
 from mpishard.layout.tensors import cut_holding
 from mpishard.torch.buffers import as_fact, from_fact
 from mpishard.torch.live_groups import LiveGroups
@@ -40,16 +41,11 @@ _GROUP = "param_groups[{}]"
 Rest = dict[str, dict[str, Any]]
 
 
-class OwnSteps:
-    """The steps of an optimizer of PyTorch by itself, and its state: an `AuxiliaryState`.
+class OwnSteps(AuxiliaryState):
+    """The steps of an optimizer of PyTorch by itself, and its state.
 
     Of an element-wise optimizer the arrays of its state are views into the slots.
     """
-
-    may_differ = False
-    needs_consolidation = False
-    synchronizes_next_step = True
-    compares_next_step = True
 
     def __init__(self, live: LiveGroups) -> None:
         self._live = live
@@ -69,54 +65,17 @@ class OwnSteps:
         """Take a step along the summed gradients, times a factor."""
         raise NotImplementedError
 
-    # -- the interface of auxiliary state -----------------------------------------------------------------------------
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Empty: the values of the groups are compared elsewhere."""
-        return {}
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Empty: arrays are in the slots, and numbers in the groups."""
-        return {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state that is not in the slots."""
-        return 0
-
     def make(self, on_rank: RankState, counters: Counters) -> None:
         """Make the arrays of the state views into the slots."""
         self._on_rank, self._counters = on_rank, counters
-
-    def shards(self) -> tuple[Shard, ...]:
-        """Empty: arrays are in the slots, or among the facts."""
-        return ()
-
-    def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless it can continue from these facts."""
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from these facts, after the slots were filled."""
         self._take_slots(int(facts["steps"]))
 
-    def add_to(self, full: FullState, world: Axis) -> FullState:
-        """The full state as it is: what is not in the slots goes by itself."""
-        return full
-
     def fill(self, full: FullState) -> None:
         """Continue from the slots of a full state."""
         self._take_slots(full.steps)
-
-    def broadcast(self) -> None:
-        """Nothing: the copies of slots have become equal, and all ranks take the same steps."""
-
-    def consolidate(self) -> None:
-        """Nothing is left to be written into the slots."""
-
-    def abandon(self) -> None:
-        """Nothing is pending between two steps."""
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

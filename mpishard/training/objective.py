@@ -17,7 +17,6 @@ from mpishard.comm.axis import Axis
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import Sampler
 from mpishard.data_parallel.results import P, TrainingState
-from mpishard.minimizers import Method
 from mpishard.parameters.flat import FlatParameters, check_flat
 from mpishard.record import RunRecord
 
@@ -222,15 +221,13 @@ class StopCondition:
     problem: Objective[Any]
     stop_early: EarlyStopping | None = None
 
-    def reason(
-        self, request: int, steps: int, norm: float, *, method_ended: str = "", validated: Iterable[float] = ()
-    ) -> str:
+    def reason(self, request: int, steps: int, norm: float, *, ended: str = "", validated: Iterable[float] = ()) -> str:
         """The reason after `steps` steps, with the last gradient's norm and the largest request of all ranks.
 
         The end of a method comes first; the last is that the validation losses no longer fall.
         """
         requested = StopRequest(request).name.lower() if request else ""
-        return method_ended or requested or self.goal(steps, norm) or self._patience(validated)
+        return ended or requested or self.goal(steps, norm) or self._patience(validated)
 
     def goal(self, steps: int, norm: float) -> str:
         """The goal that is reached, or empty."""
@@ -249,26 +246,15 @@ class StopCondition:
 class Batches:
     """The position of a run in its samples, and the size of the next batch.
 
-    The ranks of `axis`, the data axis, are the workers; `scaling` says how the batch follows their number.  `method`,
-    if one takes the steps in place of a rule, makes evaluations, which have the same samples until an iteration has
-    ended; ValueError if it minimises one function only, and the batch is not all samples.
+    The ranks of `axis`, the data axis, are the workers; `scaling` says how the batch follows their number.  With
+    `in_order` a batch of all samples has them in their order, the same in each step.
 
     `problem` may be replaced by the same one for another mesh.  `position` is the number of samples before the next
     step; in the middle of a step, before that step.  `current` has the sample indices of the last batch, int64.
     """
 
-    def __init__(self, problem: Objective[Any], axis: Axis, scaling: Scaling, *, method: Method | None) -> None:
-        full = problem.batch_size == problem.samples
-        if method is not None and scaling.policy != "constant":
-            raise ValueError(
-                f"scaling={scaling.policy!r} changes the learning rate, which {type(method).__name__} has not"
-            )
-        if method is not None and not (full or method.takes_batches):
-            raise ValueError(
-                f"batch_size={problem.batch_size} of samples={problem.samples}: {type(method).__name__} needs one "
-                f"function, the same in every evaluation; give batch_size={problem.samples}"
-            )
-        self._full = method is not None and full
+    def __init__(self, problem: Objective[Any], axis: Axis, scaling: Scaling, *, in_order: bool) -> None:
+        self._full = in_order and problem.batch_size == problem.samples
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
         self.position: int = 0
         self.current = np.empty(0, np.int64)

@@ -13,7 +13,6 @@ from mpishard.comm.errors import CaughtError
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.minimizers import Method
 from mpishard.nn.architecture import MODEL, fields_of
 from mpishard.nn.decoder import Decoder
 from mpishard.parameters.flat import FlatParameters, Model
@@ -217,23 +216,15 @@ class OptimizationProblem(Objective[P]):
             _check_options(callback, progress, checkpoints, resume, record, optimizer)
             best = getattr(checkpoints, "best", None) is not None
             check_evaluation(evaluate, stop_early, best, self)
-            if evaluate is not None and isinstance(optimizer.rule, Method):
-                raise ValueError(
-                    f"evaluate= is for rules: the steps of {type(optimizer.rule).__name__} are evaluations of its line "
-                    "searches; evaluate in a callback, at accepted iterates"
-                )
-            if evaluate is not None and evaluate.averaged and getattr(optimizer.rule, "ema_decay", None) is None:
-                name = type(optimizer.rule).__name__
-                raise ValueError(
-                    f"Evaluation(averaged=True) needs an average of the parameters; give {name} ema_decay=0.999"
-                )
+            if evaluate is not None:
+                optimizer.state.check_evaluation(evaluate.averaged)
         given: dict[str, Any] = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
         given["stop_early"] = stop_early
         given["evaluation"] = evaluate.settings if caught.error is None and evaluate is not None else None
         self._agree_on_problem(optimizer, given, caught.error)
         watches = np.array([callback is not None or self.seconds is not None], np.int64)
         watching = bool(optimizer.world.all_reduce(watches, op="max", label="control")[0])
-        ends = isinstance(optimizer.rule, Method) or self.steps is not None or self.tolerance is not None
+        ends = optimizer.state.ends_by_itself or self.steps is not None or self.tolerance is not None
         if not (ends or watching):
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         options = RunOptions(callback, progress, watching, checkpoints, resume, record, evaluate, stop_early)

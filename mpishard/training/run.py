@@ -17,9 +17,6 @@ from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
-from mpishard.minimizers import Method
-from mpishard.minimizers.method import Wanted
-from mpishard.optim import Rule
 from mpishard.training.checkpoints import RunCheckpoints, RunProgress
 from mpishard.training.metrics import LossHistory, StepReport
 from mpishard.training.objective import Batches, Objective, RunOptions, Scaling, StopCondition, StopRequest
@@ -62,12 +59,13 @@ class TrainingRun:
         self._callback = options.callback
         self._transactional = transactional
         workers = scaling.first
-        self.batches = Batches(
-            problem,
-            optimizer.axis,
-            scaling,
-            method=optimizer.rule if isinstance(optimizer.rule, Method) else None,
+        optimizer.state.check_run(
+            samples=problem.samples,
+            batch_size=problem.batch_size,
+            scaling=scaling.policy,
+            has_product=problem.product is not None,
         )
+        self.batches = Batches(problem, optimizer.axis, scaling, in_order=optimizer.state.evaluates_one_function)
         self.deferred_error = DeferredError(optimizer.mesh.world, transactional)
         self.runner = StepRunner(problem, optimizer, begins or optimizer.mesh.debug, self.deferred_error)
         if begins:
@@ -91,8 +89,8 @@ class TrainingRun:
             optimizer.state.report_continuation()
         elif begins:
             self.checkpoints.warn_of_restart()
-        if begins and optimizer.clock and optimizer.state.method is not None:
-            optimizer.state.method.show_point()  # the parameters may be the last iterate
+        if begins and optimizer.clock:
+            optimizer.state.show_point()  # the parameters may be those that an earlier run has ended with
         self.batches.check(workers)
         self.report = StepReport(options.record, problem.steps, options.progress)
         if begins and optimizer.mesh.rank == 0:
@@ -178,28 +176,21 @@ class TrainingRun:
                 self._raise_deferred()
         else:
             loss = self.losses.mean_of_rank(losses, count)
-        factor = self.batches.rate_factor
-        rule = optimizer.rule
-        rate = factor * rule.learning_rate(optimizer.steps + 1) if isinstance(rule, Rule) else math.nan
-        if optimizer.minimizer is not None and optimizer.minimizer.wanted is Wanted.PRODUCT:
-            loss = optimizer.minimizer.progress.value
+        loss = optimizer.state.loss_of_step(loss)
         with self.report.phase("update"):
             optimizer.update(
                 count,
                 loss=loss,
-                rate_factor=factor,
+                rate_factor=self.batches.rate_factor,
                 nonfinite_loss=self.runner.nonfinite_loss,
                 interrupted=interrupts is not None and interrupts.came,
             )
-        if optimizer.minimizer is not None:
-            rate = optimizer.minimizer.progress.step_length
-        return StepOutcome(loss, rate, synchronized)
+        return StepOutcome(loss, optimizer.state.counters.learning_rate, synchronized)
 
     def finish_step(self, outcome: StepOutcome) -> None:
         """Count a step of `take_step`, and report it."""
-        minimizer = self.optimizer.minimizer
-        progress = None if minimizer is None else minimizer.progress
-        if progress is None or progress.accepted:
+        state = self.optimizer.state
+        if state.ended_batch:
             self.batches.advance()
         self.losses.append(outcome.loss)
         self.report.step(
@@ -209,7 +200,7 @@ class TrainingRun:
             samples=self.batches.position,
             norm=self.optimizer.gradient_norm,
             loss_scale=self.runner.parameters.loss_scale,
-            minimization={"iteration": progress.iterations, "accepted_loss": progress.value} if progress else {},
+            minimization=state.record,
         )
 
     def evaluate(self) -> None:
@@ -262,7 +253,7 @@ class TrainingRun:
 
     def _reason(self, request: int, norm: float) -> str:
         validated = (each.loss for each in self.validation.history)
-        return self._stop.reason(request, len(self.losses), norm, method_ended=self._ended, validated=validated)
+        return self._stop.reason(request, len(self.losses), norm, ended=self._ended, validated=validated)
 
     def _raise_deferred(self) -> None:
         """Raise an error that a rank holds on all ranks; return if none does.  Collective."""
@@ -274,8 +265,8 @@ class TrainingRun:
 
     @property
     def _ended(self) -> str:
-        """The reason why the minimisation of a method has ended; empty while it continues."""
-        return "" if self.optimizer.minimizer is None else self.optimizer.minimizer.stop_reason
+        """The reason why the steps have ended by themselves; empty while they continue."""
+        return self.optimizer.state.stop_reason
 
     def save(self, last: bool) -> None:
         """Save if a save is due.  After the `last` step bring all ranks to one state, also without checkpoints.
@@ -365,8 +356,7 @@ class TrainingRun:
         `stopped_by_user`: the signal that stopped it was Ctrl-C, or came from `mpishard run` because that was stopped.
         """
         optimizer, stopped = self.optimizer, reason == "signal"
-        if optimizer.state.method is not None:
-            optimizer.state.method.show_best()
+        optimizer.state.show_result()
         how_to_resume = self.checkpoints.how_to_resume if stopped else ""
         self.report.end(optimizer.clock, reason, how_to_resume)
         note_run(stopped=stopped and stopped_by_user)

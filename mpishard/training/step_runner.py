@@ -23,8 +23,6 @@ from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import MICRO_BATCHES, TermCosts, micro_batches, share
 from mpishard.data.text import Windows
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.minimizers import Method
-from mpishard.minimizers.descent import Descent
 from mpishard.nn.decoder import Decoder
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import GradientReducer
@@ -87,13 +85,12 @@ class StepRunner:
     FlatParameters of the problem are trained in place, an array is copied.  `looks`: the first call of the function is
     checked for changes of inputs that it must only read; with ``debug`` of the mesh all calls are.  `deferred_error`
     takes an error of the function, unless other ranks wait for this one inside the function.  ValueError if the
-    optimizer has a loss scale, but the problem has no model that multiplies its gradients by it; or if its method needs
-    Hessian products, and the problem has none.
+    optimizer has a loss scale, but the problem has no model that multiplies its gradients by it.
 
     `misuse` is the error for inputs that a call of the function has changed.  `nonfinite_loss` describes this rank's
     first loss in the last batch that is not finite; empty if all are finite.  `together`: ranks wait for each other
-    inside the function, so that all must call it equally often.  `costs`: of the micro-batches, where a method repeats
-    the same ones in each step.
+    inside the function, so that all must call it equally often.  `costs`: of the micro-batches, where each step has the
+    same ones.
     """
 
     reducer: GradientReducer
@@ -119,11 +116,6 @@ class StepRunner:
             raise ValueError(
                 "loss_scale is for models, which multiply their gradients by it; the gradient of a function of a flat "
                 "array comes as it is: leave loss_scale out"
-            )
-        if isinstance(optimizer.rule, Method) and optimizer.rule.needs_products and problem.product is None:
-            raise ValueError(
-                f"{type(optimizer.rule).__name__} needs Hessian products: give the problem "
-                "product=function(parameters, direction, samples, products)"
             )
         self._looks = looks
         self._deferred_error = deferred_error
@@ -151,10 +143,10 @@ class StepRunner:
         self.together = split or (self.of_model and self.reducer.on_demand) or self.problem.everywhere
         # Steps that repeat the same samples deal them out by what they cost; ranks that meet anew know no costs.
         full = self.problem.batch_size == self.problem.samples
-        repeats, alone = isinstance(optimizer.rule, Method) and full, optimizer.mesh.data.size == optimizer.mesh.size
+        repeats = full and optimizer.state.evaluates_one_function
+        alone = optimizer.mesh.data.size == optimizer.mesh.size
         self.costs = TermCosts() if repeats and alone and self.ordered is not None and not self.together else None
-        if isinstance(optimizer.minimizer, Descent):
-            optimizer.minimizer.stochastic = not full
+        optimizer.state.begin_run(full)
         self._gradients = self.reducer
         self._another_follows = self.reducer.no_sync()
         if not self.of_model:  # the reducer gets the gradient after the last micro-batch
@@ -173,8 +165,7 @@ class StepRunner:
         """
         self.nonfinite_loss = ""
         self.parameters.step = self.optimizer.clock
-        method = self.optimizer.state.method
-        self._direction = None if method is None else method.direction()
+        self._direction = self.optimizer.state.direction()
         self.reducer.is_last_pass = True  # not before: a run that is refused leaves the reducer as it was
         if self.ordered is None:
             losses = np.array([self._forward_backward_shares(batch)])

@@ -319,7 +319,7 @@ def strike(
     """
     from mpishard.checkpoint import save as saving
     from mpishard.comm import json_exchange
-    from mpishard.data_parallel import sharded_optimizer
+    from mpishard.data_parallel import rule_state
     from mpishard.elastic import healing, membership, resizing, spawning, transactions
 
     together = ("resize", "heal")  # in which spares take part
@@ -378,7 +378,7 @@ def strike(
     # The parameters of ZeRO-3 are gathered in the forward pass, those of ZeRO-1 and 2 and gradients of DDP after it.
     within(mesh.data, "start_all_to_all", "reduction")
     within(mesh.data, "start_all_gather", "all-gather")
-    within(sharded_optimizer, "apply_rule", "update")
+    within(rule_state, "apply_rule", "update")
     within(mesh.world if case.moves else mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
     before(transactions.Agreements, "agree_as_workers", "agreement")
     before(transactions.Transactions, "commit", "committed")

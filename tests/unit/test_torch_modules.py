@@ -12,7 +12,6 @@ from mpi4py import MPI
 import mpishard
 
 torch = pytest.importorskip("torch")
-from mpishard.data_parallel import validation  # noqa: E402
 from mpishard.torch import buffers as torch_buffers  # noqa: E402
 from mpishard.torch import distributed, torch_rule, torch_steps  # noqa: E402
 from mpishard.torch import module as module_state  # noqa: E402
@@ -378,9 +377,10 @@ def test_states_of_a_rule_are_those_of_the_optimizer_itself(zero, tmp_path):
                 steps.append(optimizer.optimizer.steps)
                 optimizer.close()
         assert steps == [2, 4, 2, 4]
-        validation.check_rule(optimizer.optimizer.rule, "WholeTensorRule", ["state1", "state2"])  # as saved before
+        state = optimizer.optimizer.state
+        state.check(state.facts | {"slots.json": ["state1", "state2"]})  # as saved before
         with pytest.raises(ValueError, match="slots: state3"):
-            validation.check_rule(optimizer.optimizer.rule, "WholeTensorRule", ["state3"])
+            state.check(state.facts | {"slots.json": ["state3"]})
     assert torch.equal(made[0].weight, made[1].weight) and torch.equal(made[0].bias, made[1].bias)
 
 

@@ -51,7 +51,7 @@ def test_goals(goals, steps, norm, goal):
 def test_the_end_of_a_method_comes_first_then_the_strongest_request_a_goal_and_patience():
     stop = StopCondition(condition(steps=3).problem, EarlyStopping(patience=2))
     worse = [1.0, 2.0, 1.0]
-    assert stop.reason(StopRequest.SIGNAL, 3, math.nan, method_ended="ftol", validated=worse) == "ftol"
+    assert stop.reason(StopRequest.SIGNAL, 3, math.nan, ended="ftol", validated=worse) == "ftol"
     for strongest, reason in enumerate(("steps", "seconds", "callback", "signal")):
         assert stop.reason(strongest, 3, math.nan, validated=worse) == reason
     assert sorted(StopRequest)[-2:] == [StopRequest.SIGNAL, StopRequest.FAILED]

@@ -1,0 +1,210 @@
+"""The state of an optimizer whose steps an update rule takes: sum the gradients, look at them, clip, apply the rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpishard.backend import array as arrays
+from mpishard.backend import exact
+from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
+from mpishard.data_parallel.rank_state import EMA, make_slots, slot_names
+from mpishard.data_parallel.settings import Configured, settings_of_rule
+from mpishard.data_parallel.update import apply_rule
+from mpishard.data_parallel.validation import check_copies, check_replacement, check_rule_fits
+from mpishard.layout.run_state import whole_fact
+from mpishard.optim import Muon, Rule
+from mpishard.optim.formulas import clip_by_value, moving_average, muon_apply
+from mpishard.optim.rule import LiveValues
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+
+
+def clip_factor(norm: float, most: float) -> float:
+    """What gradients of this norm are multiplied by where it must not be above `most`, as PyTorch has it."""
+    return min(1.0, most / (norm + 1e-6))
+
+
+class RuleState(OptimizerState):
+    """The state of an optimizer with an update rule; a rule that takes its own steps brings more `auxiliary` state."""
+
+    def __init__(self, optimizer: Configured, rule: Rule, auxiliary: Sequence[AuxiliaryState] = ()) -> None:
+        self._rule = rule
+        super().__init__(optimizer, auxiliary if rule.own_steps is None else [*auxiliary, rule.own_steps])
+
+    # -- the rule -----------------------------------------------------------------------------------------------------
+
+    @property
+    def rule(self) -> Rule:
+        return self._rule
+
+    def replace_rule(self, rule: Any) -> None:
+        if isinstance(rule, Rule):
+            check_replacement(self._rule, rule, self.parameters)
+            self._rule = rule
+        else:
+            super().replace_rule(rule)
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return slot_names(self._rule)
+
+    def options(self) -> dict[str, str]:
+        return super().options() | settings_of_rule(self._rule)
+
+    def live_values(self) -> LiveValues | None:
+        return self._rule.live
+
+    def is_spare(self, slot: str) -> bool:
+        return self._rule.is_spare(slot)
+
+    def make_slots(self, parameters: FlatParameters, size: int) -> dict[str, Array]:
+        """New state by name; on a host the formulas of the next step are compiled now."""
+        rule, config, dtype = self._rule, self._optimizer.config, parameters.dtype
+        if not arrays.is_device(parameters.like):
+            rule.kernel.expect(dtype)
+            if isinstance(rule, Muon):
+                rule.rest.kernel.expect(dtype)
+                muon_apply.expect(dtype)
+            if rule.ema_decay is not None:
+                moving_average.expect(dtype)
+            if config.max_gradient_value is not None:
+                clip_by_value.expect(dtype)
+            exact.expect_norms(dtype, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors)
+        return make_slots(rule, size, dtype, like=parameters.like)
+
+    def check_fits(self, parameters: FlatParameters) -> None:
+        check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.strategy_class)
+
+    def averages(self) -> list[Array]:
+        if self._rule.ema_decay is None:
+            return super().averages()
+        if not self.is_bound or not self.counters.steps:
+            raise ValueError("there is no average of the parameters before the first step")
+        return self.strategy.ownership.state_views(self.on_rank.slots[EMA])
+
+    def begin_stage(self, keep_history: Any) -> None:
+        raise TypeError(f"{type(self._rule).__name__} is a rule and has no stages: call optimize with the next problem")
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def check_step(self) -> None:
+        if self._rule.live is not None:
+            self._rule.live.check()
+        self._rule.learning_rate(self.counters.steps + 1)  # a schedule that raises does so before all changes
+
+    def update(
+        self,
+        count: float,
+        *,
+        loss: float,
+        rate_factor: float,
+        nonfinite_loss: str,
+        interrupted: bool,
+        exchange_status: bool,
+    ) -> bool:
+        counters, strategy, inspection = self.counters, self.strategy, self.on_rank.inspection
+        counters.learning_rate = rate_factor * self._rule.learning_rate(counters.steps + 1)
+        strategy.reducer.finalize()
+        divisor = float(count) * counters.scaling.value
+        inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
+        usable = self._gradients_are_usable(divisor, exchange_status)
+        if usable:
+            self._step(divisor, rate_factor)
+        else:
+            counters.skipped_steps += 1
+        self._end_step()
+        return usable
+
+    def _gradients_are_usable(self, divisor: float, exchange_status: bool) -> bool:
+        """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
+        counters, on_rank, config = self.counters, self.on_rank, self._optimizer.config
+        inspection, mode = on_rank.inspection, config.nonfinite_gradients
+        counters.gradient_norm = math.nan
+        measure = config.max_gradient_norm is not None or self._optimizer.measure_norm
+        if mode == "ignore" and not measure and not inspection.is_first:
+            on_rank.strategy.compare_units()
+            return True
+        norm = inspection.norm(measure, exchange_status)
+        if not math.isinf(norm):
+            counters.gradient_norm = norm / divisor
+            if inspection.finite_loss:
+                return True
+        elif counters.scaling.overflowed():
+            return False
+        if mode == "raise":
+            what = inspection.culprits(counters.clock + 1)
+            on_rank.strategy.reducer.reset()
+            raise FloatingPointError(
+                f"{what}; parameters and state are unchanged.  "
+                'nonfinite_gradients="skip" leaves such steps out, "ignore" takes them'
+            )
+        return mode == "ignore"
+
+    def _step(self, divisor: float, rate_factor: float) -> None:
+        """Clip the summed gradients, of which `divisor` makes the mean, apply the rule, and publish the parameters."""
+        counters, on_rank, config = self.counters, self.on_rank, self._optimizer.config
+        strategy, clip = on_rank.strategy, 1.0
+        if config.max_gradient_norm is not None and not math.isnan(counters.gradient_norm):
+            clip = clip_factor(counters.gradient_norm, config.max_gradient_norm)
+        counters.steps += 1
+        config.mesh.ledger.step = counters.clock
+        if config.max_gradient_value is not None:
+            rows = [(gradient,) for gradient in strategy.gradients()]
+            ranges = on_rank.rule_ranges.of_all(clip_by_value)
+            clip_by_value.over_ranges(rows, ranges, [(divisor, config.max_gradient_value)])
+            divisor = 1.0
+        apply_rule(self._rule, on_rank, counters.steps, rate_factor=rate_factor, divisor=divisor, clip=clip)
+        strategy.publish_parameters()
+        strategy.keep_errors()
+        counters.scaling.succeeded()
+
+    def _end_step(self) -> None:
+        """Prepare the next step, after one that was taken or skipped."""
+        on_rank, strategy = self.on_rank, self.strategy
+        carried = on_rank.parameters.carried
+        if carried is not None and not strategy.workers_differ:
+            carried.synchronize(strategy.axis)
+        on_rank.prepare_step(self.counters)
+        strategy.reducer.reset()
+        if self._optimizer.config.mesh.debug and not strategy.workers_differ:
+            check_copies(strategy.copies, self.counters.steps)
+
+    @property
+    def agrees_in_update(self) -> bool:
+        config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
+        inspects = config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or measure_norm
+        return inspects and not self._optimizer.strategy_class.workers_differ
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    evaluates_one_function = False
+    ends_by_itself = False
+
+    def check_run(self, *, samples: int, batch_size: int, scaling: str, has_product: bool) -> None:
+        """A rule takes the steps of any run."""
+
+    def begin_run(self, is_full_batch: bool) -> None:
+        """Nothing: a step is the same with any samples."""
+
+    def show_point(self) -> None:
+        """Nothing: the parameters are those after the last step."""
+
+    def show_result(self) -> None:
+        """Nothing: the parameters are those after the last step."""
+
+    def check_evaluation(self, averaged: bool) -> None:
+        if averaged and self._rule.ema_decay is None:
+            raise ValueError(
+                f"Evaluation(averaged=True) needs an average of the parameters; give {type(self._rule).__name__} "
+                "ema_decay=0.999"
+            )
+
+    @property
+    def batches(self) -> int:
+        return self.counters.clock
+
+    def batches_in(self, facts: Mapping[str, Any]) -> int:
+        return whole_fact(facts, "steps") + whole_fact(facts, "skipped_steps")
