@@ -4,7 +4,7 @@ Input: a module, and a rule or an optimizer of PyTorch.
 Output: the same module, whose parameters are views into one flat array, and an optimizer of PyTorch for the user's
 loop.
 
-Read ``distributed`` first, then ``module``, with the hooks that take gradients, and ``torch_rule`` with
+Read ``distributed`` first, then ``module``, and ``gradient_hooks``, which take gradients; ``torch_rule`` with
 ``live_groups`` and ``torch_steps``, for optimizers and schedulers of PyTorch; ``own_steps`` for the steps that these
 take themselves; ``units`` for modules whose parameters are divided; ``problem`` for `optimize`; the rest by name.
 

@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,10 @@ from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import NoSync
 from mpishard.torch.buffers import MODES
+from mpishard.torch.gradient_hooks import CLIP, DROP, STEP, LocalHooks, LoopHooks, MeanHooks, SentHooks
 from mpishard.torch.live_groups import LiveGroups, ParameterGroups, RuleGroups, groups_of
 from mpishard.torch.memory import array_module
 from mpishard.torch.module import (
-    CLIP,
-    DROP,
-    STEP,
     ModuleState,
     ModuleTensors,
     Sharding,
@@ -52,11 +49,16 @@ from mpishard.training.saving import load_checkpoint, save_checkpoint
 # The place of a PyTorch optimizer in the user's own training loop.
 
 
-def _sums_over(optimizer: ShardedOptimizer) -> int:
-    """See `GradientHooks.sums_over`."""
-    strategy = optimizer.state.strategy
-    whole = strategy.sums_are_everywhere and strategy.reducer.keeps_memory and optimizer.config.auto_sync_gradients
-    return strategy.axis.size if whole and strategy.parameters.loss_scale == 1 else 0
+def loop_hooks(state: ModuleState, optimizer: ShardedOptimizer) -> LoopHooks:
+    """Choose how the gradients of a module are taken for a loop of the user's."""
+    strategy, config = optimizer.state.strategy, optimizer.config
+    given = state.parameters, state.tensors.trained, state.units
+    compares_calls = not optimizer.strategy_class.workers_differ
+    if not strategy.reducer.keeps_memory or config.loss_scale not in (None, 1):
+        return SentHooks(*given, compares_calls=compares_calls)
+    if not (strategy.sums_are_everywhere and config.auto_sync_gradients):
+        return LocalHooks(*given, compares_calls=compares_calls)
+    return MeanHooks(*given, compares_calls=compares_calls, compares_values=config.mesh.debug, ranks=strategy.axis.size)
 
 
 class ModuleOptimizer(torch.optim.Optimizer):
@@ -94,11 +96,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         self._is_made = False
         super().__init__([*groups.groups], groups.defaults)
         self._is_made = True
-        state.hooks.serves_loop = True
-        state.hooks.sums_over = partial(_sums_over, optimizer)
-        state.hooks.compares_calls = not optimizer.strategy_class.workers_differ
-        state.hooks.compares_values = optimizer.mesh.debug
-        state.hooks.clear()
+        state.use(loop_hooks(state, optimizer))
         state.parameters.reset_gradients()
         self._end = weakref.finalize(self, state.release)
         self._end.atexit = False
@@ -118,6 +116,14 @@ class ModuleOptimizer(torch.optim.Optimizer):
             self._state.hooks.drop()
             self._state.unshard()
         self._end()
+
+    @property
+    def _hooks(self) -> LoopHooks:
+        """Those of the optimizer that was made last for the module."""
+        hooks = self._state.hooks
+        if not isinstance(hooks, LoopHooks):
+            raise ValueError("a problem of mpishard.torch has trained this module since: call as_distributed again")
+        return hooks
 
     def _check_left(self, what: str, **how: str) -> None:
         if self._state.units is not None:
@@ -216,7 +222,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
 
     def _take_step(self, count: float | None) -> None:
         first = not self.optimizer.clock
-        hooks = self._state.hooks
+        hooks = self._hooks
         ranks = hooks.complete()
         hooks.end_sums()
         self.unused_parameters = hooks.unused
@@ -234,7 +240,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
             self._state.round_masters()
         finally:
-            self._state.hooks.clear(keeps_calls=self.parameters.gradients.has_content)  # a step that was refused
+            hooks.clear(keeps_calls=self.parameters.gradients.has_content)  # a step that was refused
         if self._state.units is not None:
             self._state.units.end_step()
         self._groups.show(self.optimizer.steps)
@@ -280,7 +286,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             On every rank, for another norm than 2 of divided gradients; or if not all ranks have called it with the
             same arguments, which is found here where ranks divide the gradients, else by `step`.
         """
-        hooks, state = self._state.hooks, self.optimizer.state
+        hooks, state = self._hooks, self.optimizer.state
         call = f"max_norm={float(max_norm):g} norm_type={float(norm_type):g}"
         if hooks.complete():
             if hooks.tell is None:
@@ -322,7 +328,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Tensor
             Of its shape and dtype; the loss itself, times 1, without ``ShardingConfiguration(loss_scale=)``.
         """
-        self._state.hooks.loss_is_scaled = True
+        if isinstance(self._hooks, SentHooks):
+            self._hooks.loss_is_scaled = True
         return loss * self.parameters.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -338,7 +345,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         set_to_none : bool
             As PyTorch has it; gradients are dropped either way.
         """
-        hooks = self._state.hooks
+        hooks = self._hooks
         if hooks.tell is not None and hooks.has_begun_sums and self.parameters.gradients.has_content:
             hooks.end_sums()
             hooks.tell(DROP)
@@ -360,11 +367,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
         RuntimeError
             Under ZeRO-2 within `mpishard.torch.join`.
         """
-        if self._state.hooks.tell is not None and self.parameters.gradients.on_demand:
+        if self._hooks.tell is not None and self.parameters.gradients.on_demand:
             raise RuntimeError(
                 "no_sync() under zero=2 sums over ranks in each pass, which join cannot do: use zero=0 or 1 within join"
             )
-        return self.parameters.gradients.no_sync(self._state.hooks.take_drop)
+        return self.parameters.gradients.no_sync(self._hooks.take_drop)
 
     @property
     def _whole_steps(self) -> WholeSteps | None:

@@ -1,482 +1,35 @@
-"""A PyTorch module whose parameters are views into the flat array of mpishard.
-
-Its tensors are checked, and hooks hand each gradient over when autograd has finished it.
-"""
+"""A PyTorch module whose parameters are views into the flat array of mpishard, and the checks of its tensors."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import weakref
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from mpishard.arguments import listed
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import text_of
 from mpishard.comm.axis import Axis
-from mpishard.io import log
 from mpishard.layout.tensors import Piece
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import BufferOwner, Buffers
+from mpishard.torch.gradient_hooks import GradientHooks, ProblemHooks
 from mpishard.torch.memory import (
     array_module,
     as_array,
     as_numbers,
     as_reals,
     as_tensor,
-    finish_stream,
     master_dtype,
     take_changed,
 )
 from mpishard.torch.units import ShardedModule, Unit, units_of, units_text
 
 Array = Any
-
-
-# Hooks that hand each gradient over when autograd has finished it, so that it travels during the backward pass.
-#
-# Where every rank gets all sums (`GradientHooks.sums_over`), a callback at the end of the pass waits for them.  Then
-# ``p.grad`` is what DistributedDataParallel leaves there: the mean over ranks, which a loop may change before the step.
-
-
-_CHANGES = "p.grad since the backward pass"  # among `GradientHooks.calls`
-
-# The next action of ranks that have batches, announced within `mpishard.torch.join`.
-PASS, CLIP, STEP, DROP = range(1, 5)
-
-
-class UnavailableGradient(torch.Tensor):
-    """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises.
-
-    But for what ``module.zero_grad(set_to_none=False)`` does with it.
-    """
-
-    is_zeroed = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.grad_fn.__get__:
-            return None
-        if func in (torch.Tensor.requires_grad_, torch.Tensor.zero_):
-            args[0].is_zeroed |= func is torch.Tensor.zero_
-            return args[0]
-        raise RuntimeError(
-            "p.grad is not available: under zero=2 and 3, with reproducible sums or a loss scale gradients are reduced "
-            "during backward().  To drop all, call optimizer.zero_grad(); to clip, call "
-            "optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration max_gradient_norm or "
-            "max_gradient_value; in the place of a GradScaler give it loss_scale='dynamic', and call "
-            "optimizer.scale(loss).backward()"
-        )
-
-
-class GradientHooks:
-    """A hook on each parameter of a module, called after autograd has added to ``p.grad``.
-
-    The hooks move gradients of `tensors`, which are views into `parameters` or rounded from them, to the gradients of
-    these.  Autograd makes ``p.grad`` in the dtype of `parameters`, so that no sum is rounded to that of a tensor.
-    """
-
-    def __init__(self, parameters: FlatParameters, tensors: Mapping[str, Any]) -> None:
-        # A loop of the user calls backward() and step(), not an optimizer.  Then ``p.grad`` stays, as a view into the
-        # gradients, until `clear`, or is UnavailableGradient where they have left: the loop can read it, and set it to
-        # None or zero between backward passes, as without mpishard.
-        self.serves_loop: bool = False
-        self.loss_is_scaled: bool = False  # by that loop, in this step
-        # The number of ranks whose mean ``p.grad`` is after a backward pass, where every rank gets all sums; else 0:
-        # gradients are on their way then, and a change of ``p.grad`` is refused.
-        self.sums_over: Callable[[], int] = lambda: 0
-        # Within `mpishard.torch.join` called with the next collective action.
-        self.tell: Callable[..., None] | None = None
-        # Gradients count as zero: of a pass that is made only since other ranks make it.
-        self.discards: bool = False
-        # The units of the module under ZeRO-3, whose parameters come and go.
-        self.units: ShardedModule | None = None
-        self.divide_by: int = 0  # by which a mean is divided; 0: the number of ranks
-        # The tensors whose flat gradients are divided: each rank divides before the sums, as DistributedDataParallel
-        # does, where a pass moves a gradient.
-        self._divided: set[str] = set()
-        self._pass: int | None = None  # the pass of autograd under way
-        self._ranks: int = 0  # `sums_over` in it
-        # What this rank has done since the last step, see `calls`.
-        self.compares_calls: bool = False
-        self.has_pass: bool = False
-        self.takes_mean: bool = True  # of the gradients of all ranks
-        self.clips: list[str] = []  # the arguments of `ModuleOptimizer.clip_grad_norm_`
-        self.compares_values: bool = False  # of ``p.grad``, where the loop has changed it
-        self._changed = 0  # parameters whose ``p.grad`` the loop has changed since `complete`, at the last look
-        self._changes = 0  # a hash of which they are, and how often
-        self._has_begun_sums = False
-        self._parameters = parameters
-        self.tensors = dict(tensors)
-        self._seen: set[str] = set()
-        # The tensor that the hook has left in ``p.grad``, and the version of its values.
-        self._kept: dict[str, tuple[Any, int]] = {}
-        # What `_make_room` has taken out of ``p.grad`` in the pass under way, for gradients that have not come yet.
-        self._taken_out: dict[str, Any] = {}
-        self._dropped_alone: str = ""  # a parameter of which the loop has dropped a gradient that had left
-        # Means of earlier passes since the last step, in flat order.
-        self._earlier: Any = None
-        # The passes of autograd whose ends wait for the sums: several where one is made within another, as by reentrant
-        # activation checkpoints.
-        self._passes: set[int] = set()
-        self._has_warned = False
-        self._handles: list[Any] = []
-        self._moved_from = {name: (p.shape, p.dtype, p.device) for name, p in self.tensors.items()}
-        real = as_tensor(parameters.like).dtype
-        self.dtype_of = {name: real.to_complex() if p.is_complex() else real for name, p in self.tensors.items()}
-        for name, p in self.tensors.items():
-            if p.dtype != self.dtype_of[name]:
-                p.grad = None
-                p.grad_dtype = self.dtype_of[name]
-            self._handles.append(p.register_hook(partial(self._make_room, name, p)))
-            self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, name)))
-
-    def remove(self) -> None:
-        """Leave gradients to autograd from now on."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.clear()
-        for name, p in self.tensors.items():
-            if p.dtype != self.dtype_of[name]:
-                p.grad_dtype = p.dtype
-
-    @property
-    def unused(self) -> list[str]:
-        """The parameters that got no gradient since `clear`."""
-        return [name for name in self.tensors if name not in self._seen]
-
-    def clear(self, *, keeps_calls: bool = False) -> None:
-        """Begin a step: forget which gradients came, and what was called, and let autograd make new ones."""
-        self._forget()
-        if not keeps_calls:
-            self._forget_calls()
-        self._pass = None
-        self.loss_is_scaled = False
-        for p in self.tensors.values():
-            p.grad = None
-        if self.units is not None:
-            self.units.reset()
-
-    def _forget(self) -> None:
-        """Forget which gradients came, also while a pass has begun."""
-        self._seen.clear()
-        self._kept.clear()
-        self._divided.clear()
-        self._taken_out.clear()
-        self._earlier, self._dropped_alone = None, ""
-        self._changed = self._changes = 0
-        self._has_begun_sums = False
-        self._passes.clear()  # some are left after an exception in a pass
-
-    def _forget_calls(self) -> None:
-        self.has_pass, self.takes_mean = False, True
-        self.clips.clear()
-
-    def drop(self) -> None:
-        """Discard the gradients of passes that no step uses.  Collective as `GradientReducer.drop`."""
-        if self._parameters.gradients.has_content:
-            self._parameters.gradients.drop()
-        self.clear()
-
-    def take_drop(self) -> None:
-        """Discard the gradients if the loop has dropped all since the last pass, as ``module.zero_grad()`` does.
-
-        Collective as `GradientReducer.drop`.
-        """
-        if self._kept and all(_is_dropped(self.tensors[name].grad) for name in self._kept):
-            self._parameters.gradients.drop()
-            for name in self._kept:
-                self.tensors[name].grad = None
-            self._forget()
-            self._forget_calls()
-
-    @property
-    def mean_gradients(self) -> Array:
-        """The content of ``p.grad`` after `complete`, with later assignments, as one flat array."""
-        with contextlib.suppress(ValueError):  # which the step raises, on all ranks
-            self.take_changes()
-        return self._parameters.gradients.flat
-
-    def complete(self) -> int:
-        """Wait for the sums of this step, leave their means in ``p.grad``, and return their divisor. Collective.
-
-        Returns at once where that is done, or `sums_over` is 0, which is the result then.
-        """
-        reducer, ranks = self._parameters.gradients, self.sums_over()
-        if not self._has_begun_sums:
-            self.take_drop()
-        if not ranks:
-            return 0
-        if reducer.reduced:
-            return self.divide_by or ranks
-        self.begin_sums()
-        ranks = self.divide_by or ranks
-        self._begin_rest()
-        reducer.finalize()
-        if self._earlier is not None:
-            flat = as_tensor(reducer.flat)
-            flat.add_(self._earlier)
-            finish_stream(flat)
-            self._earlier = None
-        for name, p in self.tensors.items():
-            view = as_numbers(as_tensor(reducer.memory.view(name)[0]), p)
-            self._kept[name] = view, view._version
-            moved = (p.shape, p.dtype, p.device) != self._moved_from[name]
-            # A gradient assigned without a backward pass stays, for `take_changes`; so does a parameter that was moved.
-            if not moved and (self._seen or p.grad is None):
-                p.grad = view
-        return ranks
-
-    def end_pass(self) -> None:
-        """Begin those sums that the last pass has not begun.  Collective."""
-        self._begin_rest()
-        self._parameters.gradients.end_pass()
-
-    def _begin_rest(self) -> None:
-        """Take and divide, before their sums begin, gradients that only passes before the last one have written.
-
-        They are what ``p.grad`` is by now: the loop may have dropped or changed it.
-        """
-        gradients, ranks = self._parameters.gradients, self.sums_over()
-        if not ranks or not self._seen or gradients.reduced:
-            return
-        for name, p in self.tensors.items():
-            if name in self._divided:
-                continue
-            if p.grad is None:
-                gradients.memory.written.discard(name)
-            elif (p.shape, p.dtype, p.device) == self._moved_from[name]:
-                memory = as_tensor(gradients.memory.view(name)[0])
-                torch.mul(as_reals(p.grad.detach()), 1 / self._divisor(ranks), out=memory)
-                finish_stream(memory)
-        self._divided.update(self.tensors)
-
-    def _divisor(self, ranks: int) -> int:
-        """The number by which gradients are divided before they are summed over `ranks`."""
-        return (self.divide_by or ranks) if ranks else 1
-
-    @property
-    def has_begun_sums(self) -> bool:
-        """Return True if this step's sums have begun; within `mpishard.torch.join` that was announced."""
-        return self._has_begun_sums
-
-    def begin_sums(self) -> None:
-        """Announce once in a step that the sums over ranks begin. Collective within `mpishard.torch.join`."""
-        if not self._has_begun_sums:
-            self._has_begun_sums = True
-            if self.tell is not None:
-                self.has_pass = True
-                self.tell(PASS)
-
-    def end_sums(self) -> None:
-        """Start those sums that no gradient has started, before the next announcement. Collective."""
-        if self.tell is not None:
-            self.begin_sums()
-            self.end_pass()
-
-    def pass_without_samples(self) -> None:
-        """Take part in a pass of other ranks.  Collective."""
-        if self._parameters.gradients.has_content:  # of a pass before, which the others have dropped or kept
-            self._parameters.reset_gradients()
-            self.clear()
-        self.has_pass = True
-        self._parameters.gradients.end_pass()
-        self.complete()
-
-    def _finish_pass(self, number: int) -> None:
-        self._passes.discard(number)
-        if self._passes and torch._C._current_autograd_node() is not None:
-            return  # the end of the outer pass waits
-        self._passes.clear()
-        self.complete()
-
-    @property
-    def calls(self) -> dict[str, str]:
-        """What ranks must have done alike since the last step, or `drop`, as text by name."""
-        gradients = self._parameters.gradients
-        found = {"clip_grad_norm_": ", ".join(self.clips) or "not called"}
-        if self.takes_mean:
-            found["a backward pass"] = "made" if self.has_pass else "not made"
-        # Within join ranks that have run out of batches take the gradients of another.
-        changed = self._changed if self.tell is None else 0
-        found[_CHANGES] = f"changed in {changed} parameters [{self._changes:x}]" if changed else "unchanged"
-        if changed and self.compares_values:
-            found[f"{_CHANGES}, its values"] = text_of(gradients.flat)
-        if gradients.on_demand:
-            found["the number of passes within no_sync"] = str(gradients.passes_before_last)
-        return found if self.compares_calls else {}
-
-    def take_changes(self) -> None:
-        """Take gradients that were assigned to ``p.grad`` after `complete`.
-
-        Raises ValueError if a ``p.grad`` was changed since the backward pass, and the step would not see the change.
-        """
-        reducer = self._parameters.gradients
-        complete = self._seen and reducer.reduced and self.sums_over()
-        self._changed = self._changes = 0
-        for number, (name, p) in enumerate(self.tensors.items()):
-            kept, version = self._kept.get(name, (None, 0))
-            dropped_alone = name == self._dropped_alone or (p.grad is not None and _is_dropped(p.grad))
-            fits = complete and p.grad is not None and p.grad.shape == p.shape
-            if fits and p.grad.dtype == self.dtype_of[name]:
-                memory, gradient = as_tensor(reducer.memory.view(name)[0]), as_reals(p.grad.detach())
-                if gradient.data_ptr() != memory.data_ptr():
-                    memory.copy_(gradient)
-                finish_stream(memory)
-                times = p.grad._version - version if p.grad is kept else -1
-                if times:
-                    self._changed += 1
-                    self._changes = zlib.crc32(b"%d %d" % (number, times), self._changes)
-                continue
-            left = kept is None or type(kept) is UnavailableGradient
-            unchanged = p.grad is kept and not dropped_alone and (left or kept._version == version)
-            if not complete and unchanged:
-                continue
-            was_changed = p.grad is kept and not complete
-            how = "dropped" if p.grad is None or dropped_alone else "changed" if was_changed else "assigned"
-            if complete and p.grad is None:
-                raise ValueError(
-                    f"the gradient of parameter {name!r} was dropped after the backward pass, and a step takes all: "
-                    "for a gradient of zero call p.grad.zero_() instead; to leave a parameter as it is, set lr of its "
-                    "group in optimizer.param_groups to 0; to leave all out, call optimizer.zero_grad() and no step()"
-                )
-            raise ValueError(
-                f"the gradient of parameter {name!r} was {how} after the backward pass, and this step would not see it"
-                + ("" if complete else " since gradients go to the other ranks during that pass")
-                + ".  To clip, call optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration "
-                "max_gradient_norm or max_gradient_value; to leave gradients out, call optimizer.zero_grad() and "
-                "no step(); to make gradients, call backward()"
-            )
-
-    def _make_room(self, name: str, p: Any, gradient: Any) -> Any:
-        """Before autograd adds to ``p.grad``: do not add to a gradient that is summed already, or has left.
-
-        It may not come: ``torch.autograd.grad`` calls this too.
-
-        Where a pass adds to it again, as a reentrant checkpoint does, the first part is divided already: returns this
-        part divided, too; else None, which leaves it as it is.
-        """
-        task = torch._C._current_graph_task_id()
-        if task != self._pass:
-            self.take_drop()
-            self._pass, self._ranks = task, self.sums_over()
-        has_left = type(p.grad) is UnavailableGradient
-        if _is_dropped(p.grad) and name not in self._taken_out:
-            kept, _ = self._kept.get(name, (None, 0))
-            if type(kept) is UnavailableGradient:
-                self._dropped_alone = self._dropped_alone or name
-        if has_left or (p.grad is not None and self._ranks and self._parameters.gradients.reduced):
-            if not self._taken_out:
-                torch.autograd.Variable._execution_engine.queue_callback(self._put_back)
-            self._taken_out[name] = p.grad
-            p.grad = None
-        return gradient / self._divisor(self._ranks) if self._passes and name in self._divided else None
-
-    def _put_back(self) -> None:
-        for name, gradient in self._taken_out.items():
-            self.tensors[name].grad = gradient
-        self._taken_out.clear()
-
-    def _begin_another_pass(self, first: str, earlier: Any) -> None:
-        """Begin another pass since the last step, as of a loss for real and one for generated images: it is summed too.
-
-        The content of ``p.grad`` after the passes before, changed or not, is added to its mean; of the `first` tensor,
-        whose gradient has come, it is `earlier`.
-        """
-        new, self.tensors[first].grad = self.tensors[first].grad, earlier
-        if any(p.grad is not None for p in self.tensors.values()):
-            if not self._has_warned:
-                self._has_warned = True
-                log.inform(
-                    "a second backward pass since the last step is summed over the ranks too; make all passes but the "
-                    "last within optimizer.no_sync() to sum once"
-                )
-            self._earlier = torch.zeros_like(as_tensor(self._parameters.gradients.flat))
-            for piece in self._parameters.pieces:
-                grad = self.tensors[piece.name].grad
-                if grad is not None:
-                    self._earlier[piece.start : piece.start + piece.size].copy_(as_reals(grad.detach()).reshape(-1))
-        self._parameters.reset_gradients()
-        self._kept.clear()
-        self._divided.clear()
-        self._has_begun_sums = False
-        for p in self.tensors.values():
-            p.grad = None
-        self.tensors[first].grad = new
-
-    def _take(self, name: str, p: Any) -> None:
-        """Move a gradient from autograd to the flat gradients, and mark it complete in this pass."""
-        reducer, divisor = self._parameters.gradients, 1
-        earlier, current = self._taken_out.pop(name, None), self._pass
-        if self.serves_loop and self._ranks and reducer.reduced:
-            self._begin_another_pass(name, earlier)
-        self.has_pass = True
-        if self.serves_loop and reducer.is_last_pass:
-            self.begin_sums()
-            if self._ranks and current is not None and current not in self._passes:
-                self._passes.add(current)
-                # As in DistributedDataParallel, called when this pass of autograd is over.
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish_pass, current))
-            if self._ranks and name not in self._divided:
-                divisor = self._divisor(self._ranks)
-                self._divided.add(name)
-        try:
-            view, adds = reducer.gradient(name)
-        except RuntimeError:
-            if not self.serves_loop:
-                raise
-            raise RuntimeError(
-                f"a second backward pass reached parameter {name!r}, whose gradient is on its way to the other ranks; "
-                "make all passes of a step but the last one within optimizer.no_sync(), or call optimizer.step() or "
-                "optimizer.zero_grad() in between"
-            ) from None
-        memory, gradient = as_tensor(view), p.grad.detach()
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
-        gradient = as_reals(gradient)
-        if gradient.shape != memory.shape or gradient.dtype != memory.dtype:
-            p.grad = None  # the parameter was replaced: the step says so, on all ranks
-            return
-        if self.discards:
-            gradient = torch.zeros_like(memory)
-        scale = self._parameters.loss_scale if self.serves_loop and not self.loss_is_scaled else 1.0
-        stays = self.serves_loop and reducer.keeps_memory and self._parameters.loss_scale == 1.0
-        # Where ``p.grad`` stays, autograd adds to it; another tensor there means that the user has dropped the first.
-        if divisor > 1:
-            torch.mul(gradient, 1 / divisor, out=memory)
-        elif not stays or gradient.data_ptr() != memory.data_ptr():
-            if scale != 1.0:
-                gradient = gradient * scale
-            if adds and not stays:
-                memory.add_(gradient)
-            else:
-                memory.copy_(gradient)
-        finish_stream(memory)
-        self._seen.add(name)
-        if stays:
-            p.grad = as_numbers(memory, p)
-            self._kept[name] = p.grad, memory._version
-        elif self.serves_loop:
-            nothing = torch.empty((), dtype=self.dtype_of[name], device=p.device)
-            p.grad = nothing.expand(p.shape).as_subclass(UnavailableGradient)
-            self._kept[name] = p.grad, 0
-        else:
-            p.grad = None
-        if self.units is not None:
-            self.units.take(name)
-        reducer.mark_ready(name)
-
-
-def _is_dropped(gradient: Any) -> bool:
-    return gradient is None or (type(gradient) is UnavailableGradient and gradient.is_zeroed)
 
 
 # The tensors of a PyTorch module by name, and the checks that mpishard can train it.
@@ -721,13 +274,21 @@ class ModuleState:
             BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
         ]
         self.buffers: Buffers = Buffers(tensors.buffers, buffers, owners)
-        self.hooks: GradientHooks = GradientHooks(self.parameters, tensors.trained)
-        self.hooks.units = self.units
+        self.problem_hooks: ProblemHooks = ProblemHooks(self.parameters, tensors.trained, self.units)
+        self.hooks: GradientHooks = self.problem_hooks  # those in use
+        self.hooks.attach()
         self.parameters.carried = self
         self._memory = [(name, p, self._memory_of(name, p)) for name, p in tensors.trained.items()]
         self._tables = [
             (table, list(table.items())) for child in module.modules() for table in (child._parameters, child._modules)
         ]
+
+    def use(self, hooks: GradientHooks) -> None:
+        """Take gradients by other hooks from now on."""
+        if hooks is not self.hooks:
+            self.hooks.remove()
+            self.hooks = hooks
+            hooks.attach()
 
     # -- `CarriedState` -----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
+from mpishard.torch.gradient_hooks import LoopHooks
 from mpishard.torch.memory import array_module
 from mpishard.torch.module import ModuleState, ModuleTensors, Sharding, check_divisible, known_state, state_of
 from mpishard.training.objective import ObjectiveOptions
@@ -82,7 +83,8 @@ def problem(
             raise TypeError(f"losses must be a function of the module and sample indices, got {type(losses).__name__}")
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
-        before = None if known is None or known.hooks.serves_loop else known.units  # those of another problem
+        has_loop = known is not None and isinstance(known.hooks, LoopHooks)
+        before = None if known is None or has_loop else known.units  # those of another problem
         if known is not None and before is not None and mesh is not None and before.axis is mesh.data:
             tensors = known.tensors
         else:
@@ -105,13 +107,12 @@ def problem(
                     f"would into {sharding.described}: give the same shard_units"
                 )
     state = state_of(module, tensors, buffers, sharding)
-    state.hooks.serves_loop = False
     function = LossAndGradient(state, module, losses)
     return OptimizationProblem(function, state.parameters, samples, batch_size, facts=facts or {}, **options)
 
 
 class LossAndGradient:
-    """The function of such a problem: forward and backward of a micro-batch; hooks of `state` write the gradients."""
+    """The function of such a problem: forward and backward of a micro-batch; its hooks write the gradients."""
 
     def __init__(self, state: ModuleState, module: Any, losses: Callable[[Any, np.ndarray], Any]) -> None:
         self._state = state
@@ -125,7 +126,9 @@ class LossAndGradient:
         if self._limits_threads:
             torch.set_num_threads(blas_threads() or torch.get_num_threads())
             self._limits_threads = False
-        self._state.hooks.clear()  # an error, as at a death of a rank, ends a pass anywhere
+        hooks = self._state.problem_hooks
+        self._state.use(hooks)
+        hooks.clear()  # an error, as at a death of a rank, ends a pass anywhere
         if self._state.units is not None:
             self._state.units.end_step()
         self._state.check_intact()
@@ -137,11 +140,11 @@ class LossAndGradient:
         # Other ranks have some; a batch norm would not take none.
         if self._state.units is not None:
             buffers = self._state.buffers.facts
-            self._state.hooks.discards = True
+            hooks.discards = True
             try:
                 self._pass(parameters, self._samples)
             finally:
-                self._state.hooks.discards = False
+                hooks.discards = False
             self._state.buffers.restore(buffers)
         return 0.0
 

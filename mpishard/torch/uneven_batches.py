@@ -15,7 +15,7 @@ from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.launch.job_notes import raised_by_all
 from mpishard.torch.batch_norm import sums_over_ranks
-from mpishard.torch.module import CLIP, DROP, PASS, STEP
+from mpishard.torch.gradient_hooks import CLIP, DROP, PASS, STEP, MeanHooks
 
 if TYPE_CHECKING:
     from mpishard.torch.distributed import ModuleOptimizer
@@ -77,7 +77,7 @@ class Join:
         self._enable = enable
         self._throw = throw
         self._axis: Axis = optimizer.optimizer.mesh.data
-        self._hooks, self._buffers = optimizer._state.hooks, optimizer._state.buffers
+        self._hooks, self._buffers = optimizer._hooks, optimizer._state.buffers
 
     def __enter__(self) -> None:
         with opening(self._axis, "join") as same:
@@ -118,7 +118,7 @@ class Join:
                 f"auto_sync_gradients={optimizer.config.auto_sync_gradients} are not; leave it out, and give ranks "
                 "equally many batches"
             )
-        if self._hooks.units is not None:
+        if self._optimizer._state.units is not None:
             raise ValueError(
                 "under zero=3 all ranks make every forward pass, which gathers parameters: use zero=2 within join, or "
                 "give ranks equally many batches"
@@ -153,7 +153,7 @@ class Join:
         found: Any = ()
         if out and kind in (STEP, CLIP):
             found = json.loads(self._axis.allgather_object(json.dumps(values() if what else ()))[active[0]])
-        if out and kind == STEP and self._hooks.sums_over():
+        if out and kind == STEP and isinstance(self._hooks, MeanHooks):
             # A loop may have changed them, as clipping does, and only ranks that have batches know how.
             flat = self._hooks.mean_gradients
             self._axis.broadcast(flat, root=active[0], label="gradients")
