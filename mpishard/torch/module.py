@@ -274,7 +274,7 @@ class ModuleState:
             BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
         ]
         self.buffers: Buffers = Buffers(tensors.buffers, buffers, owners)
-        self.problem_hooks = ProblemHooks(self.parameters, tensors.trained, self.units)
+        self.problem_hooks: ProblemHooks = ProblemHooks(self.parameters, tensors.trained, self.units)
         self.hooks: GradientHooks = self.problem_hooks  # those in use
         self.hooks.attach()
         self.parameters.carried = self
