@@ -326,7 +326,6 @@ class OptimizerState(ABC):
         else:
             on_rank.strategy.attach(parameters)
         reducer = on_rank.strategy.reducer
-        reducer.is_last_pass = self._optimizer.config.auto_sync_gradients
         if not written.reduces and written.has_content:  # a backward pass ran before the first step
             if written.reduced:
                 on_rank.strategy.copies.zero_duplicates(written.flat)

@@ -105,6 +105,7 @@ class Strategy(ABC):
             on_demand=self.gradients_on_demand,
             overlap=config.overlap_communication,
             reproducible=config.reproducible,
+            accumulates=not config.auto_sync_gradients,
         )
         self.memory: BucketMemory = self.reducer.memory
 

@@ -141,7 +141,6 @@ class MeshRanks:
         if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sums:
             return self._state.own_part(flat)
         reducer = strategy.reducer
-        reducer.is_last_pass = True
         for piece in self.parameters.pieces:
             view, _ = self.parameters.gradient(piece.name)
             view[...] = flat[piece.start : piece.start + piece.size].reshape(piece.shape)

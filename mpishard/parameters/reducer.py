@@ -4,10 +4,10 @@ A bucket is reduced as soon as the last backward pass has completed it, in one f
 rank that marks nothing ready issues the same collectives; the schedule interleaves the orders of a rank's pipeline
 stages.
 
-With `on_demand` (ZeRO-2 and 3) each micro-batch is summed. Else a bucket is summed once a step: with `is_last_pass`,
-set by the caller, and after the last micro-batch of its virtual stage (`BucketOrder.more`, set by the pipeline); a tied
-tensor always at the end of the last pass. In a reproducible run `keep_apart` says how many terms there are, of a sum in
-a fixed order; a complete term becomes a partial sum, and the last one is reduced with them.
+With `on_demand` (ZeRO-2 and 3) each micro-batch is summed. Else a bucket is summed once a step: in the last pass, and
+after the last micro-batch of its virtual stage (`BucketOrder.more`, set by the pipeline); a tied tensor always at the
+end of the last pass. In a reproducible run `keep_apart` says how many terms there are, of a sum in a fixed order; a
+complete term becomes a partial sum, and the last one is reduced with them.
 """
 
 from __future__ import annotations
@@ -257,20 +257,18 @@ class OrderedMicrobatches:
 class NoSync:
     """The context of `GradientReducer.no_sync`; it may be entered again, also inside itself.
 
-    Collective where that says so. `begin` returns True if the pass under way was the last one; ``end(complete,
-    was_last)`` ends the pass, not `complete` after an exception.
+    Collective where that says so. ``end(complete)`` ends the pass, not `complete` after an exception.
     """
 
-    def __init__(self, begin: Callable[[], bool], end: Callable[[bool, bool], None]) -> None:
+    def __init__(self, begin: Callable[[], None], end: Callable[[bool], None]) -> None:
         self._begin = begin
         self._end = end
-        self._before: list[bool] = []
 
     def __enter__(self) -> None:
-        self._before.append(self._begin())
+        self._begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._end(kind is None, self._before.pop())
+        self._end(kind is None)
 
 
 # A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
@@ -280,8 +278,9 @@ class GradientReducer:
     """Owns the gradients of one model on one rank for the duration of a step.
 
     A backward pass asks for memory by `gradient`, writes to it, and calls `mark_ready`. What is ready is reduced at
-    once in the last pass of a step. Passes before it run within `no_sync`, or between calls of `end_pass` while
-    `is_last_pass` is False. `finalize` ends the last pass and waits for the sums; `reset` begins the next step.
+    once in the last pass of a step. Passes before it run within `no_sync`; with `accumulates` also between calls of
+    `end_pass`, but not in a training loop. `finalize` ends the last pass and waits for the sums; `reset` begins the
+    next step.
 
     `sums` adds up complete buckets over ranks; without it the gradients stay local. With `on_demand` a bucket has
     memory from its first gradient until its reduction, after every micro-batch, and one reduction is under way at a
@@ -300,14 +299,15 @@ class GradientReducer:
         on_demand: bool = False,
         overlap: bool = True,
         reproducible: bool = False,
+        accumulates: bool = False,
     ) -> None:
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
         self.on_demand = on_demand
         self.phase: GradientPhase = GradientPhase.ACCUMULATING
         self.inspector: Inspector | None = None
-        # No other backward pass follows in this step: False within `no_sync`; else as `auto_sync_gradients` says, and
-        # True in the steps of a training loop.
-        self.is_last_pass: bool = sums is not None
+        self._accumulates = accumulates  # a step may follow several passes outside of `no_sync`, but for a loop's
+        self._in_loop = False
+        self._held = 0  # contexts of `no_sync` that are entered
         self.accumulation = Accumulation()  # gradients of the caller that wait for an update
         self.overlap: bool = overlap
         self._sums = sums
@@ -342,6 +342,19 @@ class GradientReducer:
     def reduces(self) -> bool:
         """Return True if the gradients are reduced, since an optimizer has bound them."""
         return self._sums is not None
+
+    @property
+    def is_last_pass(self) -> bool:
+        """Return True if no other backward pass follows in this step before its gradients are summed over ranks."""
+        return self.reduces and not self._held and (self._in_loop or not self._accumulates)
+
+    def begin_loop(self) -> None:
+        """From now on a training loop has one last pass in each step."""
+        self._in_loop = True
+
+    def end_loop(self) -> None:
+        """From now on passes are those of other code, whose steps may accumulate several."""
+        self._in_loop = False
 
     @property
     def reduced(self) -> bool:
@@ -411,9 +424,9 @@ class GradientReducer:
         to reduce.  `before` is called at each entry.
         """
 
-        def begin() -> bool:
+        def begin() -> None:
             before()
-            return self._begin_without_sync()
+            self._begin_without_sync()
 
         # A new one: kept here, it would keep the memory of the gradients until a collection.
         return NoSync(begin, self._end_without_sync)
@@ -525,16 +538,15 @@ class GradientReducer:
             assert (self.phase, phase) in TRANSITIONS, f"{self.phase} to {phase}"
             self.phase = phase
 
-    def _begin_without_sync(self) -> bool:
+    def _begin_without_sync(self) -> None:
         if self.phase is not GradientPhase.ACCUMULATING:
             raise RuntimeError(
                 "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
                 f"pass; call step() before, or {_DROP}"
             )
-        was_last, self.is_last_pass = self.is_last_pass, False
-        return was_last
+        self._held += 1
 
-    def _end_without_sync(self, complete: bool, was_last: bool) -> None:
+    def _end_without_sync(self, complete: bool) -> None:
         try:
             if complete:
                 self.passes_before_last += 1
@@ -543,7 +555,7 @@ class GradientReducer:
                 for order in self._tracker.orders:
                     self._tracker.end(order)
         finally:
-            self.is_last_pass = was_last
+            self._held -= 1
 
     def _end_pass(self, last: bool) -> None:
         if self.phase is GradientPhase.REDUCED:

@@ -154,8 +154,8 @@ class StepRunner:
             self._gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.like)
 
     def detach(self) -> None:
-        """Set the reducer back to the configuration's `auto_sync_gradients`, for gradients of other code."""
-        self.reducer.is_last_pass = self.optimizer.config.auto_sync_gradients
+        """Give the reducer back to other code."""
+        self.reducer.end_loop()
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """Losses of a batch and its global number of terms; the batch's loss is the sum of these losses over ranks.
@@ -166,7 +166,7 @@ class StepRunner:
         self.nonfinite_loss = ""
         self.parameters.step = self.optimizer.clock
         self._direction = self.optimizer.state.direction()
-        self.reducer.is_last_pass = True  # not before: a run that is refused leaves the reducer as it was
+        self.reducer.begin_loop()  # not before: a run that is refused leaves the reducer as it was
         if self.ordered is None:
             losses = np.array([self._forward_backward_shares(batch)])
         else:

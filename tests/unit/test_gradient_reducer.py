@@ -165,14 +165,24 @@ def test_held_passes_add_up_and_travel_once():
     assert recorder.got == [(1, [4, 4]), (0, [4, 4])]
     recorder.gradients.finalize()
     assert recorder.complete_calls == [[1, 0]]
-    recorder.gradients.reset()
-    recorder.gradients.is_last_pass = False  # as between calls of `step` with auto_sync_gradients=False
+
+
+def test_calls_that_only_add_travel_once_and_each_step_of_a_loop_does():
+    recorder = Recorder([2, 2], 2, accumulates=True)
     for value in (1.0, 2.0):
         recorder.backward(["t1", "t0"], value)
         recorder.gradients.end_pass()
-    assert len(recorder.got) == 2
+    assert recorder.got == []
     recorder.gradients.finalize()
-    assert recorder.got[2:] == [(1, [3, 3]), (0, [3, 3])]
+    assert recorder.got == [(1, [3, 3]), (0, [3, 3])]
+    recorder.gradients.reset()
+    recorder.gradients.begin_loop()
+    recorder.backward(["t1", "t0"], 4.0)
+    assert recorder.got[2:] == [(1, [4, 4]), (0, [4, 4])]
+    recorder.gradients.reset()
+    recorder.gradients.end_loop()
+    recorder.backward(["t1", "t0"])
+    assert len(recorder.got) == 4
 
 
 def test_on_demand_every_pass_travels_and_memory_is_used_again():
