@@ -1,4 +1,4 @@
-"""Packages whose modules are imported when one of their names is first used."""
+"""What is imported when it is first used: modules of packages by their names, and what an extra brings."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def names_when_used(package: str, modules: Mapping[str, str]) -> Callable[[str],
         return value
 
     return find
+
+
+def of_extra(module: str, extra: str, user: str) -> Any:
+    """Import a module that an extra of mpishard brings; without it ModuleNotFoundError says what to install."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        text = f"{user} needs the package {package}: pip install 'mpishard[{extra}]'"
+        raise ModuleNotFoundError(text, name=package) from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 import zipfile
 import zlib
 from collections import Counter
@@ -55,6 +56,7 @@ from mpishard.io import files, hdf5
 from mpishard.layout.boxes import Box, boxes_of_range, inside, split, whole_box
 from mpishard.layout.run_state import PARAMETERS, SLOT, link_name
 from mpishard.layout.tensors import WHOLE, ParameterSpec, cut_holding
+from mpishard.lazy import of_extra
 
 BLOCK = 2**22  # elements read at once
 SUFFIXES = (".safetensors", ".npz")
@@ -315,12 +317,9 @@ class Archive(AbstractContextManager["Archive"]):
     @contextmanager
     def _refused(self) -> Iterator[None]:
         """Turn the errors that the readers of both formats raise on bad files into one ValueError."""
-        import safetensors
-
-        bad = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error, safetensors.SafetensorError)
         try:
             yield
-        except (ValueError, MemoryError, OSError, *bad) as error:
+        except _errors_of_readers() as error:
             # zipfile seeks to any offset that the file contains; that error names no file, unlike errors of opening.
             if isinstance(error, OSError) and error.filename is not None:
                 raise
@@ -343,15 +342,20 @@ def _facts(text: str | None) -> dict[str, Any]:
     return facts
 
 
+def _errors_of_readers() -> tuple[type[Exception], ...]:
+    of_npz = ValueError, MemoryError, OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error
+    safetensors = sys.modules.get("safetensors")  # only if its reader was used
+    return of_npz if safetensors is None else (*of_npz, safetensors.SafetensorError)
+
+
 class _Safetensors:
     """Labels with shape and dtype, and the values by label, of a safetensors file."""
 
     def __init__(self, file: Path, stack: ExitStack) -> None:
-        from safetensors import safe_open
-
+        safetensors = of_extra("safetensors", "weights", "a file of safetensors")
         # The package checks offsets against the file's size, but of two entries with one name it takes the last.
         files.check(file)
-        self._opened = stack.enter_context(safe_open(file, "numpy"))
+        self._opened = stack.enter_context(safetensors.safe_open(file, "numpy"))
         with os.fdopen(files.open_to_read(file), "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length), object_pairs_hook=_once)

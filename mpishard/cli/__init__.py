@@ -9,7 +9,21 @@ Read ``app`` first, the list of commands; each command is a file of its name, an
 The parameters of a command's function are its options; inside, options that belong together are one value.
 """
 
+import sys
+from collections.abc import Sequence
+
 import mpishard.comm  # noqa: F401  before MPI starts, here or in a job
-from mpishard.cli.app import main
+
+try:
+    from mpishard.cli.app import main
+except ModuleNotFoundError as error:
+    if error.name != "typer":
+        raise
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        """Say what to install, as an error of the command line; returns its exit code."""
+        print("mpishard: error: the commands need the package typer: pip install 'mpishard[cli]'", file=sys.stderr)
+        return 2
+
 
 __all__ = ["main"]

@@ -167,6 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = f"{error.filename}: {error.strerror}"
     except ValueError as error:
         message = str(error)
+    except ModuleNotFoundError as error:
+        if error.name not in ("matplotlib", "rich", "safetensors"):
+            raise
+        message = str(error)
+        if error.name != "safetensors":
+            message = f"this command needs the package {error.name}: pip install 'mpishard[cli]'"
     except Exception as error:
         # Usage errors have no public base class that is the same in all versions of typer.
         if not hasattr(error, "format_message"):

@@ -29,8 +29,8 @@ def example(
     if name is None:
         width = shutil.get_terminal_size((100, 24)).columns
         indent = max(map(len, known)) + 2
-        for each, path in known.items():
-            about = textwrap.shorten(_about(path)[1], max(width - indent, 20), placeholder=" ...")
+        for each, file in known.items():
+            about = textwrap.shorten(_about(file)[1], max(width - indent, 20), placeholder=" ...")
             typer.echo(f"{each:{indent}}{about}")
         return
     path = known.get(name.removesuffix(".py"))

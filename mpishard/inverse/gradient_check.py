@@ -23,6 +23,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
 from mpishard.inverse.functions import Functions, Unknowns, opening, world_of
 from mpishard.layout.boxes import whole_box
+from mpishard.lazy import of_extra
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.problem import OptimizationProblem
 
@@ -568,9 +569,9 @@ def _diagnosis(
 
 def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
     """Draw one panel per test; full marks are those of the fit of the order, with a line of the expected order."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(tests), 4), layout="constrained")
+    figure = of_extra("matplotlib.figure", "cli", "the picture of a gradient check").Figure(
+        figsize=(4.6 * len(tests), 4), layout="constrained"
+    )
     for panel, test in zip(figure.subplots(1, len(tests), squeeze=False)[0], tests, strict=True):
         steps, left, used = np.array(test.steps), np.array(test.remainders), np.array(test.used)
         colour = "#0072b2" if test.passed else "#d55e00"

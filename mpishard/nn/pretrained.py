@@ -27,6 +27,7 @@ from mpishard.io.files import parsed
 from mpishard.layout.boxes import Box, box_shape
 from mpishard.layout.run_state import PARAMETERS, Shard
 from mpishard.layout.tensors import LocalLayout, Piece, cut_holding
+from mpishard.lazy import of_extra
 from mpishard.nn.architecture import DecoderArchitecture
 from mpishard.nn.chunk import values_from_elsewhere
 from mpishard.nn.decoder import Decoder
@@ -152,14 +153,14 @@ class Reader:
 
     def open(self, file: str) -> Any:
         """A file of the folder, which stays open; ValueError if it is damaged."""
-        from safetensors import SafetensorError, safe_open  # imported at the first use, not with the package
+        safetensors = of_extra("safetensors", "weights", "a folder of published weights")
 
         if file not in self._files:
             path = self._folder / file
             files.check(path)
             try:
-                self._files[file] = self._stack.enter_context(safe_open(path, framework="np"))
-            except SafetensorError as error:
+                self._files[file] = self._stack.enter_context(safetensors.safe_open(path, framework="np"))
+            except safetensors.SafetensorError as error:
                 raise ValueError(f"{path} is no safetensors file, or damaged: {printable(str(error))}") from None
         return self._files[file]
 
@@ -491,12 +492,11 @@ def _begin(target: Path, temporary: Path) -> None:
 def _write(
     path: Path, weights: Sequence[Weight], values: Sequence[np.ndarray], dtype: Any, weight_map: dict[str, str]
 ) -> None:
-    from safetensors.numpy import save_file  # imported at the first use, not with the package
-
+    safetensors = of_extra("safetensors.numpy", "weights", "a folder of published weights")
     tensors: dict[str, np.ndarray] = {}
     for weight, array in zip(weights, values, strict=True):
         tensors.update(published_tensors(weight, array, dtype))
-    save_file(tensors, path, metadata={"format": "pt"})  # without it `transformers` refuses the file
+    safetensors.save_file(tensors, path, metadata={"format": "pt"})  # without it `transformers` refuses the file
     weight_map.update(dict.fromkeys(tensors, path.name))
 
 

@@ -148,6 +148,48 @@ def test_a_script_means_this_python(tmp_path):
     assert (done.returncode, done.stdout) == (0, "--steps 3\n"), done.stderr
 
 
+WITHOUT = """
+import sys
+
+class Without:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] in {missing}:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Without())
+from mpishard.cli import main
+sys.exit(main({words}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "said"),
+    [
+        (("typer", "rich", "matplotlib"), ["info"], "the commands need the package typer: pip install 'mpishard[cli]'"),
+        (("rich",), ["inspect", "step"], "needs the package rich: pip install 'mpishard[cli]'"),
+        (
+            ("matplotlib",),
+            ["schedule", "1f1b", "--stages=2", "--microbatches=4", "--png=x.png"],
+            "needs the package matplotlib: pip install 'mpishard[cli]'",
+        ),
+        (
+            ("safetensors",),
+            ["import", "x.safetensors", "y"],
+            "needs the package safetensors: pip install 'mpishard[weights]'",
+        ),
+        (("safetensors",), ["import", "x.npz", "y"], ""),
+    ],
+)
+def test_a_command_says_which_extra_it_needs(missing, words, said, tmp_path, saved):
+    write(Arrays(), tmp_path / "step")
+    assert main(["export", str(saved), str(tmp_path / "x.npz")]) == 0
+    assert main(["export", str(saved), str(tmp_path / "x.safetensors")]) == 0
+    command = [sys.executable, "-c", WITHOUT.format(missing=missing, words=words)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == (2 if said else 0), done.stderr
+    assert said in done.stderr and done.stderr.count("\n") == bool(said), done.stderr
+
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
