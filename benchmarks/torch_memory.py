@@ -4,7 +4,8 @@
 
 Random values by its configuration, from the device meta, each layer a unit; float32, AdamW, one sequence a rank.  After
 each step the first rank prints the loss, and the largest bytes of parameters, gradients and state of any rank so far,
-while a step runs and after it, with the largest resident memory; at the end the formula of ``docs/how-to/pytorch.md``.
+while a step runs and after it, with the largest resident memory; at the end the formula of
+``docs/how-to/torch-zero3.md``.
 --fsdp2: the same model by PyTorch's FSDP2 over gloo, of which only the resident memory is known.
 """
 

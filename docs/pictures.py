@@ -1,4 +1,4 @@
-"""Draws the pictures of the explanations, each for light and for dark pages.
+"""Draws the pictures of the pages, each for light and for dark pages.
 
 Sphinx runs it before it reads the pages (`setup`); by hand: ``python docs/pictures.py FOLDER``.
 """
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+from snippets import program
 
 Axes = Any
 
@@ -256,7 +257,53 @@ def memory(theme: Theme) -> Figure:
     return figure
 
 
-PICTURES = (mesh, layouts, transaction, tree, schedules, memory)
+def heat(theme: Theme) -> Figure:
+    """The rod of the tutorial, true and recovered, by the program that its page shows."""
+    page = Path(__file__).parent / "tutorials" / "heat.md"
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(program(page), str(page), "exec"), shown := {})
+    figure = Figure(figsize=(7.2, 2.6))
+    axes = figure.add_subplot()
+    axes.set_facecolor("none")
+    axes.step(shown["x"], shown["truth"], where="mid", color=theme.faint, lw=2, label="true")
+    axes.plot(shown["x"], shown["result"].x, color=BAD, lw=2, label="recovered")
+    axes.plot(shown["x"][shown["sensors"]], [-1.15] * 12, "^", color=theme.text, ms=5, label="sensor")
+    axes.set_xlabel("place on the rod", color=theme.text)
+    axes.set_ylabel("log k", color=theme.text)
+    axes.tick_params(colors=theme.text)
+    for side, line in axes.spines.items():
+        line.set_visible(side in ("bottom", "left"))
+        line.set_color(theme.faint)
+    axes.legend(loc="upper right", frameon=False, labelcolor=theme.text)
+    figure.subplots_adjust(left=0.09, right=0.99, top=0.98, bottom=0.19)
+    return figure
+
+
+def slabs(theme: Theme) -> Figure:
+    """A field of 12 rows on three ranks, and the rows that neighbours send."""
+    figure = Figure(figsize=(7.2, 2.9))
+    axes = _panel(figure)
+    for rank in range(3):
+        left = 4.3 * rank
+        for row in range(-1, 5):
+            halo = row in (-1, 4)
+            if 0 <= 4 * rank + row < 12:
+                owner = rank + (row > 3) - (row < 0)
+                _box(axes, left, 4 - row, 2.6, 0.8, f"row {4 * rank + row}", theme.ranks[owner], theme)
+                if halo:
+                    edge = {"fill": False, "edgecolor": theme.text, "linestyle": "--", "linewidth": 1.2}
+                    axes.add_patch(Rectangle((left, 4 - row), 2.6, 0.8, **edge))
+        axes.text(left + 1.3, -0.75, f"rank {rank}: [{4 * rank}, {4 * rank + 4})", ha="center", color=theme.text)
+    for rank in range(2):
+        right = 4.3 * rank + 2.65
+        _arrow(axes, (right, 1.4), (right + 1.6, 5.4), theme.text)
+        _arrow(axes, (right + 1.6, 4.4), (right, 0.4), theme.text)
+    axes.set(xlim=(-0.1, 11.4), ylim=(-1.1, 6))
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.01)
+    return figure
+
+
+PICTURES = (mesh, layouts, transaction, tree, schedules, memory, heat, slabs)
 
 
 def draw(folder: Path) -> Iterator[Path]:

@@ -32,6 +32,10 @@ NEEDS = {
     "how-to/pytorch.md": "torch",
     "how-to/slurm.md": "torch",
     "tutorials/jax-function.md": "jax",
+    "how-to/torch-checkpoints.md": "torch",
+    "how-to/torch-optimizers.md": "torch",
+    "how-to/torch-precision.md": "torch",
+    "how-to/torch-zero3.md": "torch",
     "tutorials/pytorch.md": "torch",
 }
 

@@ -78,7 +78,7 @@ def test_nothing_is_copied(
     assert "PASS" in finished.output
 
 
-# The loop of docs/how-to/pytorch.md, and what takes the place of each line that changes.
+# The loop of docs/how-to/torch-libraries.md, and what takes the place of each line that changes.
 ACCELERATE = """
 import torch
 from accelerate import Accelerator
