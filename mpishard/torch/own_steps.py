@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +29,7 @@ from mpishard.layout.tensors import cut_holding
 from mpishard.torch.buffers import as_fact, from_fact
 from mpishard.torch.live_groups import LiveGroups
 from mpishard.torch.memory import as_numbers, as_tensor, finish_stream
-from mpishard.torch.torch_steps import REMEDY, STEP_KEY, pack, unpack
+from mpishard.torch.torch_steps import REMEDY, STEP_KEY, adopt, pack, state_after
 
 if TYPE_CHECKING:
     from mpishard.data_parallel.full_state import FullState
@@ -83,27 +83,13 @@ class OwnSteps(AuxiliaryState):
         """Make the state of the optimizer after some steps, from the slots."""
         raise NotImplementedError
 
-    def _state_of(self, values: Any, group: int, views: Mapping[str, Any], steps: int) -> dict[str, Any]:
-        """The state of an element-wise optimizer for a tensor after some steps, with views into the slots."""
+    def _state_of(self, values: Any, group: int, slots: Sequence[Any], steps: int) -> dict[str, Any]:
+        """The state of the optimizer for a tensor after some steps, from its part of each slot."""
         live = self._live
         arguments = live.arguments(group)
-        if not steps:
-            return dict(live.kind([values], **arguments).state.get(values, {})) if self._begins_with_state else {}
-        if not live.division.counts:
-            return dict(views)
-        # PyTorch's fused kernels read it where the parameters are, all else on the host.
-        on_device = arguments.get("fused") or arguments.get("capturable")
-        return {**views, STEP_KEY: torch.tensor(float(steps), device=values.device if on_device else None)}
-
-
-def _adopt(state: dict[str, Any], views: Mapping[str, Any]) -> None:
-    """Put views into the place of arrays that the optimizer has made, with their values."""
-    for key, view in views.items():
-        found = state.get(key)
-        if found is view or not isinstance(found, torch.Tensor) or found.shape != view.shape:
-            continue  # none without a momentum, where it was set to 0 between two steps
-        view.copy_(found)
-        state[key] = view
+        if steps:
+            return state_after(live.kind, arguments, live.division, values, slots, steps)
+        return dict(live.kind([values], **arguments).state.get(values, {})) if self._begins_with_state else {}
 
 
 # Of the shards of this rank.
@@ -172,13 +158,13 @@ class ShardSteps(OwnSteps):
             self._is_checked = True
         for shard in self._shards:
             shard.values.grad = None
-            _adopt(self._state[shard.values], shard.views)
+            adopt(self._state[shard.values], shard.views)
 
     def _take_slots(self, steps: int) -> None:
         self._steps = steps
         self._state.clear()
         for shard in self._shards:
-            if own := self._state_of(shard.values, shard.group, shard.views, steps):
+            if own := self._state_of(shard.values, shard.group, [*shard.views.values()], steps):
                 self._state[shard.values] = own
 
     def _check_state(self) -> None:
@@ -356,18 +342,15 @@ class WholeSteps(OwnSteps):
 
     def _adopt_all(self) -> None:
         for name, views in self._views.items():
-            _adopt(self._live.optimizer.state.get(self._tensors[name], {}), views)
+            adopt(self._live.optimizer.state.get(self._tensors[name], {}), views)
 
     def _take_slots(self, steps: int) -> None:
         live = self._live
         live.optimizer.state.clear()
         for name, p in self._tensors.items() if live.is_divisible else ():
             master, number = self._masters.get(name, p).detach(), live.number_of[name]
-            if steps and live.division.packed is not None:
-                own = unpack(live.kind, live.arguments(number), master, self._flat[name], steps)
-            else:
-                own = self._state_of(master, number, self._views.get(name, {}), steps)
-            if own:
+            parts = self._flat[name] if live.division.packed is not None else [*self._views[name].values()]
+            if own := self._state_of(master, number, parts, steps):
                 live.optimizer.state[p] = own
         self._adopt_all()
 

@@ -17,7 +17,7 @@ from mpishard.optim import Rule
 from mpishard.torch.live_groups import LiveGroups
 from mpishard.torch.memory import as_tensor, finish_stream
 from mpishard.torch.own_steps import OwnSteps, ShardSteps, WholeSteps
-from mpishard.torch.torch_steps import REMEDY, STEP_KEY, Division, arguments_of, division_of, take_step
+from mpishard.torch.torch_steps import Division, arguments_of, division_of, take_step
 
 Array = Any
 
@@ -111,32 +111,13 @@ class TorchRule(Rule):
         divisor: float = 1.0,
         clip: float = 1.0,
     ) -> None:
-        """Take a step in place, see `Rule.update`."""
+        """Take a step in place, see `Rule.update`: of a range of elements, or of one whole tensor in its shape."""
         self._check_slots(slots)
-        if not parameters.size:
-            return
-        values = as_tensor(parameters)
-        values.grad = as_tensor(gradients) * (clip / divisor)
-        arguments = self._arguments(self.learning_rate(step))
-        optimizer = self.kind([values], **arguments)
-        state, own = optimizer.state[values], dict(zip(self.slots, map(as_tensor, slots), strict=True))
-        if step > 1:
-            # PyTorch's fused kernels read it where the parameters are, all else on the host.
-            on_device = arguments.get("fused") or arguments.get("capturable")
-            state |= {**own, STEP_KEY: torch.tensor(float(step - 1), device=values.device if on_device else None)}
-        (group,) = optimizer.param_groups
-        before = dict(group)
-        optimizer.step()
-        if changed := [name for name, value in group.items() if value is not before.get(name)]:
-            raise ValueError(
-                f"step {step} of {self.kind.__name__} changed {changed[0]!r} of its param_groups, which a rule cannot "
-                f"keep; {REMEDY}"
-            )
-        for name, slot in own.items():
-            found = state.get(name)  # none without a momentum, where it was set to 0 between two steps
-            if found is not None and found.data_ptr() != slot.data_ptr():
-                slot.copy_(found)
-        finish_stream(values)
+        if parameters.size:
+            values, gradient = as_tensor(parameters), as_tensor(gradients) * (clip / divisor)
+            arguments = self._arguments(self.learning_rate(step))
+            take_step(self.kind, arguments, self._division, values, gradient, [*map(as_tensor, slots)], step)
+            finish_stream(values)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -175,22 +156,6 @@ class WholeTensorRule(TorchRule):
     def is_spare(self, slot: str) -> bool:
         """True for arrays of a state that was packed for tensors of any shape, where those of a module need fewer."""
         return slot not in self.slots and slot.startswith("state")
-
-    def update(
-        self,
-        parameters: Array,
-        gradients: Array,
-        slots: Sequence[Array],
-        step: int,
-        *,
-        divisor: float = 1.0,
-        clip: float = 1.0,
-    ) -> None:
-        """Take a step of one whole tensor in place: `parameters` and `gradients` have its shape, `slots` are flat."""
-        self._check_slots(slots)
-        if parameters.size:
-            arguments, gradient = self._arguments(self.learning_rate(step)), as_tensor(gradients) * (clip / divisor)
-            take_step(self.kind, arguments, as_tensor(parameters), gradient, [*map(as_tensor, slots)], step)
 
 
 def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> TorchRule:

@@ -143,20 +143,60 @@ def _division_of(kind: type, options: tuple[tuple[str, Any], ...], shapes: tuple
         raise ValueError(f"{what} cannot be divided over ranks: {text}; {REMEDY}") from None
 
 
-# Steps of whole tensors, one after the other.
+# Steps of tensors or of ranges of elements, one after the other, and what becomes of their state in slots.
 
 
 def take_step(
-    kind: type, arguments: Mapping[str, Any], values: Any, gradient: Any, slots: Sequence[Any], step: int
+    kind: type,
+    arguments: Mapping[str, Any],
+    division: Division,
+    values: Any,
+    gradient: Any,
+    slots: Sequence[Any],
+    step: int,
 ) -> None:
-    """Take the step of an optimizer for one whole tensor in place; `slots` are flat, and have its packed state."""
+    """Take the step of an optimizer for one tensor in place; `slots` are flat, and have its state."""
     values.grad = gradient
     optimizer: Any = kind([values], **arguments)
     state = optimizer.state[values]
     if step > 1:
-        state |= unpack(kind, arguments, values, slots, step - 1)
+        state |= state_after(kind, arguments, division, values, slots, step - 1)
+    (group,) = optimizer.param_groups
+    before = dict(group)
     optimizer.step()
-    pack(_packed(state), values, slots)
+    if division.packed is not None:
+        pack(_packed(state), values, slots)
+        return
+    if changed := [name for name, value in group.items() if value is not before.get(name)]:
+        raise ValueError(
+            f"step {step} of {kind.__name__} changed {changed[0]!r} of its param_groups, which a rule cannot keep; "
+            f"{REMEDY}"
+        )
+    adopt(state, dict(zip(division.slots, slots, strict=True)))
+
+
+def state_after(
+    kind: type, arguments: Mapping[str, Any], division: Division, values: Any, slots: Sequence[Any], steps: int
+) -> dict[str, Any]:
+    """The state of an optimizer for one tensor after some steps, from its slots; arrays may be views into these."""
+    if division.packed is not None:
+        return unpack(kind, arguments, values, slots, steps)
+    state: dict[str, Any] = dict(zip(division.slots, slots, strict=True))
+    if division.counts:
+        # PyTorch's fused kernels read it where the parameters are, all else on the host.
+        on_device = arguments.get("fused") or arguments.get("capturable")
+        state[STEP_KEY] = torch.tensor(float(steps), device=values.device if on_device else None)
+    return state
+
+
+def adopt(state: dict[str, Any], views: Mapping[str, Any]) -> None:
+    """Put views of slots into the place of arrays that an element-wise optimizer has made, with their values."""
+    for key, view in views.items():
+        found = state.get(key)
+        if found is view or not isinstance(found, torch.Tensor) or found.shape != view.shape:
+            continue  # none without a momentum, where it was set to 0 between two steps
+        view.copy_(found)
+        state[key] = view
 
 
 def unpack(kind: type, arguments: Mapping[str, Any], values: Any, slots: Sequence[Any], steps: int) -> dict[str, Any]:
@@ -237,14 +277,15 @@ def _by_tensor(kind: type, given: Mapping[str, Any], shapes: Sequence[Shape] | N
     count = math.ceil(max(sizes[: len(small)], default=0))
     if max(sizes, default=0) > count:
         raise ValueError(f"it keeps more than {count} times the elements of some matrices")
+    names = tuple(sorted({name for own in packed for name in own}))
+    division = Division(tuple(f"state{number}" for number in range(1, count + 1)), names)
     for number, values in enumerate(start):
         slots = [torch.full((values.numel(),), math.nan, dtype=values.dtype) for _ in range(count)]
         for step, slope in enumerate(slopes, 1):
-            take_step(kind, given, values, slope[number].clone(), slots, step)
+            take_step(kind, given, division, values, slope[number].clone(), slots, step)
         if not torch.allclose(values, together[number], rtol=1e-12, atol=0):
             raise ValueError("what it does to a tensor depends on others, or on more than the arrays that it keeps")
-    names = tuple(sorted({name for own in packed for name in own}))
-    return Division(tuple(f"state{number}" for number in range(1, count + 1)), names)
+    return division
 
 
 def _at_most(size: int, shape: Shape) -> Shape:
