@@ -25,7 +25,6 @@ from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.data_parallel.validation import check_copies, check_method
 from mpishard.io import log
 from mpishard.layout.run_state import SLOT, whole_fact
-from mpishard.minimizers.descent import Descent
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.method import (
     ELEMENTS,
@@ -341,8 +340,7 @@ class MinimizationState(OptimizerState):
         )
 
     def begin_run(self, is_full_batch: bool) -> None:
-        if isinstance(self.minimization, Descent):
-            self.minimization.stochastic = not is_full_batch
+        self.minimization.stochastic = not is_full_batch
 
     def direction(self) -> FlatParameters | None:
         """The vector to multiply by the Hessian, laid out as the parameters; None if value and gradient are wanted."""

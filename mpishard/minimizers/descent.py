@@ -52,10 +52,6 @@ class Descent(Minimizer):
         self._search: LineSearchState | None = None
         self._gradient_top = self._direction_top = 0.0
         self._met_wall = False  # a line search since the last steepest descent has ended at a wall
-        # The function is another one in each iteration, such as one of other samples: it is evaluated again at the new
-        # iterate before the next direction, since pairs compare gradients of one function (Schraudolph, Yu and Günter
-        # 2007, section 3.1.2).
-        self.stochastic = False
 
     def begin(self) -> int:
         self.progress, self.stop_reason, self.wanted, self._search = Progress(), "", Wanted.GRADIENT, None

@@ -221,6 +221,10 @@ class Minimizer(ABC):
         self.wanted: Wanted = Wanted.GRADIENT  # the next evaluation, at `point`
         self.progress: Progress = Progress()
         self.stop_reason: str = ""  # empty until it has ended
+        # The function is another one in each iteration, such as one of other samples.  A line search then evaluates it
+        # again at the new iterate before the next direction, since pairs compare gradients of one function
+        # (Schraudolph, Yu and Günter 2007, section 3.1.2).
+        self.stochastic = False
         self.vectors = vectors
         # For each row of `vectors` a number that is raised when the row is written, the same on all ranks, for those
         # who keep copies of the rows.  Empty, as at first, if the minimisation does not report its writes.
