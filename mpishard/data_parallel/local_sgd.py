@@ -82,7 +82,7 @@ class Averages:
         self._strategy = strategy
         self._rule = rule = outer or _MEAN
         self._lasting = lasting
-        self._parts = [strategy.buckets[part::parts] for part in range(parts)]
+        self._parts = [strategy.shares.buckets[part::parts] for part in range(parts)]
         self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
         self._rounds: list[_Round] = []
         self._begun = [0] * parts  # for each part, the step after which its last average started
@@ -362,7 +362,7 @@ class LocalState(AuxiliaryState):
         self.averages.steps = [max(self.averages.steps)] * self._schedule.parts
         self._steps.restart()
         if self._optimizer.config.mesh.debug:
-            check_copies(self._strategy.copies, counters.steps)
+            check_copies(self._strategy, counters.steps)
 
     @property
     def compares_next_step(self) -> bool:
@@ -462,7 +462,7 @@ class LocalState(AuxiliaryState):
     def _check_parts(self, strategy: LocalUpdates) -> None:
         """Raise on all ranks unless each part gets a bucket on some rank.  Collective over the mesh."""
         # A pipeline stage may have fewer buckets than another, or none.
-        most, parts = max(self._optimizer.world.allgather_object(len(strategy.buckets))), self._schedule.parts
+        most, parts = max(self._optimizer.world.allgather_object(len(strategy.shares.buckets))), self._schedule.parts
         if most < parts and parts > 1:
             raise ValueError(
                 f"parts={parts}, but no rank has more than {most} buckets to deal out; use fewer parts, or a "

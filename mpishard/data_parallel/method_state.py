@@ -227,7 +227,7 @@ class MinimizationState(OptimizerState):
         inspection.forget()
         strategy.reducer.reset()
         if self._optimizer.config.mesh.debug:
-            check_copies(strategy.copies, self.counters.steps)
+            check_copies(strategy, self.counters.steps)
         return finite
 
     def _agreed_loss(self, loss: float) -> tuple[float, bool]:

@@ -76,7 +76,7 @@ class ShardedModel:
             same |= self.parameters.model_settings
         self._axis = mesh.data
         self._copies = TensorCopies(mesh, self.parameters)
-        self._copies.broadcast()
+        self._copies.broadcast(self.parameters)
 
     @property
     def parameters(self) -> FlatParameters:

@@ -1,7 +1,7 @@
 """Which elements of the flat parameters a rank updates, cut at tensors and rules, and which tensors have copies.
 
-The strategy decides: `Strategy._shares` cuts each bucket into one share for each data rank, and `_make_ownership`
-chooses the ranges that a rank owns. Here is what follows.
+`BucketShares` cuts each bucket into one share for each data rank. Which ranges a rank owns, its shares or all buckets,
+the strategy says. Here is what follows.
 
 A table that embedding and output head share has two uses. On one mesh one rank has both, on another two pipeline ranks
 have one each. So that the sum has one order on all meshes in reproducible runs, each use is summed over micro-batches
@@ -22,9 +22,11 @@ from mpishard.backend.ranges import Range as ArrayRange
 from mpishard.backend.ranges import Ranges
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
+from mpishard.layout.boxes import run_lengths, split
 from mpishard.layout.tensors import ParameterSpec, Piece
 from mpishard.optim import Rule
-from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.buckets import Bucket, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.ordered import OrderedSums
 
@@ -227,12 +229,11 @@ class TensorCopies:
     """Keeps the copies of tensors on several ranks equal: sums their gradients, and broadcasts their values.
 
     All methods and the constructor are collective over the mesh, unless a docstring says otherwise. `parameters` are
-    laid out for this rank's tensor and pipeline rank.
+    laid out for this rank's tensor and pipeline rank; others of the same layout may take their place.
     """
 
     def __init__(self, mesh: Mesh, parameters: FlatParameters) -> None:
         self._mesh = mesh
-        self._parameters = parameters
         self._tensors: list[tuple[ParameterSpec, Piece]] = list(zip(parameters.local, parameters.pieces, strict=True))
         # By name of a tied tensor: the axis of the pipeline ranks that hold it, and the owner's rank on that axis.
         self._ties: dict[str, tuple[Axis, int]] = {}
@@ -311,9 +312,8 @@ class TensorCopies:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def broadcast(self) -> None:
+    def broadcast(self, parameters: FlatParameters) -> None:
         """Set all copies of the parameters to those of data rank 0, tensor rank 0 and the owners of ties."""
-        parameters = self._parameters
         if parameters.sharded is None:
             self._mesh.data.broadcast(parameters.flat, label="parameters")
             self.broadcast_within_replica(parameters.flat)
@@ -335,9 +335,9 @@ class TensorCopies:
                 axis, owner = self._ties[spec.name]
                 axis.broadcast(values, owner, label="parameters")
 
-    def find_divergent(self) -> dict[int, int]:
+    def find_divergent(self, parameters: FlatParameters) -> dict[int, int]:
         """World ranks that have a copy that differs from the first copy, with the rank of that first copy."""
-        mesh, parameters = self._mesh, self._parameters
+        mesh = self._mesh
         flat = arrays.to_host(parameters.flat if parameters.sharded is None else parameters.gather())
         stage, data, tensor = (mesh.coordinates[name] for name in ("pipeline", "data", "tensor"))
         unsplit, digests = hashlib.sha256(), []
@@ -411,13 +411,77 @@ class TiedWeights:
         """Indices of the buckets that are not complete when they are summed over the data axis."""
         return {bucket.index for bucket, _ in self._tied} | {use.first.index for use in self._second}
 
-    def add(self, owned: Callable[[Bucket], Array], copies: TensorCopies) -> None:
+    def add(self, part: Callable[[Bucket], Array], copies: TensorCopies) -> None:
         """Add the uses of each tied tensor, in this rank's part of the gradient.
 
-        ``owned(bucket)`` is this rank's part of the sum of a bucket over the data axis; `copies` adds over pipeline
+        ``part(bucket)`` is this rank's part of the sum of a bucket over the data axis; `copies` adds over pipeline
         ranks. Collective over the pipeline ranks that share a tie.
         """
         for use in self._second:
-            accumulate(owned(use.first)[use.part], owned(use.bucket))
+            accumulate(part(use.first)[use.part], part(use.bucket))
         for bucket, name in self._tied:
-            copies.sum_tie(name, owned(bucket))
+            copies.sum_tie(name, part(bucket))
+
+
+class BucketShares:
+    """The buckets of a model's gradients, and which part of each every data rank owns: an even share.
+
+    With `by_unit` a bucket is a whole unit of the parameters, so that bucket and unit have the same owners (ZeRO-3).
+    """
+
+    def __init__(
+        self, config: ShardingConfiguration, parameters: FlatParameters, copies: TensorCopies, by_unit: bool
+    ) -> None:
+        self.axis: Axis = config.mesh.data
+        self.copies = copies
+        runs, sizes = bucket_layout(
+            parameters, compressed=config.compressor is not None, by_unit=by_unit, ties_apart=config.reproducible
+        )
+        whole = max(1, sum(spec.size for spec in parameters.specs))
+        minimum = whole if by_unit else config.minimum_parameter_group_size
+        # Those that cover the parameters.
+        self.buckets: tuple[Bucket, ...] = make_buckets(parameters.pieces, minimum, runs, sizes)
+        # By bucket and rank, the number of elements that the rank owns; those of second uses follow.
+        self.counts: list[list[int]] = [run_lengths(split(bucket.size, self.axis.size)) for bucket in self.buckets]
+        self.uses: TiedWeights | None = None  # adds the uses of tied tensors; None unless `reproducible`
+        if config.reproducible:
+            self.uses = TiedWeights(parameters, self.buckets, self.counts, self.axis.rank)
+            self.counts += self.uses.counts
+
+    @property
+    def second_uses(self) -> tuple[Bucket, ...]:
+        """The buckets of second uses, whose indices follow those of `buckets`."""
+        return () if self.uses is None else self.uses.buckets
+
+    @property
+    def ranges(self) -> list[Range]:
+        """This rank's share of each bucket, as ranges of the flat parameters."""
+        shares = [(bucket.start, self.counts[bucket.index]) for bucket in self.buckets]
+        starts = [start + sum(counts[: self.axis.rank]) for start, counts in shares]
+        return [(start, start + counts[self.axis.rank]) for start, (_, counts) in zip(starts, shares, strict=True)]
+
+    def in_place(self, bucket: Bucket, gradient: Array) -> Array:
+        """This rank's part of a bucket where it lies in the whole."""
+        counts = self.counts[bucket.index]
+        start = sum(counts[: self.axis.rank])
+        return gradient[start : start + counts[self.axis.rank]]
+
+    def at_front(self, bucket: Bucket, gradient: Array) -> Array:
+        """As many elements as this rank's part, at the front of the bucket's memory, where its sum arrives (ZeRO-1)."""
+        return gradient[: self.counts[bucket.index][self.axis.rank]]
+
+
+class OwnSums:
+    """Memory for this rank's part of each summed gradient, apart from that of the buckets (ZeRO-2)."""
+
+    def __init__(self, shares: BucketShares, ownership: OwnedRanges, like: Array) -> None:
+        flat = arrays.zeros(ownership.size, like.dtype, like=like)
+        self.of_parameters: list[Array] = ownership.state_views(flat)
+        rank = shares.axis.rank
+        sizes = [shares.counts[bucket.index][rank] for bucket in shares.second_uses]
+        self._parts = [*self.of_parameters, *(arrays.zeros(size, like.dtype, like=like) for size in sizes)]
+        self.nbytes: int = int(sum(part.nbytes for part in self._parts))
+
+    def part(self, bucket: Bucket, gradient: Array) -> Array:
+        """This rank's part of the sum of a bucket, whose `gradient` lies elsewhere."""
+        return self._parts[bucket.index]

@@ -160,7 +160,7 @@ class RankState:
 
     def broadcast(self) -> None:
         """Make all copies of parameters and slots equal.  Collective over the mesh."""
-        self.strategy.copies.broadcast()
+        self.strategy.copies.broadcast(self.parameters)
         self._broadcast_carried()
         for slot in self.slots.values():
             self.strategy.resync(slot)

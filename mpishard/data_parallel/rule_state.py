@@ -170,7 +170,7 @@ class RuleState(OptimizerState):
         on_rank.prepare_step(self.counters)
         strategy.reducer.reset()
         if self._optimizer.config.mesh.debug and not strategy.workers_differ:
-            check_copies(strategy.copies, self.counters.steps)
+            check_copies(strategy, self.counters.steps)
 
     @property
     def agrees_in_update(self) -> bool:

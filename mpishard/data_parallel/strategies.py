@@ -1,7 +1,7 @@
 """Strategies: how gradients and optimizer state are spread over a mesh; DDP, stages of ZeRO, Local SGD's workers.
 
-A strategy chooses the ranges of the flat parameters that this rank updates, and the `Summation` of gradients over ranks
-for its `GradientReducer`; it all-gathers the new parameters. The optimizer divides by the number of samples.
+A strategy says which ranges of the flat parameters this rank updates, and how its `GradientReducer` sums gradients over
+ranks; it all-gathers the new parameters. The optimizer divides by the number of samples.
 The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.
 
 Order of summation: the micro-batches, in the gradient buffer; the copies of a tensor within one data coordinate
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,8 +21,8 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
-from mpishard.data_parallel.ownership import OwnedRanges, TensorCopies, TiedWeights
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.ownership import BucketShares, OwnedRanges, OwnSums, TensorCopies
 from mpishard.data_parallel.summation import (
     Accumulated,
     AllReduce,
@@ -36,9 +35,8 @@ from mpishard.data_parallel.summation import (
     Summation,
     WithinWorker,
 )
-from mpishard.layout.boxes import run_lengths, split
 from mpishard.layout.run_state import AVERAGE_ERRORS, GRADIENT_ERRORS
-from mpishard.parameters.buckets import Bucket, BucketMemory, make_buckets
+from mpishard.parameters.buckets import Bucket, BucketMemory
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.reducer import GradientReducer
 from mpishard.parameters.zero3_units import ShardedUnits
@@ -59,7 +57,7 @@ class Strategy(ABC):
     parameters equal; they use the gradient buckets of this strategy.
     """
 
-    # Each subclass overrides what its stage does in another way.
+    # What a stage does; each subclass sets what it does in another way.
     errors_kind: ClassVar[str] = GRADIENT_ERRORS  # what the rounding errors of compression are errors of
     gradients_on_demand: ClassVar[bool] = False  # a bucket has memory from its first gradient until its sum
     shards_parameters: ClassVar[bool] = False
@@ -72,34 +70,32 @@ class Strategy(ABC):
         self.mesh = mesh = config.mesh
         self.axis: Axis = mesh.data
         # The ranks that take a step together: every element is in the ``ownership.counted_parts`` of exactly one of
-        # them.
+        # them. Each rank of a worker has the worker's whole gradient, so that these ranks need no agreement.
         self.sync_group: Axis | ModelParallelGroup = mesh.world
+        if self.workers_differ:
+            self.sync_group = ModelParallelGroup(mesh.tensor, mesh.pipeline, mesh.rank)
+        self.copies: TensorCopies = TensorCopies(mesh, parameters)
+        self.copies.broadcast(parameters)
+        self.attach(parameters)
+        self.shares: BucketShares = BucketShares(config, parameters, self.copies, by_unit=self.shards_parameters)
+        # Sums are blocking calls: one bucket in an array of the user leaves nothing to overlap.
+        self.blocks: bool = parameters.lent and len(self.shares.buckets) == 1
+        # The elements that this rank updates.
+        self.ownership: OwnedRanges = self._make_ownership(parameters)
+        assert parameters.sharded is None or parameters.sharded.own == self.ownership.own  # a bucket is a unit
+        # This rank's part of each sum, where it is not in the memory of the buckets.
+        self.own_sums: OwnSums | None = None
+        if self.gradients_on_demand:
+            self.own_sums = OwnSums(self.shares, self.ownership, parameters.like)
         # Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
-        TensorCopies(mesh, parameters).broadcast()
-        self.attach(parameters)
-        compressed = config.compressor is not None
-        runs, sizes = bucket_layout(
-            parameters, compressed=compressed, by_unit=self.shards_parameters, ties_apart=config.reproducible
-        )
-        self.buckets: tuple[Bucket, ...] = make_buckets(
-            parameters.pieces, config.minimum_parameter_group_size, runs, sizes
-        )
-        # By bucket and rank, the number of elements that the rank owns.
-        self.counts: list[list[int]] = [run_lengths(split(bucket.size, self.axis.size)) for bucket in self.buckets]
-        self.uses: TiedWeights | None = None  # adds the uses of tied tensors; None unless `reproducible`
-        if config.reproducible:
-            self.uses = TiedWeights(parameters, self.buckets, self.counts, self.axis.rank)
-            self.counts += self.uses.counts
-        # The elements that this rank updates.
-        self.ownership: OwnedRanges = self._make_ownership(parameters, self._shares())
-        self.compresses = True  # the gradients of this step are compressed
+        self.hierarchical: HierarchicalSums | None = self._make_hierarchical(config, parameters)
         # Sums gradients over the data axis in compressed form; None without compression.
         self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
         self.summation: Summation = self._make_summation()
         self.reducer: GradientReducer = GradientReducer(
             parameters.pieces,
-            (*self.buckets, *(() if self.uses is None else self.uses.buckets)),
+            (*self.shares.buckets, *self.shares.second_uses),
             parameters.like,
             self.summation,
             on_demand=self.gradients_on_demand,
@@ -109,36 +105,58 @@ class Strategy(ABC):
         )
         self.memory: BucketMemory = self.reducer.memory
 
-    def _shares(self) -> list[Range]:
-        """This rank's even share of each bucket, as ranges of the flat parameters."""
-        shares = []
-        for bucket, pieces in zip(self.buckets, self.counts, strict=False):
-            start = bucket.start + sum(pieces[: self.axis.rank])
-            shares.append((start, start + pieces[self.axis.rank]))
-        return shares
+    def _make_ownership(self, parameters: FlatParameters) -> OwnedRanges:
+        """A rank owns its shares of the buckets where the state is divided, else all of them.
 
-    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
-        """The elements that this rank updates.  Here its share of each bucket."""
-        return OwnedRanges(parameters, shares, shares)
+        A worker counts all of its own gradient, others count their shares.
+        """
+        shares, whole = self.shares.ranges, [(bucket.start, bucket.stop) for bucket in self.shares.buckets]
+        own = shares if self.divides_state else whole
+        return OwnedRanges(parameters, own, shares, in_sync_group=whole if self.workers_differ else None)
+
+    def _make_hierarchical(self, config: ShardingConfiguration, parameters: FlatParameters) -> HierarchicalSums | None:
+        """The sums by nodes, for which all ranks get all sums; None without nodes, or with a compressor not for them.
+
+        Collective over the data axis.
+        """
+        axes = node_axes(self.mesh, config.hierarchical) if self.gathers_gradients else None
+        compressor = config.compressor
+        if axes is None or (compressor is not None and not compressor.by_nodes):
+            return None
+        return HierarchicalSums(axes, self.shares.buckets, parameters.like, compressor, parameters.loss_scale)
 
     def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
-        """The sums of compressed gradients, or None without compression.  Collective over the data axis."""
+        """The compressed sums: those between nodes, or over the data axis.  Collective over the data axis."""
+        if self.hierarchical is not None:
+            return self.hierarchical.compressed
         if config.compressor is None:
             return None
+        buckets, counts = self.shares.buckets, self.shares.counts
         like, scale, pieces = parameters.like, parameters.loss_scale, parameters.pieces
-        maker = CompressedSumsMaker(self.axis, self.buckets, self.counts, like, scale, pieces, self.gathers_gradients)
-        return config.compressor.make_sums(maker)
-
-    @abstractmethod
-    def _make_plain_sums(self) -> Summation:
-        """The sums that one MPI collective does, neither ordered nor compressed."""
+        return config.compressor.make_sums(
+            CompressedSumsMaker(self.axis, buckets, counts, like, scale, pieces, self.gathers_gradients)
+        )
 
     def _make_summation(self) -> Summation:
         """How this strategy sums gradients over the data axis."""
-        if self.ordered is not None and self.uses is not None:
-            return FixedOrder(self, self.ordered, self.uses, self.buckets, self.gathers_gradients)
-        plain = self._make_plain_sums()
-        return plain if self.compressed is None else Compressed(self, self.compressed, plain, self.gathers_gradients)
+        shares, gathers = self.shares, self.gathers_gradients
+        if self.ordered is not None:
+            part = self._part if self.own_sums is None else self.own_sums.part
+            return FixedOrder(shares, self.ordered, part, gathers)
+        if self.hierarchical is not None:
+            return Hierarchical(shares, self.hierarchical)
+        sums = self._plain_sums()
+        if self.compressed is not None:
+            sums = Compressed(shares, self.compressed, sums, self._part, gathers)
+        return sums if self.own_sums is None else Accumulated(shares, sums, self._part, self.own_sums)
+
+    @abstractmethod
+    def _plain_sums(self) -> Summation:
+        """The sums that one MPI collective does, neither ordered nor compressed."""
+
+    @abstractmethod
+    def _part(self, bucket: Bucket, gradient: Array) -> Array:
+        """This rank's part of the sum of a bucket, in the memory of its gradient."""
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
@@ -148,30 +166,8 @@ class Strategy(ABC):
     def attach(self, parameters: FlatParameters) -> None:
         """Use these parameters from now on; their layout is that of the previous ones."""
         self.parameters = parameters
-        self.copies: TensorCopies = TensorCopies(self.mesh, parameters)
-
-    @property
-    def blocks(self) -> bool:
-        """Return True if sums are blocking calls: one bucket in an array of the user leaves nothing to overlap."""
-        return self.parameters.lent and len(self.buckets) == 1
-
-    @abstractmethod
-    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
-        """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
-
-    def sum_shard(self, bucket: Bucket) -> Array:
-        """This rank's part of the sum of a bucket, also of one of a second use."""
-        return self.shard_output(bucket, self.memory.of_bucket(bucket))
-
-    def _own_part(self, bucket: Bucket, gradient: Array) -> Array:
-        """This rank's part of a whole bucket, where it lies."""
-        pieces = self.counts[bucket.index]
-        start = sum(pieces[: self.axis.rank])
-        return gradient[start : start + pieces[self.axis.rank]]
-
-    def gradient_of(self, bucket: Bucket) -> Array:
-        """The gradient memory of a bucket."""
-        return self.memory.of_bucket(bucket)
+        if self.shards_parameters:
+            parameters.shard(self.axis)
 
     def abandon(self) -> None:
         """Drop the pending sums, whose communicators were revoked; not collective."""
@@ -241,20 +237,20 @@ class Strategy(ABC):
 
     def prepare_step(self, compresses: bool, loss_scale: float) -> None:
         """Set whether the gradients of the next step are compressed, and the loss scale that they contain."""
-        self.compresses = compresses
         if self.compressed is not None:
+            self.compressed.in_use = compresses
             self.compressed.rescale(self.error_scale(loss_scale))
 
     def keep_errors(self) -> None:
         """After a step, keep what compression left out of it; the next step sends it."""
-        if self.compressed is not None and self.compresses:
+        if self.compressed is not None and self.compressed.in_use:
             self.compressed.keep()
 
     @property
     def gradient_bytes(self) -> int:
         """Peak bytes of gradient memory on this rank."""
-        kept = self.ordered or self.compressed
-        return self.memory.peak_bytes + (0 if kept is None else kept.nbytes)
+        kept = self.ordered, self.compressed, self.own_sums
+        return self.memory.peak_bytes + sum(each.nbytes for each in kept if each is not None)
 
 
 # The strategies by name.
@@ -265,39 +261,22 @@ class DataParallel(Strategy):
 
     gathers_gradients = True
 
-    def _make_plain_sums(self) -> Summation:
-        return AllReduce(self)
+    def _plain_sums(self) -> Summation:
+        return AllReduce(self.shares, self.blocks)
 
-    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
-        return self._own_part(bucket, gradient)
-
-    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
-        buckets = [(bucket.start, bucket.stop) for bucket in self.buckets]
-        return OwnedRanges(parameters, buckets, shares)
-
-    def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
-        compressor = config.compressor
-        axes = node_axes(self.mesh, config.hierarchical)
-        self.hierarchical: HierarchicalSums | None = None
-        if axes is None or (compressor is not None and not compressor.by_nodes):
-            return super()._make_compressed(config, parameters)
-        buckets, scale = self.buckets, parameters.loss_scale
-        self.hierarchical = HierarchicalSums(axes, buckets, parameters.like, compressor, scale)
-        return self.hierarchical.compressed
+    def _part(self, bucket: Bucket, gradient: Array) -> Array:
+        return self.shares.in_place(bucket, gradient)
 
     @property
     def error_ranges(self) -> list[Range]:
         return self.ownership.counted if self.hierarchical is None else self.hierarchical.owned
-
-    def _make_summation(self) -> Summation:
-        return super()._make_summation() if self.hierarchical is None else Hierarchical(self, self.hierarchical)
 
     @property
     def sums_are_everywhere(self) -> bool:
         return self.mesh.size == self.axis.size and self.compressed is None and not self.workers_differ
 
     def gradients(self) -> list[Array]:
-        return [self.memory.of_bucket(bucket) for bucket in self.buckets]
+        return [self.memory.of_bucket(bucket) for bucket in self.shares.buckets]
 
     def publish_parameters(self) -> None:
         """Send nothing: every data rank has updated all parameters."""
@@ -316,17 +295,14 @@ class ZeRO1(Strategy):
 
     divides_state = True
 
-    def _make_plain_sums(self) -> Summation:
-        return ReduceScatter(self)
+    def _plain_sums(self) -> Summation:
+        return ReduceScatter(self.shares, self.blocks)
 
-    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
-        return gradient[: self.counts[bucket.index][self.axis.rank]]
+    def _part(self, bucket: Bucket, gradient: Array) -> Array:
+        return self.shares.at_front(bucket, gradient)
 
     def gradients(self) -> list[Array]:
-        return [
-            self.memory.of_bucket(bucket)[: pieces[self.axis.rank]]
-            for bucket, pieces in zip(self.buckets, self.counts, strict=False)  # those of second uses follow
-        ]
+        return [self._part(bucket, self.memory.of_bucket(bucket)) for bucket in self.shares.buckets]
 
     def publish_parameters(self) -> None:
         self._gather(self.parameters.flat, "parameters")
@@ -351,11 +327,13 @@ class ZeRO1(Strategy):
         if self.axis.size == 1:
             return
         if self.blocks:
-            self.axis.all_gather(flat, counts=self.counts[0], label=label)
+            self.axis.all_gather(flat, counts=self.shares.counts[0], label=label)
             return
         pending = [
-            self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
-            for bucket, pieces in zip(self.buckets, self.counts, strict=False)
+            self.axis.start_all_gather(
+                flat[bucket.start : bucket.stop], counts=self.shares.counts[bucket.index], label=label
+            )
+            for bucket in self.shares.buckets
         ]
         for gathered in pending:
             gathered.wait()
@@ -367,18 +345,15 @@ class ZeRO1AllReduced(ZeRO1):
     A step sends half as many bytes again as with `ZeRO1`.  Neither compressed nor in a fixed order.
     """
 
-    def _make_plain_sums(self) -> Summation:
-        return AllReduce(self)
+    def _plain_sums(self) -> Summation:
+        return AllReduce(self.shares, self.blocks)
 
-    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
-        return self._own_part(bucket, gradient)
+    def _part(self, bucket: Bucket, gradient: Array) -> Array:
+        return self.shares.in_place(bucket, gradient)
 
     @property
     def sums_are_everywhere(self) -> bool:
         return self.mesh.size == self.axis.size
-
-    def gradients(self) -> list[Array]:
-        return [self.sum_shard(bucket) for bucket in self.buckets]
 
 
 class ZeRO2(ZeRO1):
@@ -386,29 +361,9 @@ class ZeRO2(ZeRO1):
 
     gradients_on_demand = True
 
-    def _make_summation(self) -> Summation:
-        like = self.parameters.like
-        self._shard = arrays.zeros(self.ownership.size, self.parameters.dtype, like=like)
-        # By bucket of a second use: this rank's part of its sum.
-        self._second: dict[int, Array] = {}
-        for bucket in () if self.uses is None else self.uses.buckets:
-            size = self.counts[bucket.index][self.axis.rank]
-            self._second[bucket.index] = arrays.zeros(size, self.parameters.dtype, like=like)
-        sums = super()._make_summation()
-        return sums if self.ordered is not None else Accumulated(self, sums, self.gradients())
-
-    def shard_output(self, bucket: Bucket, gradient: Array) -> Array:
-        return super().shard_output(bucket, gradient) if self.ordered is None else self.sum_shard(bucket)
-
-    def sum_shard(self, bucket: Bucket) -> Array:
-        return self._second[bucket.index] if bucket.second_use else self.gradients()[bucket.index]
-
     def gradients(self) -> list[Array]:
-        return self.ownership.state_views(self._shard)
-
-    @property
-    def gradient_bytes(self) -> int:
-        return int(self._shard.nbytes + sum(part.nbytes for part in self._second.values())) + super().gradient_bytes
+        assert self.own_sums is not None
+        return self.own_sums.of_parameters
 
 
 class ZeRO3(ZeRO2):
@@ -420,20 +375,10 @@ class ZeRO3(ZeRO2):
 
     shards_parameters = True
 
-    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
-        # With the largest possible group size a bucket is a whole unit, so that bucket and unit have the same owners.
-        whole = max(1, sum(spec.size for spec in parameters.specs))
-        super().__init__(replace(config, minimum_parameter_group_size=whole), parameters)
-        assert self.sharded.own == self.ownership.own
-
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
         """ZeRO-2 for a caller's flat array, which must stay whole; ZeRO-2 gathers it after the update."""
         return ZeRO2 if parameters.lent else cls
-
-    def attach(self, parameters: FlatParameters) -> None:
-        super().attach(parameters)
-        parameters.shard(self.axis)
 
     def abandon(self) -> None:
         super().abandon()
@@ -462,27 +407,25 @@ class LocalUpdates(DataParallel):
     errors_kind = AVERAGE_ERRORS
     workers_differ = True
 
-    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
-        super().__init__(config, parameters)
-        # Each rank of a node has the worker's whole gradient, so that the ranks of a node need no agreement.
-        self.sync_group = ModelParallelGroup(self.mesh.tensor, self.mesh.pipeline, self.mesh.rank)
-        self.workers: int = self.axis.size // (1 if self.hierarchical is None else self.hierarchical.within.size)
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.axis.size // (1 if self.hierarchical is None else self.hierarchical.within.size)
 
-    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
-        buckets = [(bucket.start, bucket.stop) for bucket in self.buckets]
-        return OwnedRanges(parameters, buckets, shares, in_sync_group=buckets)  # a worker counts all of its gradient
+    @property
+    def averages(self) -> Summation:
+        """Sums the differences from the anchor over all workers."""
+        assert isinstance(self.summation, WithinWorker)
+        return self.summation.averages
 
-    def _make_plain_sums(self) -> Summation:
-        return NonblockingAllReduce(self)
+    def _plain_sums(self) -> Summation:
+        return NonblockingAllReduce(self.shares)
 
     def _make_summation(self) -> Summation:
-        # Sums the differences from the anchor over all workers.
-        self.averages: Summation
         if self.hierarchical is None:
-            self.averages = super()._make_summation()
-            return WithinWorker(self, None, self.averages)
-        self.averages = HierarchicalAverage(self, self.hierarchical)
-        return WithinWorker(self, self.hierarchical.within, self.averages)
+            return WithinWorker(self.shares, None, super()._make_summation())
+        averages = HierarchicalAverage(self.shares, self.hierarchical)
+        return WithinWorker(self.shares, self.hierarchical.within, averages)
 
     def error_scale(self, loss_scale: float) -> float:
         """1: the errors are differences of parameters, which contain no loss scale."""

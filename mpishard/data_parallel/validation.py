@@ -13,7 +13,6 @@ from mpishard.backend import array as arrays
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.ownership import TensorCopies
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
@@ -175,9 +174,9 @@ def check_count(count: float | None) -> None:
         raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
 
 
-def check_copies(copies: TensorCopies, step: int) -> None:
+def check_copies(strategy: Strategy, step: int) -> None:
     """Raise RuntimeError on all ranks if copies of parameters differ.  Collective over the mesh."""
-    divergent = copies.find_divergent()
+    divergent = strategy.copies.find_divergent(strategy.parameters)
     if divergent:
         first = sorted(set(divergent.values()))
         whose = f"rank {first[0]}" if len(first) == 1 else f"ranks {first}"

@@ -12,6 +12,7 @@ complete term becomes a partial sum, and the last one is reduced with them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -72,15 +73,20 @@ class Accumulation:
 PendingSum = Request | ChainedRequest
 
 
-class BucketSums(Protocol):
-    """Sums buckets over ranks for a `GradientReducer`, which decides when. Collective, except `reset`.
+Started = Sequence[tuple[Bucket, Array, PendingSum]]  # each: ``(bucket, gradient, start(bucket, gradient))``
 
-    In this package it is always a `mpishard.data_parallel.summation.Summation`.
-    """
 
+class BucketSums(ABC):
+    """Sums buckets over ranks for a `GradientReducer`, which decides when. Collective, except `reset`."""
+
+    @abstractmethod
     def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
-        """Add the terms of the other ranks of this model replica to a gradient; in a reproducible run without ties."""
+        """Add the terms of the other ranks of this model replica to a gradient.
 
+        In a reproducible run no bucket is tied: `add_uses` adds the uses of a tied tensor.
+        """
+
+    @abstractmethod
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:
         """Start the sum of a bucket over the data axis; None if nothing is to be waited for.
 
@@ -88,12 +94,16 @@ class BucketSums(Protocol):
         that belong to other terms of the sum than the gradient, oldest first.
         """
 
-    def finish(self, started: Sequence[tuple[Bucket, Array, PendingSum]]) -> None:
-        """Wait for sums, given as ``(bucket, gradient, start(bucket, gradient))``, and store their results."""
+    def finish(self, started: Started) -> None:
+        """Wait for sums, and store their results.  Here they are where they belong."""
+        for _, _, transfer in started:
+            transfer.wait()
 
-    def add_uses(self) -> None:
+    def add_uses(self, memory: BucketMemory) -> None:
         """Add the gradients of the uses of tied tensors, after all sums of a reproducible step."""
+        raise NotImplementedError(f"{type(self).__name__} is not for reproducible=True")
 
+    @abstractmethod
     def reset(self) -> None:
         """Forget the sums of this step; the next gradients belong to another."""
 
@@ -467,7 +477,7 @@ class GradientReducer:
             self._reduce(order)
         self._wait_all()
         if self._reproducible and self._sums is not None:
-            self._sums.add_uses()
+            self._sums.add_uses(self.memory)
         self._enter(GradientPhase.REDUCED)
 
     def abandon(self) -> None:

@@ -57,6 +57,7 @@ class CompressedSums(ABC):
         self._new_errors = arrays.zeros(size, like.dtype, like=like)
         self._new_owned = arrays.zeros(starts[-1], like.dtype, like=like)
         self._sent: set[int] = set()
+        self.in_use: bool = True  # the gradients of this step are compressed
 
     @property
     def sending(self) -> bool:

@@ -125,13 +125,12 @@ class HierarchicalSums:
 
         return ChainedRequest(pending, finish)
 
-    def finish(self, arrived: Sequence[tuple[Bucket, Array, Array]], *, compresses: bool, shared: bool = False) -> None:
+    def finish(self, arrived: Sequence[tuple[Bucket, Array, Array]], *, shared: bool = False) -> None:
         """Fill gradients with their sums over all ranks. Collective.
 
-        Each of `arrived` is a bucket, its gradient, and the result of `start`, or with `shared` of `start_shared`;
-        `compresses`: the sums between nodes are compressed, if there is a compressor.
+        Each of `arrived` is a bucket, its gradient, and the result of `start`, or with `shared` of `start_shared`.
         """
-        compresses = compresses and self.compressed is not None
+        compresses = self.compressed is not None and self.compressed.in_use
         steps: list[Callable[[Bucket, Array, Array], Request | ChainedRequest]] = []
         if not shared:
             steps.append(self._compressed_across if compresses else self._sum_across)

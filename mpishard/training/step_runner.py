@@ -132,7 +132,7 @@ class StepRunner:
         """Bind the parameters to the optimizer; all ranks start from the parameters of the first.  Collective."""
         optimizer = self.optimizer
         strategy = optimizer.bind(self.parameters)
-        strategy.copies.broadcast()
+        strategy.copies.broadcast(self.parameters)
         self.reducer = strategy.reducer
         self.ordered = strategy.ordered
         if self.ordered is not None:

@@ -251,7 +251,7 @@ def counts(strategy, rule, mesh, monkeypatch, **options):
             optimizer.step(parameters)
     bound = optimizer.state.strategy
     # One rank's sums are what its buckets have: it looks at these only where they do not stay.
-    looks = 0 if mesh.size == 1 and bound.reducer.keeps_memory else len(bound.buckets)
+    looks = 0 if mesh.size == 1 and bound.reducer.keeps_memory else len(bound.shares.buckets)
     return names, len(waits), looks
 
 

@@ -268,7 +268,7 @@ def test_nodes_are_workers(mesh, same_on_all, every):
         for name, total in mesh.ledger.summary().items()
         if name.startswith("data across nodes") and "gradients" in name
     )
-    assert between == (0 if ranks == 1 else 20 // every * len(optimizer.state.strategy.buckets))
+    assert between == (0 if ranks == 1 else 20 // every * len(optimizer.state.strategy.shares.buckets))
 
 
 @pytest.mark.parametrize("options", [{}, {"outer": NESTEROV}, {"outer": NESTEROV, "parts": 3, "delay": 2}], ids=str)

@@ -55,7 +55,7 @@ class Recorder:
     def finish(self, started):
         self.complete_calls.append([bucket.index for bucket, _, _ in started])
 
-    def add_uses(self):
+    def add_uses(self, memory):
         self.got.append("uses")
 
     def reset(self):
