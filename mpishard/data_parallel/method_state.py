@@ -190,23 +190,14 @@ class MinimizationState(OptimizerState):
             "optimizer.optimize(problem)"
         )
 
-    def update(
-        self,
-        count: float,
-        *,
-        loss: float,
-        rate_factor: float,
-        nonfinite_loss: str,
-        interrupted: bool,
-        exchange_status: bool,
-    ) -> bool:
+    def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
         """Pass to the minimisation the evaluation that it wanted, and make its next point the parameters.
 
         It wanted loss and gradient at the parameters, or a Hessian product, which then is where a gradient would be.
         `count` divides the summed gradient; `loss` is the mean. Returns True if loss and gradient were finite. Raises
         RuntimeError if the minimisation has ended.
         """
-        strategy, inspection, minimizer = self._strategy, self.on_rank.inspection, self.minimization
+        strategy, minimizer = self._strategy, self.minimization
         if minimizer.wanted is Wanted.NOTHING:
             raise RuntimeError(
                 f"this minimisation has ended ({minimizer.stop_reason}): there is no next step; make a new optimizer "
@@ -214,7 +205,6 @@ class MinimizationState(OptimizerState):
             )
         strategy.reducer.finalize()
         gradient = self.gradient(float(count))
-        inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
         value, finite = self._agreed_loss(loss)
         if minimizer.wanted is Wanted.PRODUCT:
             self.tell_product(gradient)
@@ -224,7 +214,7 @@ class MinimizationState(OptimizerState):
         self.counters.learning_rate = minimizer.progress.step_length
         self.publish(minimizer.point)
         self._report_failure()
-        inspection.forget()
+        self.on_rank.inspection.forget()
         strategy.reducer.reset()
         if self._optimizer.config.mesh.debug:
             check_copies(strategy, self.counters.steps)

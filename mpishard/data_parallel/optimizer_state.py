@@ -171,17 +171,8 @@ class OptimizerState(ABC):
         """Raise unless `rule` can take the next step along gradients that the caller of `step` gives."""
 
     @abstractmethod
-    def update(
-        self,
-        count: float,
-        *,
-        loss: float,
-        rate_factor: float,
-        nonfinite_loss: str,
-        interrupted: bool,
-        exchange_status: bool,
-    ) -> bool:
-        """Finish the reductions and take a step, see `ShardedOptimizer.update`."""
+    def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
+        """Finish the reductions and take a step, see `ShardedOptimizer.update`, which has noted this rank's status."""
 
     def averages(self) -> list[Array]:
         """The moving average of each range of the parameters that this rank updates; ValueError if there is none."""

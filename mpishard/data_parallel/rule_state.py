@@ -95,21 +95,11 @@ class RuleState(OptimizerState):
             self._rule.live.check()
         self._rule.learning_rate(self.counters.steps + 1)  # a schedule that raises does so before all changes
 
-    def update(
-        self,
-        count: float,
-        *,
-        loss: float,
-        rate_factor: float,
-        nonfinite_loss: str,
-        interrupted: bool,
-        exchange_status: bool,
-    ) -> bool:
-        counters, strategy, inspection = self.counters, self.strategy, self.on_rank.inspection
+    def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
+        counters = self.counters
         counters.learning_rate = rate_factor * self._rule.learning_rate(counters.steps + 1)
-        strategy.reducer.finalize()
+        self.strategy.reducer.finalize()
         divisor = float(count) * counters.scaling.value
-        inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
         usable = self._gradients_are_usable(divisor, exchange_status)
         if usable:
             self._step(divisor, rate_factor)

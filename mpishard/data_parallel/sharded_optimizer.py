@@ -508,14 +508,9 @@ class ShardedOptimizer:
         bool
             False if the step was skipped.
         """
-        return self.state.update(
-            count,
-            loss=loss,
-            rate_factor=rate_factor,
-            nonfinite_loss=nonfinite_loss,
-            interrupted=interrupted,
-            exchange_status=exchange_status,
-        )
+        inspection = self.state.on_rank.inspection
+        inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
+        return self.state.update(count, loss=loss, rate_factor=rate_factor, exchange_status=exchange_status)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
