@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Muon, ParameterGroup, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters
+    from mpishard.parameters.partition import Partition
     from mpishard.record import RunRecord
     from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
     from mpishard.training.saving import load_checkpoint, save_checkpoint
@@ -94,6 +95,7 @@ __all__ = [
     "OptimizeResult",
     "ParameterGroup",
     "ParameterSpec",
+    "Partition",
     "RMSprop",
     "Request",
     "ReverseCommunication",
@@ -154,6 +156,7 @@ _MODULES = {
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",
+    "parameters.partition": "Partition",
     "record": "RunRecord",
     "training": "OptimizationProblem OptimizationResult TrainingState",
     "training.saving": "load_checkpoint save_checkpoint",

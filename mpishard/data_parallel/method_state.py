@@ -6,8 +6,9 @@ those that this rank updates.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.data_parallel.validation import check_copies, check_method
 from mpishard.io import log
 from mpishard.layout.run_state import SLOT, whole_fact
+from mpishard.layout.tensors import ParameterSpec, cut_holding
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.method import (
     ELEMENTS,
@@ -46,21 +48,68 @@ if TYPE_CHECKING:
 Array = Any
 
 
+def is_cut_by_application(parameters: FlatParameters) -> bool:
+    """Return True if options about elements are given for this rank's parts of the tensors, not for the whole ones."""
+    return any(spec.parts for spec in parameters.specs)
+
+
+def ranges_of(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:
+    """Ranges of a flat array, end to end."""
+    return arrays.joined([flat[start:stop] for start, stop in ranges])
+
+
 def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array], Array] | None) -> Limits:
     """This rank's part of the options of a method; `precondition` is a function of this rank's elements.
 
     Raises ValueError or TypeError if an option does not fit the parameters; the message names the tensor or the
     element.
     """
-    parameters = strategy.parameters
+    parameters, ranges = strategy.parameters, strategy.ownership.own
+    specs, of_this_rank = list(parameters.specs), is_cut_by_application(parameters)
+    if of_this_rank:
+        specs = [ParameterSpec(piece.name, piece.shape) for piece in parameters.pieces]
 
-    def own(whole: np.ndarray | None) -> Array | None:
-        if whole is None:
+    def own(given: np.ndarray | None) -> Array | None:
+        if given is None:
             return None
-        return arrays.on_device_of(cut_full(whole, parameters, strategy.ownership.own), parameters.like)
+        found = ranges_of(given, ranges) if of_this_rank else cut_full(given, parameters, ranges)
+        return arrays.on_device_of(found, parameters.like)
 
-    lower, upper, fixed, weights, scaling = map(own, whole_limits(method, parameters.specs, parameters.dtype))
+    lower, upper, fixed, weights, scaling = map(own, whole_limits(method, specs, parameters.dtype))
     return Limits(lower, upper, fixed, weights, scaling, precondition)
+
+
+def hash_of_elements(strategy: Strategy, limits: Limits) -> int:
+    """A hash of options about elements that is the same however the elements are cut.  Collective.
+
+    It is the sum over all elements of a hash of the element's number and what the options say of it.
+    """
+    parameters = strategy.parameters
+    starts = itertools.accumulate((spec.size for spec in parameters.specs), initial=0)
+    first = {spec.name: (spec, start) for spec, start in zip(parameters.specs, starts, strict=False)}
+    numbers, counted = [np.empty(0, np.uint64)], [np.empty(0, bool)]
+    for piece in cut_holding(parameters.pieces, strategy.ownership.own):
+        spec, start = first[piece.name]
+        within = np.ravel_multi_index(np.ix_(*(np.arange(*ends) for ends in piece.box)), spec.shape).reshape(-1)
+        numbers.append((within + start).astype(np.uint64))
+        counted.append(np.full(piece.size, parameters.place.is_primary(spec)))
+    number, counts = np.concatenate(numbers), np.concatenate(counted)
+    total = np.zeros(1, np.uint64)  # an array, whose sums wrap
+    for place, option in enumerate((limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling)):
+        if option is not None:
+            values = (np.asarray(arrays.to_host(option), np.float64) + 0.0).view(np.uint64)
+            words = _mixed(_mixed(number + np.uint64(place << 56)) ^ values)
+            total += words[counts].sum(dtype=np.uint64, keepdims=True)
+    found = total.view(np.int64)
+    strategy.sync_group.all_reduce(found, label="control")
+    return int(found.view(np.uint64)[0])
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """Scramble words of 64 bits: the finalizer of MurmurHash3 (Appleby, 2011)."""
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        words = (words ^ (words >> np.uint64(33))) * np.uint64(factor)
+    return words ^ (words >> np.uint64(33))
 
 
 class ShardedSpace(Space):
@@ -128,6 +177,7 @@ class MinimizationState(OptimizerState):
         super().__init__(optimizer)
         self._batches = 0  # iterations so far, each of which has had a batch of its own; stages continue the count
         self._moved = 0  # elements of the start that were outside of their bounds, until that is said
+        self._hash: int | None = None  # of the options about elements, where each rank has those of its part
         self._minimizer: Minimizer | None = None
         self._strategy: Strategy
         self._rows: Array  # the slots, one below the other, the point last
@@ -402,6 +452,8 @@ class MinimizationState(OptimizerState):
         with raised_on_all(self._optimizer.world):
             limits = limits_of(self._method, strategy, self._precondition())
             self._minimizer = self._method.make(self._space, self._rows[:-1], point, limits)
+        if is_cut_by_application(on_rank.parameters):
+            self._hash = hash_of_elements(strategy, limits)
         for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
             part[...] = own
         self._moved = self._minimizer.begin()
@@ -447,6 +499,8 @@ class MinimizationState(OptimizerState):
     @property
     def _elements(self) -> str:
         """A hash of the options about elements."""
+        if self._hash is not None:
+            return f"{self._hash:x}"
         options = self.options()
         return f"{fingerprint({name: options.get(name, '') for name in _ABOUT_ELEMENTS}):x}"
 
@@ -457,9 +511,11 @@ class MinimizationState(OptimizerState):
             return None
 
         def own_part(vector: Array) -> Array:
+            of_this_rank = is_cut_by_application(self.on_rank.parameters)
+            given = self.whole(vector) if of_this_rank else self._space.whole(vector)
             with raised_on_all(self._optimizer.world):  # of the user's function: all ranks must learn of it
-                found = preconditioned(function, self._space.whole(vector))
-            return self._space.own(found)
+                found = preconditioned(function, given)
+            return ranges_of(found, self._strategy.ownership.own) if of_this_rank else self._space.own(found)
 
         return own_part
 

@@ -16,8 +16,8 @@ from mpishard.backend.exact_gram import SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
-from mpishard.layout.tensors import ParameterSpec
-from mpishard.minimizers.elements import element_name
+from mpishard.layout.tensors import WHOLE, ParameterSpec
+from mpishard.minimizers.elements import OfThisRank, element_name
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
@@ -283,40 +283,69 @@ class Watch:
 # The unknowns of a minimisation: one flat array, as the functions of the user see them and give gradients of them.
 
 
+# This file does without MPI, and cannot ask for the classes.
+
+
 def has_names(x0: Any) -> bool:
-    """Return True for a FlatParameters; this file does without MPI, and cannot ask for the class."""
+    """Return True for a FlatParameters."""
     return hasattr(x0, "pieces") and hasattr(x0, "layout")
+
+
+def is_part(x0: Any) -> bool:
+    """Return True for a Partition."""
+    return hasattr(x0, "parts") and hasattr(x0, "local")
 
 
 class Unknowns:
     """The unknowns on this rank.
 
     An array is copied: float32 and float64 stay, other real numbers become float64. So are the arrays of a tree, see
-    `Tree`. A FlatParameters is changed in place. Raises TypeError unless `x0` has arrays of numbers, ValueError if it
-    is empty or has NaN or infinite elements.
+    `Tree`, and what a Partition has on this rank. A FlatParameters is changed in place. Raises TypeError unless `x0`
+    has arrays of numbers, ValueError if it is empty or has NaN or infinite elements.
     """
 
     def __init__(self, x0: Any) -> None:
         self.parameters: Any = x0 if has_names(x0) else None
         self.tree: Tree | None = None
-        self.specs: tuple[ParameterSpec, ...]  # an array is one tensor "x"
+        self.specs: tuple[ParameterSpec, ...]  # of the whole tensors; an array is one tensor "x"
+        self.place = WHOLE  # which part of them this rank has
         self.flat: Array  # the values on this rank
         if self.parameters is not None:
-            self.specs, self.flat = x0.specs, x0.flat
+            self.specs, self.flat, self.place = x0.specs, x0.flat, x0.place
+        elif is_part(x0):
+            self.specs, self.place = (x0.spec("x"),), x0.place
+            self.flat = arrays.aligned_copy(x0.local.reshape(-1))
         elif is_tree(x0) or is_complex(x0):
             self.tree = Tree(x0)
             self.specs, self.flat = self.tree.specs, self.tree.flat
+            fields = [field for field in self.tree.values if is_part(field)]
+            if fields:
+                self.specs, self.place = self._specs_of_fields(self.tree), fields[0].place
         else:
             values = _real_array(x0)
             self.specs = (ParameterSpec("x", values.shape),)
             self.flat = arrays.aligned_copy(values.reshape(-1))
+        self._shape: tuple[int, ...] = x0.local.shape if is_part(x0) else (self.size,)
         if not self.total:
             raise ValueError("x0 is empty: there is nothing to minimize; give it at least one element")
         host = arrays.to_host(self.flat)
         if not np.isfinite(host).all():
             wrong = int(np.flatnonzero(~np.isfinite(host))[0])
-            where = f"element {wrong}" if self.tree is None else element_name(wrong, self.specs)
+            where = f"element {wrong}" if self.tree is None else element_name(wrong, self.tree.specs)
             raise ValueError(f"x0 must be finite, but {where} is {host[wrong]}")
+
+    @staticmethod
+    def _specs_of_fields(tree: Tree) -> tuple[ParameterSpec, ...]:
+        """The whole tensors of a tree of fields that the application has cut."""
+        specs = []
+        for leaf, field in zip(tree.leaves, tree.values, strict=True):
+            if not is_part(field) or field.place != tree.values[0].place:
+                raise ValueError(
+                    f"the first array of x0 is a Partition, and that of {leaf.name!r} "
+                    f"{'is of other ranks' if is_part(field) else 'is not'}: give a Partition for each, of one comm"
+                )
+            specs.append(field.spec(leaf.name))
+        return tuple(specs)
 
     @classmethod
     def of(cls, x0: Any) -> Unknowns:
@@ -336,17 +365,29 @@ class Unknowns:
     @property
     def is_split(self) -> bool:
         """Return True if these are one rank's part of parameters that are split over ranks."""
-        place = None if self.parameters is None else self.parameters.place
-        return place is not None and place.tensor_size * place.pipeline_size > 1
+        return self.place.tensor_size * self.place.pipeline_size > 1
+
+    @property
+    def is_cut_by_application(self) -> bool:
+        """Return True if options about elements are for those of this rank, as the parts are the application's."""
+        return any(spec.parts for spec in self.specs)
 
     def options(self, bounds: Any, **elements: Any) -> dict[str, Any]:
         """The options of elements as methods take them, with bounds as the pair of `pair_of_bounds`.
 
         Raises TypeError or ValueError for other forms.
         """
+        found = self._options(bounds, elements)
+        if not self.is_cut_by_application:
+            return found
+        kept = {name: each is None or callable(each) for name, each in found.items()}
+        return {name: each if kept[name] else OfThisRank(each) for name, each in found.items()}
+
+    def _options(self, bounds: Any, elements: dict[str, Any]) -> dict[str, Any]:
         tree = self.tree
         if tree is None:
-            return {**elements, "bounds": pair_of_bounds(bounds, self.total)}
+            given_for = self.size if self.is_cut_by_application else self.total
+            return {**elements, "bounds": pair_of_bounds(bounds, given_for)}
         function = elements.get("preconditioner")
         named = {what: None if callable(given) else tree.by_name(what, given) for what, given in elements.items()}
         if callable(function):
@@ -355,7 +396,7 @@ class Unknowns:
                 return tree.flattened("the result of preconditioner", function(tree.of(vector)))
 
             named["preconditioner"] = product
-        return {**named, "bounds": None if bounds is None else pair_of_bounds(tree.bounds(bounds), self.total)}
+        return {**named, "bounds": None if bounds is None else pair_of_bounds(tree.bounds(bounds), tree.size)}
 
     def gradient_hint(self, reason: str) -> str:
         """What may be wrong with the gradient of complex unknowns where a run ended for this reason; or nothing."""
@@ -364,8 +405,8 @@ class Unknowns:
 
     def check_not_split(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
-        place = None if self.parameters is None else self.parameters.place
-        if place is not None and self.is_split:
+        if self.is_split:
+            place = self.place
             raise ValueError(
                 f"x0 is split over tensor={place.tensor_size} and pipeline={place.pipeline_size} ranks, which would "
                 "minimise their parts one by one: give the mesh of its place, mesh=mesh and reduction='sum', or an x0 "
@@ -377,8 +418,8 @@ class Unknowns:
         return self.like_x0(self.flat.copy()) if self.parameters is None else self.parameters
 
     def like_x0(self, vector: Array) -> Any:
-        """A vector as functions of the user get a direction: a tree of its views, or the flat array itself."""
-        return vector if self.tree is None else self.tree.of(vector)
+        """A vector as functions of the user get a direction: a tree of its views, or the array itself."""
+        return vector.reshape(self._shape) if self.tree is None else self.tree.of(vector)
 
     def copy_of(self, flat: Array) -> Any:
         """A copy of a point as functions of the user get it, apart from the unknowns."""

@@ -199,7 +199,7 @@ def _sum(values: list[float]) -> float:
 def parameters_of(unknowns: Unknowns) -> FlatParameters:
     """The unknowns by name, on the same memory."""
     named: FlatParameters | None = unknowns.parameters
-    return FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
+    return FlatParameters.over(unknowns.flat, unknowns.specs, unknowns.place) if named is None else named
 
 
 def broadcast_start(mesh: Mesh, start: np.ndarray) -> None:
@@ -226,7 +226,7 @@ class Comparison:
         self._replicas: list[Piece] = [
             piece
             for spec, piece in pieces
-            if mesh.tensor.size > 1 and spec.tensor_dim is None and not (sums and spec.partial)
+            if mesh.tensor.size > 1 and not spec.is_split and not (sums and spec.partial)
         ]
         self._is_due = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,13 @@ from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.method import Method
 
 Array = Any
+
+
+@dataclass(frozen=True)
+class OfThisRank:
+    """An option about elements that is given for those of this rank, which has a part of the parameters."""
+
+    value: Any = field(compare=False)  # each rank has another one
 
 
 class WholeLimits(NamedTuple):
@@ -30,16 +38,22 @@ def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype
 
     Raises ValueError or TypeError that names the tensor or element if an option does not fit the parameters.
     """
-    bounds = getattr(method, "bounds", None)
+    bounds = given(getattr(method, "bounds", None))
     lower, upper = (None, None) if bounds is None else whole_bounds(bounds, specs, dtype)
-    fixed = whole_elements("fixed", method.fixed, specs, np.dtype(bool), missing=False)
-    weights = _positive("inner_product", method.inner_product, specs, dtype)
-    if callable(method.preconditioner):
+    fixed = whole_elements("fixed", given(method.fixed), specs, np.dtype(bool), missing=False)
+    weights = _positive("inner_product", given(method.inner_product), specs, dtype)
+    preconditioner = given(method.preconditioner)
+    if callable(preconditioner):
         return WholeLimits(lower, upper, fixed, weights, None)
-    scaling = _positive("preconditioner", method.preconditioner, specs, dtype)
+    scaling = _positive("preconditioner", preconditioner, specs, dtype)
     if scaling is None and weights is not None:
         scaling = 1 / weights
     return WholeLimits(lower, upper, fixed, weights, scaling)
+
+
+def given(option: Any) -> Any:
+    """An option about elements as the user gave it."""
+    return option.value if isinstance(option, OfThisRank) else option
 
 
 def whole_bounds(
