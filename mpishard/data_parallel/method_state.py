@@ -26,8 +26,8 @@ from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.data_parallel.validation import check_copies, check_method
 from mpishard.io import log
 from mpishard.layout.run_state import SLOT, whole_fact
-from mpishard.layout.tensors import ParameterSpec, cut_holding
-from mpishard.minimizers.elements import preconditioned, whole_limits
+from mpishard.layout.tensors import cut_holding
+from mpishard.minimizers.elements import PreconditionerOfThisRank, of_this_rank, preconditioned, whole_limits
 from mpishard.minimizers.method import (
     ELEMENTS,
     FAILURES,
@@ -48,35 +48,30 @@ if TYPE_CHECKING:
 Array = Any
 
 
-def is_cut_by_application(parameters: FlatParameters) -> bool:
-    """Return True if options about elements are given for this rank's parts of the tensors, not for the whole ones."""
-    return any(spec.parts for spec in parameters.specs)
-
-
-def ranges_of(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:
-    """Ranges of a flat array, end to end."""
-    return arrays.joined([flat[start:stop] for start, stop in ranges])
-
-
 def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array], Array] | None) -> Limits:
-    """This rank's part of the options of a method; `precondition` is a function of this rank's elements.
+    """This rank's part of the options of a method; `precondition` is a function of this rank's elements.  Collective.
 
-    Raises ValueError or TypeError if an option does not fit the parameters; the message names the tensor or the
-    element.
+    Raises ValueError or TypeError on all ranks if an option does not fit the parameters; the message names the tensor
+    or the element.
     """
     parameters, ranges = strategy.parameters, strategy.ownership.own
-    specs, of_this_rank = list(parameters.specs), is_cut_by_application(parameters)
-    if of_this_rank:
-        specs = [ParameterSpec(piece.name, piece.shape) for piece in parameters.pieces]
+    with raised_on_all(strategy.mesh.world):
+        given = whole_limits(method, parameters.specs, parameters.dtype)
+    local = of_this_rank(method)
 
-    def own(given: np.ndarray | None) -> Array | None:
-        if given is None:
+    def own(option: np.ndarray | None) -> Array | None:
+        if option is None:
             return None
-        found = ranges_of(given, ranges) if of_this_rank else cut_full(given, parameters, ranges)
+        found = cut_full(option, parameters, ranges) if local is None else _ranges(local.arranged(option), ranges)
         return arrays.on_device_of(found, parameters.like)
 
-    lower, upper, fixed, weights, scaling = map(own, whole_limits(method, specs, parameters.dtype))
+    lower, upper, fixed, weights, scaling = map(own, given)
     return Limits(lower, upper, fixed, weights, scaling, precondition)
+
+
+def _ranges(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:
+    """Ranges of a flat array, end to end."""
+    return arrays.joined([flat[:0], *(flat[start:stop] for start, stop in ranges)])
 
 
 def hash_of_elements(strategy: Strategy, limits: Limits) -> int:
@@ -449,10 +444,10 @@ class MinimizationState(OptimizerState):
         self._space = ShardedSpace(strategy)
         self._gradient = arrays.empty(strategy.ownership.size, like.dtype, like=like)
         *_, point = self._rows
+        limits = limits_of(self._method, strategy, self._precondition())
         with raised_on_all(self._optimizer.world):
-            limits = limits_of(self._method, strategy, self._precondition())
             self._minimizer = self._method.make(self._space, self._rows[:-1], point, limits)
-        if is_cut_by_application(on_rank.parameters):
+        if of_this_rank(self._method) is not None:
             self._hash = hash_of_elements(strategy, limits)
         for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
             part[...] = own
@@ -511,11 +506,11 @@ class MinimizationState(OptimizerState):
             return None
 
         def own_part(vector: Array) -> Array:
-            of_this_rank = is_cut_by_application(self.on_rank.parameters)
-            given = self.whole(vector) if of_this_rank else self._space.whole(vector)
+            is_local = isinstance(function, PreconditionerOfThisRank)
+            given = self.whole(vector) if is_local else self._space.whole(vector)
             with raised_on_all(self._optimizer.world):  # of the user's function: all ranks must learn of it
                 found = preconditioned(function, given)
-            return ranges_of(found, self._strategy.ownership.own) if of_this_rank else self._space.own(found)
+            return _ranges(found, self._strategy.ownership.own) if is_local else self._space.own(found)
 
         return own_part
 

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
 from mpishard.layout.tensors import WHOLE, ParameterSpec
-from mpishard.minimizers.elements import OfThisRank, element_name
+from mpishard.minimizers.elements import OfThisRank, PreconditionerOfThisRank, element_name
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
@@ -293,7 +294,7 @@ def has_names(x0: Any) -> bool:
 
 def is_part(x0: Any) -> bool:
     """Return True for a Partition."""
-    return hasattr(x0, "parts") and hasattr(x0, "local")
+    return hasattr(x0, "rearrangement") and hasattr(x0, "local")
 
 
 class Unknowns:
@@ -309,23 +310,30 @@ class Unknowns:
         self.tree: Tree | None = None
         self.specs: tuple[ParameterSpec, ...]  # of the whole tensors; an array is one tensor "x"
         self.place = WHOLE  # which part of them this rank has
-        self.flat: Array  # the values on this rank
+        # The values of this rank, in the order of the specs.  The user sees them in that of the application, which is
+        # another one where fields have ids.
+        self.flat: Array
+        self._fields: list[Any] = []
         if self.parameters is not None:
             self.specs, self.flat, self.place = x0.specs, x0.flat, x0.place
         elif is_part(x0):
-            self.specs, self.place = (x0.spec("x"),), x0.place
+            self.specs, self.place, self._fields = (x0.spec("x"),), x0.place, [x0]
             self.flat = arrays.aligned_copy(x0.local.reshape(-1))
         elif is_tree(x0) or is_complex(x0):
             self.tree = Tree(x0)
             self.specs, self.flat = self.tree.specs, self.tree.flat
-            fields = [field for field in self.tree.values if is_part(field)]
-            if fields:
-                self.specs, self.place = self._specs_of_fields(self.tree), fields[0].place
+            if any(map(is_part, self.tree.values)):
+                self.specs, self._fields = self._specs_of_fields(self.tree), self.tree.values
+                self.place = self._fields[0].place
         else:
             values = _real_array(x0)
             self.specs = (ParameterSpec("x", values.shape),)
             self.flat = arrays.aligned_copy(values.reshape(-1))
         self._shape: tuple[int, ...] = x0.local.shape if is_part(x0) else (self.size,)
+        self.shown: Array = self.flat  # as the user sees them
+        self.given_size = self.size  # the number of elements that the user sees on this rank
+        if any(field.rearrangement is not None for field in self._fields):
+            self.flat = arrays.joined([field.owned for field in self._fields])
         if not self.total:
             raise ValueError("x0 is empty: there is nothing to minimize; give it at least one element")
         host = arrays.to_host(self.flat)
@@ -352,6 +360,33 @@ class Unknowns:
         """The unknowns of a start, which may be unknowns already."""
         return x0 if isinstance(x0, Unknowns) else cls(x0)
 
+    def arranged(self, given: Array) -> Array:
+        """A flat vector of the user's in the order of the specs.  Collective over ranks that share fields with ids."""
+        if not any(field.rearrangement is not None for field in self._fields):
+            return given
+        parts, start = [], 0
+        for field in self._fields:
+            part = given[start : start + field.local.size]
+            parts.append(part if field.rearrangement is None else field.rearrangement.by_number(part))
+            start += field.local.size
+        return arrays.joined(parts)
+
+    def as_given(self, vector: Array) -> Array:
+        """The reverse of `arranged`, also collective."""
+        if not any(field.rearrangement is not None for field in self._fields):
+            return vector
+        parts, start = [], 0
+        for field in self._fields:
+            size = field.local.size if field.rearrangement is None else field.rearrangement.size
+            part = vector[start : start + size]
+            parts.append(part if field.rearrangement is None else field.rearrangement.as_given(part))
+            start += size
+        return arrays.joined(parts)
+
+    def show(self) -> None:
+        """Let the user see the values of `flat` from now on.  Collective as `arranged`."""
+        self.shown = self.as_given(self.flat)
+
     @property
     def size(self) -> int:
         """The number of elements on this rank."""
@@ -370,7 +405,7 @@ class Unknowns:
     @property
     def is_cut_by_application(self) -> bool:
         """Return True if options about elements are for those of this rank, as the parts are the application's."""
-        return any(spec.parts for spec in self.specs)
+        return bool(self._fields) or any(spec.parts for spec in self.specs)
 
     def options(self, bounds: Any, **elements: Any) -> dict[str, Any]:
         """The options of elements as methods take them, with bounds as the pair of `pair_of_bounds`.
@@ -380,13 +415,27 @@ class Unknowns:
         found = self._options(bounds, elements)
         if not self.is_cut_by_application:
             return found
-        kept = {name: each is None or callable(each) for name, each in found.items()}
-        return {name: each if kept[name] else OfThisRank(each) for name, each in found.items()}
+        specs = [ParameterSpec("x", self._shape)] if self.tree is None else list(self.tree.specs)
+        local: dict[str, Any] = {}
+        for name, option in found.items():
+            function = elements.get(name)
+            if callable(function):
+                local[name] = PreconditionerOfThisRank(partial(self._preconditioned, function))
+            else:
+                local[name] = None if option is None else OfThisRank(option, specs, self.arranged)
+        return local
+
+    def _preconditioned(self, function: Callable[[Any], Any], vector: Array) -> Array:
+        """The result of a user's preconditioner of this rank's elements, which are in the order of the specs."""
+        given, found = self.as_given(vector), vector
+        with raised_on_all(self._fields[0].ranks if self._fields else None):
+            found = self.vector("the result of preconditioner", function(self.like_x0(given)))
+        return self.arranged(found)
 
     def _options(self, bounds: Any, elements: dict[str, Any]) -> dict[str, Any]:
         tree = self.tree
         if tree is None:
-            given_for = self.size if self.is_cut_by_application else self.total
+            given_for = self.given_size if self.is_cut_by_application else self.total
             return {**elements, "bounds": pair_of_bounds(bounds, given_for)}
         function = elements.get("preconditioner")
         named = {what: None if callable(given) else tree.by_name(what, given) for what, given in elements.items()}
@@ -405,6 +454,8 @@ class Unknowns:
 
     def check_not_split(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
+        if self._fields:
+            raise ValueError("x0 is a Partition of a mesh: give this mesh, mesh=mesh")
         if self.is_split:
             place = self.place
             raise ValueError(
@@ -415,7 +466,7 @@ class Unknowns:
 
     def shown_to_user(self) -> Any:
         """The point as functions of the user get it: a copy of the array or the tree, or the parameters by name."""
-        return self.like_x0(self.flat.copy()) if self.parameters is None else self.parameters
+        return self.like_x0(self.shown.copy()) if self.parameters is None else self.parameters
 
     def like_x0(self, vector: Array) -> Any:
         """A vector as functions of the user get a direction: a tree of its views, or the array itself."""
@@ -433,15 +484,15 @@ class Unknowns:
     def vector(self, what: str, given: Any) -> Array:
         """A vector of the user's as a flat array of the dtype and on the device of the unknowns; maybe not a copy.
 
-        `given` has as many elements as the unknowns on this rank, of any shape; or by tensor name arrays of the shapes
-        of this rank's slices, all of them; of a tree it has its structure. Raises TypeError or ValueError, with `what`,
-        if it is something else.
+        It is in the order that the user sees. `given` has as many elements as the unknowns on this rank, of any shape;
+        or by tensor name arrays of the shapes of this rank's slices, all of them; of a tree it has its structure.
+        Raises TypeError or ValueError, with `what`, if it is something else.
         """
         if self.tree is not None:
             return self.tree.flattened(what, given)
         if isinstance(given, Mapping):
             return self._joined(what, given)
-        return self._converted(what, given, self.size)
+        return self._converted(what, given, self.given_size)
 
     def _joined(self, what: str, given: Any) -> Array:
         if self.parameters is None:

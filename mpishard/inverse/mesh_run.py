@@ -88,10 +88,11 @@ class MeshRanks:
     def publish(self, vector: Array) -> None:
         """Make a vector of the minimizer the values of the unknowns, on all ranks."""
         self._state.publish(vector)
+        self._unknowns.show()
 
     def gather(self, vector: Array) -> Array:
-        """A vector of the minimizer as a new flat array like the unknowns of this rank."""
-        return self._state.whole(vector)
+        """A vector of the minimizer as a new flat array, in the order that the user sees."""
+        return self._unknowns.as_given(self._state.whole(vector))
 
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
@@ -129,6 +130,7 @@ class MeshRanks:
         if not self._sums:
             check_identical("values", values)
         self._comparison.check(what, flat, facts[:, 2:])
+        flat = self._unknowns.arranged(flat)
         return flat, _sum(values.tolist()) if self._sums else float(values[0]), int(facts[:, 1].min())
 
     def _own_part_of_sum(self, flat: Array) -> Array:

@@ -343,7 +343,7 @@ class _Multipliers:
     def intermediate(self, iterations: int, evaluations: int) -> OptimizeResult:
         """The result after a minimisation, for the callback. Not collective."""
         return OptimizeResult(
-            x=self.unknowns.copy_of(self.unknowns.flat),
+            x=self.unknowns.copy_of(self.unknowns.shown),
             constr_violation=self.violation,
             multipliers=self.multipliers.copy(),
             penalty=self.penalty,

@@ -18,9 +18,25 @@ Array = Any
 
 @dataclass(frozen=True)
 class OfThisRank:
-    """An option about elements that is given for those of this rank, which has a part of the parameters."""
+    """An option about elements that is given for those of this rank, which has a part of the parameters.
 
-    value: Any = field(compare=False)  # each rank has another one
+    `specs` are what it is given for, and `arranged` brings a flat array of these to the order of the parameters,
+    collectively.  Ranks differ in all of these.
+    """
+
+    value: Any = field(compare=False)
+    specs: Sequence[ParameterSpec] = field(compare=False)
+    arranged: Callable[[Array], Array] = field(compare=False)
+
+
+class PreconditionerOfThisRank:
+    """A preconditioner of this rank's elements of a vector, in the order of the parameters.  Collective."""
+
+    def __init__(self, function: Callable[[Array], Array]) -> None:
+        self._function = function
+
+    def __call__(self, vector: Array) -> Array:
+        return self._function(vector)
 
 
 class WholeLimits(NamedTuple):
@@ -34,15 +50,18 @@ class WholeLimits(NamedTuple):
 
 
 def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype) -> WholeLimits:
-    """The options of a method over all elements, without a preconditioner that is a function.
+    """The options of a method over all elements, or over those of this rank, without a preconditioner of a function.
 
     Raises ValueError or TypeError that names the tensor or element if an option does not fit the parameters.
     """
-    bounds = given(getattr(method, "bounds", None))
+    local = of_this_rank(method)
+    specs = specs if local is None else local.specs
+    bounds, fixed, weights, preconditioner = (
+        option.value if isinstance(option, OfThisRank) else option for option in _options(method)
+    )
     lower, upper = (None, None) if bounds is None else whole_bounds(bounds, specs, dtype)
-    fixed = whole_elements("fixed", given(method.fixed), specs, np.dtype(bool), missing=False)
-    weights = _positive("inner_product", given(method.inner_product), specs, dtype)
-    preconditioner = given(method.preconditioner)
+    fixed = whole_elements("fixed", fixed, specs, np.dtype(bool), missing=False)
+    weights = _positive("inner_product", weights, specs, dtype)
     if callable(preconditioner):
         return WholeLimits(lower, upper, fixed, weights, None)
     scaling = _positive("preconditioner", preconditioner, specs, dtype)
@@ -51,9 +70,13 @@ def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype
     return WholeLimits(lower, upper, fixed, weights, scaling)
 
 
-def given(option: Any) -> Any:
-    """An option about elements as the user gave it."""
-    return option.value if isinstance(option, OfThisRank) else option
+def of_this_rank(method: Method) -> OfThisRank | None:
+    """An option of a method that is given for the elements of this rank, if there is one; then all are."""
+    return next((option for option in _options(method) if isinstance(option, OfThisRank)), None)
+
+
+def _options(method: Method) -> tuple[Any, Any, Any, Any]:
+    return getattr(method, "bounds", None), method.fixed, method.inner_product, method.preconditioner
 
 
 def whole_bounds(

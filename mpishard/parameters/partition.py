@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpishard.arguments import entries, integer, shown
 from mpishard.backend import array as arrays
-from mpishard.comm.axis import Axis, allgather_values
-from mpishard.comm.errors import ErrorForOthers
+from mpishard.comm.agreement import agree_on_settings, opening, text_of
+from mpishard.comm.rearrangement import Rearrangement
 from mpishard.layout.boxes import Box, box_shape
-from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
+from mpishard.layout.tensors import ParameterSpec
+
+if TYPE_CHECKING:
+    from mpishard.comm.mesh import Mesh
 
 Array = Any
 
@@ -23,16 +25,19 @@ class Partition:
     """The part of a field that this rank holds, as the application has cut it.
 
     It is a start of `minimize` and of what takes its starts, alone or in a dictionary, list or tuple of such fields.
-    The function gets and returns arrays like `local`; so do bounds and the other options about elements, and the result
-    has them.  The global order, by which checkpoints go, is that of the ranks, or of the grid.  Creation is collective
-    over `comm`.
+    The function gets and returns arrays like `local`; so are bounds and the other options about elements, and the
+    arrays of the result.  The ranks of one group of the mesh hold the field together, and each group in the same way.
+    Creation is collective over the mesh.
 
     Parameters
     ----------
     local : array
         The values of this rank, of any shape, also none; they are copied.  Numbers other than float32 become float64.
-    comm : Axis or mpi4py.MPI.Intracomm
-        The ranks that share the field, in the order of the mesh: ``mesh.tensor``, or the application's communicator.
+    mesh : Mesh
+        ``Mesh(tensor=4)``: four ranks share the field.
+    ids : array of int, optional
+        The number of each value of `local` in the whole field, from 0, each once, where the order of the values depends
+        on the partition.  Default: the values of rank 0 come first, then those of rank 1.
     shape : tuple of int, optional
         The shape of the whole grid, of which each rank holds a box.
     box : tuple of pairs of int, optional
@@ -43,46 +48,54 @@ class Partition:
     local : array
     shape : tuple of int
         Of the whole field: the grid's, or the number of its values.
-    parts : tuple of tuples of pairs
-        The box of each rank.
+    ranks : Axis
+        Those that share the field.
     place : ModelParallelRank
-        The number of this rank among those that share the field, and how many they are.
+    rearrangement : Rearrangement or None
+        Brings values from the order of `local` to that of `ids`.
+    owned : 1-D array
+        The values of this rank in the order of checkpoints: all of `local`, or with `ids` an even run of the numbers.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if any gives no array of real numbers, a box without a shape or that `local` does not fit, another
-        shape or precision than others; or if boxes leave an element out or have one twice.
+        On all ranks: if any gives no array of real numbers, a box that `local` does not fit, or another shape or
+        precision than others; if boxes leave an element out or have one twice; if a number is missing in `ids`, or
+        there twice; or if groups of the mesh hold the field in different ways.
     """
 
     def __init__(
-        self, local: Any, *, comm: Axis | MPI.Intracomm, shape: Sequence[int] | None = None, box: Any = None
+        self, local: Any, mesh: Mesh, *, ids: Any = None, shape: Sequence[int] | None = None, box: Any = None
     ) -> None:
-        if not isinstance(comm, Axis | MPI.Intracomm):
-            raise TypeError(f"comm={shown(comm)} must be mesh.tensor, or a communicator of mpi4py")
-        facts: tuple[Any, ...] = ()
-        problem: Exception | None = None
-        try:
+        with opening(mesh.world, "Partition") as same:
+            if mesh.pipeline.size > 1:
+                raise ValueError(f"a field is shared by the tensor ranks of a mesh, but this one has {mesh.sizes}")
             self.local: Array = _real_copy(local)
             whole = None if shape is None else tuple(integer("shape", extent, least=0) for extent in shape)
-            facts = self.local.dtype.name, int(self.local.size), whole, _checked_box(whole, box, self.local)
-        except (TypeError, ValueError) as error:
-            problem = error
-        by_rank = _exchanged(comm, problem, facts)
-        dtypes, sizes, shapes, boxes = zip(*by_rank, strict=True)
-        for what, values in (("precision", dtypes), ("shape", shapes)):
-            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-            if other is not None:
-                raise ValueError(
-                    f"a field has one {what}, but {values[0]} on rank 0 and {values[other]} on rank {other}: give the "
-                    "same on all ranks"
-                )
-        self.shape: tuple[int, ...] = (sum(sizes),) if shapes[0] is None else shapes[0]
-        stops = np.cumsum(sizes).tolist()
-        runs = [((stop - size, stop),) for stop, size in zip(stops, sizes, strict=True)]
-        self.parts: tuple[Box, ...] = tuple(runs if shapes[0] is None else boxes)
-        self.place = ModelParallelRank(comm.rank, comm.size)
-        self.spec("field")  # which checks that the boxes fit together
+            mine = _checked_box(whole, box, self.local)
+            numbers = None if ids is None else _checked_ids(ids, self.local, whole)
+            same |= {"shape": whole, "dtype of local": self.local.dtype.name, "ids are given": ids is not None}
+        sizes = mesh.tensor.allgather_object(int(self.local.size))
+        boxes = mesh.tensor.allgather_object(mine)
+        held = {"values of each rank": text_of(sizes), "boxes": text_of(boxes)}
+        if numbers is not None:
+            held["ids"] = text_of(mesh.tensor.allgather_object(text_of(numbers)))
+        agree_on_settings(mesh.world, held, what="partition in each group of the mesh", remedy="cut them alike")
+        self.ranks, self.place = mesh.tensor, mesh.place
+        self.shape: tuple[int, ...] = (sum(sizes),) if whole is None else whole
+        self.rearrangement: Rearrangement | None = None
+        self._parts: tuple[Box, ...] = ()
+        if numbers is not None:
+            self.rearrangement = Rearrangement(mesh.tensor, mesh.world, numbers, prod(self.shape))
+        elif whole is not None:
+            self._parts = tuple(boxes)
+        else:
+            stops = np.cumsum(sizes).tolist()
+            self._parts = tuple(((stop - size, stop),) for stop, size in zip(stops, sizes, strict=True))
+        self.owned: Array = self.local.reshape(-1)
+        if self.rearrangement is not None:
+            self.owned = self.rearrangement.by_number(self.owned)
+        self.spec("field")  # all ranks check that the boxes fit together
 
     def __repr__(self) -> str:
         return f"Partition({self.local.size} of {prod(self.shape)} values, rank {self.place.tensor_rank})"
@@ -91,7 +104,7 @@ class Partition:
         return np.array(self.local, dtype=dtype, copy=copy)
 
     def spec(self, name: str) -> ParameterSpec:
-        """The global tensor of this field.
+        """The global tensor of this field, in the order of checkpoints.
 
         Parameters
         ----------
@@ -101,9 +114,11 @@ class Partition:
         Returns
         -------
         ParameterSpec
-            With the box of each rank in `parts`.
+            With the box of each rank in `parts`; cut evenly if there are `ids`.
         """
-        return ParameterSpec(name, self.shape, parts=self.parts)
+        if self.rearrangement is not None:
+            return ParameterSpec(name, self.shape, tensor_dim=0)
+        return ParameterSpec(name, self.shape, parts=self._parts)
 
 
 def _real_copy(local: Any) -> Array:
@@ -111,6 +126,19 @@ def _real_copy(local: Any) -> Array:
     if values.dtype.kind not in "biuf":
         raise TypeError(f"local must be an array of real numbers, got {shown(local)}")
     return values.astype(values.dtype if values.dtype in arrays.FLOATS else np.float64)
+
+
+def _checked_ids(ids: Any, local: Array, shape: tuple[int, ...] | None) -> np.ndarray:
+    found = np.asarray(ids)
+    if shape is not None:
+        raise ValueError(f"ids are given, and the shape {shape} of a grid: give one of them")
+    if found.dtype.kind not in "iu" and found.size:
+        raise TypeError(f"ids must be whole numbers, got {shown(ids)}")
+    if found.shape != tuple(local.shape):
+        raise ValueError(
+            f"ids have the shape {found.shape}, and local {tuple(local.shape)}: give a number for each value"
+        )
+    return found.reshape(-1).astype(np.int64)
 
 
 def _checked_box(shape: tuple[int, ...] | None, box: Any, local: Array) -> Box | None:
@@ -126,13 +154,3 @@ def _checked_box(shape: tuple[int, ...] | None, box: Any, local: Array) -> Box |
     if any(start > stop for start, stop in found) or box_shape(found) != tuple(local.shape):
         raise ValueError(f"box={shown(box)} must have the shape of local, {tuple(local.shape)}")
     return found
-
-
-def _exchanged(comm: Axis | MPI.Intracomm, problem: Exception | None, value: Any) -> list[Any]:
-    """The value of each rank.  Collective; raises on all ranks if any has a problem."""
-    own = None if problem is None else tuple(ErrorForOthers.of(problem, comm.rank)), value
-    by_rank = comm.allgather_object(own) if isinstance(comm, Axis) else allgather_values(comm, own)
-    for rank, (error, _) in enumerate(by_rank):
-        if error is not None:
-            raise ErrorForOthers(*error).made(f"rank {rank}") if problem is None else problem
-    return [value for _, value in by_rank]
