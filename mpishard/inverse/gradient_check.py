@@ -44,24 +44,33 @@ class Part:
     product: Callable[[Array], Any] | None = None  # this rank's term of the Hessian times a direction
     counts: bool = True  # the vectors of this rank count; False where other ranks have the same
     value_counts: bool = True  # likewise for the value
+    arrange: Callable[[Array], Array] | None = None  # brings their vectors to the order of `point`; collective
+
+    def arranged(self, vector: Array) -> np.ndarray:
+        """A vector of `call` or `product` in the order of `point`, on the host in float64.  Collective."""
+        return np.array(arrays.to_host(vector if self.arrange is None else self.arrange(vector)), np.float64)
 
 
 def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: bool) -> Part:
     unknowns = Unknowns(x)
-    specs = None if unknowns.tree is None else unknowns.specs
-    point = FlatParameters.over(unknowns.flat, specs) if unknowns.parameters is None else unknowns.parameters
+    specs = None if unknowns.tree is None and not unknowns.is_split else unknowns.specs
+    point = unknowns.parameters
+    if point is None:
+        point = FlatParameters.over(unknowns.flat, specs, unknowns.place)
 
     def call() -> tuple[Any, Any]:
+        unknowns.show()
         value, gradient = functions.value_and_gradient(unknowns.shown_to_user())
         return value, unknowns.vector("the gradient", gradient)
 
     def product(direction: Array) -> Any:
-        found = functions.product(unknowns.shown_to_user(), unknowns.like_x0(direction))
+        unknowns.show()
+        found = functions.product(unknowns.shown_to_user(), unknowns.like_x0(unknowns.as_given(direction)))
         return unknowns.vector("the Hessian product", found)
 
     axis = world_of(mesh)
     first = mesh is None or mesh.data.rank == 0
-    return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0)
+    return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0, unknowns.arranged)
 
 
 def _part_of_problem(problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
@@ -148,9 +157,10 @@ class Line:
             try:
                 _set_values(part.point.flat, moved)
                 value, gradient = part.call()
-                value, gradient = returned(value), np.array(arrays.to_host(gradient), np.float64)
+                value = returned(value)
             finally:
                 _set_values(part.point.flat, self._start)
+        gradient = part.arranged(gradient)
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return LineEvaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
 
@@ -161,8 +171,8 @@ class Line:
             assert part.product is not None
             vector = arrays.empty(part.point.size, self.dtype, like=part.point.like)
             _set_values(vector, direction.astype(self.dtype))
-            product = np.array(arrays.to_host(part.product(vector)), np.float64)
-        return product * self._counted
+            product = part.product(vector)
+        return part.arranged(product) * self._counted
 
     def dots(self, *pairs: tuple[np.ndarray, np.ndarray]) -> list[float]:
         """Dot products of this rank's terms with vectors, summed over ranks."""

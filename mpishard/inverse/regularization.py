@@ -574,7 +574,15 @@ def _over(term: RegularizationTerm, mesh: Mesh | None) -> RegularizationTerm:
 
 def _fitting(x: Any, term: RegularizationTerm, on_mesh: RegularizationTerm) -> RegularizationTerm:
     """The term for a whole field, or `on_mesh` for one that is cut over tensor ranks; ValueError if it does not fit."""
-    if not has_names(x) or x.place.tensor_size == 1:
+    if not has_names(x):
+        shared = on_mesh.mesh is not None and on_mesh.mesh.tensor.size > 1 and term.exchange is None
+        if shared and term.halo:
+            raise ValueError(
+                f"{type(term).__name__} takes differences, and those across the cuts of a Partition would be missing; "
+                "give it order=0, or exchange=, which brings the neighbours"
+            )
+        return on_mesh if shared else term
+    if x.place.tensor_size == 1:
         return term
     spec, place, kind = _spec(x, term), x.place, type(term).__name__
     mesh = on_mesh.mesh

@@ -1,0 +1,238 @@
+"""Fields that the application has distributed: the partition is no part of the result."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import Partition, minimize
+from mpishard.checkpoint import Checkpoints
+
+GRID = (4, 3, 5)
+SIZE = 60
+NUMBERS = np.arange(SIZE)
+WANTED = np.sin(NUMBERS)
+STIFFNESS = np.linspace(1, 40, SIZE)
+
+
+def numbers_of(kind: str, rank: int, ranks: int, seed: int = 0) -> tuple[np.ndarray, dict]:
+    """The numbers of a rank's values in a partition, and the arguments that say so."""
+    random = np.random.default_rng(seed)
+    if kind == "boxes":
+        dim = int(random.integers(3))
+        cuts = [[0, extent] for extent in GRID]
+        cuts[dim] = np.sort([0, GRID[dim], *random.integers(0, GRID[dim] + 1, ranks - 1)]).tolist()
+        box = tuple((0, extent) for extent in GRID)
+        box = (*box[:dim], (cuts[dim][rank], cuts[dim][rank + 1]), *box[dim + 1 :])
+        return NUMBERS.reshape(GRID)[tuple(slice(*pair) for pair in box)], {"shape": GRID, "box": box}
+    cuts = [0, *np.sort(random.integers(0, SIZE + 1, ranks - 1)).tolist(), SIZE]
+    run = slice(cuts[rank], cuts[rank + 1])
+    if kind == "runs":
+        return NUMBERS[run], {}
+    numbers = random.permutation(SIZE)[run]
+    return numbers, {"ids": numbers}
+
+
+class Misfit:
+    """Half the sum of ``w (x - wanted)^4``, whose bits do not depend on who adds it up."""
+
+    def __init__(self, numbers: np.ndarray, mesh: mpishard.Mesh | None = None) -> None:
+        self.shape = numbers.shape
+        self.w, self.wanted = STIFFNESS[numbers], WANTED[numbers]
+        self.shots = range(6) if mesh is None else range(6)[mesh.data.rank :: mesh.data.size]
+        self.evaluations = 0
+
+    def __call__(self, x):
+        assert x.shape == self.shape
+        self.evaluations += 1
+        r = x - self.wanted
+        # Multiples of a power of 2 that are far below 2**53: their sums are exact.
+        value = sum(np.rint(2.0**30 * (1 + shot % 2) * self.w * r**4).sum() for shot in self.shots) * 2.0**-31
+        factor = sum(2.0 * (1 + shot % 2) for shot in self.shots)
+        return float(value), factor * np.rint(2.0**30 * self.w * r**3) * 2.0**-30
+
+
+def whole(comm, values, numbers):
+    """The values of all ranks by number; the same on all of them."""
+    found = np.full(SIZE, np.nan)
+    for theirs, places in comm.allgather((values.ravel(), numbers.ravel())):
+        found[places] = theirs
+    return found
+
+
+def options(numbers):
+    return {"bounds": (np.full(numbers.shape, -0.5), 0.75), "inner_product": STIFFNESS[numbers]}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return minimize(Misfit(NUMBERS), np.zeros(SIZE), **options(NUMBERS), options={"maxiter": 30})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind, seed", [*itertools.product(["runs", "ids", "boxes"], [0, 1])])
+def test_the_partition_is_no_part_of_the_result(comm, alone, kind, seed):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of(kind, mesh.tensor.rank, comm.size, seed)
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        found = minimize(
+            Misfit(numbers), start, mesh=mesh, reduction="sum", **options(numbers), options={"maxiter": 30}
+        )
+        assert found.x.shape == found.jac.shape == numbers.shape
+        assert np.array_equal(whole(comm, found.x, numbers), alone.x)
+        assert (found.nit, found.nfev, found.fun, found.status) == (alone.nit, alone.nfev, alone.fun, alone.status)
+
+
+def test_groups_share_the_shots(comm, alone):
+    tensor = 2 if comm.size % 2 == 0 else 1
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        misfit = Misfit(numbers, mesh)
+        found = minimize(misfit, start, mesh=mesh, reduction="sum", **options(numbers), options={"maxiter": 30})
+        assert np.array_equal(whole(comm, found.x, numbers), alone.x) and found.nfev == alone.nfev
+
+
+@pytest.mark.parametrize("method", ["L-BFGS", "CG", "Newton-CG"])
+def test_named_fields_and_what_methods_ask_for(comm, method):
+    """Directions, preconditioners and callbacks have the arrays of this rank, too."""
+
+    def run(fields, mesh):
+        misfits = {name: Misfit(numbers) for name, (numbers, _) in fields.items()}
+
+        def fun(x):
+            found = {name: misfits[name](each) for name, each in x.items()}
+            return sum(value for value, _ in found.values()), {name: slope for name, (_, slope) in found.items()}
+
+        def product(x, p):
+            assert {name: each.shape for name, each in p.items()} == {name: m.shape for name, m in misfits.items()}
+            return {name: 27.0 * m.w * (x[name] - m.wanted) ** 2 * p[name] for name, m in misfits.items()}
+
+        def precondition(vector):
+            return {name: vector[name] / misfits[name].w for name in vector}
+
+        seen = []
+        given = {} if method != "Newton-CG" else {"hessp": product}
+        x0 = {name: np.zeros(numbers.shape) for name, (numbers, _) in fields.items()}
+        if mesh is not None:
+            x0 = {name: Partition(x0[name], mesh, **how) for name, (_, how) in fields.items()}
+        return minimize(
+            fun, x0, method=method, mesh=mesh, reduction=None if mesh is None else "sum", **given,
+            preconditioner=precondition, callback=lambda x: seen.append({name: each.shape for name, each in x.items()}),
+            options={"maxiter": 8, "gtol": 1e-3}, fixed={"a": np.zeros(fields["a"][0].shape, bool)},
+        ), seen, {name: m.shape for name, m in misfits.items()}  # fmt: skip
+
+    expected, *_ = run({"a": (NUMBERS, {}), "b": (NUMBERS.reshape(GRID), {})}, None)
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        fields = {"a": numbers_of("ids", comm.rank, comm.size), "b": numbers_of("boxes", comm.rank, comm.size, 1)}
+        found, seen, shapes = run(fields, mesh)
+        assert seen and all(each == shapes for each in seen)
+        for name, (numbers, _) in fields.items():
+            assert np.array_equal(whole(comm, found.x[name], numbers), expected.x[name].ravel()), name
+
+
+@pytest.mark.parametrize("first, then", [("ids", "ids"), ("boxes", "boxes"), ("ids", "runs"), ("runs", "ids")])
+def test_a_run_goes_on_in_another_partition(comm, alone, tmp_path_factory, first, then):
+    folder = comm.bcast(str(tmp_path_factory.mktemp("run")) if comm.rank == 0 else None)
+    for kind, seed, maxfun in ((first, 3, 5), (then, 4, 1000)):
+        with mpishard.Mesh(comm, tensor=comm.size) as mesh, Checkpoints(folder, mesh, every=2) as checkpoints:
+            numbers, how = numbers_of(kind, comm.rank, comm.size, seed)
+            start = Partition(np.zeros(numbers.shape), mesh, **how)
+            found = minimize(
+                Misfit(numbers), start, mesh=mesh, reduction="sum", **options(numbers),
+                options={"maxiter": 30, "maxfun": maxfun}, checkpoints=checkpoints, resume=True,
+            )  # fmt: skip
+    assert np.array_equal(whole(comm, found.x, numbers), alone.x) and found.nfev == alone.nfev
+
+
+def test_other_bounds_of_one_element_are_another_run(comm, tmp_path_factory):
+    folder = comm.bcast(str(tmp_path_factory.mktemp("run")) if comm.rank == 0 else None)
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh, Checkpoints(folder, mesh) as checkpoints:
+        numbers, how = numbers_of("ids", comm.rank, comm.size)
+        for lower in (-0.5, -0.25):
+            start = Partition(np.zeros(numbers.shape), mesh, **how)
+            lowest = np.where(numbers == 17, lower, -0.5)
+            arguments = {"mesh": mesh, "reduction": "sum", "checkpoints": checkpoints, "options": {"maxfun": 4}}
+            if lower == -0.5:
+                minimize(Misfit(numbers), start, bounds=(lowest, 1), **arguments)
+                continue
+            with pytest.raises(ValueError, match="other bounds"):
+                minimize(Misfit(numbers), start, bounds=(lowest, 1), resume=True, **arguments)
+
+
+def test_the_gradient_is_checked(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", comm.rank, comm.size)
+        w, wanted = STIFFNESS[numbers], WANTED[numbers]
+
+        def fun(x, factor=1.0):
+            r = x - wanted
+            return float(0.25 * (w * r**4).sum()), factor * w * r**3
+
+        start = Partition(np.ones(numbers.shape), mesh, **how)
+        checked = {"mesh": mesh, "reduction": "sum", "disp": False}
+        assert mpishard.check_gradient(fun, start, hessp=lambda x, p: 3 * w * (x - wanted) ** 2 * p, **checked)
+        assert not mpishard.check_gradient(lambda x: fun(x, np.where(numbers == 11, 1.5, 1.0)), start, **checked)
+
+
+def test_terms_on_a_partition(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", comm.rank, comm.size)
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+
+        def half(x):
+            return float(np.rint(2.0**30 * (x - WANTED[numbers]) ** 2).sum()) * 2.0**-31, x - WANTED[numbers]
+
+        summed = {"mesh": mesh, "reduction": "sum"}
+        found = minimize(mpishard.regularized(half, mpishard.Tikhonov(weight=1.0, order=0), **summed), start, **summed)
+        assert np.allclose(whole(comm, found.x, numbers), WANTED / 2, atol=1e-5)
+        if comm.size > 1:
+            with pytest.raises(ValueError, match="Tikhonov.*order=0"):
+                minimize(mpishard.regularized(half, mpishard.Tikhonov(weight=1.0), **summed), start, **summed)
+
+
+# One rank gives something else: an error on all of them.
+
+WRONG = {
+    "a number twice": (lambda n: {"ids": np.zeros(4, int)}, "0 is on two ranks"),
+    "a number that is missing": (lambda n: {"ids": np.array([1, 2, 3, 4 * n])}, "0 is missing|is not one of"),
+    "a number that is too large": (lambda n: {"ids": np.array([0, 1, 2, 999])}, "999 is not one of 0 to"),
+    "fewer numbers": (lambda n: {"ids": np.arange(3)}, r"ids have the shape \(3,\)"),
+    "a box that overlaps": (lambda n: {"shape": (4 * n,), "box": ((0, 4),)}, "twice"),
+    "another shape": (lambda n: {"shape": (5 * n,), "box": ((0, 4),)}, "shape"),
+    "a box of another size": (lambda n: {"shape": (4 * n,), "box": ((0, 5),)}, "box.*4"),
+    "no box": (lambda n: {"shape": (4 * n,)}, "box=None"),
+    "no numbers": (lambda n: {"local": ["a", "b"]}, "real numbers"),
+    "another precision": (lambda n: {"local": np.zeros(4, np.float32)}, "float32"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_one_rank_gives_wrong_is_an_error_on_all(comm, wrong):
+    change, message = WRONG[wrong]
+    odd = change(comm.size)
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        given = {"local": np.zeros(4), "mesh": mesh}
+        if "ids" in odd:
+            given["ids"] = np.arange(4) + 4 * comm.rank
+        if "shape" in odd:
+            given |= {"shape": (4 * comm.size,), "box": ((4 * comm.rank, 4 * comm.rank + 4),)}
+        if comm.rank == comm.size - 1:
+            given |= odd
+        if comm.size == 1 and wrong in ("a box that overlaps", "another precision", "another shape"):
+            if wrong == "another shape":
+                with pytest.raises(ValueError, match="leave elements out"):
+                    Partition(**given)
+            return
+        with pytest.raises((TypeError, ValueError), match=message):
+            Partition(**given)
+
+
+def test_a_partition_needs_its_mesh(mesh):
+    start = Partition(np.zeros(3), mesh) if mesh.tensor.size == mesh.size else None
+    if start is not None:
+        with pytest.raises(ValueError, match="mesh=mesh"):
+            minimize(lambda x: (0.0, x), start)
