@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mpishard.elastic.auto_layouts import AutoLayouts
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.inverse import (
+        EvaluationFailed,
         OptimizeResult,
         ReverseCommunication,
         SmoothedTotalVariation,
@@ -82,6 +83,7 @@ __all__ = [
     "EarlyStopping",
     "ElasticOptimizer",
     "Evaluation",
+    "EvaluationFailed",
     "FlatParameters",
     "HybridShardedModel",
     "HybridShardedOptimizer",
@@ -149,8 +151,8 @@ _MODULES = {
     "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
-    "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov augmented_lagrangian "
-    "backward_in_time check_adjoint check_gradient least_squares map_runs minimize regularized",
+    "inverse": "EvaluationFailed OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
+    "augmented_lagrangian backward_in_time check_adjoint check_gradient least_squares map_runs minimize regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",

@@ -16,6 +16,7 @@ from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
     from mpishard.inverse.ensemble import map_runs
+    from mpishard.inverse.functions import EvaluationFailed
     from mpishard.inverse.gradient_check import AdjointCheck, GradientCheck, check_adjoint, check_gradient
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdjointCheck",
+    "EvaluationFailed",
     "EvaluationRequest",
     "GradientCheck",
     "OptimizeResult",
@@ -49,6 +51,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
         {
             "multipliers": "augmented_lagrangian",
             "ensemble": "map_runs",
+            "functions": "EvaluationFailed",
             "gradient_check": "AdjointCheck GradientCheck check_adjoint check_gradient",
             "sum_of_squares": "least_squares",
             "minimization": "minimize",

@@ -22,10 +22,28 @@ from mpishard.minimizers.elements import OfThisRank, PreconditionerOfThisRank, e
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
+    from mpishard.minimizers.method import Minimizer
 
 Array = Any
 _DIGITS = 52  # of float64
 TERMS = "mpishard_terms"  # the attribute of a function to which `regularized` adds terms: its reduction
+
+
+class EvaluationFailed(Exception):
+    """Raised by a function that has no value at a point, as where its solver diverges: the step is shortened then.
+
+    Any rank may raise it; for all ranks the point then has an infinite value.  At the start it is an error, and so it
+    is in a Hessian product.
+    """
+
+
+def failure_in_words(minimizer: Minimizer, reason: str, rank: int | None = None) -> str:
+    """What a result says of a trial whose evaluation has failed, the last one, on this rank of several."""
+    where = "" if rank is None else f" on rank {rank}"
+    return (
+        f"an evaluation failed{where}: {reason or EvaluationFailed.__name__}; the longest step of its line search that "
+        f"had a value was {minimizer.longest_finite_step:.3g}"
+    )
 
 
 class Functions:
@@ -451,6 +469,11 @@ class Unknowns:
         """What may be wrong with the gradient of complex unknowns where a run ended for this reason; or nothing."""
         wrong = reason == "line search" and self.tree is not None and self.tree.complex_leaf is not None
         return f"x0 is complex, and {CONVENTION}" if wrong else ""
+
+    def check_no_partition(self, what: str) -> None:
+        """Raise ValueError if these are a Partition, for `what`, which takes none."""
+        if self._fields:
+            raise ValueError(f"{what} takes whole fields and slabs, and x0 is a Partition: give minimize() it")
 
     def check_not_split(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""

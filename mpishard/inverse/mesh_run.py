@@ -21,7 +21,7 @@ from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import Unknowns, digits_of, on_any
+from mpishard.inverse.functions import EvaluationFailed, Unknowns, digits_of, failure_in_words, on_any
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
@@ -54,7 +54,8 @@ class MeshRanks:
         self.mesh, self.world = mesh, mesh.world
         self.value = math.nan  # of the last evaluation
         self.interrupted = False  # Ctrl-C came on any rank before the last evaluation, inside of `watching`
-        self.culprits = ""  # the ranks whose value or gradient is not finite, if that has ended it and ranks differ
+        # The ranks whose value or gradient is not finite, if that has ended it and ranks differ; or the last failure.
+        self.culprits = ""
         self._unknowns = unknowns
         self._interrupts = Interrupts(speaks=mesh.rank == 0)
         self._sums = reduction == "sum"
@@ -101,7 +102,14 @@ class MeshRanks:
 
         `what` names the vector, a gradient or a Hessian product. Raises on all ranks if any has a problem.
         """
-        flat, total, digits = self.combined(what, value, vector, problem)
+        may_fail = self.minimizer.wanted is Wanted.GRADIENT and self.minimizer.progress.evaluations > 0
+        found = self.combined(what, value, vector, problem, may_fail)
+        if found is None:
+            self.value = math.inf
+            point = self.minimizer.point
+            self._state.tell_value(math.inf, arrays.zeros(point.size, point.dtype, like=point))
+            return
+        flat, total, digits = found
         own = self._own_part_of_sum(flat) if self._sums else self._state.own_part(flat)
         if self.minimizer.wanted is Wanted.PRODUCT:
             self._state.tell_product(own)
@@ -112,26 +120,36 @@ class MeshRanks:
         if self.minimizer.stop_reason == "not finite":
             self._find_culprits(what.removeprefix("the "), value, flat, total, own)
 
-    def combined(self, what: str, value: float, given: Any, problem: BaseException | None) -> tuple[Array, float, int]:
+    def combined(
+        self, what: str, value: float, given: Any, problem: BaseException | None, may_fail: bool = False
+    ) -> tuple[Array, float, int] | None:
         """This rank's vector, the value of all ranks, and the fewest `digits_of` their vectors.
 
-        Raises on all ranks if any has a problem, or if they differ.
+        None if the evaluation has failed on any rank (`EvaluationFailed`), which it may. Raises on all ranks if any has
+        another problem, or if they differ.
         """
-        flat = None
-        if problem is None:
+        flat, failure = None, ""
+        if may_fail and isinstance(problem, EvaluationFailed):
+            failure, problem = f"{problem}" or type(problem).__name__, None
+        elif problem is None:
             try:
                 flat = self._unknowns.vector(what, given)
             except (TypeError, ValueError) as error:
                 problem = error
-        numbers = [self._interrupts.came, digits_of(given), *self._comparison.hashes(flat)]
+        numbers = [self._interrupts.came, bool(failure), digits_of(given), *self._comparison.hashes(flat)]
         values, facts = exchange(self.world, problem, value, numbers)
-        assert flat is not None
         self.interrupted = bool(facts[:, 0].any())
+        if facts[:, 1].any():
+            reasons = self.world.allgather_object(failure)
+            rank = next(rank for rank, reason in enumerate(reasons) if reason)
+            self.culprits = failure_in_words(self.minimizer, reasons[rank], rank if self.world.size > 1 else None)
+            return None
+        assert flat is not None
         if not self._sums:
             check_identical("values", values)
-        self._comparison.check(what, flat, facts[:, 2:])
+        self._comparison.check(what, flat, facts[:, 3:])
         flat = self._unknowns.arranged(flat)
-        return flat, _sum(values.tolist()) if self._sums else float(values[0]), int(facts[:, 1].min())
+        return flat, _sum(values.tolist()) if self._sums else float(values[0]), int(facts[:, 2].min())
 
     def _own_part_of_sum(self, flat: Array) -> Array:
         """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
@@ -428,7 +446,9 @@ class RunFiles:
         This rank's `value` and `gradient` are at the best iterate of the checkpoint.
         """
         saved = self._value
-        _, value, _ = self._ranks.combined("the gradient", value, gradient, problem)
+        found = self._ranks.combined("the gradient", value, gradient, problem)
+        assert found is not None
+        _, value, _ = found
         if not abs(value - saved) <= _TOLERANCE * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "

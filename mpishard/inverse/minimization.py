@@ -170,6 +170,8 @@ def minimize(
             raise ValueError(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
+        if workers is not None:
+            unknowns.check_no_partition("elastic=")
         chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
         same |= files_given(mesh, checkpoints, resume, record)

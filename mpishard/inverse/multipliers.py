@@ -168,6 +168,7 @@ def augmented_lagrangian(
             raise ValueError("options={'gtol': ...} is chosen for each minimisation; gtol= is that of the last one")
         if isinstance(method, str) and isinstance(given, Mapping):
             given = {"ftol": 0.0, **given}
+        unknowns.check_no_partition("augmented_lagrangian")
         chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
         if chosen.needs_products:
             raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")

@@ -22,7 +22,14 @@ import numpy as np
 from mpishard.arguments import printable, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import CaughtError, OneRank
-from mpishard.inverse.functions import Unknowns, digits_of, number_of, opening
+from mpishard.inverse.functions import (
+    EvaluationFailed,
+    Unknowns,
+    digits_of,
+    failure_in_words,
+    number_of,
+    opening,
+)
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
 from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.method import (
@@ -408,7 +415,7 @@ class OneProcess:
     """
 
     interrupted = False
-    culprits = ""
+    culprits = ""  # the last failure of an evaluation
 
     def __init__(self, method: Method, unknowns: Unknowns) -> None:
         flat = unknowns.flat
@@ -437,6 +444,12 @@ class OneProcess:
         return vector
 
     def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
+        may_fail = self.minimizer.wanted is Wanted.GRADIENT and self.minimizer.progress.evaluations > 0
+        if may_fail and isinstance(problem, EvaluationFailed):
+            self.culprits = failure_in_words(self.minimizer, str(problem))
+            point = self.minimizer.point
+            self.minimizer.tell(math.inf, arrays.zeros(point.size, point.dtype, like=point))
+            return
         self.world.raise_if_any(problem)
         flat = self._unknowns.vector(what, vector)
         if self.minimizer.wanted is Wanted.PRODUCT:

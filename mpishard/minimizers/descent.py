@@ -53,6 +53,10 @@ class Descent(Minimizer):
         self._gradient_top = self._direction_top = 0.0
         self._met_wall = False  # a line search since the last steepest descent has ended at a wall
 
+    @property
+    def longest_finite_step(self) -> float:
+        return super().longest_finite_step if self._search is None else self._search.farthest
+
     def begin(self) -> int:
         self.progress, self.stop_reason, self.wanted, self._search = Progress(), "", Wanted.GRADIENT, None
         self._met_wall = False

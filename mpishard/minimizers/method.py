@@ -245,6 +245,11 @@ class Minimizer(ABC):
         return self.point if self.stop_reason else self.row("base")
 
     @property
+    def longest_finite_step(self) -> float:
+        """The longest step of the last line search at which value and gradient were finite, 0 if none was."""
+        return self.progress.step_length
+
+    @property
     def direction(self) -> Array:
         """The vector to multiply by the Hessian when a product is wanted."""
         raise NotImplementedError(f"{type(self).__name__} wants no Hessian products")

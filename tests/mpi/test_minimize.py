@@ -514,3 +514,59 @@ def test_files_that_make_no_sense(mesh, folder):
         for options in ({}, {"elastic": True}):
             with pytest.raises(ValueError, match="the record is (not )?of (another|the optimizer's) mesh"):
                 minimize(rosenbrock, START, mesh=mesh, record=record, **options)
+
+
+# A function that fails at a trial point.
+
+
+def test_a_failed_evaluation_shortens_the_step_on_all_ranks(mesh):
+    """The minimum is that of a function that is infinite there; the result says where the last one failed, and why."""
+
+    def beyond(x):
+        return abs(x).max() > 3.0
+
+    def failing(x):
+        if beyond(x) and mesh.rank == mesh.size - 1:
+            raise mpishard.EvaluationFailed("no convergence in 7 iterations")
+        return part(x)
+
+    def infinite(x):
+        return (math.inf, x) if beyond(x) else part(x)
+
+    def part(x):
+        share = 1.0 if mesh.rank == 0 else 0.0
+        return share * float(((x - 2.9) ** 4).sum()), share * 4 * (x - 2.9) ** 3
+
+    start = np.array([0.0, 0.5, 1.0])
+    for method in ("L-BFGS-B", "CG"):
+        found, expected = (
+            minimize(fun, start, method=method, mesh=mesh, reduction="sum", options={"maxiter": 40})
+            for fun in (failing, infinite)
+        )
+        assert np.array_equal(found.x, expected.x) and found.nfev == expected.nfev
+        assert "7 iterations" in found.message and "7 iterations" not in expected.message
+        assert mesh.size == 1 or f"rank {mesh.size - 1}" in found.message
+
+
+def test_a_failure_at_the_start_is_an_error_on_all_ranks(mesh):
+    def fun(x):
+        if mesh.rank == mesh.size - 1:
+            raise mpishard.EvaluationFailed("mesh too coarse")
+        return float(x @ x), 2 * x
+
+    with pytest.raises((mpishard.EvaluationFailed, RuntimeError), match="mesh too coarse"):
+        minimize(fun, np.ones(3), mesh=mesh, reduction="sum")
+
+
+def test_what_fails_everywhere_but_at_the_start_says_so(mesh):
+    calls = []
+
+    def fun(x):
+        calls.append(x)
+        if len(calls) > 1:
+            raise mpishard.EvaluationFailed("always")
+        return float(x @ x), 2 * x
+
+    found = minimize(fun, np.ones(3), mesh=mesh)
+    assert (found.status, found.success) == (2, False) and "always" in found.message and "was 0" in found.message
+    assert np.array_equal(found.x, np.ones(3)) and len(calls) < 30
