@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.inverse.functions import TERMS, Unknowns, has_names, world_of
+from mpishard.layout.boxes import Box, box_shape, box_size, inside, intersect
 from mpishard.layout.tensors import ParameterSpec
+from mpishard.parameters.partition import Partition
 
 Array = Any
 
@@ -119,6 +122,43 @@ def exchange_rows(axis: Axis, slab: Array, rows: int) -> tuple[Array | None, Arr
     return found[0], found[1]
 
 
+# Cells of the neighbours of a box, for fields that the application has cut in boxes.
+
+
+def grown(box: Box, cells: int, shape: Sequence[int]) -> Box:
+    """A box with so many cells more on each side, within the grid; an empty one stays empty."""
+    if not box_size(box):
+        return box
+    return tuple(
+        (max(0, start - cells), min(extent, stop + cells)) for (start, stop), extent in zip(box, shape, strict=True)
+    )
+
+
+def exchange_halo(partition: Partition, box: Array, cells: int) -> tuple[Array, tuple[slice | EllipsisType, ...]]:
+    """This rank's box with so many cells of its neighbours on each side, and where the box lies in it.
+
+    Collective over the ranks that share the field. Neighbours may be cut in any way, and have fewer cells than that.
+    """
+    axis, parts = partition.ranks, partition.parts
+    own, wide = parts[axis.rank], [grown(part, cells, partition.shape) for part in parts]
+    there = [None if rank == axis.rank else intersect(own, each) for rank, each in enumerate(wide)]
+    here = [None if rank == axis.rank else intersect(wide[axis.rank], each) for rank, each in enumerate(parts)]
+    packed = [box[:0].reshape(-1), *(box[inside(each, own)].reshape(-1) for each in there if each is not None)]
+    counts, arriving = ([0 if each is None else box_size(each) for each in boxes] for boxes in (there, here))
+    arrived = arrays.empty(sum(arriving), box.dtype, like=box)
+    axis.all_to_all(arrays.joined(packed), arrived, counts, arriving, label="halo")
+    found = arrays.empty(box_size(wide[axis.rank]), box.dtype, like=box).reshape(box_shape(wide[axis.rank]))
+    place = inside(own, wide[axis.rank])
+    found[place] = box
+    first = 0
+    for each, count in zip(here, arriving, strict=True):
+        if each is not None:
+            target = found[inside(each, wide[axis.rank])]
+            target[...] = arrived[first : first + count].reshape(target.shape)
+            first += count
+    return found, place
+
+
 # Terms that regularise a field on a grid: Tikhonov's, of three orders, and total variation, smoothed.
 
 Exchange = Callable[[Array], tuple[Array | None, Array | None]]
@@ -146,6 +186,9 @@ class RegularizationTerm(ABC):
         The field is cut along its first dimension over the tensor axis, a slab a rank.  Methods are collective over
         this axis then, as is making a term with an array of weights; arrays are parts of this rank, and the value is
         that of the whole field, on every rank.  Default: that of `regularized`, if the field is cut.
+    partition : Partition, optional
+        The start of a field that the application has cut in boxes of a grid; or in any way, for a term without
+        differences.  Methods and arrays are then as with a `mesh`.
     exchange : callable, optional
         For a field that is cut in another way along its first dimension: ``exchange(slab) -> (before, after)`` returns
         the neighbours' `halo` rows next to this slab, or None at an end.  The value is that of the slab.
@@ -163,6 +206,7 @@ class RegularizationTerm(ABC):
     shape: tuple[int, ...] | None = None
     name: str | None = None
     mesh: Mesh | None = None
+    partition: Partition | None = None
     exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
@@ -172,6 +216,15 @@ class RegularizationTerm(ABC):
         object.__setattr__(self, "spacing", tuple(number("spacing", step, above=0) for step in steps))
         if self.mesh is not None and (self.exchange is not None or not isinstance(self.mesh, Mesh)):
             raise TypeError(f"mesh={shown(self.mesh)} must be a Mesh, and be given without exchange")
+        if self.partition is not None:
+            if not isinstance(self.partition, Partition) or self.mesh is not None or self.exchange is not None:
+                given = shown(self.partition)
+                raise TypeError(f"partition={given} must be a Partition, and be given without mesh and exchange")
+            if self.halo and not self.partition.is_grid:
+                raise ValueError(
+                    f"{type(self).__name__} takes differences on a grid, and the partition has none: make it with "
+                    "shape= and box=, or take order=0"
+                )
         if np.ndim(self.weight):
             smallest, largest = _range(self.weight)
             with raised_on_all(self._axis):
@@ -180,13 +233,15 @@ class RegularizationTerm(ABC):
 
     @property
     def _axis(self) -> Axis | OneRank:
-        """The axis along which the field is cut."""
+        """The ranks that share the field."""
+        if self.partition is not None:
+            return self.partition.ranks
         return OneRank() if self.mesh is None else self.mesh.tensor
 
     @property
     @abstractmethod
     def halo(self) -> int:
-        """Rows of the neighbours that a slab needs on each side."""
+        """Rows of the neighbours that a slab needs on each side; cells, that a box needs."""
 
     @abstractmethod
     def _density(self, differences: list[Array]) -> Array:
@@ -279,7 +334,7 @@ class _Cells:
     def __init__(self, term: RegularizationTerm, x: Array, field: Array) -> None:
         self._term = term
         self._x = x
-        self._before = 0
+        self._own: tuple[slice | EllipsisType, ...] = (...,)  # where this rank's cells lie in the extended field
         self.shape: tuple[int, ...] = field.shape
         self.spacing: list[float] = list(term.spacing) * (field.ndim // len(term.spacing))
         self.volume: float = prod(self.spacing)
@@ -294,19 +349,23 @@ class _Cells:
     def extended(self, field: Array) -> Array:
         """A field with the rows of the neighbours."""
         term = self._term
+        if term.partition is not None and term.halo:
+            field, self._own = exchange_halo(term.partition, field, term.halo)
+            return field
         if term.mesh is not None:
             before, after = exchange_rows(term.mesh.tensor, field, term.halo)
         elif term.exchange is not None and term.halo:
             before, after = term.exchange(field)
         else:
             return field
-        self._before = 0 if before is None else len(before)
+        first = 0 if before is None else len(before)
+        self._own = (slice(first, first + self.shape[0]),)
         rows = [part for part in (before, field, after) if part is not None]
         return arrays.module_of(field).concatenate(rows)
 
     def own(self, field: Array) -> Array:
         """A field without the rows of the neighbours."""
-        return field[self._before : self._before + self.shape[0]]
+        return field[self._own]
 
     def differences(self, field: Array) -> list[Array]:
         """Differences of the term's order in each dimension; 0 where they do not count."""
@@ -568,7 +627,7 @@ def regularized(
 
 def _over(term: RegularizationTerm, mesh: Mesh | None) -> RegularizationTerm:
     """The term for a field that is cut over the tensor axis of the mesh, unless it says itself how it is cut."""
-    known = mesh is None or term.mesh is not None or term.exchange is not None
+    known = mesh is None or any(each is not None for each in (term.mesh, term.partition, term.exchange))
     return term if known else replace(term, mesh=mesh)
 
 
@@ -579,7 +638,7 @@ def _fitting(x: Any, term: RegularizationTerm, on_mesh: RegularizationTerm) -> R
         if shared and term.halo:
             raise ValueError(
                 f"{type(term).__name__} takes differences, and those across the cuts of a Partition would be missing; "
-                "give it order=0, or exchange=, which brings the neighbours"
+                "give it partition="
             )
         return on_mesh if shared else term
     if x.place.tensor_size == 1:
@@ -611,7 +670,7 @@ def _tensor_rank(x: Any, term: RegularizationTerm) -> int:
     """The tensor rank that has this field; 0 if that is not known."""
     if has_names(x):
         return int(x.place.tensor_rank)
-    return 0 if term.mesh is None else term.mesh.tensor.rank
+    return term._axis.rank
 
 
 def _is_partial(x: Any, term: RegularizationTerm) -> bool:

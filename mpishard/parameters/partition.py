@@ -48,6 +48,10 @@ class Partition:
     local : array
     shape : tuple of int
         Of the whole field: the grid's, or the number of its values.
+    is_grid : bool
+        Whether each rank has a box of a grid.
+    parts : tuple of tuples of pairs
+        The box of each rank; empty with `ids`.
     ranks : Axis
         Those that share the field.
     place : ModelParallelRank
@@ -84,14 +88,15 @@ class Partition:
         self.ranks, self.place = mesh.tensor, mesh.place
         self.shape: tuple[int, ...] = (sum(sizes),) if whole is None else whole
         self.rearrangement: Rearrangement | None = None
-        self._parts: tuple[Box, ...] = ()
+        self.is_grid = whole is not None
+        self.parts: tuple[Box, ...] = ()
         if numbers is not None:
             self.rearrangement = Rearrangement(mesh.tensor, mesh.world, numbers, prod(self.shape))
         elif whole is not None:
-            self._parts = tuple(boxes)
+            self.parts = tuple(boxes)
         else:
             stops = np.cumsum(sizes).tolist()
-            self._parts = tuple(((stop - size, stop),) for stop, size in zip(stops, sizes, strict=True))
+            self.parts = tuple(((stop - size, stop),) for stop, size in zip(stops, sizes, strict=True))
         self.owned: Array = self.local.reshape(-1)
         if self.rearrangement is not None:
             self.owned = self.rearrangement.by_number(self.owned)
@@ -118,7 +123,7 @@ class Partition:
         """
         if self.rearrangement is not None:
             return ParameterSpec(name, self.shape, tensor_dim=0)
-        return ParameterSpec(name, self.shape, parts=self._parts)
+        return ParameterSpec(name, self.shape, parts=self.parts)
 
 
 def _real_copy(local: Any) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,11 +23,13 @@ def numbers_of(kind: str, rank: int, ranks: int, seed: int = 0) -> tuple[np.ndar
     """The numbers of a rank's values in a partition, and the arguments that say so."""
     random = np.random.default_rng(seed)
     if kind == "boxes":
-        dim = int(random.integers(3))
-        cuts = [[0, extent] for extent in GRID]
-        cuts[dim] = np.sort([0, GRID[dim], *random.integers(0, GRID[dim] + 1, ranks - 1)]).tolist()
-        box = tuple((0, extent) for extent in GRID)
-        box = (*box[:dim], (cuts[dim][rank], cuts[dim][rank + 1]), *box[dim + 1 :])
+        ways = [1, 1, 1]
+        first, other = random.permutation(3)[:2]
+        ways[other] = 2 if ranks % 2 == 0 else 1
+        ways[first] = ranks // ways[other]
+        place = np.unravel_index(rank, ways)
+        edges = [[0, *np.sort(random.integers(0, n + 1, k - 1)).tolist(), n] for n, k in zip(GRID, ways, strict=True)]
+        box = tuple((edge[at], edge[at + 1]) for edge, at in zip(edges, place, strict=True))
         return NUMBERS.reshape(GRID)[tuple(slice(*pair) for pair in box)], {"shape": GRID, "box": box}
     cuts = [0, *np.sort(random.integers(0, SIZE + 1, ranks - 1)).tolist(), SIZE]
     run = slice(cuts[rank], cuts[rank + 1])
@@ -178,20 +181,68 @@ def test_the_gradient_is_checked(comm):
         assert not mpishard.check_gradient(lambda x: fun(x, np.where(numbers == 11, 1.5, 1.0)), start, **checked)
 
 
-def test_terms_on_a_partition(comm):
+def half(numbers):
+    """Half the squared distance from what is wanted; the bits of its value do not depend on who adds it up."""
+
+    def fun(x):
+        residual = x - WANTED[numbers].reshape(x.shape)
+        return float(np.rint(2.0**30 * residual**2).sum()) * 2.0**-31, residual
+
+    return fun
+
+
+TERMS = {
+    "0": lambda **how: mpishard.Tikhonov(weight=1.5, order=0, **how),
+    "1": lambda **how: mpishard.Tikhonov(weight=0.5, spacing=(1.0, 0.5, 2.0), **how),
+    "2": lambda **how: mpishard.Tikhonov(weight=0.5, order=2, **how),
+    "total variation": lambda **how: mpishard.SmoothedTotalVariation(weight=0.5, **how),
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("seed", [0, 1, 5])
+def test_terms_on_boxes_have_the_bits_of_the_whole_field(comm, term, seed):
+    expected, weight = {}, 1 + 0.5 * np.cos(NUMBERS)
+    mask = NUMBERS % 7 > 0
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("boxes", mesh.tensor.rank, comm.size, seed)
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        field = np.sin(NUMBERS * 1.0).reshape(GRID)
+        whole_term = replace(TERMS[term](), weight=weight.reshape(GRID), mask=mask.reshape(GRID))
+        expected = whole_term.value_and_gradient(field)
+        part = replace(TERMS[term](partition=start), weight=weight[numbers], mask=mask[numbers])
+        value, gradient = part.value_and_gradient(field.ravel()[numbers])
+        assert value == expected[0]
+        assert np.array_equal(gradient, expected[1].ravel()[numbers])
+        assert np.array_equal(
+            part.product(field.ravel()[numbers], weight[numbers]),
+            whole_term.product(field, weight.reshape(GRID)).ravel()[numbers],
+        )
+
+
+def test_a_regularised_field_is_that_of_one_process(comm):
+    alone = minimize(mpishard.regularized(half(NUMBERS), TERMS["1"]()), np.zeros(GRID), options={"maxiter": 9})
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("boxes", mesh.tensor.rank, comm.size, 2)
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        summed = {"mesh": mesh, "reduction": "sum"}
+        fun = mpishard.regularized(half(numbers), TERMS["1"](partition=start), **summed)
+        found = minimize(fun, start, **summed, options={"maxiter": 9})
+        assert np.array_equal(whole(comm, found.x, numbers), alone.x.ravel()) and found.fun == alone.fun
+
+
+def test_a_term_that_would_miss_the_cuts_is_refused(comm):
     with mpishard.Mesh(comm, tensor=comm.size) as mesh:
         numbers, how = numbers_of("ids", comm.rank, comm.size)
         start = Partition(np.zeros(numbers.shape), mesh, **how)
-
-        def half(x):
-            return float(np.rint(2.0**30 * (x - WANTED[numbers]) ** 2).sum()) * 2.0**-31, x - WANTED[numbers]
-
         summed = {"mesh": mesh, "reduction": "sum"}
-        found = minimize(mpishard.regularized(half, mpishard.Tikhonov(weight=1.0, order=0), **summed), start, **summed)
+        found = minimize(mpishard.regularized(half(numbers), mpishard.Tikhonov(order=0), **summed), start, **summed)
         assert np.allclose(whole(comm, found.x, numbers), WANTED / 2, atol=1e-5)
+        with pytest.raises(ValueError, match="Tikhonov.*shape=.*order=0"):
+            mpishard.Tikhonov(partition=start)
         if comm.size > 1:
-            with pytest.raises(ValueError, match="Tikhonov.*order=0"):
-                minimize(mpishard.regularized(half, mpishard.Tikhonov(weight=1.0), **summed), start, **summed)
+            with pytest.raises(ValueError, match="Tikhonov.*partition="):
+                minimize(mpishard.regularized(half(numbers), mpishard.Tikhonov(), **summed), start, **summed)
 
 
 # One rank gives something else: an error on all of them.
