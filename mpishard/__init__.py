@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     )
     from mpishard.launch.signals import Signals
     from mpishard.layout.tensors import ParameterSpec
-    from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
+    from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, RieszMap, TruncatedNewton
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Muon, ParameterGroup, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters
@@ -101,6 +101,7 @@ __all__ = [
     "RMSprop",
     "Request",
     "ReverseCommunication",
+    "RieszMap",
     "RunRecord",
     "ShardedModel",
     "ShardingConfiguration",
@@ -154,7 +155,7 @@ _MODULES = {
     "inverse": "EvaluationFailed OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
     "augmented_lagrangian backward_in_time check_adjoint check_gradient least_squares map_runs minimize regularized",
     "layout.tensors": "ParameterSpec",
-    "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
+    "minimizers": "LBFGS LBFGSB NonlinearCG RieszMap TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",

@@ -27,7 +27,14 @@ from mpishard.data_parallel.validation import check_copies, check_method
 from mpishard.io import log
 from mpishard.layout.run_state import SLOT, whole_fact
 from mpishard.layout.tensors import cut_holding
-from mpishard.minimizers.elements import PreconditionerOfThisRank, of_this_rank, preconditioned, whole_limits
+from mpishard.minimizers.elements import (
+    OperatorOfThisRank,
+    applied,
+    check_inverse,
+    of_this_rank,
+    operators,
+    whole_limits,
+)
 from mpishard.minimizers.method import (
     ELEMENTS,
     FAILURES,
@@ -48,8 +55,13 @@ if TYPE_CHECKING:
 Array = Any
 
 
-def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array], Array] | None) -> Limits:
-    """This rank's part of the options of a method; `precondition` is a function of this rank's elements.  Collective.
+def limits_of(
+    method: Method,
+    strategy: Strategy,
+    precondition: Callable[[Array], Array] | None,
+    solve: Callable[[Array], Array] | None,
+) -> Limits:
+    """This rank's part of the options of a method; the functions are of this rank's elements.  Collective.
 
     Raises ValueError or TypeError on all ranks if an option does not fit the parameters; the message names the tensor
     or the element.
@@ -66,7 +78,7 @@ def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array]
         return arrays.on_device_of(found, parameters.like)
 
     lower, upper, fixed, weights, scaling = map(own, given)
-    return Limits(lower, upper, fixed, weights, scaling, precondition)
+    return Limits(lower, upper, fixed, weights, scaling, precondition, solve)
 
 
 def _ranges(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:
@@ -444,7 +456,20 @@ class MinimizationState(OptimizerState):
         self._space = ShardedSpace(strategy)
         self._gradient = arrays.empty(strategy.ownership.size, like.dtype, like=like)
         *_, point = self._rows
-        limits = limits_of(self._method, strategy, self._precondition())
+        function, riesz = operators(self._method)
+        limits = limits_of(
+            self._method,
+            strategy,
+            None if function is None else self._operator("preconditioner", function),
+            None if riesz is None else self._operator("solve of RieszMap", riesz.solve),
+        )
+        if riesz is not None:
+            ones = arrays.zeros(strategy.ownership.size, like.dtype, like=like) + like.dtype.type(1)
+            product = self._operator("solve of RieszMap", riesz.solve)(
+                self._operator("apply of RieszMap", riesz.apply)(ones)
+            )
+            with raised_on_all(self._optimizer.world):
+                check_inverse(product)
         with raised_on_all(self._optimizer.world):
             self._minimizer = self._method.make(self._space, self._rows[:-1], point, limits)
         if of_this_rank(self._method) is not None:
@@ -499,17 +524,14 @@ class MinimizationState(OptimizerState):
         options = self.options()
         return f"{fingerprint({name: options.get(name, '') for name in _ABOUT_ELEMENTS}):x}"
 
-    def _precondition(self) -> Any:
-        """The preconditioner as a function of this rank's elements; None if the method has none."""
-        function = self._method.preconditioner
-        if not callable(function):
-            return None
+    def _operator(self, what: str, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        """A user's operator, named `what`, as one of this rank's elements."""
 
         def own_part(vector: Array) -> Array:
-            is_local = isinstance(function, PreconditionerOfThisRank)
+            is_local = isinstance(function, OperatorOfThisRank)
             given = self.whole(vector) if is_local else self._space.whole(vector)
             with raised_on_all(self._optimizer.world):  # of the user's function: all ranks must learn of it
-                found = preconditioned(function, given)
+                found = applied(what, function, given)
             return _ranges(found, self._strategy.ownership.own) if is_local else self._space.own(found)
 
         return own_part

@@ -6,7 +6,6 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
 from mpishard.layout.tensors import WHOLE, ParameterSpec
-from mpishard.minimizers.elements import OfThisRank, PreconditionerOfThisRank, element_name
+from mpishard.minimizers.elements import OfThisRank, OperatorOfThisRank, element_name
+from mpishard.minimizers.method import RieszMap
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
@@ -430,40 +430,36 @@ class Unknowns:
 
         Raises TypeError or ValueError for other forms.
         """
-        found = self._options(bounds, elements)
-        if not self.is_cut_by_application:
-            return found
-        specs = [ParameterSpec("x", self._shape)] if self.tree is None else list(self.tree.specs)
-        local: dict[str, Any] = {}
-        for name, option in found.items():
-            function = elements.get(name)
-            if callable(function):
-                local[name] = PreconditionerOfThisRank(partial(self._preconditioned, function))
+        tree, cut = self.tree, self.is_cut_by_application
+        found: dict[str, Any] = {}
+        specs = [ParameterSpec("x", self._shape)] if tree is None else list(tree.specs)
+        for name, option in elements.items():
+            if isinstance(option, RieszMap):
+                found[name] = RieszMap(self._operator(name, option.apply), self._operator(name, option.solve))
+            elif callable(option):
+                found[name] = self._operator(name, option)
             else:
-                local[name] = None if option is None else OfThisRank(option, specs, self.arranged)
-        return local
+                found[name] = option if tree is None else tree.by_name(name, option)
+                if cut and option is not None:
+                    found[name] = OfThisRank(found[name], specs, self.arranged)
+        if tree is not None and bounds is not None:
+            bounds = tree.bounds(bounds)
+        pair = pair_of_bounds(bounds, self.given_size if cut else self.total)
+        return {**found, "bounds": OfThisRank(pair, specs, self.arranged) if cut and pair is not None else pair}
 
-    def _preconditioned(self, function: Callable[[Any], Any], vector: Array) -> Array:
-        """The result of a user's preconditioner of this rank's elements, which are in the order of the specs."""
-        given, found = self.as_given(vector), vector
-        with raised_on_all(self._fields[0].ranks if self._fields else None):
-            found = self.vector("the result of preconditioner", function(self.like_x0(given)))
-        return self.arranged(found)
+    def _operator(self, name: str, function: Callable[[Any], Any]) -> Callable[[Array], Array]:
+        """A user's operator as one of flat vectors in the order of the specs: whole ones, or this rank's elements."""
+        what, tree = f"the result of {name}", self.tree
+        if not self.is_cut_by_application:
+            return function if tree is None else lambda vector: tree.flattened(what, function(tree.of(vector)))
 
-    def _options(self, bounds: Any, elements: dict[str, Any]) -> dict[str, Any]:
-        tree = self.tree
-        if tree is None:
-            given_for = self.given_size if self.is_cut_by_application else self.total
-            return {**elements, "bounds": pair_of_bounds(bounds, given_for)}
-        function = elements.get("preconditioner")
-        named = {what: None if callable(given) else tree.by_name(what, given) for what, given in elements.items()}
-        if callable(function):
+        def of_this_rank(vector: Array) -> Array:
+            given, found = self.as_given(vector), vector
+            with raised_on_all(self._fields[0].ranks if self._fields else None):
+                found = self.vector(what, function(self.like_x0(given)))
+            return self.arranged(found)
 
-            def product(vector: Array) -> Array:
-                return tree.flattened("the result of preconditioner", function(tree.of(vector)))
-
-            named["preconditioner"] = product
-        return {**named, "bounds": None if bounds is None else pair_of_bounds(tree.bounds(bounds), tree.size)}
+        return OperatorOfThisRank(of_this_rank)
 
     def gradient_hint(self, reason: str) -> str:
         """What may be wrong with the gradient of complex unknowns where a run ended for this reason; or nothing."""

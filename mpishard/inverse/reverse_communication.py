@@ -31,7 +31,7 @@ from mpishard.inverse.functions import (
     opening,
 )
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
-from mpishard.minimizers.elements import preconditioned, whole_limits
+from mpishard.minimizers.elements import applied, check_inverse, operators, whole_limits
 from mpishard.minimizers.method import (
     ELEMENTS,
     Limits,
@@ -486,8 +486,13 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
 
     on_host = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
     lower, upper, fixed, weights, scaling = map(on_device, on_host)
-    function = partial(preconditioned, method.preconditioner) if callable(method.preconditioner) else None
-    return Limits(lower, upper, fixed, weights, scaling, function)
+    function, riesz = operators(method)
+    precondition = None if function is None else partial(applied, "preconditioner", function)
+    solve = None if riesz is None else partial(applied, "solve of RieszMap", riesz.solve)
+    if riesz is not None and solve is not None:
+        ones = on_device(np.ones(unknowns.size, unknowns.flat.dtype))
+        check_inverse(solve(applied("apply of RieszMap", riesz.apply, ones)))
+    return Limits(lower, upper, fixed, weights, scaling, precondition, solve)
 
 
 def _hash(limits: Limits) -> str:

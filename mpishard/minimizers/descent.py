@@ -242,17 +242,17 @@ class Descent(Minimizer):
 
     def _measure(self) -> tuple[float, float, float]:
         """The largest elements of the base, of its gradient, and of its projected gradient."""
-        weights, bounded = self.limits.weights, self.bounds.any
+        bounded, riesz = self.bounds.any, self.limits.riesz(self.base_gradient)
         vectors = [self.base] if self.method.xtol else []
-        riesz = self.base_gradient if weights is None else self.base_gradient / weights
-        if weights is not None:
+        if riesz is not None:
             vectors.append(riesz)
         if bounded:
-            vectors.append(self.bounds.projected_gradient(self.base, riesz, self._direction))
+            measured = self.base_gradient if riesz is None else riesz
+            vectors.append(self.bounds.projected_gradient(self.base, measured, self._direction))
         more = self._to_measure()
         found = iter(self.space.largest(*vectors, *more) if vectors or more else ())
         base_top = next(found) if self.method.xtol else 0.0
-        riesz_top = self._gradient_top if weights is None else next(found)
+        riesz_top = self._gradient_top if riesz is None else next(found)
         projected_top = next(found) if bounded else riesz_top
         self._measured(list(found))
         return base_top, riesz_top, projected_top

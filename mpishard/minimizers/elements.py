@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.minimizers.method import Method
+from mpishard.minimizers.method import Method, RieszMap
 
 Array = Any
 
@@ -29,8 +29,8 @@ class OfThisRank:
     arranged: Callable[[Array], Array] = field(compare=False)
 
 
-class PreconditionerOfThisRank:
-    """A preconditioner of this rank's elements of a vector, in the order of the parameters.  Collective."""
+class OperatorOfThisRank:
+    """An operator of this rank's elements of a vector, in the order of the parameters.  Collective."""
 
     def __init__(self, function: Callable[[Array], Array]) -> None:
         self._function = function
@@ -61,7 +61,7 @@ def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype
     )
     lower, upper = (None, None) if bounds is None else whole_bounds(bounds, specs, dtype)
     fixed = whole_elements("fixed", fixed, specs, np.dtype(bool), missing=False)
-    weights = _positive("inner_product", weights, specs, dtype)
+    weights = None if isinstance(weights, RieszMap) else _positive("inner_product", weights, specs, dtype)
     if callable(preconditioner):
         return WholeLimits(lower, upper, fixed, weights, None)
     scaling = _positive("preconditioner", preconditioner, specs, dtype)
@@ -180,13 +180,29 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
 
 
-def preconditioned(function: Callable[[Array], Array], vector: Array) -> Array:
-    """The result of a user's preconditioner for a vector of all elements, which it gets as a copy.
+def operators(method: Method) -> tuple[Callable[[Array], Array] | None, RieszMap | None]:
+    """The preconditioner of a method that is a function, and its inner product that is no diagonal."""
+    product, function = method.inner_product, method.preconditioner
+    riesz = product if isinstance(product, RieszMap) else None
+    if callable(function):
+        return function, riesz
+    return (riesz.solve if riesz is not None and function is None else None), riesz
 
-    Raises ValueError if the result has another shape.
+
+def applied(what: str, function: Callable[[Array], Array], vector: Array) -> Array:
+    """The result of a user's operator for a vector of all elements, which it gets as a copy.
+
+    `what` names it in messages. Raises ValueError if the result has another shape.
     """
     found = function(vector.copy())
     if getattr(found, "shape", None) != vector.shape:
-        what = getattr(found, "shape", type(found).__name__)
-        raise ValueError(f"preconditioner returned {what} for a vector of shape {vector.shape}; return one as long")
+        returned = getattr(found, "shape", type(found).__name__)
+        raise ValueError(f"{what} returned {returned} for a vector of shape {vector.shape}; return one as long")
     return found
+
+
+def check_inverse(riesz_of_ones: Array) -> None:
+    """Raise ValueError unless ``solve(apply(1))`` of a RieszMap is 1 to a tenth."""
+    off = float(abs(riesz_of_ones - 1).max()) if riesz_of_ones.size else 0.0
+    if not off < 0.1:
+        raise ValueError(f"RieszMap: solve(apply(x)) must be x, and for x = 1 is off by {off:.3g}; are they swapped?")
