@@ -59,8 +59,12 @@ class Misfit:
 
 
 def whole(comm, values, numbers):
+    return whole_of(comm, values, numbers, SIZE)
+
+
+def whole_of(comm, values, numbers, size):
     """The values of all ranks by number; the same on all of them."""
-    found = np.full(SIZE, np.nan)
+    found = np.full(size, np.nan)
     for theirs, places in comm.allgather((values.ravel(), numbers.ravel())):
         found[places] = theirs
     return found
@@ -287,3 +291,83 @@ def test_a_partition_needs_its_mesh(mesh):
     if start is not None:
         with pytest.raises(ValueError, match="mesh=mesh"):
             minimize(lambda x: (0.0, x), start)
+
+
+# An inner product that is no diagonal: a mass matrix of finite elements on a graded line.
+
+
+def line_elements(count):
+    """Nodes of a graded line, and the mass matrix of its linear elements as two diagonals."""
+    nodes = np.linspace(0, 1, count) ** 3
+    h = np.diff(nodes)
+    middle = (np.append(h, 0) + np.append(0, h)) / 3
+    return nodes, middle, h / 6
+
+
+def mass_matrix(count):
+    _, middle, side = line_elements(count)
+    return np.diag(middle) + np.diag(side, 1) + np.diag(side, -1)
+
+
+def line_problem(count):
+    """Half the integral of ``(u - wanted)^2 + 1e-3 u^2``, by its mass matrix, and its Riesz map."""
+    nodes, _, _ = line_elements(count)
+    matrix = mass_matrix(count)
+    wanted = np.sin(5 * nodes)
+
+    def fun(u):
+        moved = matrix @ (u - wanted)
+        again = matrix @ u
+        return 0.5 * float((u - wanted) @ moved) + 5e-4 * float(u @ again) + float((u**4) @ matrix.sum(0)), (
+            moved + 1e-3 * again + 4 * matrix.sum(0) * u**3
+        )
+
+    return fun, mpishard.RieszMap(lambda x: matrix @ x, lambda g: np.linalg.solve(matrix, g))
+
+
+@pytest.mark.parametrize("method", ["L-BFGS", "CG"])
+def test_iterations_do_not_depend_on_the_mesh_with_its_mass_matrix(method):
+    counts = {}
+    for nodes in (20, 80):
+        fun, riesz = line_problem(nodes)
+        for name, product in (("riesz", riesz), ("none", None)):
+            options = {"gtol": 1e-6, "ftol": 0, "maxiter": 1000}
+            found = minimize(fun, np.ones(nodes), method=method, inner_product=product, options=options)
+            counts[name, nodes] = found.nit
+            assert name == "none" or found.success
+    assert counts["riesz", 80] <= counts["riesz", 20] + 2
+    assert counts["none", 80] > 1.5 * counts["none", 20]
+
+
+def test_a_riesz_map_on_a_partition_has_the_bits_of_one_process(comm):
+    fun, riesz = line_problem(24)
+    alone = minimize(fun, np.ones(24), method="L-BFGS", inner_product=riesz, options={"maxiter": 6})
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers = np.random.default_rng(1).permutation(24)[comm.rank :: comm.size]
+
+        def everywhere(values):
+            return whole_of(mesh.tensor.comm, values, numbers, 24)
+
+        def local(function):
+            return lambda values: function(everywhere(values))[numbers]
+
+        def part(u):
+            value, gradient = fun(everywhere(u))
+            return value if comm.rank == 0 else 0.0, gradient[numbers]
+
+        found = minimize(
+            part, Partition(np.ones(len(numbers)), mesh, ids=numbers), method="L-BFGS", mesh=mesh, reduction="sum",
+            inner_product=mpishard.RieszMap(local(riesz.apply), local(riesz.solve)), options={"maxiter": 6},
+        )  # fmt: skip
+        assert np.array_equal(whole_of(comm, found.x, numbers, 24), alone.x) and found.nfev == alone.nfev
+
+
+def test_a_riesz_map_that_is_none_is_refused(mesh):
+    fun, riesz = line_problem(20)
+    swapped = mpishard.RieszMap(riesz.apply, riesz.apply)
+    with pytest.raises(ValueError, match="solve.apply.x"):
+        minimize(fun, np.ones(20), method="L-BFGS", inner_product=swapped, mesh=mesh)
+    with pytest.raises(ValueError, match="bounds.*RieszMap"):
+        minimize(fun, np.ones(20), bounds=(0, None), inner_product=riesz, mesh=mesh)
+    with pytest.raises(TypeError, match="apply=3"):
+        mpishard.RieszMap(3, riesz.solve)
