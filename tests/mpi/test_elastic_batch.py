@@ -14,7 +14,7 @@ from mpishard import AdamW, Checkpoints, ElasticOptimizer, ZeRO2Optimizer
 from mpishard.elastic.transactions import Transactions
 from mpishard.training.checkpoints import RunProgress
 
-pytestmark = pytest.mark.pairs(4)
+pytestmark = pytest.mark.pairs(2)
 
 
 class Run:

@@ -35,6 +35,8 @@ from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.launch.job_notes import RunLost
 from mpishard.layout.tensors import ModelParallelRank
 
+pytestmark = pytest.mark.pairs(2)
+
 # Whole replicas leave and come back, and change no bit.
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))

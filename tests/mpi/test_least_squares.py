@@ -14,6 +14,8 @@ from mpishard.inverse.mesh_run import StateFiles
 from mpishard.minimizers.least_squares import Options, State
 from mpishard.record import Run
 
+pytestmark = pytest.mark.pairs(2)
+
 CURVE, FIELD = Curve(), Diffusion()
 BUNDLE = Bundle(points=12, cameras=4, views=3)
 CASES = {

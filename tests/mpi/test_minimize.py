@@ -16,6 +16,8 @@ from mpishard.backend import array as arrays
 from mpishard.record import Run
 from mpishard.record.reading import began_after
 
+pytestmark = pytest.mark.pairs(2)
+
 SIZE = 13
 START = np.where(np.arange(SIZE) % 2, 1.0, -1.2)
 METHODS = [("L-BFGS-B", {"bounds": (-1.5, 0.9)}), ("trust-ncg", {"hessp": curvature})]

@@ -105,6 +105,7 @@ def own_loss(mesh, module, name, step):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", torch_zoo.MODULES)
+@pytest.mark.pairs(14)
 @pytest.mark.quick
 def test_gradients_after_a_backward_pass_are_those_of_ddp(mesh, gloo, name, zero):
     """And what a loop makes of them is what steps, in each step another thing; several passes before a step add up."""
@@ -706,6 +707,7 @@ alone_of_zoo = functools.cache(torch_zoo.train)
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", torch_zoo.MODULES)
+@pytest.mark.pairs(14)
 @pytest.mark.quick
 def test_steps_are_those_of_one_process_with_the_whole_batch(shared_mesh, capsys, name, zero):
     for way in torch_zoo.WAYS if name != "compiled" else ["plain"]:  # compiling takes seconds

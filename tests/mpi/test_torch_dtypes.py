@@ -93,6 +93,7 @@ def take_steps(mesh, module, optimizer, steps):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.pairs(5)
 @pytest.mark.quick
 def test_steps_are_those_of_masters_by_hand(mesh, kind, zero):
     """Each step from our rounded parameters, so that a rounding that falls the other way does not add up."""

@@ -117,7 +117,7 @@ def test_memory_is_the_share_and_the_units_in_use(mesh, from_the_start):
 
 
 @pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.pairs(1)
+@pytest.mark.full
 def test_a_large_table_is_in_memory_once(mesh, standin_kind):
     """A tied model whose table is most of it: blocks of other units are not as large, and a device keeps none."""
     if mesh.size > 4:

@@ -16,6 +16,7 @@ import sys
 import numpy as np
 import pytest
 from mpi4py import MPI
+from variants import full
 
 import mpishard
 from mpishard.backend.exact import MOST_TERMS
@@ -50,7 +51,11 @@ has_signals = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this s
 @has_signals
 @pytest.mark.parametrize(
     ("how", "code"),
-    [(OS_EXIT, -signal.SIGKILL), (C_EXIT, -(signal.SIGRTMIN + 6)), ("sys.exit(3)", -(signal.SIGRTMIN + 6))],
+    [
+        (OS_EXIT, -signal.SIGKILL),
+        (C_EXIT, -(signal.SIGRTMIN + 6)),
+        pytest.param("sys.exit(3)", -(signal.SIGRTMIN + 6), marks=pytest.mark.full),
+    ],
 )
 def test_an_exit_is_a_death_by_a_signal_while_that_is_wanted(how, code):
     assert run("die_at_exit(True)", how).returncode == code
@@ -366,7 +371,7 @@ MPI.Finalize()
 
 
 @pytest.mark.parametrize(
-    "script", [WITHOUT_MPI, NOT_STARTED, STARTED_BY_OTHERS], ids=["a model", "a function", "started by others"]
+    "script", [NOT_STARTED, *full(WITHOUT_MPI, STARTED_BY_OTHERS)], ids=["a function", "a model", "started by others"]
 )
 def test_what_has_no_mesh_makes_no_mpi_call_and_a_mesh_starts_mpi(script: str) -> None:
     done = python(script)

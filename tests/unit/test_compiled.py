@@ -114,6 +114,7 @@ def run(script, cache, *dtypes):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+@pytest.mark.full
 def test_what_is_cached_is_loaded_without_compiler_and_runtime(tmp_path):
     script, cache = tmp_path / "script.py", tmp_path / "cache"
     script.write_text(SCRIPT)

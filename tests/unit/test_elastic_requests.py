@@ -650,6 +650,7 @@ class TestWatch:
             assert stopped.wait(120) == -signal.SIGKILL
             assert running.poll() is None
 
+    @pytest.mark.full
     def test_one_that_goes_on_in_time_is_not(self, sleepers):
         with StoppedPeerMonitor(2.0) as monitor:
             monitor.follow(map(self.peer, sleepers))
