@@ -60,7 +60,7 @@ def test_the_table_has_every_phase_and_event():
 def test_every_event_in_every_phase(phase, event):
     following = rows()[phase, event]
     if following is None:
-        with pytest.raises(AssertionError, match=f"{event.name} cannot come while {phase.name}"):
+        with pytest.raises(AssertionError, match=f"{event.name} .*{phase.name}"):
             next_phase(phase, event)
     else:
         assert next_phase(phase, event) is following

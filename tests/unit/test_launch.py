@@ -60,7 +60,7 @@ def test_worlds_of_one_rank_are_refused(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for comm in (None, MPI.COMM_WORLD):
-        with pytest.raises(ValueError, match=f"alone in its MPI_COMM_WORLD: {launcher} started 4 ranks.*{way_out}"):
+        with pytest.raises(ValueError, match=f"MPI_COMM_WORLD: {launcher} started 4 .*{way_out}"):
             mpishard.Mesh(comm)
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         assert mesh.size == 1
@@ -116,7 +116,7 @@ def test_hosts_that_answer(shell):
 def test_hosts_that_nothing_reaches(shell):
     check_shell(parse_hosts("a,b"), f"{shell} -o option")
     check_shell(parse_hosts("localhost"), "/nowhere/ssh")
-    with pytest.raises(ValueError, match="/nowhere/ssh .* does not exist; .* --remote-shell"):
+    with pytest.raises(ValueError, match="/nowhere/ssh .*--remote-shell"):
         check_shell(parse_hosts("localhost,a"), "/nowhere/ssh -q")
 
 

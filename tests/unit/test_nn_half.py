@@ -138,9 +138,9 @@ def test_numpy_is_slow_and_says_so_once():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(compute_dtype=np.float32), "compute_dtype is float32; it must be float16 or bfloat16"),
-        (dict(compute_dtype=np.int16), "compute_dtype is int16; it must be float16 or bfloat16"),
-        (dict(compute_dtype=np.float16, dtype=np.float64), "needs float32 weights, but dtype is float64"),
+        (dict(compute_dtype=np.float32), "compute_dtype is float32"),
+        (dict(compute_dtype=np.int16), "compute_dtype is int16"),
+        (dict(compute_dtype=np.float16, dtype=np.float64), "dtype is float64"),
     ],
 )
 def test_what_is_no_half_precision(options, message):

@@ -193,13 +193,13 @@ def test_largest_values_besides_the_elements(
 def test_wrong_arguments() -> None:
     ranges = Ranges([Range(0, 0, 3)])
     row = [standin.zeros(3), standin.zeros(3)]
-    with pytest.raises(TypeError, match="takes the arrays a, p, got 1 of them"):
+    with pytest.raises(TypeError, match="arrays a, p, got 1"):
         formulas.moving_average.over_ranges([row[:1]], ranges, [(1.0, 1.0)])
     with pytest.raises(TypeError, match="takes the scalars keep, rest"):
         formulas.moving_average.over_ranges([row], ranges, [(1.0,)])
     with pytest.raises(TypeError, match="must be of one dtype"):
         formulas.moving_average.over_ranges([row, [standin.zeros(3, np.float32)] * 2], ranges, [(1.0, 1.0)])
-    with pytest.raises(TypeError, match="takes the arguments a, p, keep, rest, got 3"):
+    with pytest.raises(TypeError, match="arguments a, p, keep, rest, got 3"):
         formulas.moving_average.over_ranges([[np.zeros(3)]], ranges, [(1.0, 1.0)])
     with pytest.raises(ValueError, match="flat, contiguous, of one size"):
         formulas.moving_average.over_ranges([[row[0], standin.zeros(4)]], ranges, [(1.0, 1.0)])

@@ -78,7 +78,7 @@ def test_policies(policy, sizes, factor):
 
 @pytest.mark.parametrize("policy", ["cubic", None])
 def test_other_policies_are_refused(policy):
-    with pytest.raises(ValueError, match="is none of 'constant', 'linear', 'square_root'"):
+    with pytest.raises(ValueError, match="'constant', 'linear', 'square_root'"):
         Scaling(policy, 1)
 
 
@@ -134,11 +134,11 @@ def test_what_a_checkpoint_keeps_and_another_training_loop_does_not(facts, losse
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"samples_consumed": -1}, "samples_consumed=-1, which must be a whole number of at least 0"),
+        ({"samples_consumed": -1}, "samples_consumed=-1"),
         ({"samples_consumed": "x"}, "samples_consumed=x"),
-        ({"first_workers": 0}, "first_workers=0, which must be a whole number of at least 1"),
+        ({"first_workers": 0}, "first_workers=0"),
         ({"steps": 1.5}, "steps=1.5"),
-        ({"samples_consumed": 8, "loss": np.zeros(6)}, "the state has 6 losses of 5 steps"),
+        ({"samples_consumed": 8, "loss": np.zeros(6)}, "6 losses of 5 steps"),
     ],
 )
 def test_wrong_numbers_are_refused(facts, message):
