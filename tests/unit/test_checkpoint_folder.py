@@ -634,7 +634,7 @@ def test_device_arrays_are_saved_as_host_arrays_are(monkeypatch):
             shard.array.fill(0)
             arrays.ready(shard.array)
         assert content(parts) == found == content(Snapshot().take(shards(np.copy, factor)))
-        addresses = {name: buffer.ctypes.data for name, buffer in snapshot._buffers.items()}
+        addresses = [part.values.ctypes.data for part in parts]
         assert kept in (None, addresses)
         kept = addresses
     assert not released

@@ -49,8 +49,11 @@ class Recorder:
 
 
 @pytest.fixture(autouse=True)
-def choice_of_before(monkeypatch):
-    monkeypatch.setattr(choice, "_active", Choice())
+def choice_of_before():
+    before = choice.active()
+    choice.activate(Choice())
+    yield
+    choice.activate(before)
 
 
 def placed(shape, dtype, random, *, transposed=False, interleaved=False, pad=0, shift=0):

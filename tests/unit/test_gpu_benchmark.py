@@ -249,10 +249,11 @@ def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     assert "waited for" not in texts
     ended: list[int | None] = []
-    command = ["-c", "import time; time.sleep(50)"]
+    begun = tmp_path / "begun"
+    command = ["-c", f"open({str(begun)!r}, 'w'); import time; time.sleep(50)"]
     sleeper = threading.Thread(target=lambda: ended.append(launcher.run(command, 0, 60)[0]))
     sleeper.start()
-    while not launcher._running and sleeper.is_alive():
+    while not begun.exists() and sleeper.is_alive():
         sleeper.join(0.01)
     launcher.end()
     sleeper.join()

@@ -66,9 +66,12 @@ def test_without_a_dtype_it_is_the_plain_product():
 
 
 @pytest.fixture(autouse=True)
-def numpys_library(monkeypatch):
+def numpys_library():
     """The choice before a mesh is made."""
-    monkeypatch.setattr(choice, "_active", choice.Choice())
+    before = choice.active()
+    choice.activate(choice.Choice())
+    yield
+    choice.activate(before)
 
 
 @pytest.fixture(params=["rounded", *(name for name in libraries.installed() if libraries.multiplies_bfloat16())])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import threadpoolctl
+from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mpishard
@@ -102,12 +103,11 @@ def test_a_choice_of_the_user_stands(variable: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_xla_gets_as_many_threads_where_the_user_chose_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     monkeypatch.setenv("NPROC", "7")
-    process._limit_xla(2)
-    assert os.environ["NPROC"] == "7"
+    assert process.limit_blas_threads(MPI.COMM_SELF, [0]) == 2 and os.environ["NPROC"] == "7"
     monkeypatch.delenv("NPROC")
-    process._limit_xla(2)
-    assert os.environ["NPROC"] == "2"
+    assert process.limit_blas_threads(MPI.COMM_SELF, [0]) == 2 and os.environ["NPROC"] == "2"
     monkeypatch.setattr(process, "chosen_by_user", lambda: None)
     with threadpool_limits(2):
         process.fix_blas_threads()
