@@ -263,7 +263,7 @@ def test_names_take_what_is_added_to_them():
             recorder.gradients[name] += value
     with pytest.raises(TypeError, match=r"forgets .*gradients\['t0'\] \+="):
         recorder.gradients["t0"] = np.ones(2)
-    with pytest.raises(TypeError, match=r"gradients\['t0'\] \+="):
+    with pytest.raises(TypeError, match=r"by name, gradients\['t0'\] \+="):
         recorder.gradients += np.ones(5)
     recorder.gradients.end_pass()
     assert recorder.got == [(1, [3.0] * 3), (0, [3.0] * 2)]
