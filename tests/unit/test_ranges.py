@@ -153,16 +153,24 @@ def test_a_table_of_another_stream_is_copied_again() -> None:
     assert second is not first and np.array_equal(arrays.to_host(first), [0, 1, 2])
 
 
-def test_staging_memory_is_used_again_when_the_copy_is_over() -> None:
-    like, table = standin.zeros(1), DeviceTable()
+def test_staging_memory_is_used_again_when_the_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    like, table, plain = standin.zeros(1), DeviceTable(), standin.StandIn.pinned_empty
+    made: list[int] = []
+
+    def pinned_empty(backend: standin.StandIn, size: int, dtype: Any, like: Any) -> np.ndarray:
+        made.append(size)
+        return plain(backend, size, dtype, like)
+
+    monkeypatch.setattr(standin.StandIn, "pinned_empty", pinned_empty)
     found = [table.of(np.full(4, number), like) for number in range(5)]
     assert [arrays.to_host(each).tolist() for each in found] == [[number] * 4 for number in range(5)]
-    kept = len(table._staging)
+    before = len(made)
     table.of(np.full(4, 9), like)
-    assert len(table._staging) == kept
+    assert len(made) == before
     arrays.ready(like)
     table.of(np.full(2, 9), like)
-    assert [memory.size for memory, _ in table._staging] == [2]  # memory of another size is not kept
+    table.of(np.full(4, 9), like)
+    assert made[before:] == [2, 4]  # memory of another size is not kept
 
 
 @each_dtype
