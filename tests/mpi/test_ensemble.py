@@ -106,10 +106,10 @@ def test_a_run_that_resumes_repeats_no_case_that_is_done(mesh, comm, folder):
         assert type(result.fun) is np.float64 and result.jac is None and result.success is True
         assert listed == [1, 2.5, "é", 1j] and infinite == float("inf")
         assert named["grid"].dtype == np.int32 and named["grid"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    with pytest.raises(ValueError, match=r"has the results of 5 of 5 cases; resume=True takes them"):
+    with pytest.raises(ValueError, match="5 of 5 cases; resume=True"):
         mpishard.map_runs(run, cases, mesh, folder=place)
     cases[1] = {"weight": 9.0, "start": 0}
-    with pytest.raises(ValueError, match=r"another case for cases\[1\]: .*weight: 1.* now it is .*weight: 9"):
+    with pytest.raises(ValueError, match=r"cases\[1\]: .*weight: 1.*weight: 9"):
         mpishard.map_runs(run, cases, mesh, folder=place, resume=True)
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_result_is_refused_and_run_again_once_it_is_removed(mesh, comm
         if mesh.rank == 0:
             path.write_bytes(content)
         comm.Barrier()
-        with pytest.raises(ValueError, match="case-1.json is .*remove it, and the case runs again"):
+        with pytest.raises(ValueError, match="case-1.json"):
             resumed()
     if mesh.rank == 0:
         path.unlink()
@@ -176,16 +176,16 @@ def test_bad_arguments_are_an_error_on_all_ranks(mesh, comm):
     bad = comm.size - 1  # the others learn of it
     mine = comm.rank == bad
     fits = ", ".join(map(str, groups_of(comm)))
-    with pytest.raises(TypeError, match=r"mesh=3 must be a Mesh"):
+    with pytest.raises(TypeError, match="mesh=3"):
         mpishard.map_runs(fit, [1], 3)
-    with pytest.raises(TypeError, match=r"function=5 must be callable"):
+    with pytest.raises(TypeError, match="function=5"):
         mpishard.map_runs(5 if mine else fit, [1], mesh)
-    with pytest.raises(ValueError, match=f"ranks_each={comm.size + 1} does not divide .* give {fits}"):
+    with pytest.raises(ValueError, match=f"ranks_each={comm.size + 1} .*give {fits}"):
         mpishard.map_runs(fit, [1], mesh, ranks_each=comm.size + 1)
-    with pytest.raises(TypeError, match=r"folder=3 must be a path"):
+    with pytest.raises(TypeError, match="folder=3"):
         mpishard.map_runs(fit, [1], mesh, folder=3 if mine else "results")
-    with pytest.raises(ValueError, match="resume=True takes the results in a folder"):
+    with pytest.raises(ValueError, match="resume=True .*folder"):
         mpishard.map_runs(fit, [1], mesh, resume=True)
     if comm.size > 1:
-        with pytest.raises(ValueError, match=r"all ranks must have the same arguments of map_runs, but case 1 is"):
+        with pytest.raises(ValueError, match="map_runs, but case 1"):
             mpishard.map_runs(fit, [1, 3 if mine else 2], mesh)

@@ -182,7 +182,7 @@ def test_errors_in_products_are_raised_on_all(mesh):
         least_squares(CURVE.residuals, CURVE.start, lambda x: Failing(CURVE.jacobian(x)), mesh=mesh)
     Failing.matvec = lambda self, v: self.matrix @ v
     Failing.rmatvec = lambda self, u: (self.matrix.T @ u)[: 3 if mesh.rank == last else None]
-    with pytest.raises(ValueError, match="rmatvec of the Jacobian returned 3 elements"):
+    with pytest.raises(ValueError, match="rmatvec .*3 elements"):
         least_squares(CURVE.residuals, CURVE.start, lambda x: Failing(CURVE.jacobian(x)), mesh=mesh)
 
 
@@ -268,7 +268,7 @@ def test_an_exact_method_is_saved_and_continues(comm, mesh, folder, case):
         with pytest.raises(ValueError, match="is of other residuals"):
             run(mesh, lambda x: 2 * problem.residuals(x)[own])
         if case == "lm":
-            with pytest.raises(ValueError, match="is of least_squares by lm, .*this is least_squares by trf"):
+            with pytest.raises(ValueError, match="by lm, .*by trf"):
                 run(mesh, method="trf", x_scale=1.0)
     with mpishard.Mesh(comm.Split(comm.rank)) as alone:
         for rank in range(comm.size):

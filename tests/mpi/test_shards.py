@@ -181,7 +181,7 @@ def test_close_to_one_shard(mesh, comm):
 
 @pytest.mark.mpi(min_size=3)
 def test_tensor_sizes_that_do_not_divide_the_shards(mesh, comm):
-    with pytest.raises(ValueError, match=f"2 shards cannot be split over {comm.size} tensor-parallel ranks; choose a"):
+    with pytest.raises(ValueError, match=f"2 shards .*{comm.size} tensor-parallel ranks"):
         nn.GPT(**MODEL, mesh=mesh, shards=2)
 
 

@@ -164,7 +164,7 @@ def test_other_ranks_say_where_one_has_failed():
 
     other = TwoRanks()
     other.allgather_object = gathered
-    with pytest.raises(RuntimeError, match="^rank 1 of axis 'world': KeyError: 'no data'") as raised:
+    with pytest.raises(RuntimeError, match="^rank 1 .*KeyError: 'no data'") as raised:
         DeferredError(other, transactional=False).raise_on_all()
     (note,) = raised.value.__notes__
     assert note.startswith("On rank 1:\n") and note.endswith('raise KeyError("no data")')
@@ -466,7 +466,7 @@ def test_device_memory_and_vectors_that_are_too_long(device):
     vector.fill(-2.0)
     space = LocalSpace(5, vector)
     assert space.largest(vector) == [2.0] and space.dots([(vector, vector)], [4.0]) == [20.0]
-    with pytest.raises(ValueError, match=f"at most {MOST_TERMS} elements, but these have {MOST_TERMS + 1}"):
+    with pytest.raises(ValueError, match=f"at most {MOST_TERMS} .*{MOST_TERMS + 1}"):
         SpaceTwoRanks(5, MOST_TERMS + 1, vector, [(0, 5)])
 
 

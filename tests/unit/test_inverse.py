@@ -194,7 +194,7 @@ ONES = np.ones(30)
     [
         (lambda x: 3.0, {}, r"\(value, gradient\)"),
         (lambda x: (0.0, x[1:]), {}, "has 29 elements"),
-        (lambda x: (0.0, np.nan * x), {}, "30 elements of the gradient are not finite"),
+        (lambda x: (0.0, np.nan * x), {}, "30 elements .*not finite"),
         (waves, {"direction": 0 * ONES}, "direction is 0"),
         (waves, {"direction": ONES[1:]}, "30 finite elements"),
         (waves, {"x": None}, "needs x"),
@@ -416,7 +416,7 @@ def test_a_term_of_an_array_in_a_tree():
     x = {"a": [np.array([0.0, 1.0, 3.0]), np.ones(2)]}
     value, gradient = mpishard.regularized(fun, Tikhonov(weight=2.0, name="a.0"))(x)
     assert value == 5.0 and gradient["a"][0].tolist() == [-2, -2, 4] and not gradient["a"][1].any()
-    with pytest.raises(ValueError, match="x0 has no array 'b'; there are a.0, a.1"):
+    with pytest.raises(ValueError, match="'b'; .*a.0, a.1"):
         mpishard.regularized(fun, Tikhonov(weight=2.0, name="b"))(x)
 
 

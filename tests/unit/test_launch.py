@@ -60,7 +60,7 @@ def test_worlds_of_one_rank_are_refused(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for comm in (None, MPI.COMM_WORLD):
-        with pytest.raises(ValueError, match=f"alone in its MPI_COMM_WORLD: {launcher} started 4 ranks.*{way_out}"):
+        with pytest.raises(ValueError, match=f"MPI_COMM_WORLD: {launcher} started 4 .*{way_out}"):
             mpishard.Mesh(comm)
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         assert mesh.size == 1
@@ -116,7 +116,7 @@ def test_hosts_that_answer(shell):
 def test_hosts_that_nothing_reaches(shell):
     check_shell(parse_hosts("a,b"), f"{shell} -o option")
     check_shell(parse_hosts("localhost"), "/nowhere/ssh")
-    with pytest.raises(ValueError, match="/nowhere/ssh .* does not exist; .* --remote-shell"):
+    with pytest.raises(ValueError, match="/nowhere/ssh .*--remote-shell"):
         check_shell(parse_hosts("localhost,a"), "/nowhere/ssh -q")
 
 
@@ -190,10 +190,11 @@ def test_segments_that_a_dead_process_of_the_job_had(tmp_path, monkeypatch):
             path.write_bytes(bytes(4096))
         mapped = [sys.executable, "-I", "-S", "-c", MAP, *map(str, (mpich, open_mpi, users))]
         leftovers = Leftovers()
-        leftovers._next = 0.0
         with subprocess.Popen(mapped, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()
-            leftovers.look()
+            with monkeypatch.context() as later:
+                later.setattr(time, "monotonic", lambda: float("inf"))
+                leftovers.look()
             leftovers.remove(0)
             assert all(path.exists() for path in paths)
             process.kill()

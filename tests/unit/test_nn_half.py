@@ -66,9 +66,12 @@ def test_without_a_dtype_it_is_the_plain_product():
 
 
 @pytest.fixture(autouse=True)
-def numpys_library(monkeypatch):
+def numpys_library():
     """The choice before a mesh is made."""
-    monkeypatch.setattr(choice, "_active", choice.Choice())
+    before = choice.active()
+    choice.activate(choice.Choice())
+    yield
+    choice.activate(before)
 
 
 @pytest.fixture(params=["rounded", *(name for name in libraries.installed() if libraries.multiplies_bfloat16())])
@@ -138,9 +141,9 @@ def test_numpy_is_slow_and_says_so_once():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(compute_dtype=np.float32), "compute_dtype is float32; it must be float16 or bfloat16"),
-        (dict(compute_dtype=np.int16), "compute_dtype is int16; it must be float16 or bfloat16"),
-        (dict(compute_dtype=np.float16, dtype=np.float64), "needs float32 weights, but dtype is float64"),
+        (dict(compute_dtype=np.float32), "compute_dtype is float32"),
+        (dict(compute_dtype=np.int16), "compute_dtype is int16"),
+        (dict(compute_dtype=np.float16, dtype=np.float64), "dtype is float64"),
     ],
 )
 def test_what_is_no_half_precision(options, message):

@@ -164,7 +164,7 @@ def test_type_checkers_and_python_find_the_same_names(name: str) -> None:
         assert module != f"{name}.{each}", "once imported, a module hides the name of the package"
     further = ["__version__"] if package is mpishard else []
     assert sorted(modules) == sorted(package.__all__) and sorted(dir(package)) == sorted([*modules, *further])
-    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Missing'"):
+    with pytest.raises(AttributeError, match=f"'{name}' .*'Missing'"):
         _ = package.Missing
 
 
@@ -176,7 +176,7 @@ def test_without_a_framework_a_message_says_what_to_install(
     for public in package.__all__:
         monkeypatch.delitem(vars(package), public, raising=False)
     monkeypatch.setitem(sys.modules, name, None)
-    message = rf"mpishard.{name}.rule_of needs {called}: pip install 'mpishard\[{name}\]'"
+    message = rf"mpishard.{name}.rule_of needs {called}: .*mpishard\[{name}\]"
     with pytest.raises(ModuleNotFoundError, match=message):
         _ = package.rule_of
     assert dir(package) == package.__all__
