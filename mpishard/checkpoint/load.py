@@ -15,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder
 from mpishard.checkpoint.folder import Candidate
-from mpishard.checkpoint.pieces import CheckpointReader, Contents, PieceRange, Readers, StoredPiece
+from mpishard.checkpoint.pieces import CheckpointReader, Contents, PieceRange, ReadThreads, StoredPiece
 from mpishard.checkpoint.verify import examine
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
@@ -45,13 +45,13 @@ def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Ch
     which the first pass left them: no rank needs memory for a second copy. Waits for a disk use the axis `patient`,
     without a time limit.
     """
-    with Readers(mesh.node.size) as readers, no_garbage_collection():
+    with ReadThreads(mesh.node.size) as threads, no_garbage_collection():
         axis = mesh.world
         known, passed_over = _find(run, patient)
         spoilt = False
         agree = partial(gather_lists, patient)
         for candidate in known:
-            found = examine(candidate, state.kinds, agree=agree, rank=patient.rank, ranks=patient.size, readers=readers)
+            found = examine(candidate, state.kinds, agree=agree, rank=patient.rank, ranks=patient.size, threads=threads)
             contents, problems = found.contents, list(found.problems)
             if contents is not None and not problems:
                 try:
@@ -65,7 +65,7 @@ def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Ch
                     problems = [str(error)]
             if contents is not None and not problems:
                 try:
-                    fill(contents, state, axis, patient, one_node=mesh.node.size == mesh.size, readers=readers)
+                    fill(contents, state, axis, patient, one_node=mesh.node.size == mesh.size, threads=threads)
                     return contents
                 except ValueError as error:  # on all ranks
                     problems, spoilt = [str(error)], True
@@ -148,7 +148,7 @@ def fill(
     patient: Axis,
     *,
     one_node: bool = False,
-    readers: Readers | None = None,
+    threads: ReadThreads | None = None,
 ) -> None:
     """Fill the arrays of a state from a checkpoint without damage.  Collective; one rank counts each element.
 
@@ -163,7 +163,7 @@ def fill(
         check_fits(contents, state)
     problems = []
     try:
-        with CheckpointReader(contents, readers) as reader:
+        with CheckpointReader(contents, threads) as reader:
             for shard in state.shards:
                 if shard.kind in contents.kinds:
                     _read(reader, shard, shard.holding if one_node else shard.counted)

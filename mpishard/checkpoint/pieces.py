@@ -41,13 +41,13 @@ _MOST_THREADS = 8  # more of them only wait for each other
 _LEAST_SHARE = 2**23
 
 
-class Readers(AbstractContextManager["Readers"]):
-    """The share of one of `processes` processes of the cores of its node, as threads that read."""
+class ReadThreads(AbstractContextManager["ReadThreads"]):
+    """Threads that read files, for one of `processes` processes of a node: as many as its share of the cores."""
 
     def __init__(self, processes: int = 1) -> None:
         cores = min(len(own_cores()), cpu_quota())
-        self._threads = max(1, min(int(cores / processes), _MOST_THREADS))
-        self._pool = ThreadPoolExecutor(self._threads, "mpishard-read") if self._threads > 1 else None
+        self._count = max(1, min(int(cores / processes), _MOST_THREADS))
+        self._pool = ThreadPoolExecutor(self._count, "mpishard-read") if self._count > 1 else None
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
@@ -64,7 +64,7 @@ class Readers(AbstractContextManager["Readers"]):
     def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
         """Call a function for all items: each thread takes some side by side, of about as many bytes of `sizes`."""
         ends = list(accumulate(sizes))
-        threads = min(self._threads, ends[-1] // _LEAST_SHARE) if ends else 0
+        threads = min(self._count, ends[-1] // _LEAST_SHARE) if ends else 0
         if threads < 2:
             for item in items:
                 function(item)
@@ -351,18 +351,18 @@ class PieceRange(NamedTuple):
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):
-    """Reads the tensors of a checkpoint, in the threads of `readers`; a `Source`, and a context manager for its files.
+    """Reads the tensors of a checkpoint, in `threads`; a `Source`, and a context manager for its files.
 
     It opens files with HDF5; compare their hashes with the manifest before.
     """
 
-    def __init__(self, contents: Contents, readers: Readers | None = None) -> None:
+    def __init__(self, contents: Contents, threads: ReadThreads | None = None) -> None:
         self.facts: dict[str, Any] = contents.facts
         self.tensors: dict[str, tuple[int, ...]] = contents.tensors
         self.kinds: dict[str, np.dtype] = contents.kinds
         self.pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)  # by kind and tensor
         self._contents = contents
-        self._readers = readers
+        self._threads = threads
         self._files: OrderedDict[str, h5py.File] = OrderedDict()
         self._opened: dict[tuple[str, str], _OpenDataset] = {}
         self._sizes: dict[tuple[str, str], int] = {}
@@ -429,11 +429,11 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             with refusing(path):
                 read_into(file, place, out)
 
-        if self._readers is None:
+        if self._threads is None:
             for part in parts:
                 read(part)
         else:
-            self._readers.share(read, parts, [out.nbytes for _, _, _, out in parts])
+            self._threads.share(read, parts, [out.nbytes for _, _, _, out in parts])
 
     def _read(self, opened: _OpenDataset, start: int, out: np.ndarray) -> None:
         if opened.place is None:
