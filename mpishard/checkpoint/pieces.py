@@ -31,69 +31,8 @@ from mpishard.io import files, hdf5
 from mpishard.layout.boxes import Box, box_shape, box_size, inside, intersect
 from mpishard.layout.run_state import brief
 
-# Threads that read files: system calls and hashes of large blocks run without the interpreter's lock.
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-_MOST_THREADS = 8  # more of them only wait for each other
-# Bytes from which a second thread pays.
-_LEAST_SHARE = 2**23
-
-
-class ReadThreads(AbstractContextManager["ReadThreads"]):
-    """Threads that read files, for one of `processes` processes of a node: as many as its share of the cores."""
-
-    def __init__(self, processes: int = 1) -> None:
-        cores = min(len(own_cores()), cpu_quota())
-        self._count = max(1, min(int(cores / processes), _MOST_THREADS))
-        self._pool = ThreadPoolExecutor(self._count, "mpishard-read") if self._count > 1 else None
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """The results of a function for all items, in their order; it runs in several threads at once."""
-        if self._pool is None:
-            return [function(item) for item in items]
-        futures = [self._pool.submit(function, item) for item in items]
-        wait(futures)  # before one raises: no thread writes to memory that the caller then uses otherwise
-        return [future.result() for future in futures]
-
-    def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
-        """Call a function for all items: each thread takes some side by side, of about as many bytes of `sizes`."""
-        ends = list(accumulate(sizes))
-        threads = min(self._count, ends[-1] // _LEAST_SHARE) if ends else 0
-        if threads < 2:
-            for item in items:
-                function(item)
-            return
-        inner = [bisect_right(ends, ends[-1] * thread / threads) for thread in range(1, threads)]
-        cuts = [0, *inner, len(items)]
-
-        def run(thread: int) -> None:
-            for item in items[cuts[thread] : cuts[thread + 1]]:
-                function(item)
-
-        self.map(run, range(threads))
-
-
-def read_into(file: int, place: int, out: Any) -> None:
-    """Fill contiguous memory with bytes of a file from `place` on; the position of its descriptor stays where it is.
-
-    OSError if the disk fails, or the file ends before.
-    """
-    left = memoryview(out).cast("B")
-    # One call reads at most 2 GiB, and may read less than requested.
-    while left:
-        count = os.preadv(file, [left], place)
-        if not count:
-            raise OSError(f"the file ends at byte {place}, {len(left)} bytes too early")
-        place, left = place + count, left[count:]
-
-
-# -- files of pieces ---------------------------------------------------------------------------------------------------
 
 VERSION = 2
 INDEX = "index.h5"
@@ -113,6 +52,12 @@ _OPEN_FILES = 64
 _BLOCK = 2**22
 # Bytes of a row from which it is read by itself; of shorter ones many are read at once, also what lies between.
 _LONG_ROW = 2**16
+_MOST_THREADS = 8  # more of them only wait for each other
+# Bytes from which a second thread pays.
+_LEAST_SHARE = 2**23
+
+
+# -- files of pieces ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -293,6 +238,63 @@ def new_file(path: Path, mark: bytes, *, held: bool = False) -> Iterator[tuple[h
             disk.write(mark)
         finally:
             disk.check()
+
+
+# -- threads that read -------------------------------------------------------------------------------------------------
+#
+# System calls and hashes of large blocks run without the interpreter's lock.
+
+
+class ReadThreads(AbstractContextManager["ReadThreads"]):
+    """Threads that read files, for one of `processes` processes of a node: as many as its share of the cores."""
+
+    def __init__(self, processes: int = 1) -> None:
+        cores = min(len(own_cores()), cpu_quota())
+        self._count = max(1, min(int(cores / processes), _MOST_THREADS))
+        self._pool = ThreadPoolExecutor(self._count, "mpishard-read") if self._count > 1 else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """The results of a function for all items, in their order; it runs in several threads at once."""
+        if self._pool is None:
+            return [function(item) for item in items]
+        futures = [self._pool.submit(function, item) for item in items]
+        wait(futures)  # before one raises: no thread writes to memory that the caller then uses otherwise
+        return [future.result() for future in futures]
+
+    def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
+        """Call a function for all items: each thread takes some side by side, of about as many bytes of `sizes`."""
+        ends = list(accumulate(sizes))
+        threads = min(self._count, ends[-1] // _LEAST_SHARE) if ends else 0
+        if threads < 2:
+            for item in items:
+                function(item)
+            return
+        inner = [bisect_right(ends, ends[-1] * thread / threads) for thread in range(1, threads)]
+        cuts = [0, *inner, len(items)]
+
+        def run(thread: int) -> None:
+            for item in items[cuts[thread] : cuts[thread + 1]]:
+                function(item)
+
+        self.map(run, range(threads))
+
+
+def read_into(file: int, place: int, out: Any) -> None:
+    """Fill contiguous memory with bytes of a file from `place` on; the position of its descriptor stays where it is.
+
+    OSError if the disk fails, or the file ends before.
+    """
+    left = memoryview(out).cast("B")
+    # One call reads at most 2 GiB, and may read less than requested.
+    while left:
+        count = os.preadv(file, [left], place)
+        if not count:
+            raise OSError(f"the file ends at byte {place}, {len(left)} bytes too early")
+        place, left = place + count, left[count:]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
