@@ -283,18 +283,18 @@ class ReadThreads(AbstractContextManager["ReadThreads"]):
         self.map(run, range(threads))
 
 
-def read_into(file: int, place: int, out: Any) -> None:
-    """Fill contiguous memory with bytes of a file from `place` on; the position of its descriptor stays where it is.
+def read_into(file: int, offset: int, out: Any) -> None:
+    """Fill contiguous memory with bytes of a file from `offset` on; the position of its descriptor stays where it is.
 
     OSError if the disk fails, or the file ends before.
     """
     left = memoryview(out).cast("B")
     # One call reads at most 2 GiB, and may read less than requested.
     while left:
-        count = os.preadv(file, [left], place)
+        count = os.preadv(file, [left], offset)
         if not count:
-            raise OSError(f"the file ends at byte {place}, {len(left)} bytes too early")
-        place, left = place + count, left[count:]
+            raise OSError(f"the file ends at byte {offset}, {len(left)} bytes too early")
+        offset, left = offset + count, left[count:]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -336,11 +336,11 @@ def naming(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _OpenDataset:
-    """A data set, checked.  `place` is the byte of its file where its values begin, if they lie there end to end."""
+    """A data set, checked.  `offset` is the byte of its file where its values begin, if they lie there end to end."""
 
     dataset: h5py.h5d.DatasetID
     file: int
-    place: int | None
+    offset: int | None
 
 
 class PieceRange(NamedTuple):
@@ -417,19 +417,19 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             path, target = self._contents.folder / piece.file, out[place : place + size]
             with refusing(path):
                 opened = self._open(piece)
-                if opened.place is None:
+                if opened.offset is None:
                     self._read(opened, start, target)
                     continue
             for first in range(0, size, _BLOCK):
                 part = target[first : first + _BLOCK]
-                waiting.append((path, opened.file, opened.place + (start + first) * out.itemsize, part))
+                waiting.append((path, opened.file, opened.offset + (start + first) * out.itemsize, part))
         self._read_all(waiting)
 
     def _read_all(self, parts: Sequence[tuple[Path, int, int, np.ndarray]]) -> None:
         def read(part: tuple[Path, int, int, np.ndarray]) -> None:
-            path, file, place, out = part
+            path, file, offset, out = part
             with refusing(path):
-                read_into(file, place, out)
+                read_into(file, offset, out)
 
         if self._threads is None:
             for part in parts:
@@ -438,12 +438,12 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             self._threads.share(read, parts, [out.nbytes for _, _, _, out in parts])
 
     def _read(self, opened: _OpenDataset, start: int, out: np.ndarray) -> None:
-        if opened.place is None:
+        if opened.offset is None:
             space = opened.dataset.get_space()
             space.select_hyperslab((start,), out.shape)
             opened.dataset.read(h5py.h5s.create_simple(out.shape), space, out)
         else:
-            read_into(opened.file, opened.place + start * out.itemsize, out)
+            read_into(opened.file, opened.offset + start * out.itemsize, out)
 
     def check(self, piece: StoredPiece) -> None:
         """Raise ValueError, as `read_piece`, unless all of the data set of a piece can be read; decodes its chunks."""
