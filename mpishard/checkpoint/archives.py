@@ -27,7 +27,7 @@ import numpy as np
 from mpishard.arguments import printable
 from mpishard.backend.array import FLOATS
 from mpishard.checkpoint import disk
-from mpishard.checkpoint.disk import unlinked
+from mpishard.checkpoint.disk import refusing_links
 from mpishard.checkpoint.folder import (
     MANIFEST,
     FileEntry,
@@ -200,7 +200,7 @@ def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> Non
     for name in source.tensors:
         if name.startswith(_SLOTS) or "\0" in name or name == "__metadata__":
             raise ValueError(f"a tensor named {name!r} clashes with other entries of {file.name}; rename it")
-    with published(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=unlinked) as stream:
+    with published(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=refusing_links) as stream:
         write(source, labels, stream)
 
 
