@@ -25,8 +25,8 @@ from mpishard.checkpoint.pieces import INDEX, CheckpointReader, Contents, ReadTh
 from mpishard.io import files
 
 _MOST_DATASETS = 3
-# The first bytes of a file of a checkpoint: the id of the checkpoint, and the writer of the pieces.
-_LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
+# How the user block of a file begins, see `pieces_mark` and `index_mark`: the id of the checkpoint, and the writer.
+_MARK = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
 
 # -- examination -------------------------------------------------------------------------------------------------------
 
@@ -137,13 +137,13 @@ def _file_problem(path: Path, entry: FileEntry, id: str) -> str:
 
 def _how_altered(path: Path, id: str) -> str:
     with io.FileIO(files.open_to_read(path)) as file:
-        label = _LABEL.match(file.read(512) or b"")
-    if label is None:
+        mark = _MARK.match(file.read(512) or b"")
+    if mark is None:
         return "altered: its hash differs from the one in the manifest"
-    other = label[1].decode()
+    other = mark[1].decode()
     if other != id:
         return f"stale: it belongs to the checkpoint {other}, this one is {id}"
-    whose = label[2]
+    whose = mark[2]
     if whose is not None and path.name != pieces_file(int(whose)):
         return f"exchanged: it holds the pieces of rank {int(whose)}"
     return "altered: its hash differs from the one in the manifest"
