@@ -358,7 +358,7 @@ class _Safetensors:
         self._opened = stack.enter_context(safetensors.safe_open(file, "numpy"))
         with os.fdopen(files.open_to_read(file), "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length), object_pairs_hook=_once)
+            header = json.loads(stream.read(length), object_pairs_hook=_unique)
         metadata = header.pop("__metadata__", None) or {}
         self.facts_text: str | None = metadata.get(_FACTS)
         self.entries: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
@@ -372,7 +372,8 @@ class _Safetensors:
         return self._opened.get_tensor(label)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Pairs of names and values as a dictionary; ValueError if a name is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((name, count),) = Counter(name for name, _ in pairs).most_common(1)
@@ -387,7 +388,7 @@ class _Npz:
         stream = stack.enter_context(os.fdopen(files.open_to_read(file), "rb"))
         self._archive = stack.enter_context(zipfile.ZipFile(stream))
         infos = self._archive.infolist()
-        _once([(info.filename, None) for info in infos])
+        _unique([(info.filename, None) for info in infos])
         size_on_disk = os.fstat(stream.fileno()).st_size
         if sum(info.compress_size for info in infos) > size_on_disk:
             raise ValueError(f"its members overlap, or claim more than its {size_on_disk} bytes")
