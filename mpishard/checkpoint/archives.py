@@ -37,7 +37,7 @@ from mpishard.checkpoint.folder import (
     named_step,
     provisional,
     publish,
-    published,
+    published_file,
 )
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.pieces import (
@@ -162,7 +162,7 @@ def write_plain(contents: Contents, target: Path) -> None:
     index, OSError if the disk fails.
     """
     mark = f"mpishard plain {contents.id}\n".encode().ljust(USER_BLOCK, b"\0")
-    with CheckpointReader(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
+    with CheckpointReader(contents) as source, published_file(target, total_bytes(source, source.kinds)) as path:
         with hdf5.open_to_read(contents.folder / INDEX) as index, new_file(path, mark, held=True) as (h5, file):
             h5.attrs.update(index.attrs)
             h5.attrs["format"] = "mpishard plain checkpoint"
@@ -200,7 +200,7 @@ def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> Non
     for name in source.tensors:
         if name.startswith(_SLOTS) or "\0" in name or name == "__metadata__":
             raise ValueError(f"a tensor named {name!r} clashes with other entries of {file.name}; rename it")
-    with published(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=refusing_links) as stream:
+    with published_file(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=refusing_links) as stream:
         write(source, labels, stream)
 
 

@@ -400,8 +400,8 @@ def provisional(target: Path, size: int) -> Iterator[Path]:
 
 
 @contextmanager
-def published(target: Path, size: int) -> Iterator[Path]:
-    """Like `provisional`, for a file, which at the end is synced and renamed to `target`."""
+def published_file(target: Path, size: int) -> Iterator[Path]:
+    """Like `provisional`, for a file, which is synced and renamed to `target` at the end of the context."""
     with provisional(target, size) as path, disk.hold(path):
         yield path
         disk.sync(path)
