@@ -17,7 +17,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest
 from mpishard.layout.boxes import run_lengths, split
 from mpishard.parameters.buckets import Bucket
-from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, sort_by_owner, tree_merges
+from mpishard.reduction.tree_sum import TermAssignment, TreeNode, add_by_tree, sort_by_owner, tree_merges, tree_nodes
 
 Array = Any
 
@@ -25,7 +25,7 @@ Array = Any
 class _Sum(NamedTuple):
     """The rows that an exchange adds up to one node, as (is on this rank, row number), and their `tree_merges`."""
 
-    node: Node
+    node: TreeNode
     rows: list[tuple[bool, int]]
     times: list[int]
 
@@ -130,7 +130,7 @@ class OrderedSums:
         starts = [-1 - row * out.size if here else row * out.size for here, row in total.rows]
         add_by_tree(own, received, starts, total.times, out)
         stack = self._stacks.setdefault(bucket, [])
-        while len(stack) >= len(nodes(0, total.node.stop, self.assignment.total)):
+        while len(stack) >= len(tree_nodes(0, total.node.stop, self.assignment.total)):
             lower = stack.pop()
             accumulate(out, lower[: out.size])  # both orders of these two give the same bits
             self._free.append(lower)
