@@ -27,7 +27,7 @@ class _Sum(NamedTuple):
 
     node: TreeNode
     rows: list[tuple[bool, int]]
-    times: list[int]
+    merges: list[int]
 
 
 @functools.lru_cache(maxsize=256)
@@ -43,8 +43,8 @@ def _plan(assignment: TermAssignment, exchange: int, rank: int) -> tuple[list[in
     sums = []
     for total in assignment.sums(exchange):
         within = [(node, where) for node, where in placed if total.start <= node.start and node.stop <= total.stop]
-        times = tree_merges([node for node, _ in within], assignment.total)
-        sums.append(_Sum(total, [where for _, where in within], times))
+        merges = tree_merges([node for node, _ in within], assignment.total)
+        sums.append(_Sum(total, [where for _, where in within], merges))
     return [len(theirs) for theirs in parts], sums
 
 
@@ -128,7 +128,7 @@ class OrderedSums:
         block = target if last else self._take(target.size)
         out = block[: target.size]
         starts = [-1 - row * out.size if here else row * out.size for here, row in total.rows]
-        add_by_tree(own, received, starts, total.times, out)
+        add_by_tree(own, received, starts, total.merges, out)
         stack = self._stacks.setdefault(bucket, [])
         while len(stack) >= len(tree_nodes(0, total.node.stop, self.assignment.total)):
             lower = stack.pop()

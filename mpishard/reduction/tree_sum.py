@@ -49,8 +49,8 @@ def tree_nodes(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
 def tree_merges(parts: Sequence[TreeNode], total: int) -> list[int]:
     """The number of merges after each push, when a run of neighbouring nodes is added up on a stack in ascending order.
 
-    A merge replaces the two newest values by their sum, lower plus upper. In the end the stack holds the `tree_nodes` of
-    the whole run, which has no gaps, of the tree over `total` terms.
+    A merge replaces the two newest values by their sum, lower plus upper. In the end the stack holds the `tree_nodes`
+    of the whole run, which has no gaps, of the tree over `total` terms.
     """
     depth, found = 0, []
     for part in parts:
@@ -64,9 +64,9 @@ def tree_sum(terms: Sequence[float]) -> float:
     """The sum of numbers along their tree, in the order of their index; 0.0 without any."""
     stack: list[float] = []
     leaves = [TreeNode(index, index + 1) for index in range(len(terms))]
-    for term, times in zip(terms, tree_merges(leaves, len(terms)), strict=True):
+    for term, merges in zip(terms, tree_merges(leaves, len(terms)), strict=True):
         stack.append(term)
-        for _ in range(times):
+        for _ in range(merges):
             upper = stack.pop()
             stack[-1] += upper
     return stack[0] if stack else 0.0
@@ -138,29 +138,29 @@ def sort_by_owner(partial: Sequence[Array], pieces: Sequence[int], out: Array) -
         start += count
 
 
-def add_by_tree(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
+def add_by_tree(own: Array, received: Array, starts: Sequence[int], merges: Sequence[int], out: Array) -> None:
     """Add up rows of two flat buffers into `out`, which may be one of them, in one pass over memory.
 
     The rows have ``out.size`` elements. `starts` has the start of each row in `received`; or, if negative, ``-1 -
-    start`` of a row in `own`. `times` are the `tree_merges` of the rows, which leave one sum.
+    start`` of a row in `own`. `merges` are the `tree_merges` of the rows, which leave one sum.
     """
-    assert sum(times) == len(times) - 1
+    assert sum(merges) == len(merges) - 1
     if not out.size:
         return
     if is_device(out):
-        _add_on_device(own, received, starts, times, out)
+        _add_on_device(own, received, starts, merges, out)
         return
     depth = height = 0
-    for pops in times:
+    for pops in merges:
         height = max(height, depth + 1)
         depth += 1 - pops
     stack = np.empty(height * _BLOCK, out.dtype)
-    _add((own, received, out, stack, np.array(starts, np.int64), np.array(times, np.int64)))
+    _add((own, received, out, stack, np.array(starts, np.int64), np.array(merges, np.int64)))
 
 
-def _add_on_device(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
+def _add_on_device(own: Array, received: Array, starts: Sequence[int], merges: Sequence[int], out: Array) -> None:
     stack: list[Array] = []
-    for start, pops in zip(starts, times, strict=True):
+    for start, pops in zip(starts, merges, strict=True):
         source, first = (own, -1 - start) if start < 0 else (received, start)
         stack.append(source[first : first + out.size])
         for _ in range(pops):
@@ -175,7 +175,7 @@ def _add_loop(
     out: np.ndarray,
     stack: np.ndarray,
     starts: np.ndarray,
-    times: np.ndarray,
+    merges: np.ndarray,
 ) -> None:
     for begin in range(0, out.size, _BLOCK):
         count = min(_BLOCK, out.size - begin)
@@ -186,7 +186,7 @@ def _add_loop(
                 term = own[begin - 1 - start : begin - 1 - start + count]
             else:
                 term = received[begin + start : begin + start + count]
-            pops = times[row]
+            pops = merges[row]
             if pops == 0:
                 top += _BLOCK
                 level = stack[top : top + count]
