@@ -230,7 +230,7 @@ class PowerSGDSums(CompressedSums):
     def __init__(self, compressor: PowerSGDCompressor, pieces: Sequence[Piece], gathers: bool, **layout: Any) -> None:
         super().__init__(**layout)
         self._gathers = gathers
-        self._rank = compressor.rank
+        self._matrix_rank = compressor.rank  # of the approximations; that of this process is ``axis.rank``
         self._compressor = compressor
         self._matrices: dict[int, list[_Matrix]] = {}
         self._vectors: dict[int, list[slice]] = {}
@@ -248,7 +248,7 @@ class PowerSGDSums(CompressedSums):
         self._halfway: dict[int, tuple[Array, Array]] = {}
 
     def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
-        rank, axis, matrices = self._rank, self._axis, self._matrices[bucket.index]
+        matrix_rank, axis, matrices = self._matrix_rank, self._axis, self._matrices[bucket.index]
         own = self._own(bucket)
         bases = self._new_bases
         if bucket.index not in self._sent:
@@ -258,7 +258,7 @@ class PowerSGDSums(CompressedSums):
         rest = self._with_errors(bucket, gradient)
         vectors = self._vectors[bucket.index]
         plain = sum(extent.stop - extent.start for extent in vectors)
-        first = arrays.empty(plain + rank * sum(each.rows for each in matrices), gradient.dtype, like=gradient)
+        first = arrays.empty(plain + matrix_rank * sum(each.rows for each in matrices), gradient.dtype, like=gradient)
         offset = 0
         for extent in vectors:
             first[offset : offset + extent.stop - extent.start] = gradient[extent]
@@ -283,7 +283,7 @@ class PowerSGDSums(CompressedSums):
     def _project(self, bucket: Bucket, gradient: Array, first: Array, rest: Array) -> None:
         """Compute the right factors of this rank's gradient, and its error `rest`."""
         matrices = self._matrices[bucket.index]
-        second = arrays.empty(self._rank * sum(each.columns for each in matrices), gradient.dtype, like=gradient)
+        second = arrays.empty(self._matrix_rank * sum(each.columns for each in matrices), gradient.dtype, like=gradient)
         for each, p, q in zip(matrices, *self._both(bucket, first, second), strict=True):
             p[...] = orthonormal(p)
             q[...] = self._matrix(gradient, each).T @ p
@@ -339,11 +339,11 @@ class PowerSGDSums(CompressedSums):
         return slice(sum(pieces[:rank]), sum(pieces[: rank + 1]))
 
     def _factors(self, flat: Array, lengths: Sequence[int]) -> list[Array]:
-        """Views of matrices, end to end in a flat array, with these numbers of rows and `rank` columns each."""
+        """Views of matrices, end to end in a flat array, with these numbers of rows and `_matrix_rank` columns each."""
         found, offset = [], 0
         for length in lengths:
-            found.append(flat[offset : offset + self._rank * length].reshape(length, self._rank))
-            offset += self._rank * length
+            found.append(flat[offset : offset + self._matrix_rank * length].reshape(length, self._matrix_rank))
+            offset += self._matrix_rank * length
         return found
 
     @staticmethod
