@@ -30,19 +30,19 @@ class NodeAxes(NamedTuple):
     across: Axis
 
 
-def nodes_of_data(mesh: Mesh, ranks: bool | int) -> list[int]:
+def nodes_of_data(mesh: Mesh, hierarchical: bool | int) -> list[int]:
     """The number of the node of each rank of the data axis; all 0 where sums are not hierarchical.
 
-    Sums are hierarchical if all data axes of the mesh are cut equally into several nodes, each with the same number of
-    ranks, and more than one. All ranks compute the same. `ranks` neighbours on the data axis count as a node; True:
-    those that share memory; False: all.
+    `hierarchical` is the setting of `ShardingConfiguration`. True: a node is the ranks that share memory; a number: so
+    many neighbours on the data axis; False: all ranks. Sums are hierarchical if all data axes of the mesh are cut
+    equally into several nodes, each with the same number of ranks, and more than one. All ranks compute the same.
     """
     size, tensor = mesh.data.size, mesh.tensor.size
-    if ranks is True:
+    if hierarchical is True:
         first = [stage * size * tensor + part for stage in range(mesh.pipeline.size) for part in range(tensor)]
         found = {_numbered(mesh.nodes[rank : rank + size * tensor : tensor]) for rank in first}
     else:
-        found = {_numbered([rank // ranks if ranks else 0 for rank in range(size)])}
+        found = {_numbered([rank // hierarchical if hierarchical else 0 for rank in range(size)])}
     nodes = min(found)
     sizes = Counter(nodes)
     even = len(found) == 1 and len(set(sizes.values())) == 1 and 1 < len(sizes) < size
@@ -55,14 +55,14 @@ def _numbered(names: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers[name] for name in names)
 
 
-def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
+def node_axes(mesh: Mesh, hierarchical: bool | int) -> NodeAxes | None:
     """Split the data axis by `nodes_of_data`; None if there is only one node. Collective over the axis."""
-    axis, nodes = mesh.data, nodes_of_data(mesh, ranks)
+    axis, nodes = mesh.data, nodes_of_data(mesh, hierarchical)
     if not any(nodes):
         return None
     number = nodes[: axis.rank].count(nodes[axis.rank])
-    within = axis.split(f"data within node ({ranks})", nodes[axis.rank])
-    return NodeAxes(within, axis.split(f"data across nodes ({ranks})", number))
+    within = axis.split(f"data within node ({hierarchical})", nodes[axis.rank])
+    return NodeAxes(within, axis.split(f"data across nodes ({hierarchical})", number))
 
 
 class HierarchicalSums:
