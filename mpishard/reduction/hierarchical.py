@@ -76,34 +76,36 @@ class HierarchicalSums:
     ) -> None:
         self.within: Axis = axes.within  # the ranks of this node
         self._across = axes.across  # the ranks with the same number on each node
-        self._like = like
-        self._counts = {bucket.index: run_lengths(split(bucket.size, axes.within.size)) for bucket in buckets}
+        # By bucket and rank of this node, the elements of the rank's piece of the bucket.
+        self._within_counts = {bucket.index: run_lengths(split(bucket.size, axes.within.size)) for bucket in buckets}
         # This rank's pieces as buckets of an array that holds them end to end.
         self._inner: dict[int, Bucket] = {}
         # The ranges of the flat gradient to which ``compressed.owned`` belongs, end to end.
         self.owned: list[tuple[int, int]] = []
-        parts, offset = [], 0
+        across_counts, offset = [], 0
         for bucket in buckets:
-            pieces = self._counts[bucket.index]
+            pieces = self._within_counts[bucket.index]
             first, size = bucket.start + sum(pieces[: axes.within.rank]), pieces[axes.within.rank]
             self._inner[bucket.index] = replace(bucket, start=offset, stop=offset + size)
-            part = run_lengths(split(size, axes.across.size))
-            start = first + sum(part[: axes.across.rank])
-            self.owned.append((start, start + part[axes.across.rank]))
-            parts.append(part)
+            counts = run_lengths(split(size, axes.across.size))
+            start = first + sum(counts[: axes.across.rank])
+            self.owned.append((start, start + counts[axes.across.rank]))
+            across_counts.append(counts)
             offset += size
-        self._parts = dict(zip(self._counts, parts, strict=True))
+        # By bucket and node, the elements of this rank's piece that the rank of the node owns.
+        self._across_counts = dict(zip(self._within_counts, across_counts, strict=True))
         self.compressed: CompressedSums | None = None  # the sums between nodes, if they are compressed
         if compressor is not None:
             inner = list(self._inner.values())
-            self.compressed = compressor.make_sums(CompressedSumsMaker(axes.across, inner, parts, like, scale))
+            maker = CompressedSumsMaker(axes.across, inner, across_counts, like, scale)
+            self.compressed = compressor.make_sums(maker)
 
     def start(self, bucket: Bucket, gradient: Array) -> Request:
         """Start to sum a bucket over the ranks of this node; `finish` does the rest. Collective over these ranks.
 
         The content of `gradient` is undefined afterwards; the result's `wait` returns this rank's piece of the sum.
         """
-        pieces = self._counts[bucket.index]
+        pieces = self._within_counts[bucket.index]
         own = arrays.empty(pieces[self.within.rank], gradient.dtype, like=gradient)
         return self.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
 
@@ -113,7 +115,7 @@ class HierarchicalSums:
         All ranks of a node have the same `values`, which are not changed; the result's `wait` returns this rank's
         piece.
         """
-        pieces, rank = self._counts[bucket.index], self.within.rank
+        pieces, rank = self._within_counts[bucket.index], self.within.rank
         piece = values[sum(pieces[:rank]) : sum(pieces[: rank + 1])].copy()
         if self.compressed is None:
             return self._sum_across(bucket, values, piece)
@@ -162,9 +164,10 @@ class HierarchicalSums:
         return self.compressed.start_gather(self._inner[bucket.index], piece)
 
     def _gather_within(self, bucket: Bucket, gradient: Array, piece: Array) -> Request:
-        return self.within.start_all_gather(gradient, piece, counts=self._counts[bucket.index], label="gradients")
+        counts = self._within_counts[bucket.index]
+        return self.within.start_all_gather(gradient, piece, counts=counts, label="gradients")
 
     def _own(self, bucket: Bucket, piece: Array) -> Array:
         """The part of a piece that this rank owns in the sum between the nodes."""
-        pieces, rank = self._parts[bucket.index], self._across.rank
+        pieces, rank = self._across_counts[bucket.index], self._across.rank
         return piece[sum(pieces[:rank]) : sum(pieces[: rank + 1])]
