@@ -113,7 +113,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Collective under ``zero=3``, and if a backward pass outside of `no_sync` was made since the last step.
         """
         if self._end.alive:
-            self._check_left("close()")
+            self._check_not_summoned("close()")
             self._state.hooks.drop()
             self._state.unshard()
         self._end()
@@ -126,9 +126,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
             raise ValueError("a problem of mpishard.torch has trained this module since: call as_distributed again")
         return hooks
 
-    def _check_left(self, what: str, **how: str) -> None:
+    def _check_not_summoned(self, what: str, **how: str) -> None:
         if self._state.units is not None:
-            self._state.units.check_left(what, **how)
+            self._state.units.check_not_summoned(what, **how)
 
     @property
     def module(self) -> Any:
@@ -511,7 +511,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Path
             The folder of the checkpoint.
         """
-        self._check_left("save_checkpoint()", would="save the values from before it")
+        self._check_not_summoned("save_checkpoint()", would="save the values from before it")
         self._state.take_values()
         return save_checkpoint(folder, self.parameters, self.optimizer, **options)
 
@@ -530,7 +530,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         dict
             The facts of the checkpoint.
         """
-        self._check_left("load_checkpoint()")
+        self._check_not_summoned("load_checkpoint()")
         facts = load_checkpoint(folder, self.parameters, self.optimizer)
         self._state.hooks.clear()
         self._groups.show(self.optimizer.steps)

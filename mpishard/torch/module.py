@@ -432,7 +432,7 @@ class ModuleState:
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
         if self.units is not None:
-            self.units.check_left("a step")
+            self.units.check_not_summoned("a step")
         self.hooks.take_changes()
         self.buffers.take_back()
 

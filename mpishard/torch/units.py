@@ -562,8 +562,8 @@ class ShardedModule:
         names = {id(p): name for name, p in self._tensors.items()}
         return [names[id(p)] for p in child._parameters.values() if id(p) in names]
 
-    def check_left(self, what: str, would: str = "be undone at its end") -> None:
-        """Raise ValueError within `summon_full_parameters`, where what is named would be lost."""
+    def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
+        """Raise ValueError within `summon_full_parameters`, where `what` is done to shares that its end overwrites."""
         if self._summoned:
             raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
 
