@@ -127,7 +127,7 @@ class GradientHooks:
         finish_stream(memory)
         self._seen.add(name)
         if self._units is not None:
-            self._units.take(name)
+            self._units.note_gradient(name)
         self._parameters.gradients.mark_ready(name)
 
 

@@ -483,85 +483,23 @@ class ShardedModule:
                 unit.module.register_forward_hook(after, always_call=True),
             ]
 
-    def _use_runs(self, runs: Sequence[int]) -> None:
-        for sharded, _, own in self._parts(runs):
-            sharded.prefetch(own)
-        for sharded, _, own in self._parts(runs):
-            sharded.use(own)
-        self._ready()
-        for _, storages, own in self._parts(runs):
-            for number in own:
-                storages.show(number)
-                storages.round(number)
-
-    def _write_back(self, runs: Sequence[int]) -> None:
-        """Write back to the shares, on all ranks, what PyTorch has written to gathered runs on rank 0."""
-        for _, storages, own in self._parts(runs):
-            for number in own:
-                storages.take_values(number)
-        finish_stream(self._like)
-        for sharded, _, own in self._parts(runs):
-            sharded.broadcast_gathered(own)
-        self._ready()  # the memory that was read may be freed
-
     @property
     def described(self) -> str:
         """The units, as a text that must be the same on all ranks."""
         return units_text(self.units)
 
     @property
-    def _sharded(self) -> ShardedUnits:
-        assert self.parameters.sharded is not None
-        return self.parameters.sharded
-
-    def _runs_of(self, names: Sequence[str]) -> list[int]:
-        """The numbers of the runs of these tensors, ascending."""
-        given, others = self._layouts
-        found = given.units_of([name for name in names if name in given.unit_of])
-        frozen = others.units_of([name for name in names if name in others.unit_of])
-        return found + [len(given.units) + number for number in frozen]
-
-    @property
     def frozen_bytes(self) -> int:
         """Bytes of this rank's shares of frozen parameters."""
         return int(self._frozen.shard.nbytes)
 
-    def _parts(self, runs: Sequence[int]) -> list[tuple[ShardedUnits, UnitStorages, list[int]]]:
-        """The runs of trained parameters, and those of frozen ones: what holds them, and their numbers there."""
-        first = len(self._layouts[0].units)
-        return [
-            (self._sharded, self._storages[0], [number for number in runs if number < first]),
-            (self._frozen, self._storages[1], [number - first for number in runs if number >= first]),
-        ]
+    def is_here(self, name: str) -> bool:
+        """Whether a trained parameter has the memory of its unit, gathered or not."""
+        return self._storages[0].is_here(name)
 
-    def _free_runs(self, runs: Sequence[int]) -> None:
-        for sharded, _, own in self._parts(runs):
-            sharded.free(own)
-
-    def _attach(self, number: int) -> None:
-        for _, storages, own in self._parts([number]):
-            for each in own:
-                storages.attach_parameters(each)
-
-    def _materialize(self, materialize: Any, device: Any) -> None:
-        """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
-        adopted: set[int] = set()
-        for unit in self.units:
-            own = [name for child in unit.children for name in self._names_in(child)]
-            runs = self._runs_of([*own, *unit.names, *unit.frozen])
-            self._use_runs(runs)
-            with raised_on_all(self.axis):  # of a function of the user's
-                for number in [each for each in runs if each not in adopted]:
-                    self._attach(number)
-                adopted.update(runs)
-                for child in unit.children:
-                    _fill(child, materialize, device)
-            self._write_back(runs)
-            self._free_runs(runs)
-
-    def _names_in(self, child: Any) -> list[str]:
-        names = {id(p): name for name, p in self._tensors.items()}
-        return [names[id(p)] for p in child._parameters.values() if id(p) in names]
+    def note_gradient(self, name: str) -> None:
+        """Note that autograd has finished a gradient, before it is marked ready."""
+        self._of_name[name].seen.add(name)
 
     def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
         """Raise ValueError within `summon_full_parameters`, in which `what` would not do what it says."""
@@ -618,14 +556,6 @@ class ShardedModule:
         finally:
             self._summoned = False
             self._free_runs(self._runs)
-
-    def is_here(self, name: str) -> bool:
-        """Whether a trained parameter has the memory of its unit, gathered or not."""
-        return self._storages[0].is_here(name)
-
-    def take(self, name: str) -> None:
-        """Learn that autograd has finished a gradient, before it is marked ready."""
-        self._of_name[name].seen.add(name)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -734,6 +664,8 @@ class ShardedModule:
                     unit.seen.add(name)
                     self.parameters.mark_ready(name)
 
+    # -- units in memory ----------------------------------------------------------------------------------------------
+
     def _gather(self, call: _Call) -> None:
         """Gather the unit of a call, unless it is in use, or in memory since the forward pass of this very call."""
         unit, kept = call.unit, call in self._kept
@@ -748,9 +680,6 @@ class ShardedModule:
             self._free_kept()
         if missing or kept:
             self._use_runs(unit.runs)
-
-    def _ready(self) -> None:
-        arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
 
     def _free(self, unit: Unit) -> None:
         if self._is_unused(unit):
@@ -774,6 +703,81 @@ class ShardedModule:
         for call in self._kept:
             self._free(call.unit)
         self._kept.clear()
+
+    # -- runs of tensors ----------------------------------------------------------------------------------------------
+
+    @property
+    def _sharded(self) -> ShardedUnits:
+        assert self.parameters.sharded is not None
+        return self.parameters.sharded
+
+    def _parts(self, runs: Sequence[int]) -> list[tuple[ShardedUnits, UnitStorages, list[int]]]:
+        """The runs of trained parameters, and those of frozen ones: what holds them, and their numbers there."""
+        first = len(self._layouts[0].units)
+        return [
+            (self._sharded, self._storages[0], [number for number in runs if number < first]),
+            (self._frozen, self._storages[1], [number - first for number in runs if number >= first]),
+        ]
+
+    def _runs_of(self, names: Sequence[str]) -> list[int]:
+        """The numbers of the runs of these tensors, ascending."""
+        given, others = self._layouts
+        found = given.units_of([name for name in names if name in given.unit_of])
+        frozen = others.units_of([name for name in names if name in others.unit_of])
+        return found + [len(given.units) + number for number in frozen]
+
+    def _use_runs(self, runs: Sequence[int]) -> None:
+        for sharded, _, own in self._parts(runs):
+            sharded.prefetch(own)
+        for sharded, _, own in self._parts(runs):
+            sharded.use(own)
+        self._ready()
+        for _, storages, own in self._parts(runs):
+            for number in own:
+                storages.show(number)
+                storages.round(number)
+
+    def _write_back(self, runs: Sequence[int]) -> None:
+        """Write back to the shares, on all ranks, what PyTorch has written to gathered runs on rank 0."""
+        for _, storages, own in self._parts(runs):
+            for number in own:
+                storages.take_values(number)
+        finish_stream(self._like)
+        for sharded, _, own in self._parts(runs):
+            sharded.broadcast_gathered(own)
+        self._ready()  # the memory that was read may be freed
+
+    def _free_runs(self, runs: Sequence[int]) -> None:
+        for sharded, _, own in self._parts(runs):
+            sharded.free(own)
+
+    def _attach(self, number: int) -> None:
+        for _, storages, own in self._parts([number]):
+            for each in own:
+                storages.attach_parameters(each)
+
+    def _ready(self) -> None:
+        arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
+
+    def _materialize(self, materialize: Any, device: Any) -> None:
+        """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
+        adopted: set[int] = set()
+        for unit in self.units:
+            own = [name for child in unit.children for name in self._names_in(child)]
+            runs = self._runs_of([*own, *unit.names, *unit.frozen])
+            self._use_runs(runs)
+            with raised_on_all(self.axis):  # of a function of the user's
+                for number in [each for each in runs if each not in adopted]:
+                    self._attach(number)
+                adopted.update(runs)
+                for child in unit.children:
+                    _fill(child, materialize, device)
+            self._write_back(runs)
+            self._free_runs(runs)
+
+    def _names_in(self, child: Any) -> list[str]:
+        names = {id(p): name for name, p in self._tensors.items()}
+        return [names[id(p)] for p in child._parameters.values() if id(p) in names]
 
 
 def _named(unit: Unit) -> str:
