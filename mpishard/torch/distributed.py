@@ -227,9 +227,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         ranks = hooks.complete()
         hooks.end_sums()
         self.unused_parameters = hooks.unused
-        if hooks.tell is not None:
+        if hooks.announce is not None:
             given: Any = count.item() if isinstance(count, np.generic) else count
-            hooks.tell(STEP, lambda: (given, self._groups.saved))
+            hooks.announce(STEP, lambda: (given, self._groups.saved))
         hooks.takes_mean = count is None
         if count is None:
             count = hooks.divide_by or None
@@ -290,7 +290,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         hooks, state = self._hooks, self.optimizer.state
         call = f"max_norm={float(max_norm):g} norm_type={float(norm_type):g}"
         if hooks.complete():
-            if hooks.tell is None:
+            if hooks.announce is None:
                 hooks.clips.append(call)
             tensors = list(hooks.tensors.values())
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, foreach=foreach)
@@ -298,8 +298,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type={norm_type}: ranks divide the gradients, and measure their 2-norm alone")
         strategy, inspection = state.strategy, state.on_rank.inspection
         hooks.end_sums()
-        if hooks.tell is not None:
-            hooks.tell(CLIP, lambda: (float(max_norm),))
+        if hooks.announce is not None:
+            hooks.announce(CLIP, lambda: (float(max_norm),))
         strategy.reducer.finalize()
         divisor = (hooks.divide_by or strategy.axis.size) * self.parameters.loss_scale
         hooks.clips.append(call)
@@ -347,9 +347,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
             As PyTorch has it; gradients are dropped either way.
         """
         hooks = self._hooks
-        if hooks.tell is not None and hooks.has_begun_sums and self.parameters.gradients.has_content:
+        if hooks.announce is not None and hooks.has_begun_sums and self.parameters.gradients.has_content:
             hooks.end_sums()
-            hooks.tell(DROP)
+            hooks.announce(DROP)
         hooks.drop()
 
     def no_sync(self) -> NoSync:
@@ -368,7 +368,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         RuntimeError
             Under ZeRO-2 within `mpishard.torch.join`.
         """
-        if self._hooks.tell is not None and self.parameters.gradients.on_demand:
+        if self._hooks.announce is not None and self.parameters.gradients.on_demand:
             raise RuntimeError(
                 "no_sync() under zero=2 sums over ranks in each pass, which join cannot do: use zero=0 or 1 within join"
             )

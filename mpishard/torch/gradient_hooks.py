@@ -171,9 +171,9 @@ class LoopHooks(GradientHooks):
         compares_calls: bool,
     ) -> None:
         super().__init__(parameters, tensors, units)
-        # What `mpishard.torch.join` sets: a function that is called with the next collective action, and the number by
-        # which a mean is divided, 0 for the number of ranks.
-        self.tell: Callable[..., None] | None = None
+        # Within `mpishard.torch.join` a function that is called with the next collective action; None outside of it.
+        self.announce: Callable[..., None] | None = None
+        # The number by which a mean is divided, which `mpishard.torch.join` sets; 0: the number of ranks.
         self.divide_by: int = 0
         # What this rank has done since the last step, see `calls`.
         self.has_pass: bool = False
@@ -233,9 +233,9 @@ class LoopHooks(GradientHooks):
         """Announce once in a step that the sums over ranks begin. Collective within `mpishard.torch.join`."""
         if not self.has_begun_sums:
             self.has_begun_sums = True
-            if self.tell is not None:
+            if self.announce is not None:
                 self.has_pass = True
-                self.tell(PASS)
+                self.announce(PASS)
 
     def end_pass(self) -> None:
         """Begin those sums that the last pass has not begun.  Collective."""
@@ -243,7 +243,7 @@ class LoopHooks(GradientHooks):
 
     def end_sums(self) -> None:
         """Start those sums that no gradient has started, before the next announcement. Collective."""
-        if self.tell is not None:
+        if self.announce is not None:
             self.begin_sums()
             self.end_pass()
 
@@ -533,7 +533,7 @@ class MeanHooks(LoopHooks):
     @property
     def _more_calls(self) -> dict[str, str]:
         # Within join ranks that have run out of batches take the gradients of another.
-        changed, what = self._changed if self.tell is None else 0, "p.grad since the backward pass"
+        changed, what = self._changed if self.announce is None else 0, "p.grad since the backward pass"
         found = {what: f"changed in {changed} parameters [{self._changes:x}]" if changed else "unchanged"}
         if changed and self._compares_values:
             found[f"{what}, its values"] = text_of(self._parameters.gradients.flat)

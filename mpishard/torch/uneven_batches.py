@@ -69,7 +69,7 @@ def join(
 
 
 class Join:
-    """The context of `join`.  Its `tell` is called by ranks that have batches, before they do what needs all ranks."""
+    """The context of `join`.  Ranks that have batches call its `announce` before they do what needs all ranks."""
 
     def __init__(self, optimizer: ModuleOptimizer, by_all: bool, enable: bool, throw: bool) -> None:
         self._optimizer = optimizer
@@ -86,13 +86,13 @@ class Join:
             if self._enable:
                 self._check()
         if self._enable:
-            self._hooks.tell = self.tell
+            self._hooks.announce = self.announce
             _meshes.add(id(self._optimizer.optimizer.mesh))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self._enable:
             return
-        self._hooks.tell = None
+        self._hooks.announce = None
         try:
             if kind is None:
                 if self._hooks.has_begun_sums:  # of a pass that others use in their next step
@@ -104,7 +104,7 @@ class Join:
             self._hooks.divide_by, self._buffers.ranks = 0, None
             _meshes.discard(id(self._optimizer.optimizer.mesh))
 
-    def tell(self, what: int, values: Callable[[], tuple[Any, ...]] = tuple) -> None:
+    def announce(self, what: int, values: Callable[[], tuple[Any, ...]] = tuple) -> None:
         """Announce the next action; ranks that have run out learn the values. Collective over the data axis."""
         self._exchange(what, values)
 
