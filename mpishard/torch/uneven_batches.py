@@ -20,6 +20,7 @@ from mpishard.torch.gradient_hooks import CLIP, DROP, PASS, STEP, MeanHooks
 if TYPE_CHECKING:
     from mpishard.torch.distributed import ModuleOptimizer
 
+_meshes_in_use: set[int] = set()  # the ids of the meshes of the contexts that have begun
 _IN_WORDS = {PASS: "make a backward pass", CLIP: "call clip_grad_norm_", STEP: "call step", DROP: "call zero_grad"}
 
 
@@ -87,7 +88,7 @@ class Join:
                 self._check()
         if self._enable:
             self._hooks.announce = self.announce
-            _meshes.add(id(self._optimizer.optimizer.mesh))
+            _meshes_in_use.add(id(self._optimizer.optimizer.mesh))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self._enable:
@@ -102,7 +103,7 @@ class Join:
                 self._shadow()
         finally:
             self._hooks.divide_by, self._buffers.ranks = 0, None
-            _meshes.discard(id(self._optimizer.optimizer.mesh))
+            _meshes_in_use.discard(id(self._optimizer.optimizer.mesh))
 
     def announce(self, what: int, values: Callable[[], tuple[Any, ...]] = tuple) -> None:
         """Announce the next action; ranks that have run out learn the values. Collective over the data axis."""
@@ -110,7 +111,7 @@ class Join:
 
     def _check(self) -> None:
         optimizer = self._optimizer.optimizer
-        if id(optimizer.mesh) in _meshes:
+        if id(optimizer.mesh) in _meshes_in_use:
             raise ValueError("join is for one optimizer at a time on a mesh: leave the first context before")
         if optimizer.strategy_class.workers_differ or not optimizer.config.auto_sync_gradients:
             raise ValueError(
@@ -178,6 +179,3 @@ class Join:
                 optimizer.zero_grad()
             else:
                 return
-
-
-_meshes: set[int] = set()  # those of the contexts that have begun
