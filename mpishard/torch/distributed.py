@@ -372,7 +372,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "no_sync() under zero=2 sums over ranks in each pass, which join cannot do: use zero=0 or 1 within join"
             )
-        return self.parameters.gradients.no_sync(self._hooks.take_drop)
+        return self.parameters.gradients.no_sync(self._hooks.follow_drop)
 
     @property
     def _whole_steps(self) -> WholeSteps | None:

@@ -88,7 +88,7 @@ class GradientHooks:
         self.clear()
 
     def take_changes(self) -> None:
-        """Raise ValueError if a ``p.grad`` was changed since the backward pass, and the step would not see it."""
+        """Take what was changed in ``p.grad`` since the backward pass; ValueError where the step would not see it."""
         for name, p in self.tensors.items():
             if p.grad is not None:
                 raise _not_seen(name, "assigned")
@@ -103,7 +103,7 @@ class GradientHooks:
         """Forget which gradients came, also while a pass has begun."""
         self._seen.clear()
 
-    def _reach(self, name: str) -> tuple[Array, bool]:
+    def _memory_of(self, name: str) -> tuple[Array, bool]:
         """The memory for a gradient, see `GradientReducer.gradient`."""
         return self._parameters.gradients.gradient(name)
 
@@ -112,7 +112,7 @@ class GradientHooks:
 
         None if the parameter was replaced: the step says so, on all ranks.
         """
-        view, adds = self._reach(name)
+        view, adds = self._memory_of(name)
         memory, gradient = as_tensor(view), p.grad.detach()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -207,7 +207,7 @@ class LoopHooks(GradientHooks):
             found["a backward pass"] = "made" if self.has_pass else "not made"
         return {**found, **self._more_calls} if self._compares_calls else {}
 
-    def take_drop(self) -> None:
+    def follow_drop(self) -> None:
         """Discard the gradients if the loop has dropped all since the last pass, as ``module.zero_grad()`` does.
 
         Collective as `GradientReducer.drop`.
@@ -224,9 +224,9 @@ class LoopHooks(GradientHooks):
             self._check_kept(name, p)
 
     def complete(self) -> int:
-        """End the passes of this step, and return the number of ranks whose mean is in ``p.grad``, 0 if it is not."""
+        """Leave in ``p.grad`` what a step finds there; returns the number of ranks whose mean it is, else 0."""
         if not self.has_begun_sums:
-            self.take_drop()
+            self.follow_drop()
         return 0
 
     def begin_sums(self) -> None:
@@ -269,7 +269,7 @@ class LoopHooks(GradientHooks):
         """
         task = torch._C._current_graph_task_id()
         if task != self._pass:
-            self.take_drop()
+            self.follow_drop()
             self._pass = task
 
     def _take_out(self, name: str, p: Any) -> None:
@@ -289,9 +289,9 @@ class LoopHooks(GradientHooks):
         if self._parameters.gradients.is_last_pass:
             self.begin_sums()
 
-    def _reach(self, name: str) -> tuple[Array, bool]:
+    def _memory_of(self, name: str) -> tuple[Array, bool]:
         try:
-            return super()._reach(name)
+            return super()._memory_of(name)
         except RuntimeError:
             raise RuntimeError(
                 f"a second backward pass reached parameter {name!r}, whose gradient is on its way to the other ranks; "
