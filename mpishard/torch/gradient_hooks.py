@@ -155,6 +155,34 @@ class ProblemHooks(GradientHooks):
 # For a loop of the user's.
 
 
+class UnavailableGradient(torch.Tensor):
+    """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises.
+
+    But for what ``module.zero_grad(set_to_none=False)`` does with it.
+    """
+
+    is_zeroed = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.grad_fn.__get__:
+            return None
+        if func in (torch.Tensor.requires_grad_, torch.Tensor.zero_):
+            args[0].is_zeroed |= func is torch.Tensor.zero_
+            return args[0]
+        raise RuntimeError(
+            "p.grad is not available: under zero=2 and 3, with reproducible sums or a loss scale gradients are reduced "
+            "during backward().  To drop all, call optimizer.zero_grad(); to clip, call "
+            "optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration max_gradient_norm or "
+            "max_gradient_value; in the place of a GradScaler give it loss_scale='dynamic', and call "
+            "optimizer.scale(loss).backward()"
+        )
+
+
+def _is_dropped(gradient: Any) -> bool:
+    return gradient is None or (type(gradient) is UnavailableGradient and gradient.is_zeroed)
+
+
 class LoopHooks(GradientHooks):
     """Hooks for a loop of the user's, which calls ``backward()`` and ``step()``.
 
@@ -343,33 +371,6 @@ class LocalHooks(LoopHooks):
         self._leave(name, p, memory)
 
 
-# Gradients that have left.
-
-
-class UnavailableGradient(torch.Tensor):
-    """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises.
-
-    But for what ``module.zero_grad(set_to_none=False)`` does with it.
-    """
-
-    is_zeroed = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.grad_fn.__get__:
-            return None
-        if func in (torch.Tensor.requires_grad_, torch.Tensor.zero_):
-            args[0].is_zeroed |= func is torch.Tensor.zero_
-            return args[0]
-        raise RuntimeError(
-            "p.grad is not available: under zero=2 and 3, with reproducible sums or a loss scale gradients are reduced "
-            "during backward().  To drop all, call optimizer.zero_grad(); to clip, call "
-            "optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration max_gradient_norm or "
-            "max_gradient_value; in the place of a GradScaler give it loss_scale='dynamic', and call "
-            "optimizer.scale(loss).backward()"
-        )
-
-
 class SentHooks(LoopHooks):
     """Hooks that leave an `UnavailableGradient` in ``p.grad``, since the gradient goes to the rank that needs it.
 
@@ -421,13 +422,6 @@ class SentHooks(LoopHooks):
     def _forget(self) -> None:
         super()._forget()
         self._dropped_alone = ""
-
-
-def _is_dropped(gradient: Any) -> bool:
-    return gradient is None or (type(gradient) is UnavailableGradient and gradient.is_zeroed)
-
-
-# Means over the ranks, as of DistributedDataParallel.
 
 
 class MeanHooks(LoopHooks):
