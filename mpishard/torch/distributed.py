@@ -37,7 +37,7 @@ from mpishard.torch.module import (
     ModuleState,
     ModuleTensors,
     Sharding,
-    check_divisible,
+    check_other_trainers,
     check_unchanged,
     known_state,
     state_of,
@@ -624,7 +624,7 @@ def as_distributed(
     config = configuration_of(mesh, overlap_communication=False, minimum_parameter_group_size=2**21)
     sharding = None
     with opening(config.mesh.world, "as_distributed") as same:  # a class of the user's may raise, too
-        check_divisible(module, zero)
+        check_other_trainers(module, zero)
         tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
         check_unchanged(module)

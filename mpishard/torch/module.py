@@ -512,7 +512,7 @@ def check_unchanged(module: Any) -> None:
             found.check_intact()
 
 
-def check_divisible(module: Any, zero: int) -> None:
+def check_other_trainers(module: Any, zero: int) -> None:
     """Raise ValueError if another optimizer trains a module, and one of the two divides its parameters by ZeRO-3."""
     for _ in range(2):
         found = known_state(module) if isinstance(module, torch.nn.Module) else None
