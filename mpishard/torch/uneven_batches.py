@@ -14,7 +14,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.launch.job_notes import raised_by_all
-from mpishard.torch.batch_norm import sums_over_ranks
+from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.gradient_hooks import CLIP, DROP, PASS, STEP, MeanHooks
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Join:
                 "under zero=3 all ranks make every forward pass, which gathers parameters: use zero=2 within join, or "
                 "give ranks equally many batches"
             )
-        if sums_over_ranks(self._optimizer.module):
+        if has_norms_over_ranks(self._optimizer.module):
             raise ValueError(
                 "the module has batch norms that sum over ranks, whose forward passes all ranks must make: give ranks "
                 "equally many batches, as DistributedSampler does, in the place of join"
