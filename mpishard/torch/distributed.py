@@ -44,7 +44,7 @@ from mpishard.torch.module import (
 )
 from mpishard.torch.own_steps import WholeSteps
 from mpishard.torch.torch_rule import rule_of_optimizer
-from mpishard.torch.torch_state import TorchState, settings_of, steps_of
+from mpishard.torch.torch_state import TorchStateConverter, settings_of_state_dict, steps_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 # The place of a PyTorch optimizer in the user's own training loop.
@@ -426,22 +426,22 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def _torch_state(self) -> dict[str, Any]:
         if self._whole_steps is not None:
             return self._whole_steps.to_torch()
-        made = TorchState(self.optimizer.rule, self._groups, self._state.hooks.tensors)
+        converter = TorchStateConverter(self.optimizer.rule, self._groups, self._state.hooks.tensors)
         self.optimizer.state.consolidate()
-        return made.to_torch(self.optimizer.state.gather())
+        return converter.to_torch(self.optimizer.state.gather())
 
     def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from the state of an optimizer of PyTorch. Collective."""
         world, whole_steps, parameters = self.optimizer.mesh.world, self._whole_steps, self.parameters
-        agree_on_settings(world, settings_of(state_dict), what="state of the optimizer")
+        agree_on_settings(world, settings_of_state_dict(state_dict), what="state of the optimizer")
         with raised_on_all(world):
             if whole_steps is not None:
                 whole_steps.from_torch(state_dict)
                 counters = self.optimizer.state.counters
                 counters.steps, counters.skipped_steps = steps_of(state_dict), 0
                 return
-            made = TorchState(self.optimizer.rule, self._groups, self._state.hooks.tensors)
-            image = encode(made.from_torch(state_dict, parameters.specs, parameters.dtype))
+            converter = TorchStateConverter(self.optimizer.rule, self._groups, self._state.hooks.tensors)
+            image = encode(converter.from_torch(state_dict, parameters.specs, parameters.dtype))
         self.optimizer.deserialize(image)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
