@@ -186,8 +186,8 @@ class ReadyTracker:
         self._ready[index].add(name)
         return order
 
-    def is_complete(self, order: BucketOrder) -> bool:
-        """Return True if all gradients of the next bucket are complete; False after the order's last bucket."""
+    def next_is_complete(self, order: BucketOrder) -> bool:
+        """Return True if all gradients of the order's next bucket are complete; False after its last bucket."""
         return order.next >= order.first and len(self._ready[order.next]) == self._tensors[order.next]
 
     def end(self, order: BucketOrder) -> None:
@@ -598,7 +598,7 @@ class GradientReducer:
     def _reduce(self, order: BucketOrder, rest: bool = True) -> None:
         """Start the sums of the buckets of an order that come next: of all the rest, or of those that are complete."""
         sums = self._sums
-        while order.next >= order.first and (rest or self._tracker.is_complete(order)):
+        while order.next >= order.first and (rest or self._tracker.next_is_complete(order)):
             bucket = self.buckets[order.next]
             gradient = self.memory.zero_missing(bucket)
             earlier: Sequence[Array] = ()
