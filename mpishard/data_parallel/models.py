@@ -161,7 +161,7 @@ class ShardedModel:
         if gradients.reduced:
             return
         gradients.finalize()
-        if not gradients.reduces:
+        if not gradients.is_bound:
             for bucket in reversed(gradients.buckets):
                 self._copies.sum(bucket, gradients.memory.of_bucket(bucket))
             flat = gradients.memory.flat

@@ -326,7 +326,7 @@ class OptimizerState(ABC):
         else:
             on_rank.strategy.attach(parameters)
         reducer = on_rank.strategy.reducer
-        if not written.reduces and written.has_content:  # a backward pass ran before the first step
+        if not written.is_bound and written.has_content:  # a backward pass ran before the first step
             if written.reduced:
                 on_rank.strategy.copies.zero_duplicates(written.flat)
             else:

@@ -339,14 +339,14 @@ class GradientReducer:
         return not self.on_demand and not self._reproducible
 
     @property
-    def reduces(self) -> bool:
-        """Return True if the gradients are reduced, since an optimizer has bound them."""
+    def is_bound(self) -> bool:
+        """Return True if an optimizer has bound these gradients, so that each step sums them over ranks."""
         return self._sums is not None
 
     @property
     def is_last_pass(self) -> bool:
         """Return True if no other backward pass follows in this step before its gradients are summed over ranks."""
-        return self.reduces and not self._held and (self._in_loop or not self._accumulates)
+        return self.is_bound and not self._held and (self._in_loop or not self._accumulates)
 
     def begin_loop(self) -> None:
         """From now on a training loop has one last pass in each step."""
@@ -358,7 +358,7 @@ class GradientReducer:
 
     @property
     def reduced(self) -> bool:
-        """Return True if this step's gradients are complete and reduced; nothing can be added then."""
+        """Return True if all sums of this step's gradients are complete; nothing can be added then."""
         return self.phase is GradientPhase.REDUCED
 
     @property
