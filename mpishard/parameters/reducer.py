@@ -147,7 +147,8 @@ class BucketOrder:
     first: int
     last: int
     next: int
-    # More micro-batches of the stage follow in this backward pass; see the module for the reducer's `is_last_pass`.
+    # More micro-batches of the stage follow in this backward pass: its buckets are not summed yet, even in a step's
+    # last pass (`GradientReducer.is_last_pass`). A pipeline runs all micro-batches of a rank in one pass.
     more: bool = False
     pushed: int = 0  # micro-batches of this step that are partial sums
     apart: bool = False  # a tied tensor and a second use are separate orders
@@ -477,16 +478,17 @@ class GradientReducer:
         self._pending.clear()
 
     def drop(self) -> None:
-        """Discard the gradients of passes that no step uses.
+        """`reset` after passes that no step uses; one that has begun and sums over ranks is ended before.
 
-        Collective over the data axis after a pass whose sums begin, since ranks have started other ones of these.
+        Ranks may have started different ones of its sums, and each starts the rest here. So this is collective over the
+        data axis after such a pass.
         """
         if self._tracker.begun and (self.on_demand or self.is_last_pass):
             self._end_pass(self.is_last_pass)
         self.reset()
 
     def reset(self) -> None:
-        """Discard the gradients: the next pass starts from zero.  Waits for sums under way."""
+        """Discard the gradients: the next pass starts from zero.  Waits for sums under way; see also `drop`."""
         self._wait_all()
         for order in self._tracker.orders:
             self._tracker.begin(order)
