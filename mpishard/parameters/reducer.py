@@ -29,6 +29,9 @@ from mpishard.parameters.buckets import Bucket, BucketMemory, PartialSums, names
 
 Array = Any
 
+# How a user drops gradients.
+_DROP = "zero_grad() of the optimizer of a PyTorch module, or reset_gradients() of the FlatParameters of another model"
+
 
 # Gradients of calls of `step` that only add, with ``auto_sync_gradients=False``, until the update that uses them.
 
@@ -106,10 +109,6 @@ class Inspector(Protocol):
 
     def forget(self) -> None:
         """Forget what was found in this step."""
-
-
-# How a user drops gradients.
-_DROP = "zero_grad() of the optimizer of a PyTorch module, or reset_gradients() of the FlatParameters of another model"
 
 
 # How far a step's gradients are, and which phase may follow which.
@@ -272,7 +271,7 @@ class NoSync:
         self._end(kind is None)
 
 
-# A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
+# All of it together.
 
 
 class GradientReducer:
