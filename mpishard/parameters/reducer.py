@@ -282,11 +282,15 @@ class GradientReducer:
     `end_pass`, but not in a training loop. `finalize` ends the last pass and waits for the sums; `reset` begins the
     next step.
 
-    `sums` adds up complete buckets over ranks; without it the gradients stay local. With `on_demand` a bucket has
-    memory from its first gradient until its reduction, after every micro-batch, and one reduction is under way at a
-    time (ZeRO-2); buckets of tied tensors are kept until the last micro-batch in both cases. Without `overlap` each sum
-    is waited for as soon as it has started. `reproducible`: micro-batches may be kept apart as partial sums; a gradient
-    is then reduced over tensor ranks before it is added to another.
+    `sums` adds up complete buckets over ranks; without it the gradients stay local. Without `overlap` each sum is
+    waited for as soon as it has started.
+
+    With `on_demand` (ZeRO-2 and 3) a bucket is reduced after every micro-batch, and has memory from its first gradient
+    until then; one reduction is under way at a time. With it or without, a bucket of a tied tensor is kept until the
+    last micro-batch.
+
+    `reproducible`: micro-batches may be kept apart as partial sums; a gradient is then reduced over tensor ranks before
+    it is added to another.
     """
 
     def __init__(
@@ -303,14 +307,19 @@ class GradientReducer:
     ) -> None:
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
         self.on_demand = on_demand
-        self.phase: GradientPhase = GradientPhase.ACCUMULATING
-        self.inspector: Inspector | None = None
-        self._accumulates = accumulates  # a step may follow several passes outside of `no_sync`, but for a loop's
-        self._in_loop = False
-        self._held = 0  # contexts of `no_sync` that are entered
-        self.accumulation = Accumulation()  # gradients of the caller that wait for an update
         self.overlap: bool = overlap
+        self.inspector: Inspector | None = None
+        self.phase: GradientPhase = GradientPhase.ACCUMULATING
+        self.accumulation = Accumulation()  # gradients of the caller that wait for an update
+        # Passes within `no_sync` since the last `reset`.  Ranks compare their number where all passes are summed.
+        self.passes_before_last: int = 0
+        # What makes a pass the last one of its step, see `is_last_pass`.
+        self._held = 0  # contexts of `no_sync` that are entered
+        self._accumulates = accumulates  # passes outside of `no_sync` may be followed by others
+        self._in_loop = False  # but not those of a training loop
         self._sums = sums
+        self._has_started_sums = False  # of any bucket since `reset`, also of one whose memory is free again
+        self._pending: list[tuple[Bucket, Array, PendingSum]] = []
         self._tracker = ReadyTracker(pieces, buckets)
         self._second: dict[str, str] = {
             piece.name: second_use(piece.name)
@@ -318,15 +327,11 @@ class GradientReducer:
             if bucket.second_use
             for piece in pieces[bucket.first : bucket.last]
         }
-        # Passes within `no_sync` since the last `reset`.  Ranks compare their number where all passes are summed.
-        self.passes_before_last: int = 0
-        self._has_started_sums = False  # of any bucket since `reset`, also of one whose memory is free again
         self._reproducible = reproducible
         self._microbatches = OrderedMicrobatches(self._tracker.orders if reproducible else (), self.buckets, like)
         self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._microbatches.partials)
-        self._pending: list[tuple[Bucket, Array, PendingSum]] = []
 
-    # -- what is known ----------------------------------------------------------------------------------------------
+    # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
     def flat(self) -> Array:
@@ -348,14 +353,6 @@ class GradientReducer:
         """Return True if no other backward pass follows in this step before its gradients are summed over ranks."""
         return self.is_bound and not self._held and (self._in_loop or not self._accumulates)
 
-    def begin_loop(self) -> None:
-        """From now on a training loop has one last pass in each step."""
-        self._in_loop = True
-
-    def end_loop(self) -> None:
-        """From now on passes are those of other code, whose steps may accumulate several."""
-        self._in_loop = False
-
     @property
     def reduced(self) -> bool:
         """Return True if all sums of this step's gradients are complete; nothing can be added then."""
@@ -366,7 +363,15 @@ class GradientReducer:
         """Return True if gradients were written or reduced since the last `reset`."""
         return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._has_started_sums
 
-    # -- backward passes --------------------------------------------------------------------------------------------
+    # -- backward passes ----------------------------------------------------------------------------------------------
+
+    def begin_loop(self) -> None:
+        """From now on a training loop has one last pass in each step."""
+        self._in_loop = True
+
+    def end_loop(self) -> None:
+        """From now on passes are those of other code, whose steps may accumulate several."""
+        self._in_loop = False
 
     def gradient(self, name: str, second: bool = False) -> tuple[Array, bool]:
         """The memory for the gradient of tensor `name`, and True to add to it, False to overwrite its content.
@@ -502,7 +507,7 @@ class GradientReducer:
         if self.inspector is not None:
             self.inspector.forget()
 
-    # -- micro-batches that are kept apart --------------------------------------------------------------------------
+    # -- micro-batches that are kept apart ----------------------------------------------------------------------------
 
     def keep_apart(self, tree_merges: Sequence[int], *, in_pass: bool = False) -> None:
         """Keep the gradients of this step's micro-batches apart, as terms of a sum in a fixed order.
@@ -532,7 +537,7 @@ class GradientReducer:
         """End a micro-batch's input gradient; not collective."""
         self.memory.early.end()
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _enter(self, phase: GradientPhase) -> None:
         if phase is not self.phase:
