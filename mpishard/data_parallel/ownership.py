@@ -44,27 +44,6 @@ class OwnedPart(NamedTuple):
     stop: int
 
 
-def parts_of(
-    pieces: Sequence[Piece], tensors: Sequence[int], ranges: Sequence[Range], origins: Sequence[int]
-) -> list[OwnedPart]:
-    """Cut ascending ranges of a flat buffer at its pieces; positions in a part count from the range's origin.
-
-    `tensors` has the tensor number of each piece.
-    """
-    parts = []
-    first = 0
-    for owned, ((start, stop), origin) in enumerate(zip(ranges, origins, strict=True)):
-        while first < len(pieces) and pieces[first].start + pieces[first].size <= start:
-            first += 1
-        for number, piece in zip(tensors[first:], pieces[first:], strict=True):
-            if piece.start >= stop:
-                break
-            begin, end = max(piece.start, start), min(piece.start + piece.size, stop)
-            if begin < end:
-                parts.append(OwnedPart(number, owned, begin - origin, end - origin))
-    return parts
-
-
 def spans_of(parts: Sequence[OwnedPart]) -> list[Span]:
     """The elements of `parts` as ``(owned, start, stop)``, with adjacent parts joined."""
     spans: list[Span] = []
@@ -80,9 +59,9 @@ class OwnedRanges:
     """The elements of one rank, as ranges of its flat parameters.
 
     `own` are the ascending ranges that this rank updates; a state array holds them end to end. `counted` has for each
-    the part that this rank contributes to sums over ranks, such as norms. Where several data ranks update the same
-    elements, as in DDP, each contributes another part, so that every element counts once. `in_sync_group` is the
-    same for sums over the ranks that take a step together.
+    the part for which this rank stands in saves and full tensors. Where several data ranks update the same elements, as
+    in DDP, each stands for another part, so that every element counts once. `in_sync_group` is the same for sums over
+    the ranks that take a step together, such as norms; by default it is `counted`.
     """
 
     def __init__(
@@ -129,14 +108,29 @@ class OwnedRanges:
 
     @cached_property
     def counted_parts(self) -> list[OwnedPart]:
-        """This rank's parts in sums over the model: each logical element is on exactly one rank of the sync group."""
+        """This rank's parts in sums over the sync group, on exactly one rank of which each logical element is.
+
+        They are `in_sync_group`, cut at tensors; the ranges in `counted` may be others.
+        """
         specs, model_rank = self._layout.specs, self._layout.place
         return [part for part in self._parts(self._in_sync_group) if model_rank.is_primary(specs[part.tensor])]
 
     def _parts(self, ranges: Sequence[Range]) -> list[OwnedPart]:
+        """Cut ascending ranges, each within one of `own`, at tensors; positions count from the start of that one."""
+        pieces = self._layout.pieces
         number = {spec.name: index for index, spec in enumerate(self._layout.specs)}
-        tensors = [number[piece.name] for piece in self._layout.pieces]
-        return parts_of(self._layout.pieces, tensors, ranges, [start for start, _ in self.own])
+        parts = []
+        first = 0
+        for owned, ((start, stop), (origin, _)) in enumerate(zip(ranges, self.own, strict=True)):
+            while first < len(pieces) and pieces[first].start + pieces[first].size <= start:
+                first += 1
+            for piece in pieces[first:]:
+                if piece.start >= stop:
+                    break
+                begin, end = max(piece.start, start), min(piece.start + piece.size, stop)
+                if begin < end:
+                    parts.append(OwnedPart(number[piece.name], owned, begin - origin, end - origin))
+        return parts
 
 
 class RuleRange(NamedTuple):
