@@ -145,8 +145,7 @@ class RuleRange(NamedTuple):
 class RuleRanges:
     """The owned ranges of a rank, with the rule of each.
 
-    `counted` has this rank's parts in sums over the model, cut at tensors, each with the number of its tensor, for the
-    norms of two sets of arrays; `owned` has all elements of this rank, likewise.
+    `counted` and `owned` are cut at tensors, and choose the number of their tensor.
     """
 
     def __init__(self, ownership: OwnedRanges, specs: Sequence[ParameterSpec]) -> None:
@@ -156,35 +155,32 @@ class RuleRanges:
         self._by_tensor: list[Rule] = []
         self._ranges: list[RuleRange] = []
         self._rules: list[Rule] = []
-        self._at_once = Ranges([])
+        self._for_one_launch = Ranges([])
         self._of_kernels: dict[Kernel, Ranges] = {}
 
     def by_tensor(self, rule: Rule) -> list[Rule]:
         """The rule of each tensor, by its number."""
-        if rule is not self._rule:
-            self._by_tensor = rule.by_shape(self._shapes)
-            self._ranges = self._cut(rule)
-            self._rules = list({id(each.rule): each.rule for each in self._ranges}.values())
-            number = {id(each): choice for choice, each in enumerate(self._rules)}
-            self._at_once = Ranges([ArrayRange(*each[1:], number[id(each.rule)]) for each in self._ranges])
-            self._rule = rule
+        self._follow(rule)
         return self._by_tensor
 
     def of(self, rule: Rule, factor: float) -> list[RuleRange]:
         """The ranges in their order, each with its rule; `factor` multiplies all learning rates."""
-        self.by_tensor(rule)
+        self._follow(rule)
         if factor == 1:
             return self._ranges
         scaled = {id(each.rule): each.rule.scaled(factor) for each in self._ranges}
         return [each._replace(rule=scaled[id(each.rule)]) for each in self._ranges]
 
-    def at_once(self, rule: Rule, factor: float) -> tuple[list[Rule], Ranges]:
+    def for_one_launch(self, rule: Rule, factor: float) -> tuple[list[Rule], Ranges]:
         """The ranges for one launch, and the rules that they choose from; otherwise as `of`."""
-        self.by_tensor(rule)
-        return [each.scaled(factor) for each in self._rules], self._at_once
+        self._follow(rule)
+        return [each.scaled(factor) for each in self._rules], self._for_one_launch
 
     def of_all(self, kernel: Kernel) -> Ranges:
-        """All of each owned range, for a kernel that does the same with all of them."""
+        """All of each owned range, for a kernel that does the same with all of them.
+
+        Each kernel has its own, since these keep a device table for the arrays of the last launch.
+        """
         if kernel not in self._of_kernels:
             own = enumerate(self._ownership.own)
             self._of_kernels[kernel] = Ranges([ArrayRange(row, 0, stop - start) for row, (start, stop) in own])
@@ -192,11 +188,23 @@ class RuleRanges:
 
     @cached_property
     def counted(self) -> tuple[Ranges, Ranges]:
-        return _by_tensor(self._ownership.counted_parts), _by_tensor(self._ownership.counted_parts)
+        """This rank's parts in sums over the sync group: twice, for the norms of two sets of arrays: see `of_all`."""
+        return _ranges_of(self._ownership.counted_parts), _ranges_of(self._ownership.counted_parts)
 
     @cached_property
     def owned(self) -> Ranges:
-        return _by_tensor(self._ownership.owned_parts)
+        """All elements of this rank, cut at tensors."""
+        return _ranges_of(self._ownership.owned_parts)
+
+    def _follow(self, rule: Rule) -> None:
+        """Find the ranges again if this is another rule than the last one."""
+        if rule is not self._rule:
+            self._by_tensor = rule.by_shape(self._shapes)
+            self._ranges = self._cut(rule)
+            self._rules = list({id(each.rule): each.rule for each in self._ranges}.values())
+            number = {id(each): choice for choice, each in enumerate(self._rules)}
+            self._for_one_launch = Ranges([ArrayRange(*each[1:], number[id(each.rule)]) for each in self._ranges])
+            self._rule = rule
 
     def _cut(self, rule: Rule) -> list[RuleRange]:
         if all(each is rule for each in self._by_tensor):
@@ -213,7 +221,8 @@ class RuleRanges:
         return ranges
 
 
-def _by_tensor(parts: Sequence[OwnedPart]) -> Ranges:
+def _ranges_of(parts: Sequence[OwnedPart]) -> Ranges:
+    """Parts as ranges that choose the number of their tensor."""
     return Ranges([ArrayRange(part.owned, part.start, part.stop, part.tensor) for part in parts])
 
 

@@ -108,7 +108,7 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
     elif rule.norm_based:
         _apply_by_norms(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
     elif owned and arrays.runs_cuda(owned[0]) and rule.is_one_formula:
-        _at_once(rule, rule.kernel, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _in_one_launch(rule, rule.kernel, on_rank, rows, step, Factors(rate_factor, divisor, clip))
     else:
         for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, rate_factor):
             values, gradient, *state = _part(rows[number], start, stop)
@@ -120,11 +120,11 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
         moving_average.over_ranges(pairs, ranges, [(keep, 1 - keep)])
 
 
-def _at_once(
+def _in_one_launch(
     rule: Rule, kernel: Kernel, on_rank: RankState, rows: Sequence[Sequence[Array]], step: int, factors: Factors
 ) -> None:
-    """Apply a formula with the scalars of the rules to all ranges."""
-    rules, ranges = on_rank.rule_ranges.at_once(rule, factors.rate_factor)
+    """Apply a formula with the scalars of the rules to all ranges, in one launch of a CUDA function."""
+    rules, ranges = on_rank.rule_ranges.for_one_launch(rule, factors.rate_factor)
     kernel.over_ranges(rows, ranges, [(factors.divisor, factors.clip, *each.scalars(step)) for each in rules])
 
 
@@ -146,7 +146,7 @@ def _apply_by_norms(
     # Before anything changes: a learning rate may be refused.
     rates = [] if halves is None else [each.learning_rate(step) for each in rules]
     if halves is not None:
-        _at_once(rule, halves[0], on_rank, rows, step, factors)
+        _in_one_launch(rule, halves[0], on_rank, rows, step, factors)
     else:
         for own_rule, number, start, stop in ranges.of(rule, factors.rate_factor):
             values, gradient, *state, out = _part(rows[number], start, stop)
