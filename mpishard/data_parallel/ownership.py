@@ -365,23 +365,25 @@ class TensorCopies:
 
 @dataclass(frozen=True)
 class _SecondUse:
-    """The bucket of a second use, the bucket of the first, and the former's place in this rank's part of the latter."""
+    """The second use of a tensor on this rank."""
 
-    bucket: Bucket
-    first: Bucket
-    part: slice
+    bucket: Bucket  # of its gradient alone
+    first: Bucket  # the bucket in which the gradient of the first use is
+    part: slice  # where this rank's part of `bucket` is to be added, in this rank's part of `first`
 
 
 class TiedWeights:
-    """The buckets of second uses on this rank, and what is added to what.
+    """Adds the uses of tied tensors, each of which is summed over the data axis by itself, in reproducible runs.
 
-    `buckets` are those that cover the parameters; `counts` has for each the elements that each data rank owns.
+    Both uses may be on this rank: then the second has a bucket of its own here, in `buckets`. Or one is on another
+    pipeline rank. The arguments `buckets` are those that cover the parameters; `counts` has for each the elements that
+    each data rank owns.
     """
 
     def __init__(
         self, parameters: FlatParameters, buckets: Sequence[Bucket], counts: Sequence[Sequence[int]], rank: int
     ) -> None:
-        # For each of them, the elements that each data rank owns: the same as of the first use.
+        # For each bucket of a second use, the elements that each data rank owns: the same as of the first use.
         self.counts: list[list[int]] = []
         self._second: list[_SecondUse] = []
         number = {piece.name: index for index, piece in enumerate(parameters.pieces)}
@@ -389,8 +391,8 @@ class TiedWeights:
             index, piece = number[name], parameters.pieces[number[name]]
             first = next(bucket for bucket in buckets if bucket.first <= index < bucket.last)
             stop = piece.start + piece.size
-            made = len(buckets) + len(self._second)
-            bucket = Bucket(made, index, index + 1, piece.start, stop, stage, second_use=True)
+            after_others = len(buckets) + len(self._second)
+            bucket = Bucket(after_others, index, index + 1, piece.start, stop, stage, second_use=True)
             self.counts.append([])
             start = first.start
             for each, count in enumerate(counts[first.index]):
@@ -400,7 +402,7 @@ class TiedWeights:
                     place = slice(begin - start, end - start) if begin < end else slice(0, 0)
                 start += count
             self._second.append(_SecondUse(bucket, first, place))
-        # Those of second uses; their indices follow those of the other buckets.
+        # Those of second uses.
         self.buckets: tuple[Bucket, ...] = tuple(use.bucket for use in self._second)
         # Tied tensors have separate buckets, unless all of their stages are on this rank.
         self._tied = [
@@ -411,7 +413,7 @@ class TiedWeights:
 
     @property
     def incomplete(self) -> set[int]:
-        """Indices of the buckets that are not complete when they are summed over the data axis."""
+        """Indices of the buckets to which a use is still to be added when they are summed over the data axis."""
         return {bucket.index for bucket, _ in self._tied} | {use.first.index for use in self._second}
 
     def add(self, owned: Callable[[Bucket], Array], copies: TensorCopies) -> None:
