@@ -248,12 +248,12 @@ class TensorCopies:
                     self._ties[spec.name] = axis, holders.index(model_rank.runner(spec.stage))
 
     @property
-    def inside(self) -> bool:
-        """Return True if there are copies within one data coordinate: on the tensor axis, or as ties."""
+    def within_replica(self) -> bool:
+        """Return True if one data coordinate has several copies of a tensor: on the tensor axis, or as ties."""
         return bool(self._ties) or self._mesh.tensor.size > 1
 
     @property
-    def sums(self) -> bool:
+    def sum_changes(self) -> bool:
         """Return True if `sum` changes any gradient; not collective, and the same on all ranks of the tensor axis."""
         partial = self._mesh.tensor.size > 1 and any(spec.partial for spec, _ in self._tensors)
         return bool(self._ties) or partial
@@ -320,7 +320,7 @@ class TensorCopies:
         if parameters.sharded is None:
             self._mesh.data.broadcast(parameters.flat, label="parameters")
             self.broadcast_within_replica(parameters.flat)
-        elif self.inside:
+        elif self.within_replica:
             parameters.sharded.rewrite(self.broadcast_within_replica)
 
     def broadcast_within_replica(self, flat: Array, first: int = 0, last: int | None = None) -> None:

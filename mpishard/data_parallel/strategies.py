@@ -332,7 +332,7 @@ class ZeRO1(Strategy):
         self._gather(self.parameters.flat, "parameters")
 
     def resync(self, slot: Array) -> None:
-        if self.copies.inside:
+        if self.copies.within_replica:
             flat = self.gather(slot, "state")
             self.copies.broadcast_within_replica(flat)
             for (start, stop), view in zip(self.ownership.own, self.ownership.state_views(slot), strict=True):
