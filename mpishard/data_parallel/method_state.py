@@ -19,7 +19,7 @@ from mpishard.comm.agreement import fingerprint
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.ownership import spans_of
-from mpishard.data_parallel.rank_state import RankState, cut_full, gather_full
+from mpishard.data_parallel.rank_state import RankState, cut_full, gather_slot
 from mpishard.data_parallel.settings import Configured, settings_of_method
 from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.data_parallel.validation import check_copies, check_method
@@ -87,10 +87,7 @@ class ShardedSpace(Space):
 
     def whole(self, vector: Array) -> Array:
         """All elements of a vector on every rank, in memory like its own, in the order of the specs.  Collective."""
-        strategy = self._strategy
-        views = strategy.ownership.counted_views(strategy.ownership.state_views(vector))
-        values = np.concatenate([np.empty(0, vector.dtype), *map(arrays.to_host, views)])
-        whole = gather_full(strategy.mesh.world, strategy.parameters, strategy.ownership.counted, values)
+        whole = gather_slot(self._strategy, vector, self._strategy.mesh.world)
         return arrays.on_device_of(whole, self.like)
 
     def own(self, whole: Array) -> Array:

@@ -215,13 +215,7 @@ class RankState:
 
     def gather(self, slots: Mapping[str, Array], world: Axis) -> dict[str, np.ndarray]:
         """State arrays by name with full tensors, on every rank.  Collective over `world`."""
-        return {name: self._gather(slot, world) for name, slot in slots.items()}
-
-    def _gather(self, slot: Array, world: Axis) -> np.ndarray:
-        ownership = self.strategy.ownership
-        counted = ownership.counted_views(ownership.state_views(slot))
-        values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
-        return gather_full(world, self.parameters, ownership.counted, values)
+        return {name: gather_slot(self.strategy, slot, world) for name, slot in slots.items()}
 
     def gather_errors(self, world: Axis) -> dict[str, np.ndarray]:
         """The compression errors with full tensors, by kind, on every rank; empty without compression.  Collective."""
@@ -315,6 +309,14 @@ def gather_full(world: Axis, parameters: FlatParameters, ranges: Sequence[Range]
             target[...] = joined[offset : offset + box_size(box)].reshape(target.shape)
             offset += box_size(box)
     return full
+
+
+def gather_slot(strategy: Strategy, slot: Array, world: Axis) -> np.ndarray:
+    """A state array, which has the ranges that this rank owns end to end, as `gather_full` returns it. Collective."""
+    ownership = strategy.ownership
+    counted = ownership.counted_views(ownership.state_views(slot))
+    values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
+    return gather_full(world, strategy.parameters, ownership.counted, values)
 
 
 def cut_full(full: np.ndarray, parameters: FlatParameters, ranges: Sequence[Range]) -> np.ndarray:
