@@ -329,7 +329,7 @@ class ZeRO1(Strategy):
         ]
 
     def publish_parameters(self) -> None:
-        self._gather(self.parameters.flat, "parameters")
+        self._all_gather_in_place(self.parameters.flat, "parameters")
 
     def resync(self, slot: Array) -> None:
         if self.copies.within_replica:
@@ -343,10 +343,10 @@ class ZeRO1(Strategy):
         flat = arrays.empty(self.parameters.size, slot.dtype, like=slot)
         for (start, stop), view in zip(self.ownership.own, self.ownership.state_views(slot), strict=True):
             flat[start:stop] = view
-        self._gather(flat, label)
+        self._all_gather_in_place(flat, label)
         return flat
 
-    def _gather(self, flat: Array, label: str) -> None:
+    def _all_gather_in_place(self, flat: Array, label: str) -> None:
         """All-gather a flat array in which each data rank has filled its own ranges."""
         if self.axis.size == 1:
             return
