@@ -17,7 +17,7 @@ from mpishard.comm.channel import Request
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.optimizer_state import AuxiliaryState
-from mpishard.data_parallel.rank_state import OUTER, Counters, RankState, make_slots
+from mpishard.data_parallel.rank_state import OUTER, Counters, RankState, slots_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import LocalUpdates, Strategy
@@ -87,7 +87,7 @@ class Averages:
         self._rounds: list[_Round] = []
         self._begun = [0] * parts  # for each part, the step after which its last average started
         # State of the outer rule, in flat order; the same on all workers.
-        self.slots: dict[str, Array] = make_slots(rule, parameters.size, parameters.dtype, like=parameters.like)
+        self.slots: dict[str, Array] = slots_of_rule(rule, parameters.size, parameters.dtype, like=parameters.like)
         self.steps: list[int] = [0] * parts  # steps that the anchor has taken, for each part
 
     @property

@@ -95,15 +95,15 @@ def check_numbers(facts: Mapping[str, Any]) -> None:
     finite_fact(facts, "gradient_norm", 0.0, above=-1.0)
 
 
-def slot_names(rule: Rule) -> tuple[str, ...]:
+def slot_names_of_rule(rule: Rule) -> tuple[str, ...]:
     """The names of the state arrays of a rule: its slots, and the average of the parameters if it keeps one."""
     return rule.slots if rule.ema_decay is None else (*rule.slots, EMA)
 
 
-def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:
+def slots_of_rule(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:
     """New state of a rule for `size` elements, on the device of `like`."""
     slots: dict[str, Array] = {}
-    for name in slot_names(rule):
+    for name in slot_names_of_rule(rule):
         slots[name] = arrays.zeros(size, dtype, like=like)
         if name in rule.slots and rule.initial(name):
             slots[name][...] = rule.initial(name)

@@ -9,7 +9,7 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
-from mpishard.data_parallel.rank_state import EMA, make_slots, slot_names
+from mpishard.data_parallel.rank_state import EMA, slot_names_of_rule, slots_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.update import apply_rule
 from mpishard.data_parallel.validation import check_copies, check_replacement, check_rule_fits
@@ -49,7 +49,7 @@ class RuleState(OptimizerState):
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        return slot_names(self._rule)
+        return slot_names_of_rule(self._rule)
 
     def options(self) -> dict[str, str]:
         return super().options() | settings_of_rule(self._rule)
@@ -73,7 +73,7 @@ class RuleState(OptimizerState):
             if config.max_gradient_value is not None:
                 clip_by_value.expect(dtype)
             exact.expect_norms(dtype, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors)
-        return make_slots(rule, size, dtype, like=parameters.like)
+        return slots_of_rule(rule, size, dtype, like=parameters.like)
 
     def check_fits(self, parameters: FlatParameters) -> None:
         check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.strategy_class)
