@@ -1,6 +1,7 @@
 """One rank's part of the state of an optimizer: numbers, arrays by slot of the rule, and their layouts.
 
-Checkpoints and resizes move it rank by rank; `gather` makes full tensors of it.
+Checkpoints and resizes move it rank by rank; `gather` makes full tensors of it. Rules that need whole tensors, as Muon
+does, get them from the ranks that have parts of them by `Matrices`.
 """
 
 from __future__ import annotations
@@ -251,16 +252,7 @@ class RankState:
             target[...] = own
 
 
-# The layout of ranges that lie end to end.
-
-
-def _starts(ranges: Sequence[Range]) -> list[int]:
-    """The start of each range when the ranges lie end to end."""
-    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
-
-
-def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
-    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)
+# The state of a model that has no optimizer.
 
 
 def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
@@ -278,6 +270,18 @@ def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
         counted = _counted(parameters, [(start, stop)], [start])
         shard = Shard(PARAMETERS, parameters.flat, parameters.pieces, counted)
     return RunState(parameters.specs, (shard,))
+
+
+# The layout of ranges that lie end to end.
+
+
+def _starts(ranges: Sequence[Range]) -> list[int]:
+    """The start of each range when the ranges lie end to end."""
+    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
+
+
+def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
+    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)
 
 
 # Full tensors from the parts on the ranks of a mesh, and back: flat arrays in the order of the specs.
