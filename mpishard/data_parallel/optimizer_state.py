@@ -472,7 +472,7 @@ class OptimizerState(ABC):
         if self._carried is not None:
             self._carried.restore(facts)
         self.counters.restore(facts)
-        self.numerics.restore(facts, self._optimizer.config)
+        self.numerics.restore(facts)
         on_rank.resume(self.counters, float(facts.get("loss_scale", 1.0)))
 
     def restore_settings(self, facts: Mapping[str, Any]) -> None:

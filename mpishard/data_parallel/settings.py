@@ -367,7 +367,7 @@ class NumericsFingerprint:
         """Raise ValueError unless a reproducible run resumes from saved facts with the same bits, or may differ."""
         if not config.reproducible or config.allow_different_bits or not _was_reproducible(saved):
             return
-        if found := self._differences(saved, config):
+        if found := self._differences(saved):
             remedies = [_REMEDIES.get(name, f"run it where {name} is {{}}").format(then) for name, then, _ in found]
             raise ValueError(
                 f"with reproducible=True the saved run must go on with what its bits depend on, but {_both(found)}; "
@@ -383,18 +383,18 @@ class NumericsFingerprint:
             text = "its earlier steps were without reproducible=True"
         elif not _arithmetic(saved):
             text = "the checkpoint does not say with which BLAS kernels, shards and micro-batches it was made"
-        elif found := self._differences(saved, config):
+        elif found := self._differences(saved):
             self._change(f"from step {step} on other bits than in one run: {_both(found)}", rank)
         if text and rank == 0:
             log.inform(f"reproducible=True holds from step {step} on: {text}")
 
-    def restore(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue from saved facts that have passed `check`, with their list of changes."""
         earlier = saved.get(DIFFERENT_BITS, [])
         if isinstance(earlier, list | tuple):
             self.changes = list(dict.fromkeys([*map(brief, earlier), *self.changes]))
 
-    def _differences(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> list[tuple[str, str, str]]:
+    def _differences(self, saved: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         """The name, the saved and the own value of each fact that would differ; a fact that one side lacks does not."""
         theirs = _arithmetic(saved)
         pairs = [(name, theirs[name], own) for name, own in self.own.items() if name in theirs]

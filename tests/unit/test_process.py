@@ -272,7 +272,7 @@ def test_they_are_allowed_and_recorded(mesh, capsys):
     facts = saved(numerics, shards="4") | {DIFFERENT_BITS: ["from step 3 on something"]}
     numerics.check(facts, config)
     numerics.note(facts, config, rank=0)
-    numerics.restore(facts, config)
+    numerics.restore(facts)
     assert "shards is 4 there and 1 here" in capsys.readouterr().err
     assert numerics.facts[DIFFERENT_BITS][0] == "from step 3 on something"
     assert numerics.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
