@@ -14,7 +14,7 @@ from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
-from mpishard.data_parallel.settings import Configured, NumericsFingerprint, Settings, changed_settings
+from mpishard.data_parallel.settings import Configured, Numerics, Settings, changed_settings
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
     check_layout,
@@ -118,7 +118,7 @@ class OptimizerState(ABC):
         self.auxiliary = tuple(auxiliary)
         self.counters = Counters(optimizer.config.loss_scale)
         self.settings = Settings(optimizer, self.options, self.live_values)
-        self.numerics = NumericsFingerprint()
+        self.numerics = Numerics()
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound

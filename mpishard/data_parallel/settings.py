@@ -6,7 +6,7 @@ do between two steps; if ranks differ, all raise one error (`mpishard.comm.agree
 
 `ShardingConfiguration.reproducible` promises the same bits on any layout, but not with another BLAS kernel, another
 number of shards or other micro-batches. A run that would resume with other ones raises, or records that it continued
-with them (`NumericsFingerprint`).
+with them (`Numerics`).
 """
 
 from __future__ import annotations
@@ -289,8 +289,11 @@ _REMEDIES = {
 }
 
 
-class NumericsFingerprint:
-    """The facts of one optimizer on this rank."""
+class Numerics:
+    """What the bits of one optimizer's steps depend on besides its settings, as facts of this rank.
+
+    A reproducible run compares them between its ranks, and with the facts of a checkpoint from which it resumes.
+    """
 
     def __init__(self) -> None:
         self.own: dict[str, str] = {}  # the facts as texts, once there are parameters
