@@ -1,8 +1,8 @@
 """What decides an optimizer's steps and their bits: settings, arguments of a call, and the arithmetic of the machine.
 
 Ranks with different settings take different steps: their copies of the model diverge, or they wait in different
-collectives.  `agree_on_step` compares parameters, divisor and settings before each step, `agree_on_beginning` what all
-do between two steps; if ranks differ, all raise one error (`mpishard.comm.agreement`).
+collectives.  `agree_on_step` compares parameters, divisor and settings before each step.  `agree_whether_begun` does so
+before what all do between two steps.  If ranks differ, all raise one error (`mpishard.comm.agreement`).
 
 `ShardingConfiguration.reproducible` promises the same bits on any layout, but not with another BLAS kernel, another
 number of shards or other micro-batches. A run that would resume with other ones raises, or records that it continued
@@ -255,7 +255,7 @@ def agree_on_step(
     return float(shared[5:].view(np.float64)[0])
 
 
-def agree_on_beginning(world: Axis, has_begun: bool, settings: Settings) -> bool:
+def agree_whether_begun(world: Axis, has_begun: bool, settings: Settings) -> bool:
     """Return True if all ranks have taken a first step, False if none has. Collective over the ranks.
 
     Raises ValueError on every rank if only some have, or if settings differ.
