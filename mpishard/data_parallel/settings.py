@@ -33,6 +33,22 @@ from mpishard.optim.rule import LiveValues
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
 
+# Names among the facts of a state.
+ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
+_PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
+_ALLOWED = "ShardingConfiguration(..., allow_different_bits=True) continues, and records it"
+# By fact how to have the value that the saved run had; others are of the machine and its libraries.
+_REMEDIES = {
+    "kernels": "run it with the release of mpishard that made the state",
+    "BLAS kernels": "set OPENBLAS_CORETYPE={}",
+    "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
+    "products": "set MPISHARD_PRODUCTS={}",
+    "libraries for products": "have {} on all ranks",
+    "XLA threads": "set NPROC={}",
+    "shards": "make the model with shards={}",
+    "micro_batch_size": "give the problem micro_batch_size={}",
+    "dtype": "make the model with dtype={}",
+}
 _CALLS_REMEDY = (
     "make the same passes and calls on each rank, and zero_grad() drops them; where a rank has no samples, use "
     "mpishard.torch.join, or step(count=) with losses that are sums over samples"
@@ -178,6 +194,15 @@ def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
     return {f"{of}{name}": text for name, text in settings.items()}
 
 
+def _value(function: Callable[[int], Any], step: int) -> str:
+    """A function's value at a step, to nine digits since processors may differ in the last; or its error's name."""
+    try:
+        found = function(step)
+        return f"({', '.join(f'{value:.9g}' for value in found)})" if isinstance(found, tuple) else f"{found:.9g}"
+    except Exception as error:  # a schedule may end with the run, before the last of the compared steps
+        return type(error).__name__
+
+
 def _fields_of(rule: Rule | Method, without: Collection[str]) -> dict[str, str]:
     names = [field.name for field in fields(rule) if field.compare and field.name not in without]
     return {name: text_of(getattr(rule, name)) for name in names}
@@ -200,13 +225,7 @@ def changed_settings(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list
     return changed
 
 
-def _value(function: Callable[[int], Any], step: int) -> str:
-    """A function's value at a step, to nine digits since processors may differ in the last; or its error's name."""
-    try:
-        found = function(step)
-        return f"({', '.join(f'{value:.9g}' for value in found)})" if isinstance(found, tuple) else f"{found:.9g}"
-    except Exception as error:  # a schedule may end with the run, before the last of the compared steps
-        return type(error).__name__
+# Comparisons of ranks.
 
 
 def agree_on_step(
@@ -271,22 +290,7 @@ def agree_whether_begun(world: Axis, has_begun: bool, settings: Settings) -> boo
     return True
 
 
-# Names among the facts of a state.
-ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
-_PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
-_ALLOWED = "ShardingConfiguration(..., allow_different_bits=True) continues, and records it"
-# By fact how to have the value that the saved run had; others are of the machine and its libraries.
-_REMEDIES = {
-    "kernels": "run it with the release of mpishard that made the state",
-    "BLAS kernels": "set OPENBLAS_CORETYPE={}",
-    "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
-    "products": "set MPISHARD_PRODUCTS={}",
-    "libraries for products": "have {} on all ranks",
-    "XLA threads": "set NPROC={}",
-    "shards": "make the model with shards={}",
-    "micro_batch_size": "give the problem micro_batch_size={}",
-    "dtype": "make the model with dtype={}",
-}
+# What bits depend on.
 
 
 class Numerics:
