@@ -128,7 +128,7 @@ _SHORT = 16_384
 _FIRST_STEPS = 3
 
 
-class NonfiniteCheck:
+class GradientInspection:
     """Checks the gradients of one optimizer, before and after they are summed over ranks.
 
     `looks`: look at each rank's gradients, to name those that are not finite.

@@ -17,7 +17,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.reshard import Transfer, transfers, view_of
-from mpishard.data_parallel.gradient_norm import NonfiniteCheck
+from mpishard.data_parallel.gradient_norm import GradientInspection
 from mpishard.data_parallel.ownership import RuleRanges
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategies import Strategy
@@ -128,7 +128,7 @@ class RankState:
         config = optimizer.config
         self.strategy: Strategy = optimizer.strategy_class.fitting(parameters)(config, parameters)
         self._broadcast_carried()
-        self.inspection = NonfiniteCheck(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
+        self.inspection = GradientInspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
         self._matrices: Matrices | None = None
