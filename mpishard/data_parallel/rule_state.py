@@ -124,10 +124,10 @@ class RuleState(OptimizerState):
         inspection, mode = on_rank.inspection, config.nonfinite_gradients
         counters.gradient_norm = math.nan
         measure = config.max_gradient_norm is not None or self._optimizer.measure_norm
-        if mode == "ignore" and not measure and not inspection.is_first:
+        if mode == "ignore" and not measure and not inspection.is_early:
             on_rank.strategy.compare_units()
             return True
-        norm = inspection.norm(measure, exchange_status)
+        norm = inspection.agree(measure, exchange_status)
         if not math.isinf(norm):
             counters.gradient_norm = norm / divisor
             if inspection.finite_loss:
