@@ -35,8 +35,8 @@ _FIRST_STEPS = 3
 class LargestGradients:
     """The largest values of each tensor before the sum over ranks, and of spans of the summed gradients after it.
 
-    `same`: the sums are this rank's gradients, in the same memory: then a tensor is looked at only to find which one is
-    not finite.
+    `same`: the sums are this rank's gradients, in the same memory. Then `look` puts off its work: tensors are looked at
+    one by one only where a span is not finite, to find which.
     """
 
     def __init__(self, pieces: Sequence[Piece], spans: Ranges, same: bool = False) -> None:
@@ -44,7 +44,7 @@ class LargestGradients:
         self._spans = spans
         self._same = same
         self._nonfinite = ""
-        # By bucket, where nobody has looked yet.
+        # By bucket what `look` has put off.
         self._later: dict[int, tuple[Bucket, Array]] = {}
         # On a device: the values of all pieces, then of all spans, and the buckets that were looked at.
         self._values: LargestValues | None = None
@@ -56,9 +56,9 @@ class LargestGradients:
         if self._same:
             self._later[bucket.index] = bucket, gradient
         else:
-            self._look(bucket, gradient)
+            self._look_now(bucket, gradient)
 
-    def _look(self, bucket: Bucket, gradient: Array) -> None:
+    def _look_now(self, bucket: Bucket, gradient: Array) -> None:
         if arrays.runs_cuda(gradient):
             ranges = self._of_bucket.get(bucket.index)
             if ranges is None:
@@ -73,12 +73,12 @@ class LargestGradients:
 
     def of_spans(self, gradients: Sequence[Array]) -> list[float]:
         """The largest values of the spans of summed gradients, one for each; on a device the host waits once."""
-        tops = self._of_spans(gradients)
+        tops = self._find_in_spans(gradients)
         if all(map(math.isfinite, tops)):
             self._later.clear()
         return tops
 
-    def _of_spans(self, gradients: Sequence[Array]) -> list[float]:
+    def _find_in_spans(self, gradients: Sequence[Array]) -> list[float]:
         if not gradients or not arrays.runs_cuda(gradients[0]):
             return exact.largest_of(gradients, self._spans)
         values = self._on_device(gradients[0])
@@ -91,7 +91,7 @@ class LargestGradients:
     def nonfinite(self) -> str:
         """The first tensor looked at whose gradient is not finite; empty: all are.  On a device the host may wait."""
         for bucket, gradient in self._later.values():
-            self._look(bucket, gradient)
+            self._look_now(bucket, gradient)
         self._later.clear()
         if self._looked and self._values is not None:
             self._read(self._values.values())
