@@ -122,7 +122,7 @@ class Averages:
             delta = arrays.empty(own.size, own.dtype, like=own)
             _lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
             then.append(own.copy() if self._lasting else own)
-            started = strategy.averages.start(bucket, delta)
+            started = strategy.average_sums.start(bucket, delta)
             assert started is not None
             sums.append((bucket, delta, started))
         self._rounds.append(_Round(part, now, problem, pending, sums, then))
@@ -151,7 +151,7 @@ class Averages:
 
     def _finish(self, finished: _Round, now: int) -> None:
         strategy = self._strategy
-        strategy.averages.finish(finished.sums)
+        strategy.average_sums.finish(finished.sums)
         self.steps[finished.part] += 1
         step = self.steps[finished.part]
         for (bucket, delta, _), then in zip(finished.sums, finished.then, strict=True):

@@ -183,7 +183,7 @@ class OptimizerState(ABC):
     ) -> bool:
         """Finish the reductions and take a step, see `ShardedOptimizer.update`."""
 
-    def averages(self) -> list[Array]:
+    def moving_averages(self) -> list[Array]:
         """The moving average of each range of the parameters that this rank updates; ValueError if there is none."""
         raise ValueError(
             f"{type(self.rule).__name__} keeps no average of the parameters; give the rule ema_decay=0.999"

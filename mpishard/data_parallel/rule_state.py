@@ -78,9 +78,9 @@ class RuleState(OptimizerState):
     def check_fits(self, parameters: FlatParameters) -> None:
         check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.strategy_class)
 
-    def averages(self) -> list[Array]:
+    def moving_averages(self) -> list[Array]:
         if self._rule.ema_decay is None:
-            return super().averages()
+            return super().moving_averages()
         if not self.is_bound or not self.counters.steps:
             raise ValueError("there is no average of the parameters before the first step")
         return self.strategy.ownership.state_views(self.on_rank.slots[EMA])

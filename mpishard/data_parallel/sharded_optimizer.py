@@ -415,7 +415,7 @@ class ShardedOptimizer:
         ValueError
             If the rule has no `ema_decay`, or no step was taken yet.
         """
-        averages = self.state.averages()
+        averages = self.state.moving_averages()
         self._level_workers()
         strategy, parameters = self.state.strategy, self.state.on_rank.parameters
         held = parameters.held

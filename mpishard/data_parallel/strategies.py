@@ -477,12 +477,12 @@ class LocalUpdates(DataParallel):
 
     def _make_summation(self) -> Summation:
         # Sums the differences from the anchor over all workers.
-        self.averages: Summation
+        self.average_sums: Summation
         if self.hierarchical is None:
-            self.averages = super()._make_summation()
-            return WithinWorker(self, None, self.averages)
-        self.averages = HierarchicalAverage(self, self.hierarchical)
-        return WithinWorker(self, self.hierarchical.within, self.averages)
+            self.average_sums = super()._make_summation()
+            return WithinWorker(self, None, self.average_sums)
+        self.average_sums = HierarchicalAverage(self, self.hierarchical)
+        return WithinWorker(self, self.hierarchical.within, self.average_sums)
 
     def error_scale(self, loss_scale: float) -> float:
         """1: the errors are differences of parameters, which contain no loss scale."""
