@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 Array = Any
 
+_SYNC_EVERY = 8  # steps between two averages, if nobody says how many
+_MEAN = SGD(lr=1.0)  # a full step along the mean difference from the anchor ends at the mean
+
 
 # Averages of the parameters of workers that take separate steps.
-
-_MEAN = SGD(lr=1.0)  # a full step along the mean difference from the anchor ends at the mean
 
 
 @arrays.elementwise
@@ -59,7 +60,7 @@ class _Round:
     part: int
     begun: int  # the step after which it started
     problem: Exception | None  # this rank's error up to then
-    trouble: Request  # finds out whether any rank has an error
+    trouble: Request  # finds out whether any rank has a `problem`
     # For each bucket, the difference from the anchor and the request that sums it.
     sums: list[tuple[Bucket, Array, PendingSum]]
     then: list[Array]  # the parameters of step `begun`, bucket by bucket
@@ -73,15 +74,16 @@ class Averages:
     anchor (Douillard et al., "DiLoCo", 2023, algorithm 1); without it the anchor becomes the mean of the workers
     (Stich, "Local SGD converges fast and communicates little", 2019).
 
-    Buckets are divided into `parts`; `lasting`: workers may take steps between the start of an average and its end.
-    `start`, `take_in` and `discard` are collective over the data axis.
+    Buckets are divided into `parts`, each of which is averaged by itself. With `delayed` workers may take steps between
+    the start of an average and its end, which are then kept. `start`, `take_in` and `discard` are collective over the
+    data axis.
     """
 
-    def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, lasting: bool) -> None:
+    def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, delayed: bool) -> None:
         parameters = strategy.parameters
         self._strategy = strategy
         self._rule = rule = outer or _MEAN
-        self._lasting = lasting
+        self._delayed = delayed
         self._parts = [strategy.buckets[part::parts] for part in range(parts)]
         self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
         self._rounds: list[_Round] = []
@@ -121,7 +123,7 @@ class Averages:
             own = flat[bucket.start : bucket.stop]
             delta = arrays.empty(own.size, own.dtype, like=own)
             _lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
-            then.append(own.copy() if self._lasting else own)
+            then.append(own.copy() if self._delayed else own)
             started = strategy.average_sums.start(bucket, delta)
             assert started is not None
             sums.append((bucket, delta, started))
@@ -410,7 +412,7 @@ class LocalState(AuxiliaryState):
         # has its own parameters and state.
         self.may_differ = self._averages is not None
         self._strategy, self._on_rank, self._counters = strategy, on_rank, counters
-        averages = Averages(strategy, self._outer, self._schedule.parts, lasting=self._schedule.delay > 0)
+        averages = Averages(strategy, self._outer, self._schedule.parts, delayed=self._schedule.delay > 0)
         steps = LocalSteps(strategy.axis, self._schedule, averages, self.staleness)
         self._averages, self._steps = averages, steps
 
@@ -470,9 +472,7 @@ class LocalState(AuxiliaryState):
             )
 
 
-# Local SGD: each worker takes steps independently; every `sync_every` steps the workers average their parameters.
-
-_SYNC_EVERY = 8
+# The optimizer.
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
