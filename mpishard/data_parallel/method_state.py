@@ -45,6 +45,13 @@ if TYPE_CHECKING:
 
 Array = Any
 
+# The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
+POINT = "point"
+_METADATA = "minimizer.json"
+_BATCHES = "batches"  # in the metadata
+_ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
+_ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
+
 
 def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array], Array] | None) -> Limits:
     """This rank's part of the options of a method; `precondition` is a function of this rank's elements.
@@ -102,14 +109,6 @@ def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
     """``gradient /= divisor``"""
     gradient = gradient / divisor
     return gradient
-
-
-# The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
-POINT = "point"
-_METADATA = "minimizer.json"
-_BATCHES = "batches"  # in the metadata
-_ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
-_ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
 
 class MinimizationState(OptimizerState):
@@ -407,7 +406,7 @@ class MinimizationState(OptimizerState):
         self._gradient = arrays.empty(strategy.ownership.size, like.dtype, like=like)
         *_, point = self._rows
         with raised_on_all(self._optimizer.world):
-            limits = limits_of(self._method, strategy, self._precondition())
+            limits = limits_of(self._method, strategy, self._own_preconditioner())
             self._minimizer = self._method.make(self._space, self._rows[:-1], point, limits)
         for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
             part[...] = own
@@ -420,7 +419,7 @@ class MinimizationState(OptimizerState):
         if not isinstance(facts.get(_METADATA), Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
         self.batches_in(facts)
-        check_metadata(self._method, facts[_METADATA], self._elements)
+        check_metadata(self._method, facts[_METADATA], self._element_options)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         self._resume(facts[_METADATA])
@@ -449,26 +448,26 @@ class MinimizationState(OptimizerState):
         """All numbers of the minimisation, without the vectors."""
         if self._minimizer is None:
             return {}
-        return {**self._minimizer.to_metadata(), ELEMENTS: self._elements, _BATCHES: self._batches}
+        return {**self._minimizer.to_metadata(), ELEMENTS: self._element_options, _BATCHES: self._batches}
 
     @property
-    def _elements(self) -> str:
+    def _element_options(self) -> str:
         """A hash of the options about elements."""
         options = self.options()
         return f"{fingerprint({name: options.get(name, '') for name in _ABOUT_ELEMENTS}):x}"
 
-    def _precondition(self) -> Any:
+    def _own_preconditioner(self) -> Any:
         """The preconditioner as a function of this rank's elements; None if the method has none."""
         function = self._method.preconditioner
         if not callable(function):
             return None
 
-        def own_part(vector: Array) -> Array:
+        def precondition(vector: Array) -> Array:
             with raised_on_all(self._optimizer.world):  # of the user's function: all ranks must learn of it
                 found = preconditioned(function, self._space.whole(vector))
             return self._space.own(found)
 
-        return own_part
+        return precondition
 
 
 def _different_losses(strategy: Strategy, loss: float) -> ValueError:
