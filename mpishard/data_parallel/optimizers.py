@@ -109,7 +109,7 @@ class ZeRO3Optimizer(ShardedOptimizer):
     strategy_class: type[Strategy] = ZeRO3
 
 
-def optimizer_of(rule: Rule | Method, config: ShardingConfiguration) -> ShardedOptimizer:
+def default_optimizer(rule: Rule | Method, config: ShardingConfiguration) -> ShardedOptimizer:
     """The default optimizer for a rule or method and a configuration, without state.
 
     A method divides its vectors, as ZeRO-1 does; for a rule the configuration's `sync_every` decides.

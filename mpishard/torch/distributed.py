@@ -20,7 +20,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.full_state import encode
-from mpishard.data_parallel.models import configuration_of, optimizer_for
+from mpishard.data_parallel.models import configuration_of, optimizer_of_whole_model
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.rule_state import clip_factor
 from mpishard.data_parallel.settings import agree_on_step
@@ -637,7 +637,7 @@ def as_distributed(
                     f"sync_every={config.sync_every}: a worker may skip a step alone, and {rule.of_optimizer.what} "
                     f"counts {', '.join(map(repr, numbers))} in its groups; use sync_every=1"
                 )
-        optimizer = optimizer_for("a PyTorch module", rule, config, zero, shards_parameters=True)
+        optimizer = optimizer_of_whole_model("a PyTorch module", rule, config, zero, shards_parameters=True)
         if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)
