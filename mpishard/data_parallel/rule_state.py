@@ -11,7 +11,7 @@ from mpishard.backend import exact
 from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
 from mpishard.data_parallel.rank_state import EMA, slot_names_of_rule, slots_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
-from mpishard.data_parallel.update import apply_rule
+from mpishard.data_parallel.update import Factors, apply_rule
 from mpishard.data_parallel.validation import check_copies, check_replacement, check_rule_fits
 from mpishard.layout.run_state import whole_fact
 from mpishard.optim import Muon, Rule
@@ -156,7 +156,7 @@ class RuleState(OptimizerState):
             ranges = on_rank.rule_ranges.of_all(clip_by_value)
             clip_by_value.over_ranges(rows, ranges, [(divisor, config.max_gradient_value)])
             divisor = 1.0
-        apply_rule(self._rule, on_rank, counters.steps, rate_factor=rate_factor, divisor=divisor, clip=clip)
+        apply_rule(self._rule, on_rank, counters.steps, Factors(rate_factor, divisor, clip))
         strategy.publish_parameters()
         strategy.keep_errors()
         counters.scaling.succeeded()

@@ -82,37 +82,37 @@ class NormBased(Protocol):
 
 
 class Factors(NamedTuple):
-    """On the learning rate, and on gradients."""
+    """What a step multiplies learning rates by, and what it divides and multiplies summed gradients by."""
 
     rate_factor: float
     divisor: float
     clip: float
 
 
-def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float, divisor: float, clip: float) -> None:
-    """Apply the rule: take step `step` along the summed gradients; `divisor` and `clip` as for `Rule.update`.
+def apply_rule(rule: Rule, on_rank: RankState, step: int, factors: Factors) -> None:
+    """Apply the rule: take step `step` along the summed gradients.
 
     Collective over the strategy's sync group if the rule needs whole tensors or their norms.
     """
     if rule.own_steps is not None:
-        rule.own_steps.take_step(rate_factor, divisor, clip)
+        rule.own_steps.take_step(*factors)
         return
     strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()
     states = strategy.ownership.states_of(slots)
     rows = [(values, gradient, *state) for values, gradient, state in zip(owned, gradients, states, strict=True)]
     if rule.whole_tensors and not isinstance(rule, Muon):
-        _apply_to_tensors(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _apply_to_tensors(rule, on_rank, rows, step, factors)
     elif rule.whole_tensors:
-        _apply_to_matrices(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _apply_to_matrices(rule, on_rank, rows, step, factors)
     elif rule.norm_based:
-        _apply_by_norms(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _apply_by_norms(rule, on_rank, rows, step, factors)
     elif owned and arrays.runs_cuda(owned[0]) and rule.is_one_formula:
-        _in_one_launch(rule, rule.kernel, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _in_one_launch(rule, rule.kernel, on_rank, rows, step, factors)
     else:
-        for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, rate_factor):
+        for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, factors.rate_factor):
             values, gradient, *state = _part(rows[number], start, stop)
-            own_rule.update(values, gradient, state, step, divisor=divisor, clip=clip)
+            own_rule.update(values, gradient, state, step, divisor=factors.divisor, clip=factors.clip)
     if rule.ema_decay is not None:
         keep = rule.ema_decay if step > 1 else 0.0
         averages = strategy.ownership.state_views(on_rank.slots[EMA])
