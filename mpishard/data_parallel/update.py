@@ -23,38 +23,6 @@ from mpishard.optim.formulas import moving_average
 Array = Any
 
 
-# LAMB's norms, for its trust ratios.  The global norm, for clipping, is in `mpishard.data_parallel.gradient_norm`.
-
-
-def norms(
-    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], vectors: Sequence[tuple[Ranges, Sequence[Array]]]
-) -> list[list[float]]:
-    """For each vector the 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
-
-    A vector is its parts, and one array for each owned range. Every element must be in the parts on exactly one rank of
-    the axis, and chooses the number of its tensor. On a device the host waits twice a vector, whatever the number of
-    tensors. Collective over `axis`, the sync group of a strategy: two all-reduces.
-    """
-    tops = np.zeros((len(vectors), len(specs)))
-    for top, (parts, rows) in zip(tops, vectors, strict=True):
-        for part, largest in zip(parts.all, exact.largest_of(rows, parts), strict=True):
-            top[part.choice] = max(top[part.choice], largest)
-    axis.all_reduce(tops.reshape(-1), op="max", label="norms")
-    sums = np.zeros((len(vectors), len(specs), 2))
-    for total, top, (parts, rows) in zip(sums, tops, vectors, strict=True):
-        found = exact.sums_of_squares(rows, parts, top.tolist(), [spec.size for spec in specs])
-        for part, squares in zip(parts.all, found, strict=True):
-            total[part.choice] += squares
-    axis.all_reduce(sums.reshape(-1), label="norms")
-    return [
-        [exact.norm(pair, float(top)) for pair, top in zip(total, row, strict=True)]
-        for total, row in zip(sums, tops, strict=True)
-    ]
-
-
-# A step along the summed gradients.
-
-
 class NormBased(Protocol):
     """The additions of a rule with ``norm_based``: the halves of its step, before and after norms of whole tensors."""
 
@@ -211,3 +179,34 @@ def _apply_to_tensors(
     on_rank.matrices(rule).update(values, gradients, slots, rules, step, divisor=factors.divisor, clip=factors.clip)
     for (own, *_), value_view, _ in views:
         own[...] = value_view
+
+
+# LAMB's norms, for its trust ratios.  The global norm, for clipping, is in `mpishard.data_parallel.gradient_norm`.
+
+
+def norms(
+    sync_group: Axis | ModelParallelGroup,
+    specs: Sequence[ParameterSpec],
+    vectors: Sequence[tuple[Ranges, Sequence[Array]]],
+) -> list[list[float]]:
+    """For each vector the 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
+
+    A vector is its parts, and one array for each owned range. A part chooses the number of its tensor, and every
+    element is in the parts of exactly one rank of the sync group. On a device the host waits twice a vector, whatever
+    the number of tensors. Collective over the sync group: two all-reduces.
+    """
+    tops = np.zeros((len(vectors), len(specs)))
+    for top, (parts, rows) in zip(tops, vectors, strict=True):
+        for part, largest in zip(parts.all, exact.largest_of(rows, parts), strict=True):
+            top[part.choice] = max(top[part.choice], largest)
+    sync_group.all_reduce(tops.reshape(-1), op="max", label="norms")
+    sums = np.zeros((len(vectors), len(specs), 2))
+    for total, top, (parts, rows) in zip(sums, tops, vectors, strict=True):
+        found = exact.sums_of_squares(rows, parts, top.tolist(), [spec.size for spec in specs])
+        for part, squares in zip(parts.all, found, strict=True):
+            total[part.choice] += squares
+    sync_group.all_reduce(sums.reshape(-1), label="norms")
+    return [
+        [exact.norm(pair, float(top)) for pair, top in zip(total, row, strict=True)]
+        for total, row in zip(sums, tops, strict=True)
+    ]
