@@ -42,6 +42,20 @@ SMALLEST_UNIT = 2**15
 _HUGE_PAGES_FROM = 2**21  # bytes, that of one
 _MADVISE: Any = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+# The functions of PyTorch that a freed parameter has nevertheless, and the attributes that it has not.
+_METADATA = frozenset(
+    "__dir__ __len__ _has_compatible_shallow_copy_type data_ptr dim dim_order element_size get_device ndimension "
+    "nelement numel size storage_offset "
+    "stride untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook backward grad view_as "
+    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros".split()
+)
+_VALUES = frozenset("data T mT H mH real imag".split())
+# Functions that return the tensor itself where there is nothing to change, as Module.to calls them for all parameters.
+_CONVERSIONS = frozenset("to type cpu cuda float double half bfloat16".split())
+_SAVES = (
+    "to save it, call save_checkpoint() of the optimizer of as_distributed, or give torch.save() what its state_dict() "
+    "returns within summon_full_parameters; to copy it, call close() on all ranks before"
+)
 
 
 # Which submodules are units, and which parameters belong to each.
@@ -165,21 +179,6 @@ def _large_layers(module: Any, size: int) -> set[int]:
 
 
 # The memory of units, and the hooks that gather and free them.
-
-# The functions of PyTorch that a freed parameter has nevertheless, and the attributes that it has not.
-_METADATA = frozenset(
-    "__dir__ __len__ _has_compatible_shallow_copy_type data_ptr dim dim_order element_size get_device ndimension "
-    "nelement numel size storage_offset "
-    "stride untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook backward grad view_as "
-    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros".split()
-)
-_VALUES = frozenset("data T mT H mH real imag".split())
-# Functions that return the tensor itself where there is nothing to change, as Module.to calls them for all parameters.
-_CONVERSIONS = frozenset("to type cpu cuda float double half bfloat16".split())
-_SAVES = (
-    "to save it, call save_checkpoint() of the optimizer of as_distributed, or give torch.save() what its state_dict() "
-    "returns within summon_full_parameters; to copy it, call close() on all ranks before"
-)
 
 
 class FreedParameter:
