@@ -4,10 +4,12 @@ A bucket is reduced as soon as the last backward pass has completed it, in one f
 rank that marks nothing ready issues the same collectives; the schedule interleaves the orders of a rank's pipeline
 stages.
 
-With `on_demand` (ZeRO-2 and 3) each micro-batch is summed. Else a bucket is summed once a step: in the last pass, and
-after the last micro-batch of its virtual stage (`BucketOrder.more`, set by the pipeline); a tied tensor always at the
-end of the last pass. In a reproducible run `keep_apart` says how many terms there are, of a sum in a fixed order; a
-complete term becomes a partial sum, and the last one is reduced with them.
+With `on_demand` (ZeRO-2 and 3) each micro-batch is summed. Else a bucket is summed once a step: in the last pass, after
+the last micro-batch of its virtual stage (`BucketOrder.more`, set by the pipeline). A tied tensor is always summed at
+the end of the last pass.
+
+In a reproducible run the micro-batches of a rank are terms of a sum in a fixed order, and `keep_apart` says how they
+are added. Each but the last becomes a partial sum when it is complete; the last is reduced together with these sums.
 """
 
 from __future__ import annotations
