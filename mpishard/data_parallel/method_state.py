@@ -293,7 +293,10 @@ class MinimizationState(OptimizerState):
         return gradient
 
     def whole(self, vector: Array) -> Array:
-        """A vector of which this is this rank's part, as a new flat array like the parameters."""
+        """A vector from this rank's part of it, as a new flat array like this rank's parameters.
+
+        `ShardedSpace.whole` has it in the order of the specs, of all tensor and pipeline ranks.
+        """
         strategy = self._strategy
         assert isinstance(strategy, ZeRO1)
         return strategy.gather(vector, "vectors")
