@@ -36,7 +36,7 @@ from mpishard.data_parallel.summation import (
     Summation,
     WithinWorker,
 )
-from mpishard.layout.boxes import run_lengths, split
+from mpishard.layout.boxes import run_lengths, run_of, split
 from mpishard.layout.run_state import AVERAGE_ERRORS, GRADIENT_ERRORS
 from mpishard.parameters.buckets import Bucket, BucketMemory, make_buckets
 from mpishard.parameters.flat import FlatParameters
@@ -165,9 +165,7 @@ class Strategy(ABC):
 
     def _own_part(self, bucket: Bucket, gradient: Array) -> Array:
         """This rank's part of a whole bucket, where it lies."""
-        pieces = self.counts[bucket.index]
-        start = sum(pieces[: self.axis.rank])
-        return gradient[start : start + pieces[self.axis.rank]]
+        return gradient[run_of(self.counts[bucket.index], self.axis.rank)]
 
     def gradient_of(self, bucket: Bucket) -> Array:
         """The gradient memory of a bucket."""

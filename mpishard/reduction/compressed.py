@@ -23,6 +23,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest
 from mpishard.compression import PieceCompressor
 from mpishard.compression.compressors import PowerSGDCompressor, matrix_shape, orthonormal
+from mpishard.layout.boxes import run_of
 from mpishard.layout.tensors import Piece
 from mpishard.parameters.buckets import Bucket
 
@@ -188,9 +189,7 @@ class PieceSums(CompressedSums):
         compressor, rank = self._compressor, self._axis.rank
         pieces, sizes = self._counts[bucket.index], self._sizes(bucket)
         packed = arrays.empty(sum(sizes), np.uint8, like=self._like)
-        first = sum(pieces[:rank])
-        own = gradient[first : first + pieces[rank]]
-        out = packed[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+        own, out = gradient[run_of(pieces, rank)], packed[run_of(sizes, rank)]
         compressor.split(own, out, self._new_owned[self._parts[bucket.index]])
         pending = self._axis.start_all_gather(packed, counts=sizes, label="gradients")
 
@@ -338,8 +337,7 @@ class PowerSGDSums(CompressedSums):
 
     def _own(self, bucket: Bucket) -> slice:
         """This rank's part of a bucket."""
-        pieces, rank = self._counts[bucket.index], self._axis.rank
-        return slice(sum(pieces[:rank]), sum(pieces[: rank + 1]))
+        return run_of(self._counts[bucket.index], self._axis.rank)
 
     def _factors(self, flat: Array, lengths: Sequence[int]) -> list[Array]:
         """Views of matrices, end to end in a flat array, with these numbers of rows and `_matrix_rank` columns each."""

@@ -16,7 +16,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest, Request
 from mpishard.comm.mesh import Mesh
 from mpishard.compression import Compressor
-from mpishard.layout.boxes import run_lengths, split
+from mpishard.layout.boxes import run_lengths, run_of, split
 from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.compressed import CompressedSums, CompressedSumsMaker
 
@@ -115,8 +115,7 @@ class HierarchicalSums:
         All ranks of a node have the same `values`, which are not changed; the result's `wait` returns this rank's
         piece.
         """
-        pieces, rank = self._within_counts[bucket.index], self.within.rank
-        piece = values[sum(pieces[:rank]) : sum(pieces[: rank + 1])].copy()
+        piece = values[run_of(self._within_counts[bucket.index], self.within.rank)].copy()
         if self.compressed is None:
             return self._sum_across(bucket, values, piece)
         pending = self._compressed_across(bucket, values, piece)
@@ -169,5 +168,4 @@ class HierarchicalSums:
 
     def _own(self, bucket: Bucket, piece: Array) -> Array:
         """The part of a piece that this rank owns in the sum between the nodes."""
-        pieces, rank = self._across_counts[bucket.index], self._across.rank
-        return piece[sum(pieces[:rank]) : sum(pieces[: rank + 1])]
+        return piece[run_of(self._across_counts[bucket.index], self._across.rank)]

@@ -15,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest
-from mpishard.layout.boxes import run_lengths, split
+from mpishard.layout.boxes import run_lengths, run_of, split
 from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.tree_sum import TermAssignment, TreeNode, add_by_tree, sort_by_owner, tree_merges, tree_nodes
 
@@ -115,8 +115,7 @@ class OrderedSums:
     def all_reduce(self, flat: Array) -> None:
         """Sum an array over the axis, in place; the array of each rank, of the same size, is one term. Collective."""
         pieces = run_lengths(split(flat.size, self._axis.size))
-        start = sum(pieces[: self._axis.rank])
-        own = flat[start : start + pieces[self._axis.rank]]
+        own = flat[run_of(pieces, self._axis.rank)]
         self.reset()
         self.start(Bucket(0, 0, 1, 0, flat.size), [flat], pieces, own).wait()
         self._axis.all_gather(flat, counts=pieces, label="gradients")
