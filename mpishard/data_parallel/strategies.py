@@ -353,7 +353,7 @@ class ZeRO1(Strategy):
             return
         pending = [
             self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
-            for bucket, pieces in zip(self.buckets, self.counts, strict=False)
+            for bucket, pieces in zip(self.buckets, self.counts, strict=False)  # those of second uses follow
         ]
         for gathered in pending:
             gathered.wait()
