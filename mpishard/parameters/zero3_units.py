@@ -101,7 +101,7 @@ class ShardedUnits:
     def __init__(self, pieces: Sequence[Piece], units: Sequence[tuple[int, int]], axis: Axis, like: Array) -> None:
         self.axis = axis
         self.views: dict[str, Array] = {}  # the tensors gathered now, by name
-        self.order = GatherOrder()  # others may share it
+        self.order = GatherOrder()  # a module shares it with the units of its frozen parameters
         self._pieces = pieces
         self._units = units
         self._like = like
