@@ -278,13 +278,6 @@ class LocalSteps:
 # What Local SGD adds to the state of an optimizer: the averages, and how far workers have gone by themselves.
 
 
-@arrays.elementwise
-def _divide(total, /, count):  # type: ignore[no-untyped-def]
-    """``total /= count``"""
-    total = total / count
-    return total
-
-
 class LocalState(AuxiliaryState):
     """The state of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
 
@@ -351,7 +344,7 @@ class LocalState(AuxiliaryState):
         for slot in self._on_rank.slots.values():
             mean = slot.copy()  # if a worker dies during the sum, the slot must not hold half of it
             axis.all_reduce(mean, label="state")
-            _divide(mean, axis.size)
+            arrays.divide(mean, axis.size)
             slot[...] = mean
         norm = -1.0 if math.isnan(counters.gradient_norm) else counters.gradient_norm
         numbers = np.array([counters.skipped_steps, norm, -counters.scaling.value, -counters.scaling.good_steps])

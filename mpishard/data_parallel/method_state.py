@@ -104,13 +104,6 @@ class ShardedSpace(Space):
         return arrays.on_device_of(part, self.like)
 
 
-@arrays.elementwise
-def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
-    """``gradient /= divisor``"""
-    gradient = gradient / divisor
-    return gradient
-
-
 class MinimizationState(OptimizerState):
     """The state of an optimizer with a method: its slots are the method's vectors, and then the point.
 
@@ -278,7 +271,7 @@ class MinimizationState(OptimizerState):
         for part, own in zip(strategy.ownership.state_views(gradient), strategy.gradients(), strict=True):
             part[...] = own
         if divisor != 1 and gradient.size:
-            _divide(gradient, divisor)
+            arrays.divide(gradient, divisor)
         return gradient
 
     def own_part(self, flat: Array) -> Array:
