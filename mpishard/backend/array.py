@@ -375,3 +375,10 @@ def accumulate(total, addend, /):  # type: ignore[no-untyped-def]
     """``total += addend``, for flat arrays of both kinds."""
     total = total + addend
     return total
+
+
+@elementwise
+def divide(total, /, divisor):  # type: ignore[no-untyped-def]
+    """``total /= divisor``, likewise."""
+    total = total / divisor
+    return total

@@ -16,7 +16,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
-from mpishard.data_parallel.optimizers import optimizer_of
+from mpishard.data_parallel.optimizers import default_optimizer
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
@@ -179,7 +179,7 @@ class ElasticOptimizer:
                 assert config is not None
                 if isinstance(config, Mesh):
                     config = ShardingConfiguration(config, reproducible=True)
-                optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
+                optimizer = default_optimizer(optimizer, ShardingConfiguration.of(config))
             elif not isinstance(optimizer, ShardedOptimizer):
                 raise TypeError(f"ElasticOptimizer takes a rule, a method or an optimizer, got {shown(optimizer)}")
             elif config is not None and config is not optimizer.mesh and config is not optimizer.config:

@@ -138,7 +138,7 @@ class MeshRanks:
         another vector.
         """
         strategy = self._strategy
-        if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sums:
+        if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sum_changes:
             return self._state.own_part(flat)
         reducer = strategy.reducer
         for piece in self.parameters.pieces:

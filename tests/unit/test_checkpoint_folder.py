@@ -22,7 +22,7 @@ from mpishard.backend import array as arrays
 from mpishard.checkpoint import disk, folder, pieces
 from mpishard.checkpoint.checkpoints import Measured, Pace, save_interval
 from mpishard.checkpoint.folder import Candidate, FileEntry, Manifest, decode_manifest, hash_file, read_manifest
-from mpishard.checkpoint.pieces import Readers, pieces_file, read_into
+from mpishard.checkpoint.pieces import ReadThreads, pieces_file, read_into
 from mpishard.checkpoint.save import Snapshot
 from mpishard.checkpoint.verify import examine, share_of_files
 from mpishard.comm import json_exchange
@@ -381,7 +381,7 @@ def test_many_bytes_are_shared_by_the_threads(monkeypatch, cores):
         assert item not in names
         names[item] = threading.current_thread().name
 
-    with Readers(processes=2) as reading:
+    with ReadThreads(processes=2) as reading:
         for sizes in ([50] * 40, [1] * 99, [10**6, 1, 1], [1, 1, 10**6], [0, 0], []):
             names.clear()
             reading.share(note, range(len(sizes)), sizes)
@@ -396,7 +396,7 @@ def two_threads(monkeypatch):
     monkeypatch.setattr(pieces, "own_cores", lambda: {0, 1})
     monkeypatch.setattr(pieces, "cpu_quota", lambda: 2.0)
     monkeypatch.setattr(pieces, "_LEAST_SHARE", 1)
-    return Readers()
+    return ReadThreads()
 
 
 def test_no_thread_goes_on_when_another_has_failed(monkeypatch):

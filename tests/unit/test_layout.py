@@ -20,6 +20,8 @@ from mpishard.layout.boxes import (
     inside,
     intersect,
     nested_split,
+    run_lengths,
+    run_of,
     split,
     subtract,
     whole_box,
@@ -36,6 +38,8 @@ def test_split_is_even_and_complete(size, parts):
     assert (offsets[0], offsets[-1], len(lengths)) == (0, size, parts)
     assert max(lengths) - min(lengths) <= 1
     assert sorted(lengths, reverse=True) == lengths
+    assert run_lengths(offsets) == lengths
+    assert [run_of(lengths, number) for number in range(parts)] == [slice(*run) for run in pairwise(offsets)]
 
 
 @given(st.integers(0, 100), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))

@@ -23,7 +23,7 @@ from mpishard.backend.compiled import KERNELS
 from mpishard.backend.garbage import no_garbage_collection, objects_stay
 from mpishard.backend.process import arithmetic, cpu_quota
 from mpishard.comm.agreement import fingerprint
-from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, NumericsFingerprint
+from mpishard.data_parallel.settings import ARITHMETIC, DIFFERENT_BITS, Numerics
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.optimizer import MeshLimits
 from mpishard.layout.tensors import ModelParallelRank, ParameterSpec
@@ -192,7 +192,7 @@ def parameters_of(specs=None, sums_by_mpi=False, **place):
 def taken(mesh, parameters=None, **options):
     """The facts of parameters, and a configuration."""
     config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
-    numerics = NumericsFingerprint()
+    numerics = Numerics()
     numerics.take(parameters_of() if parameters is None else parameters, config, mesh.world)
     numerics.note_micro_batches(3)
     return numerics, config
@@ -272,7 +272,7 @@ def test_they_are_allowed_and_recorded(mesh, capsys):
     facts = saved(numerics, shards="4") | {DIFFERENT_BITS: ["from step 3 on something"]}
     numerics.check(facts, config)
     numerics.note(facts, config, rank=0)
-    numerics.restore(facts, config)
+    numerics.restore(facts)
     assert "shards is 4 there and 1 here" in capsys.readouterr().err
     assert numerics.facts[DIFFERENT_BITS][0] == "from step 3 on something"
     assert numerics.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
