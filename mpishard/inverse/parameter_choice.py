@@ -59,8 +59,9 @@ def l_curve(weights: Any, misfits: Any, terms: Any, *, plot: str | PathLike[str]
 
     The L-curve is the norm of the term over the norm of the misfit, both on logarithmic axes, for runs that differ in
     the weight of the term (Hansen and O'Leary 1993).  Where the weight is too small, the term falls steeply with it and
-    the misfit stays; where it is too large, the misfit rises and the term stays.  The corner lies between.  Not
-    collective: it computes on each rank that calls it.
+    the misfit stays; where it is too large, the misfit rises and the term stays.  The corner lies between.
+
+    Not collective: each rank that calls it computes by itself.
 
     Parameters
     ----------
