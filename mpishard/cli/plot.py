@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.cli.output import AXES, BLUE, GREEN, ORANGE, PINK, RED, SKY, check_format, save
+from mpishard.cli.output import AXES, BLUE, GREEN, ORANGE, PINK, RED, SKY, check_format, save, size
 from mpishard.record import Run
 from mpishard.record.reading import VALIDATION, began_after
 from mpishard.record.summary import COMPUTATION, Spent, binned, ranks_by_step, spent, takeovers
@@ -242,9 +242,9 @@ def _panels(runs: Sequence[Run], words: _Words, log: bool) -> dict[str, _Panel]:
     draw_workers = functools.partial(_draw_lines, label=label, lines=lines, from_zero=True, counts=True)
     found[words.name("workers")] = _Panel(1, draw_workers, _constant(label, lines, words))
     if not several:
-        used = functools.cache(functools.partial(spent, runs[0]))
-        found["phases"] = _Panel(2, lambda axis: _draw_phases(used(), axis, words))
-        found["sent"] = _Panel(2, lambda axis: _draw_sent(used(), axis, words))
+        used = spent(runs[0])
+        found["phases"] = _Panel(2, functools.partial(_draw_phases, used, words=words))
+        found["sent"] = _Panel(2, functools.partial(_draw_sent, used, words=words), _constant_bytes(used, words))
     return found
 
 
@@ -304,6 +304,17 @@ def _constant(label: str, lines: Sequence[_Line | None], words: _Words) -> str:
         return ""
     at = f" at {words.step} {known[0].steps[0]:.0f}" if len(values) == 1 else ""
     return f"{label}: {values[0]:.6g}{at}"
+
+
+def _constant_bytes(found: Spent, words: _Words) -> str:
+    """A line of text that says as much as the panel of bytes; empty if those of an axis change, or none are noted."""
+    most = {name: float(values.max(initial=0.0)) for name, values in found.sent.items()}
+    # A step has an equal part of the bytes of its line, and parts of equal lines differ in the last bits.
+    changes = (not np.allclose(values, most[name], rtol=1e-9, atol=0) for name, values in found.sent.items())
+    if not most or any(changes):
+        return ""
+    parts = (f"{name} axis {size(most[name]) if most[name] else '0 B'}" for name in sorted(most, key=_place))
+    return f"sent / {words.step}, all ranks: {', '.join(parts)}"
 
 
 # -- what is in a panel ------------------------------------------------------------------------------------------------
@@ -420,7 +431,7 @@ def _metric(run: Run, name: str) -> np.ndarray:
     return found
 
 
-def _draw_phases(found: Spent, axis: Any, words: _Words) -> None:
+def _draw_phases(found: Spent, axis: Any, *, words: _Words) -> None:
     every = binned(found.steps.astype(float), _POINTS)
     layers = {
         name: np.nan_to_num(binned(seconds, _POINTS)) * 1e3
@@ -439,7 +450,7 @@ def _draw_phases(found: Spent, axis: Any, words: _Words) -> None:
     axis.set(ylabel=textwrap.fill(f"ms / {words.step}, mean of ranks", _LETTERS))
 
 
-def _draw_sent(found: Spent, axis: Any, words: _Words) -> None:
+def _draw_sent(found: Spent, axis: Any, *, words: _Words) -> None:
     every = binned(found.steps.astype(float), _POINTS)
     sent = {name: binned(found.sent[name], _POINTS) for name in sorted(found.sent, key=_place)}
     most = max((float(np.nanmax(values, initial=0)) for values in sent.values()), default=0.0)

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -106,14 +107,16 @@ class TestPlot:
     @pytest.mark.parametrize("steps", [1, 30])
     def test_a_panel_without_values_says_so(self, steps, tmp_path, drawn, shown):
         metrics = [{"step": step, "loss": None, "seconds": 0.5 * step, "workers": 1} for step in range(1, steps + 1)]
-        lines = [process_line(0, 1, [0.5] * steps, axes={"data": {"bytes": 2000 * steps, "seconds": 0}})]
+        lines = [process_line(0, 1, [0.5], axes={"data": {"bytes": 900, "seconds": 0}})]
+        if steps > 1:
+            lines.append(process_line(0, 2, [0.5] * 29, axes={"data": {"bytes": 29 * 2000, "seconds": 0}}))
         run = write(tmp_path / "run", metrics, [lines])
         write_lines(run / "logged.jsonl", {"step": 1, "a_name_of_a_series_that_is_long": None})
         shown("plot", run)
         panels = {axis.get_ylabel(): [text.get_text() for text in axis.texts] for axis in drawn[0].axes}
         empty = {label: texts for label, texts in panels.items() if texts}
         assert empty == dict.fromkeys(["loss", "a name of a series that is\nlong"], ["nothing noted"])
-        assert ("steps / s" in panels) == (steps > 1) and "kB sent / step, all ranks" in panels
+        assert ("steps / s" in panels) == ("kB sent / step, all ranks" in panels) == (steps > 1)
         assert len({axis.get_xlim() for axis in drawn[0].axes}) == 1
         for axis in drawn[0].axes:  # steps are whole
             assert all(float(tick).is_integer() for tick in axis.get_xticks())
@@ -123,15 +126,18 @@ class TestPlot:
             {"step": s, "loss": 0.5, "learning_rate": 0.1, "gradient_norm": None if s == 2 else 1.0, "workers": 4}
             for s in range(1, 4)
         ]
-        run = write(tmp_path / "run", [each | {"seconds": 0.25} for each in metrics])
+        sent = {"data": {"bytes": 2000, "seconds": 0}, "world": {"bytes": 0, "seconds": 0}}
+        twice = {axis: each | {"bytes": 2 * each["bytes"]} for axis, each in sent.items()}
+        lines = [process_line(0, 1, [0.25] * 2, axes=twice), process_line(0, 3, [0.25], axes=sent)]  # of 2 ranks
+        run = write(tmp_path / "run", [each | {"seconds": 0.25} for each in metrics], [lines])
         write_lines(run / "logged.jsonl", {"step": 2, "accuracy": 0.75}, {"step": 3, "a": 1}, {"step": 1, "a": 2})
         shown("plot", run)
         said = ["learning rate: 0.1", "accuracy: 0.75 at step 2", "steps / s: 4", "data-parallel workers: 4"]
-        assert below(drawn[0]) == said
-        shares = {"ms / step, mean of ranks", "bytes sent / step, all ranks"}
-        assert set(labelled(drawn[0])) == {"loss", "gradient norm", "a", *shares}  # a gap is no constant
-        shown("plot", run, "--panels", "workers")
-        assert list(labelled(drawn[1])) == ["data-parallel workers"] and below(drawn[1]) == []
+        assert below(drawn[0]) == [*said, "sent / step, all ranks: data axis 4.00 kB, world axis 0 B"]
+        assert set(labelled(drawn[0])) == {"loss", "gradient norm", "a", "ms / step, mean of ranks"}
+        shown("plot", run, "--panels", "workers,sent")
+        assert list(labelled(drawn[1])) == ["data-parallel workers", "kB sent / step, all ranks"]
+        assert below(drawn[1]) == []
 
     @pytest.fixture
     def minimisation(self, tmp_path):
@@ -253,6 +259,19 @@ class TestPlot:
         assert shown("plot", run, "--panels", "loss", "-o", tmp_path / name).strip() == str(tmp_path / name)
         begins = {"a.pdf": b"%PDF", "a.svg": b"<?xml", "a.PNG": PNG}[name]
         assert (tmp_path / name).read_bytes().startswith(begins)
+
+    def test_without_matplotlib_there_are_data_and_a_hint(self, run, shown, monkeypatch):
+        class Without:
+            def find_spec(self, name, *rest):
+                if name == "matplotlib":
+                    raise ModuleNotFoundError(name, name=name)
+
+        for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "meta_path", [Without(), *sys.meta_path])
+        said = shown("plot", run, code=2)
+        assert "needs the package matplotlib: pip install 'mpishard[cli]'" in said and said.count("\n") == 1
+        assert json.loads(shown("plot", run, "--json"))["metrics"]["step"][-1] == 1000
 
     def test_of_nothing(self, tmp_path, shown):
         assert "no record of a run" in shown("plot", tmp_path, code=2)
