@@ -187,27 +187,29 @@ def takeovers(run: Run) -> list[int]:
     began = sorted(start["time"] for start in run.starts if "time" in start)
     for process in run.processes:
         for line in process.lines:
-            if line["seconds"]:
-                starts[bisect.bisect_right(began, line.get("time", 0))][process.name].append(line)
+            starts[bisect.bisect_right(began, line.get("time", 0))][process.name].append(line)
     return sorted(step for processes in starts.values() for step in _replaced_in(processes))
 
 
+def _end(line: dict[str, Any]) -> int:
+    """The step after the last one of a line."""
+    return int(line["step"]) + len(line["seconds"])
+
+
 def _replaced_in(processes: Mapping[str, Sequence[dict[str, Any]]]) -> set[int]:
-    """`takeovers` within one start; each process has lines."""
-    first = min(lines[0]["step"] for lines in processes.values())
-    ends = {name: lines[-1]["step"] + len(lines[-1]["seconds"]) for name, lines in processes.items()}
+    """`takeovers` within one start."""
+    ends = {name: _end(lines[-1]) for name, lines in processes.items()}
+    noted = {name: [line for line in lines if line["seconds"]] for name, lines in processes.items()}
+    every = [line for lines in noted.values() for line in lines]
+    first = min((line["step"] for line in every), default=0)
     found = set()
-    for name, lines in processes.items():
+    for name, lines in noted.items():
         end = first  # after the process's steps so far: those who begin with the run replace nobody
         for line in lines:
-            step, end_before = line["step"], end
-            end = step + len(line["seconds"])
+            step, end_before, end = line["step"], end, _end(line)
             if step <= end_before or all(last > step for other, last in ends.items() if other != name):
                 continue
-            every = (other for others in processes.values() for other in others)
-            before = {
-                other["ranks"] for other in every if other["step"] < step <= other["step"] + len(other["seconds"])
-            }
+            before = {other["ranks"] for other in every if other["step"] < step <= _end(other)}
             if before == {line["ranks"]}:
                 found.add(step - 1)
     return found

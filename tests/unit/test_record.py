@@ -266,6 +266,11 @@ CHANGES: dict[str, tuple[list[list[dict[str, Any]]], list[int]]] = {
     "nothing": ([[worked(1, 9, 2)], [worked(1, 5, 2), worked(6, 9, 2)]], []),
     "a spare": ([[worked(1, 4, 2), worked(5, 9, 2)], [worked(1, 4, 2)], [worked(5, 9, 2)]], [4]),
     "a spare, the last line lost": ([[worked(1, 4, 2), worked(5, 9, 2)], [worked(1, 2, 2)], [worked(5, 9, 2)]], [4]),
+    "a spare, all lines lost but the first": (
+        [[process_line(0, 0, [], time=11), worked(1, 4, 2), worked(5, 9, 2)], [process_line(1, 0, [], time=11)]]
+        + [[process_line(2, 0, [], time=11), worked(5, 9, 2)]],
+        [4],
+    ),
     "a spare that worked before": (
         [[worked(1, 3, 3), worked(4, 6, 2), worked(7, 9, 2)], [worked(1, 3, 3), worked(4, 6, 2)]]
         + [[worked(1, 3, 3), worked(7, 9, 2)]],
@@ -290,6 +295,10 @@ CHANGES: dict[str, tuple[list[list[dict[str, Any]]], list[int]]] = {
     "a spare after a start": (
         [[worked(1, 6, 2)], [worked(5, 7, 2, 21), worked(8, 9, 2, 21)], [worked(5, 7, 2, 21)], [worked(8, 9, 2, 21)]],
         [7],
+    ),
+    "steps of a loop that counts by fives": (
+        [[worked(5, 7, 2), worked(20, 22, 2)], [worked(5, 19, 2), worked(80, 81, 2)]],
+        [],
     ),
     "nothing is noted": ([[process_line(0, 0, [])]], []),
 }
