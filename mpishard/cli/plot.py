@@ -119,7 +119,7 @@ class _Words:
 
 
 _TRAINING = _Words("step", "steps", {}, {"workers": "data-parallel workers"})
-_MINIMISATION = _Words(
+_MINIMIZATION = _Words(
     "evaluation",
     "evaluations",
     {"loss": "value", "learning_rate": "step_length", "workers": "ranks"},
@@ -128,19 +128,19 @@ _MINIMISATION = _Words(
 _WITH_PRODUCTS = {"TruncatedNewton", "GaussNewton"}  # methods for which a Hessian product is a step, too
 
 
-def _is_minimisation(run: Run) -> bool:
+def _is_minimization(run: Run) -> bool:
     """Return True if a method has chosen the steps of the run, each an evaluation of a function."""
     return "iteration" in run.metrics
 
 
 def _words(runs: Sequence[Run]) -> _Words:
     """Those of minimisations if all runs are some."""
-    if not all(map(_is_minimisation, runs)):
+    if not all(map(_is_minimization, runs)):
         return _TRAINING
     rules = [start.get("rule") for run in runs for start in run.starts]
     if any(isinstance(rule, dict) and rule.get("rule") in _WITH_PRODUCTS for rule in rules):
-        return replace(_MINIMISATION, step="evaluation or Hessian product", steps="evaluations and products")
-    return _MINIMISATION
+        return replace(_MINIMIZATION, step="evaluation or Hessian product", steps="evaluations and products")
+    return _MINIMIZATION
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,10 @@ class WorkQueue:
         """Note that a leader takes a task, or -1 for none: the one that it had has ended."""
         if leader in self._working:
             self._note_ended()
-        self._working = self._working | {leader} if number >= 0 else self._working - {leader}
+        if number >= 0:
+            self._working.add(leader)
+        else:
+            self._working.discard(leader)
 
     def _note_ended(self) -> None:
         self._left -= 1

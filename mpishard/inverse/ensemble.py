@@ -156,6 +156,7 @@ class _Runs:
     def _run(
         self, mesh: Mesh, ranks_each: int, outcomes: dict[int, _Outcome], bar: ProgressBar
     ) -> list[dict[int, _Outcome]]:
+        """`run`, which adds to these outcomes; rank 0 counts in the bar what has ended.  Collective."""
         group, groups = mesh.rank // ranks_each, mesh.size // ranks_each
         queue = WorkQueue(mesh.world, group, groups, len(self._numbers), lambda: bar.advance(""))
         comm: Any = mesh.world.comm.Split(group, mesh.rank)

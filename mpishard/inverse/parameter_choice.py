@@ -18,7 +18,7 @@ from mpishard.arguments import entries, number
 
 _FEWEST = 3  # points that make an angle
 _WIDEST = 7 * math.pi / 8  # an angle at a corner is smaller
-_SLACK = math.log(1.01)  # runs end at a tolerance: by so much a point may lie on the wrong side of another
+_SLACK = math.log(1.01)  # runs end at a tolerance: nearer points tell nothing about each other
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def l_curve(weights: Any, misfits: Any, terms: Any, *, plot: str | PathLike[str]
     -----
     The corner is found by the triangle method, which suits few points.  The points are ordered by falling weight.  Of
     all triangles of two points and the last one, that counts which has the smallest angle at its second point, if the
-    curve bends to the origin there and the angle is below 7/8 of pi.
+    curve bends to the origin there and the angle is below 7/8 of pi.  Points that differ by less than a hundredth make
+    no angle.
 
     Hansen and O'Leary, "The use of the L-curve in the regularization of discrete ill-posed problems", SIAM Journal on
     Scientific Computing 14 (1993).  Castellanos, Gomez and Guerra, "The triangle method for finding the corner of the
@@ -120,8 +121,9 @@ def l_curve(weights: Any, misfits: Any, terms: Any, *, plot: str | PathLike[str]
             raise ValueError(f"weights has {given[after]:g} at [{before}] and at [{after}]; give each weight once")
     _check_course("misfits", heights["misfits"], given, order, rises=True)
     _check_course("terms", heights["terms"], given, order, rises=False)
-    points = np.log([heights["misfits"], heights["terms"]]).T
-    place, angle = _corner(points[order[::-1]])
+    across, up = np.log([heights["misfits"], heights["terms"]])[:, order]
+    exact = np.maximum.accumulate(across), np.minimum.accumulate(up)  # as they would be without tolerances
+    place, angle = _corner(np.stack(exact, axis=1)[::-1])
     corner = None if place is None else order[::-1][place]
     found = LCurve(tuple(given), tuple(heights["misfits"]), tuple(heights["terms"]), corner, angle)
     if plot is not None:
@@ -162,9 +164,10 @@ def _corner(points: np.ndarray) -> tuple[int | None, float]:
     smallest = _WIDEST
     for middle in range(1, len(points) - 1):
         before, after = points[:middle] - points[middle], points[-1] - points[middle]
-        lengths = np.hypot(*before.T) * math.hypot(*after)
-        bends = before[:, 0] * after[1] - before[:, 1] * after[0] > 0  # never where two of the points are equal
-        cosines = (before @ after)[bends] / lengths[bends]
+        sides, side = np.hypot(*before.T), math.hypot(*after)
+        bends = before[:, 0] * after[1] - before[:, 1] * after[0] > 0
+        bends &= (sides > _SLACK) & (side > _SLACK)  # a shorter side has the direction of an error
+        cosines = (before @ after)[bends] / (sides[bends] * side)
         angle = math.acos(min(1.0, float(cosines.max(initial=-1.0))))
         if angle < smallest:
             best, smallest = middle, angle

@@ -576,6 +576,15 @@ def test_a_curve_without_a_corner_says_so(misfits: list[float], terms: list[floa
     assert re.search("157.5 degrees.* 4 and 7", str(curve))
 
 
+def test_errors_of_runs_make_no_corner() -> None:
+    """Below weight 0.001 the runs have one result, up to their tolerance."""
+    weights = np.logspace(-8, 2, 21)
+    for seed in range(20):
+        errors = 1 + 1e-3 * np.random.default_rng(seed).uniform(-1, 1, (2, 21))
+        curve = mpishard.l_curve(weights, errors[0] * (1 + weights), errors[1] * (1 + 1 / (weights + 1e-3)))
+        assert curve.weight is not None and 0.1 < curve.weight < 10, seed
+
+
 def test_points_that_are_equal_do_not_hide_the_corner() -> None:
     assert mpishard.l_curve([1, 2, 3, 4, 5], [1, 1, 1, 1, 9], [9, 9, 1, 1, 1]).weight in (3, 4)
 
