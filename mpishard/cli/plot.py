@@ -23,9 +23,7 @@ from mpishard.record.summary import COMPUTATION, Spent, binned, ranks_by_step, s
 
 
 def plot(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER...", help="The records of runs, as given to RunRecord.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="The records of runs, as given to RunRecord.")],
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="Default: run.png in that folder; of several runs, runs.png here."),
