@@ -5,7 +5,8 @@ Output: a result with the fields of SciPy, the same on any number of ranks.
 
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``;
-``sum_of_squares`` and ``residuals`` for least squares; ``gradient_check`` tests what users write.
+``sum_of_squares`` and ``residuals`` for least squares; ``gradient_check`` tests what users write; ``ensemble`` and
+``parameter_choice`` for many runs.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.gradient_check import AdjointCheck, GradientCheck, check_adjoint, check_gradient
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
+    from mpishard.inverse.parameter_choice import LCurve, l_curve
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
@@ -29,6 +31,7 @@ __all__ = [
     "AdjointCheck",
     "EvaluationRequest",
     "GradientCheck",
+    "LCurve",
     "OptimizeResult",
     "ReverseCommunication",
     "SmoothedTotalVariation",
@@ -37,6 +40,7 @@ __all__ = [
     "backward_in_time",
     "check_adjoint",
     "check_gradient",
+    "l_curve",
     "least_squares",
     "map_runs",
     "minimize",
@@ -52,6 +56,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "gradient_check": "AdjointCheck GradientCheck check_adjoint check_gradient",
             "sum_of_squares": "least_squares",
             "minimization": "minimize",
+            "parameter_choice": "LCurve l_curve",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",
             "result": "OptimizeResult",
             "reverse_communication": "EvaluationRequest ReverseCommunication",

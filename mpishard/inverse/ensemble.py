@@ -6,9 +6,11 @@ The cases enter, their results leave, in order.  `map_runs` deals them out, `_Re
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,6 +28,7 @@ from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
 from mpishard.io.files import read_note, write_note
+from mpishard.training.metrics import ProgressBar
 
 
 def map_runs(
@@ -36,6 +39,7 @@ def map_runs(
     ranks_each: int = 1,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    progress: bool | None = None,
 ) -> list[Any]:
     """Call a function for many independent cases, several at a time, each on a group of ranks.  Collective.
 
@@ -64,6 +68,9 @@ def map_runs(
         Take the results that are in `folder`, and run the other cases only.  Each has a hash, by which a damaged one is
         found; it is refused, and its case runs again once the file is removed.  So is one without a hash, as earlier
         versions wrote it.
+    progress : bool, optional
+        Show on stderr of rank 0 how many cases have ended, those that failed included: a bar on a terminal, lines
+        elsewhere.  Default: on a terminal only.
 
     Returns
     -------
@@ -106,6 +113,8 @@ def map_runs(
             raise TypeError(f"folder={shown(folder)} must be a path")
         if flag("resume", resume) and folder is None:
             raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
+        if progress is not None:
+            flag("progress", progress)
         record = None if folder is None else _Record(Path(folder), cases)
         same |= {f"case {number}": case for number, case in enumerate(cases)}
         same |= {"ranks_each": ranks_each, "folder": str(folder), "resume": resume}
@@ -117,9 +126,14 @@ def map_runs(
     done = mesh.world.allgather_object(sorted(known))[0]
     runs = _Runs(function, cases, [number for number in range(len(cases)) if number not in done], record)
     outcomes: dict[int, _Outcome] = {number: pickle.dumps(value) for number, value in known.items()}
-    for theirs in runs.run(mesh, ranks_each, outcomes):
+    for theirs in runs.run(mesh, ranks_each, outcomes, _shows(progress, mesh) and len(done) < len(cases)):
         outcomes |= theirs
     return [_unpacked(outcomes[number]) for number in range(len(cases))]
+
+
+def _shows(progress: bool | None, mesh: Mesh) -> bool:
+    """Whether this rank shows the progress."""
+    return mesh.rank == 0 and (sys.stderr.isatty() if progress is None else bool(progress))
 
 
 class _Runs:
@@ -130,11 +144,21 @@ class _Runs:
     ) -> None:
         self._function, self._cases, self._numbers, self._record = function, cases, numbers, record
 
-    def run(self, mesh: Mesh, ranks_each: int, outcomes: dict[int, _Outcome]) -> list[dict[int, _Outcome]]:
-        """The outcomes that all ranks hold at the end, those given here included.  Collective."""
-        outcomes = dict(outcomes)
+    def run(self, mesh: Mesh, ranks_each: int, outcomes: dict[int, _Outcome], shows: bool) -> list[dict[int, _Outcome]]:
+        """The outcomes that all ranks hold at the end, those given here included.  Collective.
+
+        `shows`: this rank, the first, shows the progress.
+        """
+        bar = ProgressBar(len(self._cases), shows, unit="case", done=len(self._cases) - len(self._numbers))
+        with contextlib.closing(bar):
+            return self._run(mesh, ranks_each, dict(outcomes), bar)
+
+    def _run(
+        self, mesh: Mesh, ranks_each: int, outcomes: dict[int, _Outcome], bar: ProgressBar
+    ) -> list[dict[int, _Outcome]]:
+        """`run`, which adds to these outcomes; rank 0 counts in the bar what has ended.  Collective."""
         group, groups = mesh.rank // ranks_each, mesh.size // ranks_each
-        queue = WorkQueue(mesh.world, group, groups, len(self._numbers))
+        queue = WorkQueue(mesh.world, group, groups, len(self._numbers), lambda: bar.advance(""))
         comm: Any = mesh.world.comm.Split(group, mesh.rank)
         with Mesh(comm, timeout=mesh.timeout, debug=mesh.debug) as own:
             comm.Free()

@@ -564,7 +564,7 @@ def _diagnosis(
     )
 
 
-# The remainders of a gradient check over the steps, as a picture.
+# Pictures: the remainders of a gradient check over the steps, and an L-curve.  No other file of `inverse` draws.
 
 
 def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
@@ -585,6 +585,36 @@ def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
         panel.set_title(test.name, fontsize=9)
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+_NAMED = 12  # points of an L-curve up to which all have their weights beside them
+
+
+def draw_l_curve(
+    weights: Sequence[float],
+    misfits: Sequence[float],
+    terms: Sequence[float],
+    corner: int | None,
+    title: str,
+    path: str | PathLike[str],
+) -> None:
+    """Draw the points of an L-curve, of `inverse/parameter_choice.py`, with their weights; a star is at the corner."""
+    figure = of_extra("matplotlib.figure", "cli", "the picture of an L-curve").Figure(
+        figsize=(5.4, 4.4), layout="constrained"
+    )
+    panel = figure.add_subplot()
+    order = sorted(range(len(weights)), key=weights.__getitem__)
+    panel.plot([misfits[each] for each in order], [terms[each] for each in order], color="#0072b2", lw=1, marker="o")
+    if corner is not None:
+        panel.plot(misfits[corner], terms[corner], "*", color="#d55e00", ms=14, mec="white")
+    named = order if len(order) <= _NAMED else sorted({order[0], order[-1], order[0] if corner is None else corner})
+    for each in named:
+        text = f"{weights[each]:g}"
+        panel.annotate(text, (misfits[each], terms[each]), xytext=(6, 4), textcoords="offset points", fontsize=8)
+    panel.set(xlabel="misfit", ylabel="term", xscale="log", yscale="log")
+    panel.set_title(title, fontsize=9)
+    panel.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
 
 

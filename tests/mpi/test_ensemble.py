@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import sys
 import time
 
 import numpy as np
@@ -166,10 +169,58 @@ def test_without_threads_cases_are_dealt_out_in_turns(mesh, comm, monkeypatch):
     from mpishard.comm import work_queue
 
     monkeypatch.setattr(work_queue.MPI, "Query_thread", lambda: work_queue.MPI.THREAD_SINGLE)
-    queue = WorkQueue(mesh.world, mesh.rank, mesh.size, 7)
+    ended = []
+    queue = WorkQueue(mesh.world, mesh.rank, mesh.size, 7, lambda: ended.append(mesh.rank))
     taken = [queue.take() for _ in range(9)]
-    assert [number for number in taken if number >= 0] == list(range(mesh.rank, 7, mesh.size))
+    own = list(range(mesh.rank, 7, mesh.size))
+    assert [number for number in taken if number >= 0] == own
+    assert ended == [0] * (len(own) if mesh.rank == 0 else 0)
     assert queue.gather(mesh.rank) == list(range(mesh.size))
+    assert ended == [0] * (7 if mesh.rank == 0 else 0)
+
+
+def counted(text):
+    """The numbers of cases that a text shows, as "3/7"."""
+    return re.findall(r"\d+/\d+", text)
+
+
+def test_the_first_rank_shows_how_many_cases_have_ended(mesh, comm, folder, capfd):
+    def run(case, own, fails=True):
+        if case == 2 and fails:
+            raise ValueError("not yet")
+        return case
+
+    for each in groups_of(comm):
+        mpishard.map_runs(run, range(7), mesh, ranks_each=each, progress=True)
+        shown = counted(capfd.readouterr().err)
+        assert (shown[:1], shown[-1:]) == ((["1/7"], ["7/7"]) if mesh.rank == 0 else ([], []))
+    mpishard.map_runs(run, range(7), mesh, folder=folder / "runs", progress=False)
+    assert counted(capfd.readouterr().err) == []
+    mpishard.map_runs(
+        lambda case, own: run(case, own, fails=False), range(7), mesh, folder=folder / "runs", resume=True
+    )
+    assert counted(capfd.readouterr().err) == []  # no terminal, and not asked for
+    again = mpishard.map_runs(run, range(7), mesh, folder=folder / "runs", resume=True, progress=True)
+    assert again == list(range(7)) and counted(capfd.readouterr().err) == []  # nothing was left to run
+
+
+def test_a_run_that_resumes_shows_the_cases_before_it(mesh, comm, folder, capfd):
+    mpishard.map_runs(lambda case, own: 1 / case, [1, 0, 2, 0, 4], mesh, folder=folder / "runs")
+    capfd.readouterr()
+    mpishard.map_runs(lambda case, own: case, [1, 0, 2, 0, 4], mesh, folder=folder / "runs", resume=True, progress=True)
+    assert counted(capfd.readouterr().err) == (["4/5", "5/5"] if mesh.rank == 0 else [])
+
+
+def test_on_a_terminal_the_progress_is_shown_unasked(mesh, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    mpishard.map_runs(lambda case, own: case, range(3), mesh, progress=False)
+    assert sys.stderr.getvalue() == ""
+    mpishard.map_runs(lambda case, own: case, range(3), mesh)
+    assert ("3/3" in counted(sys.stderr.getvalue())) == (mesh.rank == 0)
 
 
 def test_bad_arguments_are_an_error_on_all_ranks(mesh, comm):
@@ -186,6 +237,8 @@ def test_bad_arguments_are_an_error_on_all_ranks(mesh, comm):
         mpishard.map_runs(fit, [1], mesh, folder=3 if mine else "results")
     with pytest.raises(ValueError, match="resume=True .*folder"):
         mpishard.map_runs(fit, [1], mesh, resume=True)
+    with pytest.raises(TypeError, match=r"progress='yes' must be True or False"):
+        mpishard.map_runs(fit, [1], mesh, progress="yes" if mine else None)
     if comm.size > 1:
         with pytest.raises(ValueError, match="map_runs, but case 1"):
             mpishard.map_runs(fit, [1, 3 if mine else 2], mesh)

@@ -79,8 +79,17 @@ MODEL = f"mpishard.nn.GPT({SIZES}, mesh=mpishard.Mesh()), mpishard.Checkpoints"
             "mpishard.nn.GPT, mpishard.ZeRO1Optimizer, mpishard.AdamW",
             ["mpishard.minimizers.descent", "mpishard.nn.pretrained"],
         ),
+        (
+            "mpishard.l_curve([1, 2, 3], [1, 1, 1], [1, 1, 1]), mpishard.inverse.LCurve",
+            ["mpi4py.MPI", "numba", "matplotlib"],
+        ),
     ],
-    ids=["a compiler before the first step", "HDF5 without checkpoints", "methods and published weights"],
+    ids=[
+        "a compiler before the first step",
+        "HDF5 without checkpoints",
+        "methods and published weights",
+        "MPI and pictures for the corner of an L-curve",
+    ],
 )
 def test_what_needs_not(code: str, unused: list[str]) -> None:
     assert seen_after(f"import mpishard; {code}")[1].isdisjoint(unused)

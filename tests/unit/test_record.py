@@ -28,7 +28,16 @@ from mpishard.record import Run
 from mpishard.record.reading import Follower, JsonLinesWriter, Process, read_lines, stragglers
 from mpishard.record.run_record import plain, surroundings, without_secrets
 from mpishard.record.stacks import diagnose
-from mpishard.record.summary import TimeSplit, Traced, binned, read_trace, spent, split_times
+from mpishard.record.summary import (
+    TimeSplit,
+    Traced,
+    binned,
+    ranks_by_step,
+    read_trace,
+    spent,
+    split_times,
+    takeovers,
+)
 
 # The record of a run on one rank: files that survive crashes, full disks and NaN, and what is read from them.
 
@@ -244,6 +253,68 @@ class TestSpent:
 )
 def test_binned(values: Sequence[float], most: int, expected: Sequence[float]) -> None:
     np.testing.assert_array_equal(binned(np.array(values, float), most), expected)
+
+
+def worked(first: int, last: int, ranks: int, time: float = 11) -> dict[str, Any]:
+    """A line of a process that took these steps, of so many ranks."""
+    return process_line(0, first, [0.5] * (last + 1 - first), time=time) | {"ranks": ranks}
+
+
+# By what happens: the lines of each process, and the steps after which a spare took over.  The run has started at
+# second 10, and again, from step 4, at second 20.
+CHANGES: dict[str, tuple[list[list[dict[str, Any]]], list[int]]] = {
+    "nothing": ([[worked(1, 9, 2)], [worked(1, 5, 2), worked(6, 9, 2)]], []),
+    "a spare": ([[worked(1, 4, 2), worked(5, 9, 2)], [worked(1, 4, 2)], [worked(5, 9, 2)]], [4]),
+    "a spare, the last line lost": ([[worked(1, 4, 2), worked(5, 9, 2)], [worked(1, 2, 2)], [worked(5, 9, 2)]], [4]),
+    "a spare, all lines lost but the first": (
+        [[process_line(0, 0, [], time=11), worked(1, 4, 2), worked(5, 9, 2)], [process_line(1, 0, [], time=11)]]
+        + [[process_line(2, 0, [], time=11), worked(5, 9, 2)]],
+        [4],
+    ),
+    "a spare that worked before": (
+        [[worked(1, 3, 3), worked(4, 6, 2), worked(7, 9, 2)], [worked(1, 3, 3), worked(4, 6, 2)]]
+        + [[worked(1, 3, 3), worked(7, 9, 2)]],
+        [6],
+    ),
+    "two spares": (
+        [[worked(1, 4, 2), worked(5, 6, 2), worked(7, 9, 2)], [worked(1, 4, 2)], [worked(5, 6, 2)], [worked(7, 9, 2)]],
+        [4, 6],
+    ),
+    "two at once": ([[worked(1, 4, 2)], [worked(1, 4, 2)], [worked(5, 9, 2)], [worked(5, 9, 2)]], [4]),
+    "no spare is left": ([[worked(1, 4, 2), worked(5, 9, 1)], [worked(1, 4, 2)]], []),
+    "a worker more": ([[worked(1, 4, 1), worked(5, 9, 2)], [worked(5, 9, 2)]], []),
+    "another in its place later": (
+        [[worked(1, 4, 2), worked(5, 6, 1), worked(7, 9, 2)], [worked(1, 4, 2)], [worked(7, 9, 2)]],
+        [],
+    ),
+    "a line of a living process is lost": ([[worked(1, 9, 2)], [worked(1, 4, 2), worked(6, 9, 2)]], []),
+    "a start from a checkpoint": (
+        [[worked(1, 6, 2)], [worked(1, 6, 2)], [worked(5, 9, 2, 21)], [worked(5, 9, 2, 21)]],
+        [],
+    ),
+    "a spare after a start": (
+        [[worked(1, 6, 2)], [worked(5, 7, 2, 21), worked(8, 9, 2, 21)], [worked(5, 7, 2, 21)], [worked(8, 9, 2, 21)]],
+        [7],
+    ),
+    "steps of a loop that counts by fives": (
+        [[worked(5, 7, 2), worked(20, 22, 2)], [worked(5, 19, 2), worked(80, 81, 2)]],
+        [],
+    ),
+    "nothing is noted": ([[process_line(0, 0, [])]], []),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_spare_takes_over_where_a_process_has_ended(tmp_path: Path, what: str) -> None:
+    lines, expected = CHANGES[what]
+    run = write(tmp_path / "run", [{"step": 1}], lines, [{"time": 10}, {"time": 20}])
+    assert takeovers(Run.read(run)) == expected
+
+
+def test_the_number_of_ranks_is_that_of_the_last_time_a_step_was_taken(tmp_path: Path) -> None:
+    lines = [[worked(2, 6, 4)], [worked(5, 8, 2, 21)]]
+    run = Run.read(write(tmp_path / "run", [{"step": step} for step in (1, 2, 3, 5, 6, 8, 9)], lines))
+    np.testing.assert_array_equal(ranks_by_step(run), [np.nan, 4, 4, 2, 2, 2, np.nan])
 
 
 def test_settings_become_plain() -> None:
