@@ -181,7 +181,7 @@ def draw(runs: Sequence[Run], path: Path, *, log: bool = False, panels: Sequence
         if unknown := [name for name in chosen if name not in every]:
             whose = str(runs[0].folder) if len(runs) == 1 else "the picture of several runs"
             raise ValueError(f"{whose} has no panel {unknown[0]!r}; --panels takes {', '.join(every)}")
-    rows: list[list[str]] = []
+    rows: list[Any] = []  # lists of names
     for _, group in itertools.groupby(chosen, lambda name: every[name].kind):
         names = [f"panel {name}" for name in group]
         # With an odd number of panels the last one has its own row.
@@ -204,7 +204,7 @@ def draw(runs: Sequence[Run], path: Path, *, log: bool = False, panels: Sequence
     margin = max(1.0, 0.02 * float(np.ptp(all_steps)))
     for axis in axes.values():
         axis.set(xlabel=words.step, xlim=(all_steps.min() - margin, all_steps.max() + margin))
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.locator_params(axis="x", integer=True)
         axis.grid(alpha=0.3)
         if not _shows_anything(axis):
             axis.set_yticks([])
