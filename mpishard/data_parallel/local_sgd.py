@@ -24,6 +24,7 @@ from mpishard.data_parallel.strategies import LocalUpdates, Strategy
 from mpishard.data_parallel.validation import check_copies
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import SGD, Rule
+from mpishard.optim.formulas import divide, follow, lag
 from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.reducer import PendingSum
 
@@ -36,20 +37,6 @@ Array = Any
 # Averages of the parameters of workers that take separate steps.
 
 _MEAN = SGD(lr=1.0)  # a full step along the mean difference from the anchor ends at the mean
-
-
-@arrays.elementwise
-def _lag(out, anchor, own, /, workers):  # type: ignore[no-untyped-def]
-    """``out = (anchor - own) / workers``: this worker's term of the mean; the number of workers is that of the start"""
-    out = (anchor - own) / workers
-    return out
-
-
-@arrays.elementwise
-def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
-    """``own += anchor - then``"""
-    own = own + (anchor - then)
-    return own
 
 
 @dataclass
@@ -120,7 +107,7 @@ class Averages:
         for bucket in self._parts[part]:
             own = flat[bucket.start : bucket.stop]
             delta = arrays.empty(own.size, own.dtype, like=own)
-            _lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
+            lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
             then.append(own.copy() if self._lasting else own)
             started = strategy.averages.start(bucket, delta)
             assert started is not None
@@ -165,7 +152,7 @@ class Averages:
             if now == finished.begun:
                 own[...] = anchor  # the same bits on all workers
             else:
-                _follow(own, anchor, then)
+                follow(own, anchor, then)
 
     def discard(self) -> None:
         """Wait for the pending averages and drop their results, because other state replaces all of it."""
@@ -276,13 +263,6 @@ class LocalSteps:
 # What Local SGD adds to the state of an optimizer: the averages, and how far workers have gone by themselves.
 
 
-@arrays.elementwise
-def _divide(total, /, count):  # type: ignore[no-untyped-def]
-    """``total /= count``"""
-    total = total / count
-    return total
-
-
 class LocalState(AuxiliaryState):
     """The state of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
 
@@ -349,7 +329,7 @@ class LocalState(AuxiliaryState):
         for slot in self._on_rank.slots.values():
             mean = slot.copy()  # if a worker dies during the sum, the slot must not hold half of it
             axis.all_reduce(mean, label="state")
-            _divide(mean, axis.size)
+            divide(mean, axis.size)
             slot[...] = mean
         norm = -1.0 if math.isnan(counters.gradient_norm) else counters.gradient_norm
         numbers = np.array([counters.skipped_steps, norm, -counters.scaling.value, -counters.scaling.good_steps])

@@ -38,6 +38,7 @@ from mpishard.minimizers.method import (
     warn_projected_start,
 )
 from mpishard.minimizers.space import Space
+from mpishard.optim.formulas import divide
 from mpishard.parameters.flat import FlatParameters
 
 if TYPE_CHECKING:
@@ -98,13 +99,6 @@ class ShardedSpace(Space):
         host = np.asarray(arrays.to_host(whole), self.like.dtype)
         part = cut_full(host, self._strategy.parameters, self._strategy.ownership.own)
         return arrays.on_device_of(part, self.like)
-
-
-@arrays.elementwise
-def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
-    """``gradient /= divisor``"""
-    gradient = gradient / divisor
-    return gradient
 
 
 # The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
@@ -282,7 +276,7 @@ class MinimizationState(OptimizerState):
         for part, own in zip(strategy.ownership.state_views(gradient), strategy.gradients(), strict=True):
             part[...] = own
         if divisor != 1 and gradient.size:
-            _divide(gradient, divisor)
+            divide(gradient, divisor)
         return gradient
 
     def own_part(self, flat: Array) -> Array:
