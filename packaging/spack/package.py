@@ -42,7 +42,9 @@ class PyMpishard(PythonPackage):
     def compile_kernels(self):
         """Its users cannot write to the prefix; on another processor a process compiles for itself."""
         path = filter(None, [self.module.python_purelib, os.environ.get("PYTHONPATH")])
-        self.module.python("-m", "mpishard", "compile", extra_env={"PYTHONPATH": os.pathsep.join(path)})
+        # The script, since `python -m` would find the sources in the working directory first.
+        mpishard = which(self.prefix.bin.mpishard, required=True)
+        mpishard("compile", extra_env={"PYTHONPATH": os.pathsep.join(path)})
 
     def test_selftest(self):
         """two ranks communicate, compute and store what they should"""

@@ -28,7 +28,9 @@ command._FORMULAS = (command.array,)
 for others in ("_compile_sums", "_compile_layers", "_compile_compressors"):
     setattr(command, others, lambda dtype: None)
 command._compile_least_squares = lambda: None
-sys.exit(main(["compile", *sys.argv[1:]]))
+code = main(["compile", *sys.argv[1:]])
+assert "mpi4py.MPI" not in sys.modules, "it loads an MPI library, which a container may not have"
+sys.exit(code)
 """
 # A step of that formula: its result, and how often Numba has loaded it and compiled it.
 STEP = """
