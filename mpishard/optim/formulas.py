@@ -168,8 +168,8 @@ def moving_average(a, p, /, keep, rest):
 
 
 @elementwise
-def divide(total, /, count):
-    total = total / count
+def divide(total, /, divisor):
+    total = total / divisor
     return total
 
 
