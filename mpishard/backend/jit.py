@@ -146,7 +146,21 @@ Function = tuple[Any, tuple[Any, ...]]
 
 
 class _CheckedFiles(IndexDataCacheFile):
-    """The files of Numba's cache, each with its hash behind it: what is damaged is compiled again."""
+    """The files of Numba's cache, each with its hash behind it: what is damaged is compiled again.
+
+    A file of code also says what it is of. Nodes that write at the same time, or one that is stopped between index and
+    code, may leave an index that leads to the code of another processor, or of an earlier source.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        super().save(key, (self._of(key), data))
+
+    def load(self, key: Any) -> Any:
+        found = super().load(key)
+        return found[1] if found is not None and found[0] == self._of(key) else None
+
+    def _of(self, key: Any) -> str:
+        return repr((self._source_stamp, key))
 
     @contextlib.contextmanager
     def _open_for_write(self, filepath: str) -> Iterator[Any]:
