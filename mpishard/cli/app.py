@@ -21,6 +21,7 @@ _COMMANDS = {
     "example": ("example", "Write an example to the current folder, or list all of them."),
     "info": ("info", "Show what this MPI and this machine can do, and what is wrong."),
     "selftest": ("selftest", "Test this installation on these ranks, in some seconds."),
+    "compile": ("compile", "Compile the kernels once for all who use this installation."),
     "schedule": ("schedule", "Draw a pipeline schedule, with its bubble and its memory."),
     "estimate": ("estimate", "Compare the layouts of a model on a number of ranks."),
     "bench": ("bench", "Measure how fast the ranks compute and communicate."),

@@ -24,6 +24,7 @@ from mpishard.data_parallel.strategies import LocalUpdates, Strategy
 from mpishard.data_parallel.validation import check_copies
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import SGD, Rule
+from mpishard.optim.formulas import divide, follow, lag
 from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.reducer import PendingSum
 
@@ -37,20 +38,6 @@ _MEAN = SGD(lr=1.0)  # a full step along the mean difference from the anchor end
 
 
 # Averages of the parameters of workers that take separate steps.
-
-
-@arrays.elementwise
-def _lag(out, anchor, own, /, workers):  # type: ignore[no-untyped-def]
-    """``out = (anchor - own) / workers``: this worker's term of the mean; the number of workers is that of the start"""
-    out = (anchor - own) / workers
-    return out
-
-
-@arrays.elementwise
-def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
-    """``own += anchor - then``"""
-    own = own + (anchor - then)
-    return own
 
 
 @dataclass
@@ -122,7 +109,7 @@ class Averages:
         for bucket in self._parts[part]:
             own = flat[bucket.start : bucket.stop]
             delta = arrays.empty(own.size, own.dtype, like=own)
-            _lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
+            lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
             then.append(own.copy() if self._delayed else own)
             started = strategy.average_sums.start(bucket, delta)
             assert started is not None
@@ -167,7 +154,7 @@ class Averages:
             if now == finished.begun:
                 own[...] = anchor  # the same bits on all workers
             else:
-                _follow(own, anchor, then)
+                follow(own, anchor, then)
 
     def discard(self) -> None:
         """Wait for the pending averages and drop their results, because other state replaces all of it."""
@@ -344,7 +331,7 @@ class LocalState(AuxiliaryState):
         for slot in self._on_rank.slots.values():
             mean = slot.copy()  # if a worker dies during the sum, the slot must not hold half of it
             axis.all_reduce(mean, label="state")
-            arrays.divide(mean, axis.size)
+            divide(mean, axis.size)
             slot[...] = mean
         norm = -1.0 if math.isnan(counters.gradient_norm) else counters.gradient_norm
         numbers = np.array([counters.skipped_steps, norm, -counters.scaling.value, -counters.scaling.good_steps])

@@ -38,6 +38,7 @@ from mpishard.minimizers.method import (
     warn_projected_start,
 )
 from mpishard.minimizers.space import Space
+from mpishard.optim.formulas import divide
 from mpishard.parameters.flat import FlatParameters
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ class MinimizationState(OptimizerState):
         for part, own in zip(strategy.ownership.state_views(gradient), strategy.gradients(), strict=True):
             part[...] = own
         if divisor != 1 and gradient.size:
-            arrays.divide(gradient, divisor)
+            divide(gradient, divisor)
         return gradient
 
     def own_part(self, flat: Array) -> Array:

@@ -167,6 +167,21 @@ def test_what_is_damaged_in_the_cache_is_compiled_again(tmp_path):
         assert run([script], cache, "float64") == ["5.0 1 loaded"]
 
 
+def test_code_of_another_key_or_source_is_not_loaded(tmp_path):
+    """As nodes with different processors may leave it that share a cache, or who was stopped between two files."""
+    files = jit._CheckedFiles(str(tmp_path), "function", "source")
+    for key in ("one processor", "another"):
+        files.save(key, key.encode())
+    assert [files.load(key) for key in ("one processor", "another", "none")] == [b"one processor", b"another", None]
+    one, other = sorted(tmp_path.glob("*.nbc"))
+    before = other.read_bytes()
+    other.write_bytes(one.read_bytes())
+    assert [files.load(key) for key in ("one processor", "another")] == [b"one processor", None]
+    jit._CheckedFiles(str(tmp_path), "function", "later source").save("another", b"code")
+    one.write_bytes(before)  # of the earlier source
+    assert jit._CheckedFiles(str(tmp_path), "function", "later source").load("another") is None
+
+
 @pytest.mark.full
 def test_a_function_that_has_no_file_is_compiled(tmp_path):
     for _ in range(2):
