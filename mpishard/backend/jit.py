@@ -265,7 +265,7 @@ class _Nowhere(_Place):
 
 
 class _Implementation(CompileResultCacheImpl):
-    _locator_classes = [_InKernels, *CompileResultCacheImpl._locator_classes, _Nowhere]
+    _locator_classes: Any = [_InKernels, *CompileResultCacheImpl._locator_classes, _Nowhere]
 
 
 def _folder_in(kernels: Path, file: str) -> Path | None:
