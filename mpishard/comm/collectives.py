@@ -1,6 +1,6 @@
 """The calls of MPI for each collective and each message: on the array or a copy of it, in one call or in parts.
 
-First messages, then collectives.
+First collectives, then messages.
 """
 
 from __future__ import annotations

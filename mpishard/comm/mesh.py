@@ -405,7 +405,7 @@ class Mesh:
         Raises
         ------
         ValueError
-            On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes, or if `collectives`
+            On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes, or if a size, `debug`
             or the version of mpishard differs between ranks.
         """
         assert not self.is_reshaped

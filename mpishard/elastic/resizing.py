@@ -83,7 +83,7 @@ class WorkerMesh:
 class Decisions:
     """Collects the requests of all workers, and decides on them; `transactions` learn the decisions.
 
-    `request` is this worker's request to stop after the last step that it has finished.  `recruits`, the number of
+    `stop_request` is this worker's request to stop after the last step that it has finished.  `recruits`, the number of
     spawned workers that are ready to join, and `awaits_recruits`, true while some are still starting, are the same on
     all workers.  `workers` is given for a run that chooses its mesh: it knows the number of processes for which it has
     chosen.
