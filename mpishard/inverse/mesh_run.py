@@ -362,12 +362,10 @@ class RunFiles:
         self._began = ranks.optimizer.clock  # above 0 where the optimizer has begun again
         self._checkpoints = checkpoints
         self._record = record
-        self._resumes = resume
         self._start = self._norm_of_start()
         self._value = math.nan  # at the best iterate of the checkpoint
-        self.needs_check: bool = (
-            False  # the checkpoint may be of another function: the run had ended, or began elsewhere
-        )
+        # The checkpoint may be of another function: the run had ended, or began elsewhere.
+        self.needs_check: bool = False
         if checkpoints is not None:
             checkpoints.rehearse()
             if resume:

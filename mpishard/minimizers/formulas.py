@@ -3,7 +3,7 @@
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from mpishard.backend.array import elementwise, largest
+from mpishard.backend.array import elementwise
 
 # Quasi-Newton methods.  ``r`` is the root of the scaling: with it pairs are kept in variables that are divided by it.
 
@@ -13,7 +13,7 @@ def pair(s, y, x, g, b, h, /):
     """Step and change of the gradient, from the base ``b`` with gradient ``h`` to ``x`` with ``g``."""
     s = x - b
     y = g - h
-    return s, y, largest(s), largest(y)
+    return s, y
 
 
 @elementwise
@@ -88,11 +88,4 @@ def move(v, d, /, length):
 def turn(d, r, /, beta):
     """``d = beta d - r``."""
     d = beta * d - r
-    return d
-
-
-@elementwise
-def turn_weighted(d, r, w, /, beta):
-    """``d = beta d - w r``."""
-    d = beta * d - w * r
     return d

@@ -112,7 +112,6 @@ class QuasiNewton(Descent):
         super().__init__(method, method.search, space, vectors, point, limits)
         self.history = self._make_history(space, vectors[len(SLOTS) :])
         self._root = None if limits.scaling is None else module_of(limits.scaling).sqrt(limits.scaling)
-        self._pair_tops: list[float] = []  # of this rank's new pair, where they are known
         self._weighted_top = 0.0  # largest element of the gradient in scaled variables
 
     def _make_history(self, space: Space, rows: Array) -> History:
@@ -147,7 +146,6 @@ class QuasiNewton(Descent):
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         curvature, modelled = step * (slope - slope_before), -step * step * slope_before
         powell = self.method.damping == "powell"
-        self._pair_tops = []
         if not powell and curvature <= self.epsilon * -step * slope_before:
             return
         s, y = self.history.open()
@@ -156,7 +154,6 @@ class QuasiNewton(Descent):
         if powell and curvature < _LEAST_CURVATURE * modelled:
             # The direction is minus the inverse Hessian times the gradient: so the model's Hessian times s is -step
             # times the gradient.
-            self._pair_tops = []
             part = (1.0 - _LEAST_CURVATURE) * modelled / (modelled - curvature)
             if self._root is None:
                 formulas.damp(y, s, self.base_gradient, part, step)
@@ -166,7 +163,7 @@ class QuasiNewton(Descent):
     def _write_pair(self, s: Array, y: Array, gradient: Array) -> None:
         """Write the step from the base to the point, and the change of the gradient, in scaled variables."""
         if self._root is None:
-            self._pair_tops = formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
+            formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
         else:
             formulas.scaled_pair(s, y, self.point, gradient, self.base, self.base_gradient, self._root)
 
