@@ -30,24 +30,22 @@ def projected_gradient(out, x, g, lower, upper, /):
     return out
 
 
-# An element is held if ``x - reach h`` meets a bound or is beyond it, where h is the (scaled) gradient, or if its
+# An element is held if it is at a bound, or beyond it, to which descent by the (scaled) gradient h leads, or if its
 # bounds are equal; the others are free.
 
 
 @elementwise
-def mark_free(out, x, h, lower, upper, /, reach):
+def mark_free(out, x, h, lower, upper, /):
     """1 where an element is free, else 0."""
-    end = x - reach * h
-    out = (0.0 if end <= lower else 1.0) if h > 0.0 else ((0.0 if end >= upper else 1.0) if h < 0.0 else 1.0)
+    out = (0.0 if x <= lower else 1.0) if h > 0.0 else ((0.0 if x >= upper else 1.0) if h < 0.0 else 1.0)
     out = out if lower < upper else 0.0
     return out
 
 
 @elementwise
-def keep_free(h, x, lower, upper, /, reach):
+def keep_free(h, x, lower, upper, /):
     """``h`` where an element is free, else 0."""
-    end = x - reach * h
-    h = (0.0 if end <= lower else h) if h > 0.0 else ((0.0 if end >= upper else h) if h < 0.0 else h)
+    h = (0.0 if x <= lower else h) if h > 0.0 else ((0.0 if x >= upper else h) if h < 0.0 else h)
     h = h if lower < upper else 0.0
     return h
 

@@ -182,7 +182,7 @@ class BoundedQuasiNewton(QuasiNewton):
 
     def _weighted_gradient(self) -> Array:
         """The gradient of elements that no bound holds in place, in scaled variables, in the memory of the point."""
-        keep_free(self._descent(self.point), self.base, self.bounds.lower, self.bounds.upper, 0.0)
+        keep_free(self._descent(self.point), self.base, self.bounds.lower, self.bounds.upper)
         return self._scaled(self.point)
 
     def _descent(self, out: Array) -> Array:

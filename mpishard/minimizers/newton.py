@@ -62,7 +62,7 @@ class FreeVariables:
     def hold(self, point: Array, gradient: Array) -> None:
         """Hold the elements that are at a bound from which descent leads outside; release all others."""
         if self.root is not None and self._released_root is not None and self._bounds.any:
-            mark_free(self.root, point, gradient, self._bounds.lower, self._bounds.upper, 0.0)
+            mark_free(self.root, point, gradient, self._bounds.lower, self._bounds.upper)
             self.root *= self._released_root
 
     @property
