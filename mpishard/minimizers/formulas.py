@@ -46,14 +46,14 @@ def advance(x, b, d, /, step):
 
 
 @elementwise
-def weigh(out, v, r, /):
+def multiply(out, v, r, /):
     """``out = r v``."""
     out = r * v
     return out
 
 
 @elementwise
-def unweigh(out, v, r, /):
+def divide(out, v, r, /):
     """``out = v / r``."""
     out = v / r
     return out
@@ -64,7 +64,7 @@ def unweigh(out, v, r, /):
 
 
 @elementwise
-def weighted(out, v, w, /):
+def multiply_free(out, v, w, /):
     """``out = w v``, and 0 where w is, whatever v is there."""
     out = w * v if w > 0.0 else 0.0
     return out

@@ -112,7 +112,7 @@ class QuasiNewton(Descent):
         super().__init__(method, method.search, space, vectors, point, limits)
         self.history = self._make_history(space, vectors[len(SLOTS) :])
         self._root = None if limits.scaling is None else module_of(limits.scaling).sqrt(limits.scaling)
-        self._weighted_top = 0.0  # largest element of the gradient in scaled variables
+        self._scaled_top = 0.0  # largest element of the gradient in scaled variables
 
     def _make_history(self, space: Space, rows: Array) -> History:
         return History(space, rows)
@@ -125,7 +125,7 @@ class QuasiNewton(Descent):
     def to_metadata(self) -> dict[str, Any]:
         return {
             **super().to_metadata(),
-            "weighted_top": self._weighted_top,
+            "weighted_top": self._scaled_top,  # its name in saved states
             "history": self.history.to_metadata(),
         }
 
@@ -141,7 +141,7 @@ class QuasiNewton(Descent):
         except ValueError:
             self.history.restore(before)
             raise
-        self._weighted_top = top
+        self._scaled_top = top
 
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         curvature, modelled = step * (slope - slope_before), -step * step * slope_before
@@ -170,19 +170,19 @@ class QuasiNewton(Descent):
     def _to_measure(self) -> tuple[Array, ...]:
         if self._root is None:
             return self.history.opened
-        formulas.weigh(self.point, self.base_gradient, self._root)
+        formulas.multiply(self.point, self.base_gradient, self._root)
         return (*self.history.opened, self.point)
 
     def _measured(self, tops: list[float]) -> None:
-        self._weighted_top = self._gradient_top if self._root is None else tops.pop()
+        self._scaled_top = self._gradient_top if self._root is None else tops.pop()
         if tops:
             self.history.measure(*tops)
 
-    def _weighted_gradient(self) -> Array:
+    def _scaled_gradient(self) -> Array:
         """The gradient at the base in scaled variables; it may be in the memory of the point."""
         if self._root is None:
             return self.base_gradient
-        formulas.weigh(self.point, self.base_gradient, self._root)
+        formulas.multiply(self.point, self.base_gradient, self._root)
         return self.point
 
     def _find_direction(self) -> tuple[float, float, float, float]:
@@ -212,13 +212,13 @@ class QuasiNewton(Descent):
         return 1.0 / length if self.progress.iterations == 0 else min(1.0, 1.0 / length)
 
     def _direction_of_pairs(self) -> None:
-        g, d, history = self._weighted_gradient(), self._direction, self.history
-        sg, yg = history.products(g, self._weighted_top)
+        g, d, history = self._scaled_gradient(), self._direction, self.history
+        sg, yg = history.products(g, self._scaled_top)
         gamma = self.method.initial_scaling or (history.gamma() if len(history) else 1.0)
         of_s, of_y = history.inverse_times(sg, yg, gamma)
         history.combine([-c for c in of_s], [-c for c in of_y], g, -gamma, d)
         if self._root is not None:
-            formulas.weigh(d, d, self._root)
+            formulas.multiply(d, d, self._root)
 
     def _direction_preconditioned(self) -> None:
         """The two-loop recursion in coefficients: the first loop, the preconditioner, and the second loop."""

@@ -21,7 +21,7 @@ from mpishard.minimizers.bounds import (
     steps_from_cauchy_point,
 )
 from mpishard.minimizers.cauchy import Breakpoints
-from mpishard.minimizers.formulas import unweigh, weigh
+from mpishard.minimizers.formulas import divide, multiply
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
 from mpishard.minimizers.method import Elements, Limits
@@ -148,8 +148,8 @@ class BoundedQuasiNewton(QuasiNewton):
         move = move_base_and_pair if pair else move_base
         vectors = self.base, self.base_gradient, *pair, self.point, gradient
         tops = move(*vectors, self.bounds.lower, self.bounds.upper)
-        projected_top, weighted_top, *of_pair = self.space.maxima(*tops)
-        self._measured([*of_pair, weighted_top])
+        projected_top, scaled_top, *of_pair = self.space.maxima(*tops)
+        self._measured([*of_pair, scaled_top])
         return 0.0, self._gradient_top, projected_top
 
     def _continues_after_small_change(self) -> bool:
@@ -166,21 +166,21 @@ class BoundedQuasiNewton(QuasiNewton):
             return not again
         projected = self.bounds.projected_gradient(self.base, self.base_gradient, self._direction)
         if self._root is not None:
-            weigh(projected, projected, self._root)
+            multiply(projected, projected, self._root)
         (top,) = self.space.largest(projected)
         (square,) = self.space.dots([(projected, projected)], [top * top])
         asked = max(self.method.ftol, self.epsilon) * max(abs(progress.value), 1.0)
         return self.history.gamma() * square > _MUCH * asked and self.forget()
 
     def _to_measure(self) -> tuple[Array, ...]:
-        return (*self.history.opened, self._weighted_gradient())
+        return (*self.history.opened, self._scaled_gradient())
 
     def _measured(self, tops: list[float]) -> None:
-        self._weighted_top = tops.pop()
+        self._scaled_top = tops.pop()
         if tops:
             self.history.measure(*tops)
 
-    def _weighted_gradient(self) -> Array:
+    def _scaled_gradient(self) -> Array:
         """The gradient of elements that no bound holds in place, in scaled variables, in the memory of the point."""
         keep_free(self._descent(self.point), self.base, self.bounds.lower, self.bounds.upper)
         return self._scaled(self.point)
@@ -189,14 +189,14 @@ class BoundedQuasiNewton(QuasiNewton):
         """Write to `out`, and return, what steepest descent in scaled variables subtracts in a step of length 1."""
         out[:] = self.base_gradient
         if self._root is not None:
-            weigh(out, out, self._root)
-            weigh(out, out, self._root)
+            multiply(out, out, self._root)
+            multiply(out, out, self._root)
         return out
 
     def _scaled(self, step: Array) -> Array:
         """A step in scaled variables, in place."""
         if self._root is not None:
-            unweigh(step, step, self._root)
+            divide(step, step, self._root)
         return step
 
     def _steps_to_bounds(self, index: Array) -> Array:
@@ -213,7 +213,7 @@ class BoundedQuasiNewton(QuasiNewton):
         gradient = self.base_gradient if self._root is None else self._descent(descent)
         (soonest,) = breakpoints(descent, d, self.base, gradient, *sides, math.inf)
         ends = Breakpoints(d, soonest, self._steps_to_bounds)
-        cauchy = self.history.cauchy_point(self._scaled(descent), ends, self._weighted_top, scaling)
+        cauchy = self.history.cauchy_point(self._scaled(descent), ends, self._scaled_top, scaling)
         if math.isnan(cauchy.length):
             return 0.0, math.nan, 1.0, math.inf
         free = empty(d.size, np.bool_, like=d)
@@ -225,7 +225,7 @@ class BoundedQuasiNewton(QuasiNewton):
             # The projection has turned it away from descent: from the Cauchy point, as far as all are inside.
             self._subspace_step(model)
             if self._root is not None:
-                weigh(descent, descent, self._root)
+                multiply(descent, descent, self._root)
             (over,) = self.space.maxima(*steps_from_cauchy_point(d, descent, free, self.base, *sides, cauchy.length))
             backtrack_to_bounds(d, descent, cauchy.length, 1 / max(1.0, over))
             top, slope, square, closest = self._project_step(free)
@@ -239,7 +239,7 @@ class BoundedQuasiNewton(QuasiNewton):
         gamma, of_s, of_y = model
         self.history.combine(of_s, of_y, self.point, -gamma, self._direction)
         if self._root is not None:
-            weigh(self._direction, self._direction, self._root)
+            multiply(self._direction, self._direction, self._root)
 
     def _project_step(self, free: Array) -> tuple[float, float, float, float]:
         """Project the step; its largest element, its slope, its square, and one over the part inside of the bounds."""

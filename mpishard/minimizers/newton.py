@@ -75,7 +75,7 @@ class FreeVariables:
         if self.root is None:
             return gradient
         out = empty(gradient.size, gradient.dtype, gradient)
-        formulas.weighted(out, gradient, self.root)
+        formulas.multiply_free(out, gradient, self.root)
         return out
 
     def preconditioned(self, gradient: Array) -> Array:
