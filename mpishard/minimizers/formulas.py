@@ -5,6 +5,23 @@ from __future__ import annotations
 
 from mpishard.backend.array import elementwise
 
+# Steps.
+
+
+@elementwise
+def advance(x, b, d, /, step):
+    """``x = b + step d``."""
+    x = b + step * d
+    return x
+
+
+@elementwise
+def move(v, d, /, length):
+    """``v += length d``."""
+    v = v + length * d
+    return v
+
+
 # Quasi-Newton methods.  ``r`` is the root of the scaling: with it pairs are kept in variables that are divided by it.
 
 
@@ -39,13 +56,6 @@ def damp_scaled(y, s, h, r, /, part, step):
 
 
 @elementwise
-def advance(x, b, d, /, step):
-    """``x = b + step d``."""
-    x = b + step * d
-    return x
-
-
-@elementwise
 def multiply(out, v, r, /):
     """``out = r v``."""
     out = r * v
@@ -68,20 +78,6 @@ def multiply_free(out, v, w, /):
     """``out = w v``, and 0 where w is, whatever v is there."""
     out = w * v if w > 0.0 else 0.0
     return out
-
-
-@elementwise
-def moved(out, v, d, /, length):
-    """``out = v + length d``."""
-    out = v + length * d
-    return out
-
-
-@elementwise
-def move(v, d, /, length):
-    """``v += length d``."""
-    v = v + length * d
-    return v
 
 
 @elementwise

@@ -415,7 +415,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self.note_written(*_OF_STEP)
         step, trial_gradient, base = (self.row(slot) for slot in ("direction", "residual", "base"))
         trial_gradient[:] = self.bounds.moving(gradient)
-        formulas.moved(step, self.point, base, -1.0)
+        formulas.advance(step, self.point, base, -1.0)
         riesz = self._riesz(trial_gradient)
         gradient_top, step_top, base_top, *rest = self.space.largest(trial_gradient, step, base, *riesz)
         tops = (gradient_top, rest[0] if rest else gradient_top, rest[-1] if rest else gradient_top)
@@ -555,11 +555,11 @@ class TruncatedNewtonMinimizer(Minimizer):
     def _try(self) -> None:
         """Go to the end of the step; if it is outside of the bounds, ask for the product of the projected step."""
         base, step = self.row("base"), self.row("direction")
-        formulas.moved(self.point, base, self.free.unscaled(self.row("step")), 1.0)
+        formulas.advance(self.point, base, self.free.unscaled(self.row("step")), 1.0)
         self._decrease = self.cg.state.decrease
         if self.bounds.any and self.space.count(self.bounds.outside(self.point))[0]:
             self.bounds.project(self.point)
-            formulas.moved(step, self.point, base, -1.0)
+            formulas.advance(step, self.point, base, -1.0)
             self.point[:] = base
             self._clipped = True
         else:
@@ -583,7 +583,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             self._radius = _SHRINK * min(self.cg.state.radius, math.sqrt(self.cg.state.step_square))
             self._continue("")
         else:
-            formulas.moved(self.point, self.row("base"), step, 1.0)
+            formulas.advance(self.point, self.row("base"), step, 1.0)
             self.bounds.project(self.point)
             self.wanted = Wanted.GRADIENT
 
