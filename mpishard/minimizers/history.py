@@ -260,10 +260,11 @@ class Gram:
         self._rows = rows
         self._of_free = of_free
         self._s_rows, self._y_rows = list(s_rows), list(y_rows)
-        # By kind of product, older pair and younger pair: s'y and y'y over the elements `_free`, and their words.
+        # The free elements with which products are known; None before the first `update`, or for all elements.
+        self.mask: Array | None = None
+        # By kind of product, older pair and younger pair: s'y and y'y over the elements that count, and their words.
         self._words: dict[Entry, np.ndarray] = {}
         self._values: dict[Entry, float] = {}
-        self._free: Array | None = None
         self._new: list[Entry] = []
         self._old: list[Entry] = []
         if not arrays.is_device(rows):
@@ -317,13 +318,8 @@ class Gram:
         """
         self._sort()
         words = self._words_over(free)
-        self._free = free
+        self.mask = free
         return words
-
-    @property
-    def mask(self) -> Array | None:
-        """The elements over which products are known; None before the first `update`, or for all."""
-        return self._free
 
     def learn(self, words: np.ndarray) -> None:
         """Take the products of the youngest y with each s, then with each y, over `mask`, as sums over the ranks."""
@@ -366,13 +362,13 @@ class Gram:
 
     def _words_over(self, free: Array | None) -> np.ndarray:
         """The words of new products, and of the changes of the others."""
-        if free is None and (self._free is None or not self._old):
+        if free is None and (self.mask is None or not self._old):
             self._old = []
             return self._whole_words(self._new)
-        before, after = map(self._mask, (self._free, free))
+        before, after = map(self._counted, (self.mask, free))
         return np.concatenate([self._first(self._new, free), self._changed(self._old, before, after)])
 
-    def _mask(self, free: Array | None) -> Array:
+    def _counted(self, free: Array | None) -> Array:
         """The elements that count."""
         if free is None:
             mask = arrays.empty(self._rows.shape[1], np.bool_, like=self._rows)
@@ -406,7 +402,7 @@ class Gram:
         """The words over the elements that count, of this rank; the ways to them differ in time only."""
         if not entries:
             return np.zeros((0, 2), np.int64)
-        free = self._mask(free)
+        free = self._counted(free)
         count = int(arrays.to_host(free.sum()))
         if count <= _FEW * free.size:
             return self._changed(entries, None, free)
@@ -444,7 +440,7 @@ def prepare_all(grams: Sequence[Gram], free: Array) -> list[np.ndarray]:
         of_old, changes = np.split(changes, [len(gram._old)])
         # What the free elements gain, the others lose.
         found.append(np.concatenate([gram._first(gram._new, free), of_old if gram._of_free else -of_old]))
-        gram._free = free
+        gram.mask = free
     return found
 
 
@@ -476,10 +472,10 @@ class ReducedHistory(History):
     def __init__(self, space: Space, rows: Array) -> None:
         m = len(rows) // 2
         of_s, of_y = range(m), range(m, 2 * m)
-        self._free = Gram(space, rows, of_s, of_y)
+        self._free_gram = Gram(space, rows, of_s, of_y)
         # With s and y exchanged: products of a y with no older s, and of s with s.
-        self._held = Gram(space, rows, of_y, of_s, of_free=False)
-        self._grams = self._free, self._held
+        self._held_gram = Gram(space, rows, of_y, of_s, of_free=False)
+        self._grams = self._free_gram, self._held_gram
         super().__init__(space, rows)
 
     def forget(self) -> None:
@@ -568,9 +564,10 @@ class ReducedHistory(History):
         #   [E                     S_A'S_A / gamma] [b] = [S_A'z / gamma - S_F'g],
         #   E = below(S_A'Y_A) - not_below(S_F'Y_F)
         # This follows from (5.11) of the paper, with its W = (Y, S / gamma).
-        below = np.tril(self._held.sy.T, -1)
-        mixed = below - self._free.sy
-        matrix = np.block([[-(np.diag(curvatures) + gamma * self._free.yy), mixed.T], [mixed, self._held.yy / gamma]])
+        of_free, of_held = self._free_gram, self._held_gram
+        below = np.tril(of_held.sy.T, -1)
+        mixed = below - of_free.sy
+        matrix = np.block([[-(np.diag(curvatures) + gamma * of_free.yy), mixed.T], [mixed, of_held.yy / gamma]])
         right = np.concatenate([np.subtract(yz, np.multiply(gamma, yg)), np.subtract(np.divide(sz, gamma), sg)])
         # In pairs that are scaled so that s'y = 1 the numbers are of one size.
         scale = np.tile(1 / np.sqrt(curvatures), 2)
@@ -600,10 +597,10 @@ class ReducedHistory(History):
             for pair in set(gram.order) - set(order):
                 gram.drop(pair)
         for pair in order:
-            if pair == self._new or pair not in self._free.order:
+            if pair == self._new or pair not in self._free_gram.order:
                 s_top, y_top = self._tops[pair], self._tops[self.most + pair]
-                self._free.add(pair, s_top, y_top)
-                self._held.add(pair, y_top, s_top)
+                self._free_gram.add(pair, s_top, y_top)
+                self._held_gram.add(pair, y_top, s_top)
 
     def _products_with(self, vector: Array, top: float) -> tuple[np.ndarray, list[float]]:
         """The words of each s, each y and the vector with the vector, over all ranks, and the bounds of the products.
@@ -611,7 +608,7 @@ class ReducedHistory(History):
         The new pair is added as by `products`.
         """
         new, rows = self._take_new(), self._all_rows
-        size, known = len(self.order), self._free.mask
+        size, known = len(self.order), self._free_gram.mask
         factors = [self._factor(vector, top)]
         if new >= 0:
             s, y = self.rows[new], self.rows[self.most + new]
@@ -633,9 +630,9 @@ class ReducedHistory(History):
         if new < 0:
             return np.concatenate([words, sums[1]]), [*tops, top * top]
         if known is not None:
-            self._free.learn(sums[4])
+            self._free_gram.learn(sums[4])
             # The pairs of s with s and s with y come in the order of y with s and y with y.
-            self._held.learn(np.roll(sums[5], size, axis=0))
+            self._held_gram.learn(np.roll(sums[5], size, axis=0))
         doubtful = exact.is_doubtful(sums[1][2 * size - 1], parts[1][-1][-1], self.space.total)
         of_s, of_y = self._values([parts[1], parts[3]], [sums[1], sums[3]])
         self.yy[new][new] = of_y[0]
@@ -653,6 +650,7 @@ class ReducedHistory(History):
         pairs = [*((pair, new) for pair in self.order), *((new, pair) for pair in self.order[:-1])]  # of s, of y
         tops = self.space.largest_products([(self.rows[i], self.rows[self.most + j]) for i, j in pairs])
         size = len(self.order)
-        self._free.bound(dict(zip(pairs[:size], tops[:size], strict=True)))
+        self._free_gram.bound(dict(zip(pairs[:size], tops[:size], strict=True)))
         # The diagonal, and where the y is older.
-        self._held.bound({(j, i): top for (i, j), top in zip(pairs[size - 1 :], tops[size - 1 :], strict=True)})
+        of_held = zip(pairs[size - 1 :], tops[size - 1 :], strict=True)
+        self._held_gram.bound({(j, i): top for (i, j), top in of_held})

@@ -356,8 +356,8 @@ def test_pairs_whose_largest_elements_do_not_meet() -> None:
         assert found(again, free) == of_first and len(history) == min(turn + 1, m)
         order = history.order
         products = rows[order][:, None] * rows[[m + pair for pair in order]]
-        np.testing.assert_allclose(history._free.sy, np.triu((products * free).sum(axis=-1)), rtol=1e-9)
-        np.testing.assert_allclose(history._held.sy, np.triu((products * ~free).sum(axis=-1).T), rtol=1e-9)
+        np.testing.assert_allclose(history._free_gram.sy, np.triu((products * free).sum(axis=-1)), rtol=1e-9)
+        np.testing.assert_allclose(history._held_gram.sy, np.triu((products * ~free).sum(axis=-1).T), rtol=1e-9)
         sy, ss = (np.array(of)[np.ix_(order, order)] for of in (history.sy, history.ss))
         np.testing.assert_allclose(np.tril(sy), np.tril(products.sum(axis=-1)), rtol=1e-9)
         np.testing.assert_allclose(ss, (rows[order][:, None] * rows[order]).sum(axis=-1), rtol=1e-9)
