@@ -3,6 +3,9 @@
 The inverse Hessian that they define is never formed. It is applied by its compact form (Byrd, Nocedal and Schnabel,
 "Representations of quasi-Newton matrices and their use in limited memory methods", Mathematical Programming 63, 1994,
 equation 3.1): dot products with all pairs give, identically on every rank, the coefficients of a sum over the pairs.
+
+Dot products are summed exactly, as the `words` of `mpishard.backend.exact`. A `top` bounds the elements of a vector, or
+the terms of a dot product, and fixes the scale of its words.
 """
 
 from __future__ import annotations
@@ -20,9 +23,7 @@ from mpishard.minimizers.cauchy import Breakpoints, Curvature, Path
 from mpishard.minimizers.space import Space
 
 Array = Any
-
-
-# Some rows times a vector: numbers of the rows, the vector, this rank's words, and the bounds of the products.
+# Some rows times a vector: numbers of the rows, the vector, this rank's words, and the tops with which they were made.
 Words = tuple[Sequence[int], Array, np.ndarray, list[float]]
 _LARGE = 2.0**499  # products of larger elements count as infinite
 
@@ -254,8 +255,8 @@ class Gram:
         # By possible pair the largest absolute value of each vector, over all ranks.
         self.s_tops: list[float] = [0.0] * len(s_rows)
         self.y_tops: list[float] = [0.0] * len(s_rows)
-        # By older and younger pair: bounds on the products of elements of s'y that are far below those of the tops.
-        self.bounds: dict[tuple[int, int], float] = {}
+        # By older and younger pair: tops of s'y that are far below the products of `s_tops` and `y_tops`.
+        self.finer_tops: dict[tuple[int, int], float] = {}
         self._space = space
         self._rows = rows
         self._of_free = of_free
@@ -282,21 +283,21 @@ class Gram:
 
     def drop(self, pair: int) -> None:
         self.order.remove(pair)
-        self.bounds = {pairs: top for pairs, top in self.bounds.items() if pair not in pairs}
+        self.finer_tops = {pairs: top for pairs, top in self.finer_tops.items() if pair not in pairs}
         for entry in [entry for entry in self._words if pair in entry]:
             del self._words[entry]
             self._values.pop(entry, None)
 
-    def bound(self, tops: Mapping[tuple[int, int], float]) -> None:
-        """Add to `bounds`; the next `update` computes these products anew."""
-        self.bounds.update(tops)
+    def refine(self, tops: Mapping[tuple[int, int], float]) -> None:
+        """Add to `finer_tops`; the next `update` computes these products anew."""
+        self.finer_tops.update(tops)
         for pairs in tops:
             self._words.pop(("sy", *pairs), None)
             self._values.pop(("sy", *pairs), None)
 
     def clear(self) -> None:
         self.order.clear()
-        self.bounds.clear()
+        self.finer_tops.clear()
         self._words.clear()
         self._values.clear()
 
@@ -382,8 +383,8 @@ class Gram:
 
     def _top(self, entry: Entry) -> float:
         kind, older, pair = entry
-        if kind == "sy" and (older, pair) in self.bounds:
-            return self.bounds[older, pair]
+        if kind == "sy" and (older, pair) in self.finer_tops:
+            return self.finer_tops[older, pair]
         return (self.s_tops if kind == "sy" else self.y_tops)[older] * self.y_tops[pair]
 
     def _whole_words(self, entries: Sequence[Entry], free: Array | None = None) -> np.ndarray:
@@ -458,7 +459,7 @@ class CauchyPoint(NamedTuple):
     length: float  # of the path; NaN if the pairs define no model, to rounding
     # Int64 (rows, 2): products of each s and y with the gradient of the elements that have not met their bounds.
     words: np.ndarray
-    tops: list[float]  # bounds of the products with which `words` were made
+    tops: list[float]  # with which `words` were made
     arrived: np.ndarray  # float64 (rows,): products of each s and y with the steps of the other elements
 
 
@@ -489,8 +490,8 @@ class ReducedHistory(History):
         self._follow()
 
     def to_metadata(self) -> dict[str, Any]:
-        bounds = [[[*pairs, top] for pairs, top in gram.bounds.items()] for gram in self._grams]
-        return {**super().to_metadata(), "ss": [list(row) for row in self.ss], "bounds": bounds}
+        tops = [[[*pairs, top] for pairs, top in gram.finer_tops.items()] for gram in self._grams]
+        return {**super().to_metadata(), "ss": [list(row) for row in self.ss], "bounds": tops}
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         if "ss" not in metadata and "order" in metadata:
@@ -499,7 +500,7 @@ class ReducedHistory(History):
                 "are others; continue with that release, or take the parameters alone as a start"
             )
         try:
-            of_grams = [{(int(i), int(j)): float(top) for i, j, top in bounds} for bounds in metadata["bounds"]]
+            of_grams = [{(int(i), int(j)): float(top) for i, j, top in tops} for tops in metadata["bounds"]]
             ss = [[float(value) for value in row] for row in metadata["ss"]]
         except (KeyError, TypeError) as error:
             raise ValueError(f"the history of a quasi-Newton method cannot be restored: {error!r}") from None
@@ -508,8 +509,8 @@ class ReducedHistory(History):
         for gram in self._grams:
             gram.clear()
         self._follow()
-        for gram, bounds in zip(self._grams, of_grams, strict=True):
-            gram.bound(bounds)
+        for gram, tops in zip(self._grams, of_grams, strict=True):
+            gram.refine(tops)
 
     def cauchy_point(
         self,
@@ -603,7 +604,7 @@ class ReducedHistory(History):
                 self._held_gram.add(pair, y_top, s_top)
 
     def _products_with(self, vector: Array, top: float) -> tuple[np.ndarray, list[float]]:
-        """The words of each s, each y and the vector with the vector, over all ranks, and the bounds of the products.
+        """The words of each s, each y and the vector with the vector, over all ranks, and their tops.
 
         The new pair is added as by `products`.
         """
@@ -642,15 +643,15 @@ class ReducedHistory(History):
         if not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
             words, tops = self._drop(size - 1, words, tops)
         elif doubtful:
-            self._bound(new)
+            self._refine(new)
         return np.concatenate([words, sums[2]]), [*tops, top * top]
 
-    def _bound(self, new: int) -> None:
-        """Bound the products of s and y of the new pair and the others by their largest elements. Collective."""
+    def _refine(self, new: int) -> None:
+        """Measure the tops of products of s and y of the new pair and the others. Collective."""
         pairs = [*((pair, new) for pair in self.order), *((new, pair) for pair in self.order[:-1])]  # of s, of y
         tops = self.space.largest_products([(self.rows[i], self.rows[self.most + j]) for i, j in pairs])
         size = len(self.order)
-        self._free_gram.bound(dict(zip(pairs[:size], tops[:size], strict=True)))
+        self._free_gram.refine(dict(zip(pairs[:size], tops[:size], strict=True)))
         # The diagonal, and where the y is older.
         of_held = zip(pairs[size - 1 :], tops[size - 1 :], strict=True)
-        self._held_gram.bound({(j, i): top for (i, j), top in of_held})
+        self._held_gram.refine({(j, i): top for (i, j), top in of_held})
