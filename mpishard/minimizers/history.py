@@ -67,7 +67,7 @@ class History:
     def opened_rows(self) -> tuple[int, ...]:
         return (self._new, self.most + self._new) if self._new >= 0 else ()
 
-    def measure(self, s_top: float, y_top: float) -> None:
+    def set_tops(self, s_top: float, y_top: float) -> None:
         """Set the largest elements of the new pair; drop the pair if one of them is 0, too large or not finite."""
         self._tops[self._new], self._tops[self.most + self._new] = s_top, y_top
         if not (0 < s_top < _LARGE and 0 < y_top < _LARGE):
@@ -317,7 +317,7 @@ class Gram:
 
         Returns this rank's words, int64 (products, 2) of the same number on all ranks; `take` takes their sums.
         """
-        self._sort()
+        self._divide()
         words = self._words_over(free)
         self.mask = free
         return words
@@ -355,7 +355,7 @@ class Gram:
             for older in self.order[: place + 1]
         ]
 
-    def _sort(self) -> None:
+    def _divide(self) -> None:
         """Divide the products into new and known ones."""
         entries = self._entries()
         self._new = [entry for entry in entries if entry not in self._words]
@@ -367,7 +367,7 @@ class Gram:
             self._old = []
             return self._whole_words(self._new)
         before, after = map(self._counted, (self.mask, free))
-        return np.concatenate([self._first(self._new, free), self._changed(self._old, before, after)])
+        return np.concatenate([self._new_words(free), self._changed_words(self._old, before, after)])
 
     def _counted(self, free: Array | None) -> Array:
         """The elements that count."""
@@ -399,20 +399,21 @@ class Gram:
             words[places] = exact.row_dot_words(self._rows, indices, y, tops, self._space.spans)
         return words
 
-    def _first(self, entries: Sequence[Entry], free: Array | None) -> np.ndarray:
-        """The words over the elements that count, of this rank; the ways to them differ in time only."""
+    def _new_words(self, free: Array | None) -> np.ndarray:
+        """This rank's words of new products, over the elements that count; the ways to them differ in time only."""
+        entries = self._new
         if not entries:
             return np.zeros((0, 2), np.int64)
         free = self._counted(free)
         count = int(arrays.to_host(free.sum()))
         if count <= _FEW * free.size:
-            return self._changed(entries, None, free)
+            return self._changed_words(entries, None, free)
         if free.size - count <= _FEW * free.size:
             rest = arrays.module_of(free).logical_not(free)
-            return self._whole_words(entries) - self._changed(entries, None, rest)
+            return self._whole_words(entries) - self._changed_words(entries, None, rest)
         return self._whole_words(entries, free)
 
-    def _changed(self, entries: Sequence[Entry], before: Array | None, after: Array) -> np.ndarray:
+    def _changed_words(self, entries: Sequence[Entry], before: Array | None, after: Array) -> np.ndarray:
         """The words over `after` less those over `before`, of this rank."""
         pairs, tops = list(map(self._row_numbers, entries)), list(map(self._top, entries))
         return exact_rows.changed_words(self._rows, pairs, tops, before, after, self._space.spans)
@@ -432,7 +433,7 @@ def prepare_all(grams: Sequence[Gram], free: Array) -> list[np.ndarray]:
     pairs: list[tuple[int, int]] = []
     tops: list[float] = []
     for gram in grams:
-        gram._sort()
+        gram._divide()
         pairs += map(gram._row_numbers, gram._old)
         tops += map(gram._top, gram._old)
     changes = exact_rows.changed_words(first._rows, pairs, tops, first.mask, free, first._space.spans)
@@ -440,7 +441,7 @@ def prepare_all(grams: Sequence[Gram], free: Array) -> list[np.ndarray]:
     for gram in grams:
         of_old, changes = np.split(changes, [len(gram._old)])
         # What the free elements gain, the others lose.
-        found.append(np.concatenate([gram._first(gram._new, free), of_old if gram._of_free else -of_old]))
+        found.append(np.concatenate([gram._new_words(free), of_old if gram._of_free else -of_old]))
         gram.mask = free
     return found
 
@@ -485,8 +486,8 @@ class ReducedHistory(History):
         for gram in self._grams:
             gram.clear()
 
-    def measure(self, s_top: float, y_top: float) -> None:
-        super().measure(s_top, y_top)
+    def set_tops(self, s_top: float, y_top: float) -> None:
+        super().set_tops(s_top, y_top)
         self._follow()
 
     def to_metadata(self) -> dict[str, Any]:
@@ -538,7 +539,7 @@ class ReducedHistory(History):
         length = path.minimize([self._tops[row] for row in rows])
         return CauchyPoint(length, path.words[:-1], tops[:-1], path.arrived)
 
-    def reduced_times(
+    def subspace_step(
         self, free: Array, g: Array, point: CauchyPoint, initial_scaling: float | None
     ) -> tuple[float, list[float], list[float]]:
         """The step of the free elements to the minimum of the quadratic model, where the others are at their bounds.

@@ -176,7 +176,7 @@ class QuasiNewton(Descent):
     def _measured(self, tops: list[float]) -> None:
         self._scaled_top = self._gradient_top if self._root is None else tops.pop()
         if tops:
-            self.history.measure(*tops)
+            self.history.set_tops(*tops)
 
     def _scaled_gradient(self) -> Array:
         """The gradient at the base in scaled variables; it may be in the memory of the point."""

@@ -178,7 +178,7 @@ class BoundedQuasiNewton(QuasiNewton):
     def _measured(self, tops: list[float]) -> None:
         self._scaled_top = tops.pop()
         if tops:
-            self.history.measure(*tops)
+            self.history.set_tops(*tops)
 
     def _scaled_gradient(self) -> Array:
         """The gradient of elements that no bound holds in place, in scaled variables, in the memory of the point."""
@@ -218,7 +218,7 @@ class BoundedQuasiNewton(QuasiNewton):
             return 0.0, math.nan, 1.0, math.inf
         free = empty(d.size, np.bool_, like=d)
         beyond_cauchy_point(d, free, cauchy.length)
-        model = self.history.reduced_times(free, descent, cauchy, scaling)
+        model = self.history.subspace_step(free, descent, cauchy, scaling)
         self._subspace_step(model)
         top, slope, square, closest = self._project_step(free)
         if not slope < 0 and len(self.history):
