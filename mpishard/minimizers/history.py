@@ -89,7 +89,11 @@ class History:
                     products[pair][new] = value
             for pair in self.order:
                 self.yy[new][pair] = self.yy[pair][new]
-        return self._without_negative(new, found[:size], found[size:])
+        sg, yg = found[:size], found[size:]
+        if new >= 0 and not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
+            self.order.pop()
+            return sg[:-1], yg[:-1]
+        return sg, yg
 
     def y_products(self, vector: Array, top: float) -> list[float]:
         """The dot products of each y, in order, with a vector.  Collective: one all-reduce."""
@@ -186,13 +190,6 @@ class History:
         if new >= 0:
             self.order.append(new)
         return new
-
-    def _without_negative(self, new: int, sg: list[float], yg: list[float]) -> tuple[list[float], list[float]]:
-        """Drop the newest pair and its products if its curvature or its y'y is not positive."""
-        if new >= 0 and not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
-            self.order.pop()
-            return sg[:-1], yg[:-1]
-        return sg, yg
 
     def _words(self, indices: Sequence[int], vector: Array, top: float) -> Words:
         """The products of some rows with a vector whose largest element is `top`, before they are summed."""
