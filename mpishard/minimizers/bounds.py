@@ -58,6 +58,8 @@ def drop_of_equal(g, lower, upper, /):
 
 
 # The path of steepest descent, ``P(x - t h)`` with h the (scaled) gradient.
+#
+# The mask `free` is returned, though it stays as it is: only an array that a formula writes may be of bool.
 
 
 @elementwise

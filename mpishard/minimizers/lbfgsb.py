@@ -186,7 +186,10 @@ class BoundedQuasiNewton(QuasiNewton):
         return self._scaled(self.point)
 
     def _descent(self, out: Array) -> Array:
-        """Write to `out`, and return, what steepest descent in scaled variables subtracts in a step of length 1."""
+        """Write to `out`, and return, what steepest descent subtracts from the point in a step of length 1.
+
+        It is steepest descent in scaled variables, seen in the user's: the gradient times p.
+        """
         out[:] = self.base_gradient
         if self._root is not None:
             multiply(out, out, self._root)
@@ -194,7 +197,7 @@ class BoundedQuasiNewton(QuasiNewton):
         return out
 
     def _scaled(self, step: Array) -> Array:
-        """A step in scaled variables, in place."""
+        """Turn a step of the user's variables into one of scaled variables, in place."""
         if self._root is not None:
             divide(step, step, self._root)
         return step
@@ -208,22 +211,23 @@ class BoundedQuasiNewton(QuasiNewton):
         return step if self._root is None else step / self._root[index]
 
     def _find_direction(self) -> tuple[float, float, float, float]:
-        d, descent, scaling = self._direction, self.point, self.method.initial_scaling
+        # The point is working memory: it has the descent, in the user's variables and then in scaled ones.
+        d, descent, initial_scaling = self._direction, self.point, self.method.initial_scaling
         sides = self.bounds.lower, self.bounds.upper
         gradient = self.base_gradient if self._root is None else self._descent(descent)
         (soonest,) = breakpoints(descent, d, self.base, gradient, *sides, math.inf)
         ends = Breakpoints(d, soonest, self._steps_to_bounds)
-        cauchy = self.history.cauchy_point(self._scaled(descent), ends, self._scaled_top, scaling)
+        cauchy = self.history.cauchy_point(self._scaled(descent), ends, self._scaled_top, initial_scaling)
         if math.isnan(cauchy.length):
             return 0.0, math.nan, 1.0, math.inf
         free = empty(d.size, np.bool_, like=d)
         beyond_cauchy_point(d, free, cauchy.length)
-        model = self.history.subspace_step(free, descent, cauchy, scaling)
-        self._subspace_step(model)
+        model = self.history.subspace_step(free, descent, cauchy, initial_scaling)
+        self._write_subspace_step(model, descent)
         top, slope, square, closest = self._project_step(free)
         if not slope < 0 and len(self.history):
             # The projection has turned it away from descent: from the Cauchy point, as far as all are inside.
-            self._subspace_step(model)
+            self._write_subspace_step(model, descent)
             if self._root is not None:
                 multiply(descent, descent, self._root)
             (over,) = self.space.maxima(*steps_from_cauchy_point(d, descent, free, self.base, *sides, cauchy.length))
@@ -234,10 +238,10 @@ class BoundedQuasiNewton(QuasiNewton):
         most = 1.0 if first_time and self._bounded else (1 / closest if closest > 0 else math.inf)
         return top, slope, first, most
 
-    def _subspace_step(self, model: tuple[float, list[float], list[float]]) -> None:
+    def _write_subspace_step(self, model: tuple[float, list[float], list[float]], descent: Array) -> None:
         """Write the step of the model to the direction; it is meaningless for elements that are not free."""
         gamma, of_s, of_y = model
-        self.history.combine(of_s, of_y, self.point, -gamma, self._direction)
+        self.history.combine(of_s, of_y, descent, -gamma, self._direction)
         if self._root is not None:
             multiply(self._direction, self._direction, self._root)
 
@@ -245,8 +249,8 @@ class BoundedQuasiNewton(QuasiNewton):
         """Project the step; its largest element, its slope, its square, and one over the part inside of the bounds."""
         d, g = self._direction, self.base_gradient
         top, closest = self.space.maxima(*project_step(d, free, self.base, g, self.bounds.lower, self.bounds.upper))
-        pairs, limits = [(g, d)], [self._gradient_top * top]
+        pairs, tops = [(g, d)], [self._gradient_top * top]
         if not self._has_scale:
-            pairs, limits = [*pairs, (d, d)], [*limits, top * top]
-        slope, *squares = self.space.dots(pairs, limits)
+            pairs, tops = [*pairs, (d, d)], [*tops, top * top]
+        slope, *squares = self.space.dots(pairs, tops)
         return top, slope, (squares[0] if squares else math.nan), closest
