@@ -167,13 +167,12 @@ class QuasiNewton(Descent):
         else:
             formulas.scaled_pair(s, y, self.point, gradient, self.base, self.base_gradient, self._root)
 
-    def _to_measure(self) -> tuple[Array, ...]:
+    def _further_vectors(self) -> tuple[Array, ...]:
         if self._root is None:
             return self.history.opened
-        formulas.multiply(self.point, self.base_gradient, self._root)
-        return (*self.history.opened, self.point)
+        return (*self.history.opened, self._scaled_gradient())
 
-    def _measured(self, tops: list[float]) -> None:
+    def _take_further_tops(self, tops: list[float]) -> None:
         self._scaled_top = self._gradient_top if self._root is None else tops.pop()
         if tops:
             self.history.set_tops(*tops)

@@ -149,7 +149,7 @@ class BoundedQuasiNewton(QuasiNewton):
         vectors = self.base, self.base_gradient, *pair, self.point, gradient
         tops = move(*vectors, self.bounds.lower, self.bounds.upper)
         projected_top, scaled_top, *of_pair = self.space.maxima(*tops)
-        self._measured([*of_pair, scaled_top])
+        self._take_further_tops([*of_pair, scaled_top])
         return 0.0, self._gradient_top, projected_top
 
     def _continues_after_small_change(self) -> bool:
@@ -172,10 +172,10 @@ class BoundedQuasiNewton(QuasiNewton):
         asked = max(self.method.ftol, self.epsilon) * max(abs(progress.value), 1.0)
         return self.history.gamma() * square > _MUCH * asked and self.forget()
 
-    def _to_measure(self) -> tuple[Array, ...]:
+    def _further_vectors(self) -> tuple[Array, ...]:
         return (*self.history.opened, self._scaled_gradient())
 
-    def _measured(self, tops: list[float]) -> None:
+    def _take_further_tops(self, tops: list[float]) -> None:
         self._scaled_top = tops.pop()
         if tops:
             self.history.set_tops(*tops)
