@@ -102,8 +102,6 @@ class _CExit:
 
 # -- the death monitor -------------------------------------------------------------------------------------------------
 
-# A process next to the ranks of a node that reports which rank died first.
-
 # Seconds that a rank waits for the death monitor to be ready; on a busy machine Python starts slowly.
 _PATIENCE_S = 10.0
 

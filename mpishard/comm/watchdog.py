@@ -24,8 +24,6 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Call, Ledger, users_level
 from mpishard.launch.script import innermost, main_frame
 
-# How long a collective may wait: the user's number, or one that follows from the steps of the run.
-
 # The default limits of a collective: seconds before the first step is over, when one rank may read data or compile
 # while the others wait; seconds if all ranks wait, and at least; and afterwards a multiple of the longest step.
 _SET_UP_S, LEAST_S, _STEPS = 1800.0, 120.0, 10
@@ -78,7 +76,7 @@ class TimeLimit:
         )
 
 
-# Ends the job when a collective waits too long, and reports where each rank is.
+# -- the watch ---------------------------------------------------------------------------------------------------------
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25

@@ -1,6 +1,11 @@
 """Changes of the workers between two steps: who works next, and how these get the committed state.
 
 With the options of an elastic run, its communicators and its decisions after each step (`ElasticRun`).
+
+Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
+launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
+(`mpishard.elastic.loop`); `Healing`, which gives up if too much is lost; and then the supervisor
+(`mpishard.launch.restart_policy`).
 """
 
 from __future__ import annotations
@@ -25,13 +30,6 @@ from mpishard.layout.run_state import RunState
 from mpishard.training.checkpoints import RunCheckpoints
 from mpishard.training.objective import Objective, StopRequest
 from mpishard.training.run import TrainingRun
-
-# The options of an elastic run, its parts, their decisions after each step, and the communicators of its workers.
-#
-# Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
-# launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
-# (`mpishard.elastic.loop`); `Healing`, which gives up if too much is lost; and then the supervisor
-# (`mpishard.launch.restart_policy`).
 
 
 class WorkerMesh:

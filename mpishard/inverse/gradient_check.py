@@ -271,7 +271,7 @@ def _level_of_tail(h: np.ndarray, left: np.ndarray, known: np.ndarray) -> float:
     return 0.0
 
 
-# The Taylor test: is a gradient that of its function?
+# The check of a gradient, by up to three Taylor tests.
 
 _FIRST = 0.1  # step
 _ROWS = {np.dtype(np.float32): (14, 2.0), np.dtype(np.float64): (13, 4.0)}  # the number of steps, and their ratio
@@ -588,7 +588,7 @@ def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
     figure.savefig(path, dpi=100)
 
 
-# The dot-product test: do an operator and its adjoint fit each other?
+# The check of an adjoint.
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def exchange_rows(axis: Axis, slab: Array, rows: int) -> tuple[Array | None, Arr
     return found[0], found[1]
 
 
-# Terms that regularise a field on a grid: Tikhonov's, of three orders, and total variation, smoothed.
+# The terms.
 
 Exchange = Callable[[Array], tuple[Array | None, Array | None]]
 

@@ -20,9 +20,6 @@ from mpishard.minimizers.space import LocalSpace, Space
 
 Array = Any
 
-
-# The base of the methods: their options, and the names of the vectors of their state.
-
 # Something about each element: one number, a flat array, or by tensor name a number or an array; None: nothing.
 Elements = Any
 
@@ -174,10 +171,7 @@ def warn_projected_start(moved: int) -> None:
         log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")
 
 
-# One minimisation as a state machine: it wants value and gradient at a point, and takes them by `tell`.
-#
-# Between two evaluations its whole state is in its vectors, its point and its metadata: a run that ends there resumes
-# with the next evaluation.
+# One minimisation as a state machine.
 
 
 class Wanted(Enum):
