@@ -34,7 +34,7 @@ from mpishard.minimizers.method import (
     Wanted,
     check_metadata,
     lifted,
-    warn_projected_start,
+    log_projected_start,
 )
 from mpishard.minimizers.space import LocalSpace
 
@@ -442,7 +442,7 @@ class OneProcess:
         if self.minimizer.wanted is Wanted.PRODUCT:
             self.minimizer.tell_product(flat)
             return
-        warn_projected_start(self._moved)  # not before: a state may replace the start
+        log_projected_start(self._moved)  # not before: a state may replace the start
         self._moved = 0
         self.minimizer.take_digits(digits_of(vector))
         self.minimizer.tell(value, flat)
