@@ -27,7 +27,7 @@ from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
 from mpishard.layout.tensors import ParameterSpec, Piece
-from mpishard.minimizers.least_squares import Options, State
+from mpishard.minimizers.least_squares import SAME_FUNCTION, Options, State
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
@@ -37,8 +37,6 @@ _HOW_TO_SUM = "say reduction='sum'"
 _START = "start.json"  # the fact about the start
 _SQUARES = "least_squares.json"  # the fact about a method for few unknowns, and its numbers
 _NUMBERS = ("cost", "optimality", "radius", "multiplier", "iterations", "nfev", "njev", "status")
-# Values of one function at one point differ by less, relatively, where ranks sum in different orders.
-_TOLERANCE = 1e-6
 
 
 class MeshRanks:
@@ -425,7 +423,7 @@ class RunFiles:
         """
         saved = self._value
         _, value, _ = self._ranks.combined("the gradient", value, gradient, problem)
-        if not abs(value - saved) <= _TOLERANCE * max(abs(value), abs(saved)):
+        if not abs(value - saved) <= SAME_FUNCTION * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
                 f"{saved:.12g}, and this function is {value:.12g} there; give each function its own folder, or "

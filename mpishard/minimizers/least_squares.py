@@ -20,7 +20,7 @@ from mpishard.minimizers import small
 # The reason for which a method has ended: SciPy's status numbers.
 LIMIT, GRADIENT, COST, STEP, COST_AND_STEP = 0, 1, 2, 3, 4
 _NEWTON_TRIALS = 10  # of the multiplier of a region
-# Costs of one function at one point differ by less, relatively, where a rank sums its rows in another order.
+# Values of one function at one point differ by less, relatively, where ranks sum in another order.
 SAME_FUNCTION = 1e-6
 _SINGULAR = 2.0**-64  # of the largest diagonal element, added to a singular matrix
 
