@@ -66,9 +66,9 @@ class FreeVariables:
             self.root *= self._released_root
 
     @property
-    def diagonal(self) -> bool:
-        """Return True if `preconditioned` returns its argument."""
-        return self._precondition is None
+    def has_function(self) -> bool:
+        """Return True if the user's preconditioner is a function; else `preconditioned` returns its argument."""
+        return self._precondition is not None
 
     def scaled(self, gradient: Array) -> Array:
         """A gradient in these variables: a new array, or the given one if `root` is None."""
@@ -190,11 +190,11 @@ class SteihaugCG:
             self.state = replace(state, ending=Ending.NOT_FINITE.value)
             return False
         pairs = [(other, product) for other in (self.direction, self.residual, product)]
-        bounds = [top * tops[0] for top in (tops[1], tops[2], tops[0])]
-        if self.free.diagonal:
-            curvature, mixed, square = self.space.dots(pairs, bounds)
+        terms = [top * tops[0] for top in (tops[1], tops[2], tops[0])]
+        if self.free.has_function:
+            (curvature,), mixed, square = self.space.dots(pairs[:1], terms[:1]), 0.0, math.nan
         else:
-            (curvature,), mixed, square = self.space.dots(pairs[:1], bounds[:1]), 0.0, math.nan
+            curvature, mixed, square = self.space.dots(pairs, terms)
         if not math.isfinite(curvature):
             self.state = replace(state, ending=Ending.RANGE.value)
             return False
@@ -216,7 +216,7 @@ class SteihaugCG:
         # The residual is the last direction times a number, less this one; with a symmetric matrix the last direction
         # and this one are conjugate, so that only this one counts in the residual's product.
         growth = state.direction_square - state.residual_square
-        if state.products != 2 or not self.free.diagonal or not growth > _FELT * state.residual_square > 0:
+        if state.products != 2 or self.free.has_function or not growth > _FELT * state.residual_square > 0:
             return 0.0
         size = math.sqrt(state.residual_square) * math.sqrt(square)
         found = abs(mixed + curvature) / size if size > 0 else 0.0
@@ -374,6 +374,10 @@ class TruncatedNewtonMinimizer(Minimizer):
 
     Between two iterations the point is the base. While products are wanted it stays there; then it is the end of the
     step, until `tell`.
+
+    The rows ``step``, ``residual`` and ``direction`` are those of conjugate gradients, in the variables `free`. Between
+    two runs of these, in `tell` and while the product of a projected step is wanted, ``direction`` has the step of the
+    point, and ``residual`` the gradient at the trial, both in the user's variables.
     """
 
     method: TruncatedNewton
@@ -644,6 +648,8 @@ class GaussNewton(TruncatedNewton):
 
 
 class GaussNewtonMinimizer(TruncatedNewtonMinimizer):
+    """A minimisation by `GaussNewton`, with its own test of convergence."""
+
     def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
         method, value = self.method, self.progress.value
         decrease = value_before - value
