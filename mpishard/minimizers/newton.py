@@ -190,11 +190,11 @@ class SteihaugCG:
             self.state = replace(state, ending=Ending.NOT_FINITE.value)
             return False
         pairs = [(other, product) for other in (self.direction, self.residual, product)]
-        terms = [top * tops[0] for top in (tops[1], tops[2], tops[0])]
+        product_tops = [top * tops[0] for top in (tops[1], tops[2], tops[0])]
         if self.free.has_function:
-            (curvature,), mixed, square = self.space.dots(pairs[:1], terms[:1]), 0.0, math.nan
+            (curvature,), mixed, square = self.space.dots(pairs[:1], product_tops[:1]), 0.0, math.nan
         else:
-            curvature, mixed, square = self.space.dots(pairs, terms)
+            curvature, mixed, square = self.space.dots(pairs, product_tops)
         if not math.isfinite(curvature):
             self.state = replace(state, ending=Ending.RANGE.value)
             return False
