@@ -296,8 +296,8 @@ class ReverseCommunication:
             self._is_published = False
             x = unknowns.shown_to_user()
         gradient = ranks.gather(minimizer.row("base_gradient")).copy()
-        culprits = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
-        result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, culprits)
+        hint = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
+        result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, hint)
         result["jac"] = unknowns.like_x0(gradient)
         self._result = result if self.has_ended else None
         return result
