@@ -18,6 +18,7 @@ from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
+from mpishard.inverse.functions import has_names
 from mpishard.inverse.trees import Tree, is_tree
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def size_on_rank(x: Any) -> int:
 
 
 def _flat(x: Any) -> Array:
-    return x.flat if hasattr(x, "pieces") else x
+    return x.flat if has_names(x) else x
 
 
 def _copy(x: Any) -> Any:
@@ -418,8 +419,7 @@ class GaussNewtonFunctions:
 
     def linearized(self, x: Any, *samples: Array) -> _Linearized:
         """This rank's residuals and Jacobian at a point; those of the last two points are kept."""
-        flat = np.ascontiguousarray(x.flat if hasattr(x, "pieces") else x)
-        key, which = flat.tobytes(), b"".join(each.tobytes() for each in samples)
+        key, which = np.ascontiguousarray(_flat(x)).tobytes(), b"".join(each.tobytes() for each in samples)
         here = self._kept.setdefault(key, {})
         self._kept.move_to_end(key)
         while len(self._kept) > _POINTS:
