@@ -39,6 +39,18 @@ _SQUARES = "least_squares.json"  # the fact about a method for few unknowns, and
 _NUMBERS = ("cost", "optimality", "radius", "multiplier", "iterations", "nfev", "njev", "status")
 
 
+def parameters_of(unknowns: Unknowns) -> FlatParameters:
+    """The unknowns by name, on the same memory."""
+    named: FlatParameters | None = unknowns.parameters
+    return FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
+
+
+def broadcast_start(mesh: Mesh, start: np.ndarray) -> None:
+    """Give all ranks the start of rank 0, in place.  Collective over the mesh."""
+    warn_if_initial_parameters_differ(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
+    mesh.world.broadcast(start, label="x0")
+
+
 class MeshRanks:
     """The ranks of a mesh that minimise together. Collective over the mesh, its creation too.
 
@@ -189,21 +201,6 @@ def _sum(values: list[float]) -> float:
         return math.fsum(values)
     except OverflowError:
         return math.inf
-
-
-# Before ranks begin.
-
-
-def parameters_of(unknowns: Unknowns) -> FlatParameters:
-    """The unknowns by name, on the same memory."""
-    named: FlatParameters | None = unknowns.parameters
-    return FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
-
-
-def broadcast_start(mesh: Mesh, start: np.ndarray) -> None:
-    """Give all ranks the start of rank 0, in place.  Collective over the mesh."""
-    warn_if_initial_parameters_differ(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
-    mesh.world.broadcast(start, label="x0")
 
 
 # The results that must be identical on the user's ranks, their comparison, and the error where they differ.
@@ -474,7 +471,7 @@ def _report_resumed(found: Any, checkpoints: Any) -> None:
         log.inform(f"resumes from step {found.facts['step']} of {checkpoints.folder}")
 
 
-class StateFiles:
+class LeastSquaresFiles:
     """Checkpoints of a method for few unknowns, which all ranks have: its iterate, and the numbers of its trust region.
 
     A step is an iteration. `name` is that of the method. Collective over the mesh, its creation too. Raises as

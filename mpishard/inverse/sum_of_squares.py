@@ -32,7 +32,7 @@ from mpishard.minimizers.newton import GaussNewton
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
-    from mpishard.inverse.mesh_run import StateFiles
+    from mpishard.inverse.mesh_run import LeastSquaresFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -233,12 +233,12 @@ def least_squares(
         rows.are_dense_at(settings.start)
     if chosen == "cg":
         return settings.with_trees(by_products.run(functions, losses, watcher))
-    files: StateFiles | None = None
+    files: LeastSquaresFiles | None = None
     if mesh is not None and (checkpoints is not None or resume):
-        from mpishard.inverse.mesh_run import StateFiles
+        from mpishard.inverse.mesh_run import LeastSquaresFiles
 
         name = f"least_squares by {method}, {'with' if settings.options.scale is None else 'without'} x_scale='jac'"
-        files = StateFiles(mesh, checkpoints, resume, name, len(settings.start))
+        files = LeastSquaresFiles(mesh, checkpoints, resume, name, len(settings.start))
     return settings.with_trees(_run(settings, rows, watcher, files))
 
 
@@ -513,7 +513,7 @@ def _message(status: int, options: Options, optimality: float) -> str:
     )
 
 
-def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles | None) -> OptimizeResult:
+def _run(settings: _Settings, rows: Rows, callback: Callback, files: LeastSquaresFiles | None) -> OptimizeResult:
     """Iterate until the method or the callback ends it.  Collective."""
     is_first, watch = rows.world.rank == 0, Watch(rows.world, callback)
     shows = settings.verbose == 2 and is_first
