@@ -30,7 +30,7 @@ class Healing:
         membership, transactions, target = run.membership, run.transactions, run.options.target
         before = membership.roles.identities
         self._note_healed(transactions.status.committed_step)
-        run.workers.revoke()
+        run.worker_mesh.revoke()
         run.training.optimizer.state.abandon()
         membership.revoke()
         run.agreements.refuse_all()
