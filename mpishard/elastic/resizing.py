@@ -215,9 +215,9 @@ class Resizing:
         self._check_scripts()
         source = self._source()
         run.worker_mesh.release()
-        works, target = self._split(order.workers if sizes is None else sizes.ranks, sizes)
-        metadata = self._reshard(source, target)
-        transactions.restore(metadata.status)
+        works, empty = self._split(order.workers if sizes is None else sizes.ranks, sizes)
+        metadata = self._reshard(source, empty)
+        transactions.take_status(metadata.status)
         run.options.requests.discovered = metadata.discovered
         run.training.checkpoints.own = metadata.checkpoints
         checkpoint = None
@@ -355,16 +355,16 @@ class Resizing:
         if comm is not None:
             run.worker_mesh.rebind(comm, sizes)
         agreements.agree_on_membership()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
-        target = None
+        empty = None
         if comm is not None:
             if sizes is not None:
                 self._fit_model()
             optimizer.state.rebuild(run.training.runner.parameters)
             run.training.runner.attach()
-            target = optimizer.state.capture()
+            empty = optimizer.state.capture()
         if optimizer.config.hierarchical or sizes is not None:
             agreements.agree_on_membership()  # the same: sums by nodes and ties have their own communicators
-        return comm is not None, target
+        return comm is not None, empty
 
     def _fit_model(self) -> None:
         """Make the model for the mesh, unless those of all workers fit it already.  Collective over the workers."""
@@ -377,10 +377,13 @@ class Resizing:
                 problem = build(mesh)
             training.rebuild(problem)
 
-    def _reshard(self, source: RunState | None, target: RunState | None) -> ResizeMetadata:
-        """Move the committed state to the new workers; returns its metadata.  Collective over all processes."""
+    def _reshard(self, source: RunState | None, empty: RunState | None) -> ResizeMetadata:
+        """Move the committed state into the `empty` states of the new workers; returns its metadata.
+
+        Collective over all processes.
+        """
         try:
-            sent = reshard_state(self._run.membership.axis, source, target)
+            sent = reshard_state(self._run.membership.axis, source, empty)
         except ValueError:
             raise RunLost(
                 "state is lost with the processes that had all copies of it; start the run again from its newest "
