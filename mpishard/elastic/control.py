@@ -160,7 +160,7 @@ def _of_fields(kind: type[T], found: Any) -> T | None:
 class Control:
     """The run's side of a control folder; only the first worker calls `poll`, between two steps.
 
-    `refuse` gives the reason why the run cannot have a mesh, empty if it can.
+    `why_mesh_refused` gives the reason why the run cannot have a mesh, empty if it can; None: it keeps its own.
     """
 
     def __init__(
@@ -168,10 +168,10 @@ class Control:
         folder: ControlFolder,
         min_workers: int,
         max_workers: int,
-        refuse: Callable[[MeshSizes], str] = lambda sizes: FIXED,
+        why_mesh_refused: Callable[[MeshSizes], str] | None = None,
     ) -> None:
         self._folder = folder
-        self._refuse = refuse
+        self._why_mesh_refused = why_mesh_refused
         self._limits = min_workers, max_workers
         self._standing: Standing | None = None
         # Id of the request that the run has accepted, and the number of workers at that time.
@@ -215,7 +215,7 @@ class Control:
             if answer is not None and answer.id == id:  # the request was answered, but could not be removed then
                 self._folder.take_back(id)
                 wanted = None
-            elif refused := self._why_not(wanted):
+            elif refused := self._why_refused(wanted):
                 answer, wanted = Answer(id, workers, workers, step, refused), None
                 self._folder.take_back(id)
             else:
@@ -227,12 +227,14 @@ class Control:
             self._standing = standing
         return wanted
 
-    def _why_not(self, wanted: Wanted | None) -> str:
+    def _why_refused(self, wanted: Wanted | None) -> str:
         """The reason why the run refuses a request; empty if it accepts it."""
         workers = wanted.ranks if isinstance(wanted, MeshSizes) else wanted
         if workers is None or not self._limits[0] <= workers <= self._limits[1]:
             return f"{workers} workers are outside of min_workers={self._limits[0]} to max_workers={self._limits[1]}"
-        return self._refuse(wanted) if isinstance(wanted, MeshSizes) else ""
+        if not isinstance(wanted, MeshSizes):
+            return ""
+        return FIXED if self._why_mesh_refused is None else self._why_mesh_refused(wanted)
 
     def close(self) -> None:
         """Remove the folder, at the end of the run."""

@@ -307,7 +307,7 @@ class ElasticOptimizer:
         if self._choice is None:
             raise ValueError("resize(mesh=...) is for runs that may change their mesh: ElasticOptimizer(layouts=...)")
         sizes = MeshSizes.of(mesh)
-        if refused := self._choice.refuse(sizes):
+        if refused := self._choice.why_refused(sizes):
             raise ValueError(refused)
         self._target.resize(sizes.ranks, sizes)
 

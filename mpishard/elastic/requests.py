@@ -15,7 +15,7 @@ from mpishard.arguments import integer
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
-from mpishard.elastic.control import FIXED, Control, ControlFolder, Discovery, Wanted
+from mpishard.elastic.control import Control, ControlFolder, Discovery, Wanted
 from mpishard.elastic.membership import Membership, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.spawning import SpawnRequest
@@ -56,8 +56,8 @@ class ResizeRequests:
                 if self._leads:
                     self._lease = FolderLease.take(folder)
                     control.make()
-            refuse = (lambda sizes: FIXED) if choice is None else choice.refuse
-            self._control = Control(control, min_workers, max_workers, refuse)
+            why_mesh_refused = None if choice is None else choice.why_refused
+            self._control = Control(control, min_workers, max_workers, why_mesh_refused)
 
     def __enter__(self) -> ResizeRequests:
         return self
