@@ -23,11 +23,10 @@ from typing import Any, TypeVar, get_type_hints
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.io import files, log
 from mpishard.io.files import NotPrivateError, opened, read_note, remove_notes, warn_of_writers, write_note
-from mpishard.io.log import warn
 from mpishard.launch.launchers import parse_hosts
 
-_POLL_S = 0.2
-_WAIT_POLL_S = 0.05
+_POLL_S = 0.2  # between two looks of the run for requests
+_WAIT_POLL_S = 0.05  # and of another shell for the answer
 FIXED = "the run keeps the tensor and pipeline sizes of its mesh; ElasticOptimizer(..., layouts=...) may change them"
 T = TypeVar("T")
 # A request asks for a number of workers or for a mesh.
@@ -177,7 +176,7 @@ class Control:
         # Id of the request that the run has accepted, and the number of workers at that time.
         self._taken: tuple[str, int] | None = None
         self._next = 0.0
-        self._exchanged = False  # whether a warning about a replaced folder was given
+        self._has_warned = False  # that the folder was replaced
 
     def poll(self, workers: int, step: int, waits: bool = False, mesh: str = "") -> Wanted | None:
         """Write the number of workers after this step, and return what a new request wants, else None.
@@ -195,9 +194,9 @@ class Control:
         except OSError:  # a shared disk may fail for a while, and the owner may remove the folder
             return None
         except NotPrivateError as error:
-            if not self._exchanged:
+            if not self._has_warned:
                 log.warn(f"the folder for requests was replaced, and requests are ignored from now on: {error}")
-            self._exchanged = True
+            self._has_warned = True
             return None
 
     def _poll(self, workers: int, step: int, waits: bool, mesh: str) -> Wanted | None:
@@ -298,8 +297,8 @@ def request_resize(run: Path, wanted: Wanted, wait: float) -> Answer:
 
 # What `discover` asks: a file, a program or a function, again and again.
 
-_ASK_S = 1.0
-_LIMIT_S = 30.0
+_ASK_S = 1.0  # between two questions
+_ANSWER_S = 30.0  # for a program to answer
 
 
 class Discovery:
@@ -344,7 +343,7 @@ class Discovery:
             except Exception as error:  # any failure: the run can continue without the answer
                 if str(error) != problem:
                     problem = str(error)
-                    warn(f"discover failed, the workers stay as they are: {error}")
+                    log.warn(f"discover failed, the workers stay as they are: {error}")
             else:
                 problem = ""
                 if found != known:
@@ -371,6 +370,6 @@ def _ask_file(path: Path) -> int:
     if not os.access(path, os.X_OK):
         return count_slots(files.read(path).decode())
     done = subprocess.run(
-        [str(path)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True
+        [str(path)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_ANSWER_S, check=True
     )
     return count_slots(done.stdout)

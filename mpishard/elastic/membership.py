@@ -30,7 +30,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import spawned_cell
 from mpishard.elastic.spawning import JoiningProcess, SpawnRequest, in_time, meet
-from mpishard.io.log import warn
+from mpishard.io import log
 from mpishard.launch.processes import process_facts
 from mpishard.layout.tensors import ModelParallelRank
 
@@ -102,7 +102,7 @@ class StoppedPeerMonitor:
 def _end(peer: Peer, seconds: float) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(peer.pid, signal.SIGKILL)
-        warn(f"the process with pid {peer.pid} has been stopped for {seconds:.1f} s and was killed")
+        log.warn(f"the process with pid {peer.pid} has been stopped for {seconds:.1f} s and was killed")
 
 
 def _look(number: int) -> tuple[str, str]:
