@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, NamedTuple
 
@@ -31,7 +30,7 @@ from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import spawned_cell
 from mpishard.elastic.spawning import JoiningProcess, SpawnRequest, in_time, meet
 from mpishard.io import log
-from mpishard.launch.processes import process_facts
+from mpishard.launch.processes import BEGAN, process_facts, this_machine
 from mpishard.layout.tensors import ModelParallelRank
 
 # Every process of an elastic run watches its peers on the same host in ``/proc``, in a thread that makes no call of
@@ -53,7 +52,7 @@ def this_process() -> Peer:
     """The identification of this process by which peers watch it."""
     host = ""
     with contextlib.suppress(OSError):  # without /proc no process is watched
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        host = this_machine()
     return Peer(host, os.getpid(), _look(os.getpid())[1])
 
 
@@ -111,7 +110,7 @@ def _look(number: int) -> tuple[str, str]:
         fields = process_facts(number)
     except OSError:
         return "", ""
-    return fields[0], fields[19]
+    return fields[0], fields[BEGAN]
 
 
 class Member(NamedTuple):
