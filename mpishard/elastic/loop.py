@@ -140,9 +140,9 @@ class ElasticLoop:
         try:
             return self._TURNS[self.phase](self)
         except MPI.Exception as error:
-            # The script may have caused the error, in a step.
-            own = self._run.agreements.workers_may_wait and error.Get_error_class() not in _DEATH
-            if self.phase is not Phase.HEALING and (own or not self._heals):
+            # In a step the script itself may have caused another error than that of a death.
+            by_script = self._run.agreements.workers_may_wait and error.Get_error_class() not in _DEATH
+            if self.phase is not Phase.HEALING and (by_script or not self._heals):
                 raise
             return PhaseEvent.DIED
 
