@@ -106,11 +106,12 @@ _NUMBER = _WORKERS * _SIZE * _SIZE
 class WorkerTarget:
     """The wanted number of workers, within limits; the last request of any rank counts.
 
-    `workers` is the number at the beginning; 0 in a joining process, which gets the number from the run.  `request` and
-    `agreed` are this rank's last request, and the last one that all ranks know.  A request is an integer: the number of
-    the request in the high bits; then the pipeline and tensor size, 0 if no mesh was asked for; and the number of
-    workers in the low ones.  So the largest of all requests is the last.  `most` limits the workers: `max_workers`, or
-    fewer if a batch has fewer samples.
+    `workers` is the request at the beginning, as of `encoded`; 0 in a joining process, which gets it from the run.
+    `request` and `agreed` are this rank's last request, and the last one that all ranks know.  `most` limits the
+    workers: `max_workers`, or fewer if a batch has fewer samples.
+
+    A request is an integer, of three parts: its own number in the high bits; then the pipeline and tensor size, 0 if no
+    mesh was asked for; and the number of workers in the low bits.  So the largest of all requests is the last.
     """
 
     def __init__(self, workers: int, min_workers: int, max_workers: int) -> None:
