@@ -225,12 +225,12 @@ class Mesh:
         flush()
         Family.collect_garbage()
         try:
-            problem = self._make(comm, *sizes, problem)
+            problem = self._make(comm, sizes, problem)
         except CommunicatorsExhaustedError:
             gc.collect()
             if not Family.free_orphans(allgather_values(comm, Family.orphans())):
                 raise
-            problem = self._make(comm, *sizes, problem)
+            problem = self._make(comm, sizes, problem)
         if problem is not None:
             raise problem
         self._note_cell()
@@ -241,7 +241,7 @@ class Mesh:
         if cell > 1 and self.size == MPI.COMM_WORLD.size:
             note_cell(cell)
 
-    def _make(self, comm: MPI.Intracomm, *sizes_and_problem: Any) -> Exception | None:
+    def _make(self, comm: MPI.Intracomm, sizes: tuple[int, int, int], problem: Exception | None) -> Exception | None:
         """Make the communicators and the watchdog, or none of them.  Collective; see `_split`."""
         self._axes: dict[str, Axis] = {}
         self.family = Family(comm.size)
@@ -252,7 +252,7 @@ class Mesh:
                 self._watchdog: Watchdog | None = Watchdog(world, self.ledger, self.timeout)
                 self.family.ends.append(self._watchdog.close)
                 abort_on_exception(self.ledger, watchdog=self._watchdog)
-                problem = self._split(world, *sizes_and_problem)
+                problem = self._split(world, *sizes, problem)
                 if problem is not None:
                     self.family.remove(world)
                     self.family.free()
