@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, forget, let_mpi_progress
+from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, forget_watchdog, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Call, Ledger, users_level
 from mpishard.launch.script import innermost, main_frame
@@ -170,7 +170,7 @@ class Watchdog:
         if self._comm == MPI.COMM_NULL:
             return
         atexit.unregister(self._end_of_script)
-        forget(self)
+        forget_watchdog(self)
         self._leave("has freed its mesh")
         if self._death_monitor is not None:
             self._death_monitor.close()
