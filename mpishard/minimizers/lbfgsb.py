@@ -13,7 +13,7 @@ from mpishard.backend.array import empty, module_of
 from mpishard.minimizers.bounds import (
     backtrack_to_bounds,
     beyond_cauchy_point,
-    breakpoints,
+    find_breakpoints,
     keep_free,
     move_base,
     move_base_and_pair,
@@ -114,7 +114,7 @@ class BoundedQuasiNewton(QuasiNewton):
 
     def begin(self) -> int:
         self._doubted = -1
-        bounded, open_sides = self.space.count(*self.bounds.kinds())
+        bounded, open_sides = self.space.count(*self.bounds.bounded_and_open())
         self._bounded, self._boxed = bounded > 0, open_sides == 0
         return super().begin()
 
@@ -215,9 +215,9 @@ class BoundedQuasiNewton(QuasiNewton):
         d, descent, initial_scaling = self._direction, self.point, self.method.initial_scaling
         sides = self.bounds.lower, self.bounds.upper
         gradient = self.base_gradient if self._root is None else self._descent(descent)
-        (soonest,) = breakpoints(descent, d, self.base, gradient, *sides, math.inf)
-        ends = Breakpoints(d, soonest, self._steps_to_bounds)
-        cauchy = self.history.cauchy_point(self._scaled(descent), ends, self._scaled_top, initial_scaling)
+        (soonest,) = find_breakpoints(descent, d, self.base, gradient, *sides, math.inf)
+        breakpoints = Breakpoints(d, soonest, self._steps_to_bounds)
+        cauchy = self.history.cauchy_point(self._scaled(descent), breakpoints, self._scaled_top, initial_scaling)
         if math.isnan(cauchy.length):
             return 0.0, math.nan, 1.0, math.inf
         free = empty(d.size, np.bool_, like=d)
