@@ -149,15 +149,15 @@ class Watchdog:
         self._ledger = ledger
         self._comm = comm.Dup()
         self._stop = threading.Event()
-        self._leaving = ""
-        self._stand_down = 0.0
-        self._asked: Call | None = None
+        self._leaving = ""  # why this rank has no further collectives; empty until then
+        self._stand_down = 0.0  # until then a lower rank reports
+        self._asked: Call | None = None  # the call about which a neighbour is asked
         self._distance = 1  # of the rank that is asked about it, among the members
         self._next_question = 0.0  # 0: that rank has not been asked
-        self._next_look = 0.0
-        self._replies: dict[int, _Reply] = {}
-        self._sends: list[Any] = []
-        self._failed: set[int] = set()
+        self._next_look = 0.0  # of whether any rank is at work, before the first step is over
+        self._replies: dict[int, _Reply] = {}  # by rank, to the last question
+        self._sends: list[Any] = []  # requests with their buffers, until they are sent
+        self._failed: set[int] = set()  # the ranks known to have failed
         self._thread: threading.Thread | None = None
         self._death_monitor = DeathMonitor.over(comm) if comm.size > 1 else None
         if comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
