@@ -31,7 +31,7 @@ from mpishard.comm.errors import CaughtError
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.supervisor_reports import note_cell
 from mpishard.comm.watchdog import Watchdog, arrival
-from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
+from mpishard.launch.detection import explain_alone, explain_foreign, foreign_launch, launch_of, launches
 from mpishard.launch.job_notes import ECHO, raised_by_all
 from mpishard.layout.tensors import ModelParallelRank
 from mpishard.version import VERSION
@@ -548,7 +548,7 @@ def _check_launcher() -> None:
     library, found = MPI.get_vendor()[0], launches(os.environ)
     launch = foreign_launch(found, library)
     if launch is not None and launch.ranks > 1:
-        raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain(launch, library)}")
+        raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain_foreign(launch, library)}")
     launch = launch_of(found, ranks=1)
     if launch is not None and launch.ranks > 1:
         raise ValueError(explain_alone(launch, library))
