@@ -163,12 +163,12 @@ class WorkerTarget:
         if processes < self.agreed_size:
             self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
 
-    def poll_requests(self, requests: ResizeRequests, workers: int, step: int, there: int = 0, mesh: str = "") -> None:
+    def poll_requests(self, requests: ResizeRequests, workers: int, step: int, able: int = 0, mesh: str = "") -> None:
         """Take over a request from outside of the script as this rank's.  The first worker calls this after each step.
 
-        `there` is the number of workers that there could be, `mesh` the present one, of a run that may change it.
+        `able`, as of `Roles`, and `mesh`, the present one, are given for a run that may change its mesh.
         """
-        wanted = requests.wanted(workers, step, self.agreed_size > max(workers, there), mesh)
+        wanted = requests.wanted(workers, step, self.agreed_size > max(workers, able), mesh)
         if isinstance(wanted, MeshSizes):
             self.resize(wanted.ranks, wanted)
         elif wanted is not None:
