@@ -13,6 +13,7 @@ from mpishard.minimizers import formulas
 from mpishard.minimizers.descent import SLOTS, Descent
 from mpishard.minimizers.history import History
 from mpishard.minimizers.line_search import HagerZhang, LineSearch, MoreThuente
+from mpishard.minimizers.line_search.search import check_line_search
 from mpishard.minimizers.method import Limits, Method
 from mpishard.minimizers.space import Space
 
@@ -72,9 +73,7 @@ class LBFGS(Method):
         name = type(self).__name__
         for field in ("history", "maxls"):
             object.__setattr__(self, field, integer(f"{name}: {field}", getattr(self, field), least=1))
-        if not isinstance(self.line_search, LineSearch) and self.line_search not in tuple(_SEARCHES):
-            known = ", ".join(map(repr, _SEARCHES))
-            raise ValueError(f"{name}: line_search={shown(self.line_search)} must be {known} or a line search")
+        check_line_search(name, self.line_search, _SEARCHES)
         if self.damping not in _DAMPING:
             raise ValueError(f"{name}: damping={shown(self.damping)} must be one of {', '.join(map(repr, _DAMPING))}")
         if self.initial_scaling is not None:
