@@ -35,7 +35,7 @@ from mpishard.minimizers.method import (
     Wanted,
     check_metadata,
     lifted,
-    warn_projected_start,
+    log_projected_start,
 )
 from mpishard.minimizers.space import Space
 from mpishard.optim.formulas import divide
@@ -234,7 +234,7 @@ class MinimizationState(OptimizerState):
         """Pass a value, the same on all ranks, and this rank's elements of the gradient, and count the step."""
         self._count_step()
         if self._optimizer.world.rank == 0:
-            warn_projected_start(self._moved)
+            log_projected_start(self._moved)
         self._moved = 0
         self.minimization.tell(value, gradient)
         self.counters.gradient_norm = self.minimization.progress.projected_norm

@@ -21,7 +21,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend.gemm import choice
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
-from mpishard.comm.agreement import REMEDY, agree_on_settings, differing, fingerprint, gather_in_call, text_of
+from mpishard.comm.agreement import REMEDY, agree_on_settings, fingerprint, gather_difference, gather_in_call, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategies import Strategy
@@ -264,9 +264,9 @@ def agree_on_step(
         models = gather_in_call(ranks, "step", (parameters.fingerprint, parameters.description))
         if len({model for model, _ in models}) == 1:
             if any(calls != each for each in ranks.allgather_object(dict(calls))):
-                raise differing(ranks, calls, "calls since the last step", _CALLS_REMEDY)
+                raise gather_difference(ranks, calls, "calls since the last step", _CALLS_REMEDY)
             by_name, remedy = ({}, REMEDY) if settings is None else (settings.by_name(), settings.remedy)
-            raise differing(ranks, {**by_name, **parameters.model_settings}, remedy=remedy)
+            raise gather_difference(ranks, {**by_name, **parameters.model_settings}, remedy=remedy)
         found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
     if shared[3] != -shared[4]:
@@ -286,7 +286,7 @@ def agree_whether_begun(world: Axis, has_begun: bool, settings: Settings) -> boo
             raise ValueError(f"ranks {waiting} have not called step() yet")
         return False
     if len(set(states)) > 1:
-        raise differing(world, settings.by_name(), remedy=settings.remedy)
+        raise gather_difference(world, settings.by_name(), remedy=settings.remedy)
     return True
 
 
@@ -357,7 +357,7 @@ class Numerics:
         if not config.allow_different_bits:
             agree_on_settings(ranks, own, what=_PROMISE, remedy=f"use nodes of one kind; {_ALLOWED}")
         elif len(set(ranks.allgather_object(fingerprint(own)))) > 1:
-            self._change(str(differing(ranks, own, _PROMISE, "the bits depend on the layout")), ranks.rank)
+            self._change(str(gather_difference(ranks, own, _PROMISE, "the bits depend on the layout")), ranks.rank)
 
     @property
     def facts(self) -> dict[str, Any]:

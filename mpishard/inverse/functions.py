@@ -15,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.exact_gram import SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
-from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
+from mpishard.inverse.trees import CONVENTION, Tree, is_tree, tree_of
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.minimizers.elements import element_name
 
@@ -107,7 +107,7 @@ def _copy(x: Any) -> Any:
     """A copy of a point; parameters with names stay what they are."""
     if has_names(x):
         return x
-    tree = Tree(x) if is_tree(x) or is_complex(x) else None
+    tree = tree_of(x)
     return x.copy() if tree is None else tree.of(tree.flat)
 
 
@@ -123,7 +123,7 @@ class _Hessian:
         self._kept: dict[bytes, Any] = {}  # by samples
 
     def product(self, x: Any, direction: Any, *samples: Any) -> Any:
-        tree = Tree(x) if is_tree(x) or is_complex(x) else None
+        tree = tree_of(x)
         if tree is not None and tree.complex_leaf is not None:
             raise ValueError("hess= is for real numbers, and x0 is complex; give hessp=function(x, direction, *args)")
         flat = x.flat if has_names(x) else x if tree is None else tree.flat
@@ -303,9 +303,9 @@ class Unknowns:
         self.flat: Array  # the values on this rank
         if self.parameters is not None:
             self.specs, self.flat = x0.specs, x0.flat
-        elif is_tree(x0) or is_complex(x0):
-            self.tree = Tree(x0)
-            self.specs, self.flat = self.tree.specs, self.tree.flat
+        elif (tree := tree_of(x0)) is not None:
+            self.tree = tree
+            self.specs, self.flat = tree.specs, tree.flat
         else:
             values = _real_array(x0)
             self.specs = (ParameterSpec("x", values.shape),)

@@ -15,7 +15,7 @@ from steps import SPECS, gradients, start, train
 from mpishard import AdamW, DDPOptimizer, FlatParameters, Mesh, ShardingConfiguration
 from mpishard.backend import array as arrays
 from mpishard.comm import collectives, staging
-from mpishard.comm.agreement import differing
+from mpishard.comm.agreement import gather_difference
 from mpishard.launch.job_notes import ON_ALL_RANKS
 from mpishard.reduction.hierarchical import node_axes, nodes_of_data
 
@@ -370,7 +370,7 @@ def test_an_error_that_all_ranks_have_alike_is_known_for_one(mesh):
             mesh.world.raise_if_any(ValueError(text))
         assert getattr(found.value, ON_ALL_RANKS, 0) == mesh.size * alike
     with pytest.raises(ValueError, match="same settings") as found:
-        raise differing(mesh.world, {"lr": str(mesh.rank)})
+        raise gather_difference(mesh.world, {"lr": str(mesh.rank)})
     assert getattr(found.value, ON_ALL_RANKS) == mesh.size
 
 

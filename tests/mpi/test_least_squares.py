@@ -10,7 +10,7 @@ from residual_problems import Bundle, Curve, Diffusion
 
 import mpishard
 from mpishard import FlatParameters, ParameterSpec, least_squares
-from mpishard.inverse.mesh_run import StateFiles
+from mpishard.inverse.mesh_run import LeastSquaresFiles
 from mpishard.minimizers.least_squares import Options, State
 from mpishard.record import Run
 
@@ -286,7 +286,7 @@ def test_a_forged_checkpoint_writes_no_escapes(mesh, folder, name, words):
     name = name or "least_squares by trf, without x_scale='jac'"
     options, zeros = Options(1e-8, 1e-8, 1e-8, 10, np.ones(4)), np.zeros(4)
     with mpishard.Checkpoints(folder, mesh) as checkpoints:
-        forged = StateFiles(mesh, checkpoints, False, name, 4)
+        forged = LeastSquaresFiles(mesh, checkpoints, False, name, 4)
         forged.end(State(CURVE.start, "\x1b[31m" if "least" in name else 0.0, zeros, zeros, iterations=1), options)
         with pytest.raises(ValueError, match=words) as raised:
             least_squares(CURVE.residuals, CURVE.start, mesh=mesh, checkpoints=checkpoints, resume=True)

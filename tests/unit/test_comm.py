@@ -277,7 +277,7 @@ from mpishard.comm import ledger as module
 ledger = module.Ledger()
 ledger.active = (0.0, "data", 1, "all_reduce", np.dtype(float), 1, "", None, 0, (0, 1), False)
 inside = {}
-exec(compile("def deep(n): return n and deep(n - 1)", module._PACKAGE + "deep.py", "exec"), inside)
+exec(compile("def deep(n): return n and deep(n - 1)", module.PACKAGE + "deep.py", "exec"), inside)
 read = 0
 
 def look():

@@ -269,10 +269,11 @@ def test_invalid_layouts(layouts, error, match):
 
 def test_a_mesh_that_is_asked_for_must_be_listed():
     choice = MeshChoice([{"tensor": 2}, {"data": 3}], 1)
-    assert [choice.refuse(MeshSizes(*sizes)) for sizes in ((4, 2, 1), (3, 1, 1))] == ["", ""]
-    assert choice.refuse(MeshSizes(2, 1, 2)) == "data=2,pipeline=2 is none of the layouts of the run: tensor=2; data=3"
-    assert choice.refuse(MeshSizes(2))
-    assert not MeshChoice(lambda ranks: None, 1).refuse(MeshSizes(2, 1, 2))
+    assert [choice.why_refused(MeshSizes(*sizes)) for sizes in ((4, 2, 1), (3, 1, 1))] == ["", ""]
+    refused = "data=2,pipeline=2 is none of the layouts of the run: tensor=2; data=3"
+    assert choice.why_refused(MeshSizes(2, 1, 2)) == refused
+    assert choice.why_refused(MeshSizes(2))
+    assert not MeshChoice(lambda ranks: None, 1).why_refused(MeshSizes(2, 1, 2))
 
 
 def test_sizes_as_text():
@@ -296,7 +297,7 @@ def test_meshes_that_the_model_cannot_have():
     function.check()
     with pytest.raises(ValueError, match=r"layouts\(4\) .*heads are odd"):
         function.best(4, 8)
-    assert [choice.refuse(MeshSizes(1, 2)) for choice in (listed, function)] == ["heads are odd"] * 2
+    assert [choice.why_refused(MeshSizes(1, 2)) for choice in (listed, function)] == ["heads are odd"] * 2
 
 
 # Meshes by an estimate: those that fit into memory, and of these the fastest.

@@ -28,7 +28,7 @@ from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
 from mpishard.launch.launchers import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 from mpishard.launch.processes import Leftovers
 from mpishard.launch.restart_policy import JobHistory, JobOutcome, Policy, Start, Stop, decide
-from mpishard.launch.signals import deferred
+from mpishard.launch.signals import ctrl_c_deferred
 
 # A launcher that does not fit the MPI starts several worlds of one rank, which a mesh refuses to train in.
 
@@ -219,11 +219,11 @@ def python_takes_ctrl_c() -> Iterator[None]:
 
 def test_it_waits_for_the_end_of_a_start() -> None:
     went_on = False
-    with pytest.raises(KeyboardInterrupt), deferred():
+    with pytest.raises(KeyboardInterrupt), ctrl_c_deferred():
         signal.raise_signal(signal.SIGINT)
         went_on = True
     assert went_on and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(ValueError, match="another"), deferred():
+    with pytest.raises(ValueError, match="another"), ctrl_c_deferred():
         raise ValueError("another")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -231,7 +231,7 @@ def test_it_waits_for_the_end_of_a_start() -> None:
 def test_who_takes_it_already_gets_it_at_once() -> None:
     seen: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    with deferred():
+    with ctrl_c_deferred():
         signal.raise_signal(signal.SIGINT)
         assert seen == [signal.SIGINT]
 

@@ -342,13 +342,13 @@ def test_pairs_whose_largest_elements_do_not_meet() -> None:
         """Of the path on which the free elements move without end, and the others do not."""
         ends, top = Breakpoints(np.where(free, np.inf, 0.0), 0.0, lambda index: 0.0 * index), float(abs(g).max())
         point = history.cauchy_point(g * free, ends, top, 1.0)
-        return point.length, history.reduced_times(free, g * free, point, 1.0)
+        return point.length, history.subspace_step(free, g * free, point, 1.0)
 
     for turn in range(4):
         s, y = history.open()
         s[:] = random.standard_normal(size) * units
         y[:] = s / units**2 * random.uniform(1, 2, size)
-        history.measure(abs(s).max(), abs(y).max())
+        history.set_tops(abs(s).max(), abs(y).max())
         free = random.random(size) < 0.7
         of_first = found(history, free)
         again = ReducedHistory(LocalSpace(size, units), rows)
@@ -356,8 +356,8 @@ def test_pairs_whose_largest_elements_do_not_meet() -> None:
         assert found(again, free) == of_first and len(history) == min(turn + 1, m)
         order = history.order
         products = rows[order][:, None] * rows[[m + pair for pair in order]]
-        np.testing.assert_allclose(history._free.sy, np.triu((products * free).sum(axis=-1)), rtol=1e-9)
-        np.testing.assert_allclose(history._held.sy, np.triu((products * ~free).sum(axis=-1).T), rtol=1e-9)
+        np.testing.assert_allclose(history._free_gram.sy, np.triu((products * free).sum(axis=-1)), rtol=1e-9)
+        np.testing.assert_allclose(history._held_gram.sy, np.triu((products * ~free).sum(axis=-1).T), rtol=1e-9)
         sy, ss = (np.array(of)[np.ix_(order, order)] for of in (history.sy, history.ss))
         np.testing.assert_allclose(np.tril(sy), np.tril(products.sum(axis=-1)), rtol=1e-9)
         np.testing.assert_allclose(ss, (rows[order][:, None] * rows[order]).sum(axis=-1), rtol=1e-9)
