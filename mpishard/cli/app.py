@@ -28,7 +28,7 @@ _COMMANDS = {
     "run": ("run", "Run a command on several ranks, and again when some are lost."),
     "script": ("script", "Print a batch script for Slurm."),
     "resize": ("resize", "Change the number of workers of a run in progress."),
-    "plot": ("plot", "Draw runs: loss or value, other series, speed, time, bytes."),
+    "plot": ("plot", "Draw a run, or several in one picture: series, speed, time, bytes."),
     "top": ("top", "Show live how a run stands, and what its ranks spend time on."),
     "why": ("why", "Say why a run hangs: which ranks wait, where, and for whom."),
     "trace": ("trace", "Write a timeline of all ranks, and draw it as a Gantt chart."),
