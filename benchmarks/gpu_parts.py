@@ -77,7 +77,7 @@ def child_bandwidth(setting: Setting) -> dict[str, Any]:
 
     import mpishard
     from mpishard.backend import array as arrays
-    from mpishard.data_parallel.update import apply_rule
+    from mpishard.data_parallel.update import Factors, apply_rule
     from mpishard.nn.layers import operations
     from mpishard.nn.products import make_matmul, rounded_dtype
 
@@ -128,7 +128,7 @@ def child_bandwidth(setting: Setting) -> dict[str, Any]:
     # The least bytes: AdamW reads 4 arrays and writes 3.  Of scores only the causal half is read, but all is written.
     works: dict[str, tuple[Callable[[], Any], float, int]] = {
         "device copy": (lambda: target.__setitem__(..., source), 2 * source.nbytes, 10),
-        "AdamW": (lambda: apply_rule(rule, on_rank, 1, rate_factor=1.0, divisor=1.0, clip=1.0), 7 * parameters, 10),
+        "AdamW": (lambda: apply_rule(rule, on_rank, 1, Factors(1.0, 1.0, 1.0)), 7 * parameters, 10),
         "layer norm": (
             lambda: ops.layer_norm(x, weight, bias, normed, mean, scale, 1e-5),
             x.nbytes + normed.nbytes,

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         backward_in_time,
         check_adjoint,
         check_gradient,
+        l_curve,
         least_squares,
         map_runs,
         minimize,
@@ -123,6 +124,7 @@ __all__ = [
     "constant",
     "cosine",
     "inverse_square_root",
+    "l_curve",
     "least_squares",
     "linear",
     "load_checkpoint",
@@ -153,7 +155,8 @@ _MODULES = {
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
     "inverse": "EvaluationFailed OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
-    "augmented_lagrangian backward_in_time check_adjoint check_gradient least_squares map_runs minimize regularized",
+    "augmented_lagrangian backward_in_time check_adjoint check_gradient l_curve least_squares map_runs minimize "
+    "regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG RieszMap TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",
@@ -214,9 +217,9 @@ def _runs_distributed() -> bool:
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
 # In a program that does not run distributed nothing is replaced: neither hooks nor handlers nor the environment.
 if _runs_distributed():
-    from mpishard.launch.signals import deferred
+    from mpishard.launch.signals import ctrl_c_deferred
 
-    with deferred():
+    with ctrl_c_deferred():
         from mpishard.launch.detection import check_before_mpi
 
         check_before_mpi()

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,9 +120,10 @@ class Kernel:
                 gaps = "" if array.flags.c_contiguous else " with gaps in memory"
                 raise ValueError(f"{self.name}: arrays must be flat, contiguous, of one size, but {shapes}{gaps}")
 
-    def expect(self, dtype: np.dtype) -> None:
-        """Announce a call with NumPy arrays of this dtype (see `HostFunction.expect`)."""
-        self._host.expect([np.empty(0, dtype) for _ in self.arrays], [0.0 for _ in self.scalars])
+    def expect(self, dtype: np.dtype, masks: Container[str] = ()) -> None:
+        """Announce a call with NumPy arrays of this dtype, those called `masks` of bool (see `HostFunction.expect`)."""
+        arrays = [np.empty(0, np.uint8 if name in masks else dtype) for name in self.arrays]
+        self._host.expect(arrays, [0.0 for _ in self.scalars])
 
     def on_host(self, arrays: Sequence[np.ndarray], scalars: Sequence[float]) -> list[float]:
         """Run the Numba loop on NumPy arrays that were checked; returns the largest absolute values."""

@@ -47,6 +47,16 @@ def prepare() -> None:
     _jit().prepare()
 
 
+def compile_expected() -> None:
+    """Compile the functions of all announced calls, or load them."""
+    jit = _jit()
+    with no_garbage_collection():
+        while _expected:
+            (function, key), arguments = _expected.popitem()
+            jit.in_turn((function.dispatcher(), jit.types_of(arguments)), ())
+            function._compiled.add(key)
+
+
 @functools.cache
 def _jit() -> ModuleType:
     """The module that imports Numba: imported at the first call."""

@@ -1,7 +1,8 @@
 """Compiles functions with Numba, or loads them from its cache; the processes of one user on one node share the work.
 
 Ranks that start together with a cold cache lock bytes of a file, so that each function is compiled once.  If the file
-cannot be opened, or a lock is held for long, every process compiles for itself.
+cannot be opened, or a lock is held for long, every process compiles for itself.  Functions that were compiled at the
+installation (`mpishard compile`) are loaded from its folder, which no other process writes to.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import inspect
 import io
 import os
 import stat
@@ -25,7 +27,7 @@ from typing import Any
 import numba
 import numpy as np
 import xxhash
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
@@ -115,8 +117,12 @@ def _unlock(byte: int) -> None:
 
 
 def _file() -> int | None:
-    """The lock file of this user on this node, open; None if other users could write or lock it."""
-    return _open(os.path.join(tempfile.gettempdir(), f"mpishard-{os.getuid()}.lock"))
+    """The lock file of this user on this node, open; None if there can be none, or if others could write or lock it."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:  # nothing can be written
+        return None
+    return _open(os.path.join(folder, f"mpishard-{os.getuid()}.lock"))
 
 
 @functools.cache
@@ -140,7 +146,21 @@ Function = tuple[Any, tuple[Any, ...]]
 
 
 class _CheckedFiles(IndexDataCacheFile):
-    """The files of Numba's cache, each with its hash behind it: what is damaged is compiled again."""
+    """The files of Numba's cache, each with its hash behind it: what is damaged is compiled again.
+
+    A file of code also says what it is of. Nodes that write at the same time, or one that is stopped between index and
+    code, may leave an index that leads to the code of another processor, or of an earlier source.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        super().save(key, (self._of(key), data))
+
+    def load(self, key: Any) -> Any:
+        found = super().load(key)
+        return found[1] if found is not None and found[0] == self._of(key) else None
+
+    def _of(self, key: Any) -> str:
+        return repr((self._source_stamp, key))
 
     @contextlib.contextmanager
     def _open_for_write(self, filepath: str) -> Iterator[Any]:
@@ -160,31 +180,141 @@ class _CheckedFiles(IndexDataCacheFile):
 
 
 def _is_sound(path: str) -> bool:
-    """Return True if there is such a file, with its hash behind it, which pickle does not read."""
+    """Return True if there is such a file that can be read, with its hash behind it, which pickle does not read."""
     try:
         content = Path(path).read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return False
     return xxhash.xxh3_128_digest(memoryview(content)[:-16]) == content[-16:]
+
+
+# Functions that were compiled at the installation.  Their files do not say for which processor they are, and nodes of
+# other kinds may write at the same time: each kind has a folder of its own.
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# The only folder that this process loads from and writes to, of `compile_into`.
+_into: Path | None = None
+
+
+def compile_into(folder: Path) -> Path:
+    """From now on load functions of mpishard from this folder alone, and write there what is compiled.
+
+    Returns the folder in it for this processor. Call it before the first function is made.
+    """
+    global _into
+    _into = folder
+    return folder / _processor()
+
+
+def kernels_folder() -> Path:
+    """The folder with what was compiled at the installation: `MPISHARD_KERNELS`, or one in the package."""
+    named = os.environ.get("MPISHARD_KERNELS")
+    return Path(named).absolute() if named else _PACKAGE / "kernels"
+
+
+@functools.cache
+def _processor() -> str:
+    """The name of a folder for this processor, with all of its instructions, and this version of Numba."""
+    target = cpu_target.target_context.codegen().magic_tuple()  # what Numba compiles for, see NUMBA_CPU_NAME
+    # Functions that call Intel's SVML cannot be loaded without it.
+    facts = *target, numba.__version__, getattr(numba.config, "USING_SVML", False)
+    return f"{target[1]}-{hashlib.blake2b(repr(facts).encode(), digest_size=4).hexdigest()}"
+
+
+@functools.cache
+def _compiled_before(folder: Path) -> Path | None:
+    """What was compiled at the installation for this processor; None without it."""
+    found = folder / _processor()
+    return found if os.path.isdir(found) else None  # also None where it cannot be looked at
+
+
+class _Place:
+    """A locator of Numba's cache, which says where it keeps a function: in `folder`."""
+
+    def __init__(self, function: Any, file: str, folder: str) -> None:
+        self._line, self._py_file, self._folder = function.__code__.co_firstlineno, file, folder
+
+    def ensure_cache_path(self) -> None:
+        os.makedirs(self._folder, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        return self._folder
+
+    def get_source_stamp(self) -> str:
+        return _content(self._py_file)
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _InKernels(_Place):
+    """The folder of `compile_into`."""
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Any:
+        folder = None if _into is None else _folder_in(_into / _processor(), file)
+        return None if folder is None else cls(function, file, str(folder))
+
+
+class _Nowhere(_Place):
+    """Where no other place can be written: what was compiled at the installation is loaded all the same."""
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Any:
+        return cls(function, file, "") if os.path.exists(file) else None
+
+
+class _Implementation(CompileResultCacheImpl):
+    _locator_classes: Any = [_InKernels, *CompileResultCacheImpl._locator_classes, _Nowhere]
+
+
+def _folder_in(kernels: Path, file: str) -> Path | None:
+    """The folder of the functions of a file of mpishard, which may be moved with the package; None of other files."""
+    folder = Path(file).resolve().parent
+    return kernels / folder.relative_to(_PACKAGE) if folder.is_relative_to(_PACKAGE) else None
 
 
 class _Cache(FunctionCache):
     """Numba's cache, which here loads without the imports that only compiling needs (a third of a second per process).
 
     The compiler itself refreshes the context before it compiles. Numba finds a function again as long as its own file
-    is the same; here what else is compiled with it, and the options, must be the same too.
+    is the same; here what else is compiled with it, and the options, must be the same too. What was compiled at the
+    installation comes first. Without a place that can be written nothing is kept, and `cache_path` is None.
     """
+
+    _impl_class = _Implementation
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         super().__init__(function)
-        stamp = self._impl.locator.get_source_stamp()
-        self._cache_file = _CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
+        self._cache_path = self._cache_path or None
+        name, file = self._impl.filename_base, inspect.getfile(function)
+        self._places: list[_CheckedFiles] = []
+        if _into is None and (kernels := _compiled_before(kernels_folder())) and (folder := _folder_in(kernels, file)):
+            self._places.append(_CheckedFiles(str(folder), name, _content(file)))
+        if self._cache_path is not None:
+            stamp = self._impl.locator.get_source_stamp()
+            self._cache_file = _CheckedFiles(self._cache_path, name, stamp)
+            self._places.append(self._cache_file)
         settings = sorted((name, sorted(each) if isinstance(each, set) else each) for name, each in options.items())
         self._mark = hashlib.sha256(repr((settings, _compiled_with(function))).encode()).hexdigest()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
+        key = self._index_key(sig, target_context.codegen())
+        for files in self._places:
+            found = files.load(key)
+            if found is not None:
+                return self._impl.rebuild(target_context, found)
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        if self._cache_path is None:
+            return
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            # The disk is full, or a quota: this process has its function.
+            if _into is not None:
+                raise
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), self._mark)
@@ -230,7 +360,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     if options["_nrt"]:
         rtsys.initialize(cpu_target.target_context)
     dispatcher = numba.njit(**options)(function)
-    # RuntimeError: neither the folder of the source nor the user's cache folder is writable.
+    # RuntimeError: the function is in no file.
     with contextlib.suppress(RuntimeError):
         dispatcher._cache = _Cache(function, options)
     return dispatcher
@@ -251,9 +381,11 @@ def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
     The processes that compile also compile the `expected` functions, each another one.
     """
     dispatcher, types = wanted
-    if dispatcher.stats.cache_path is None:  # without a cache it cannot load what another process compiles
+    if _load(dispatcher, types):
+        return
+    if dispatcher.stats.cache_path is None:  # it cannot load what another process compiles
         dispatcher.compile(types)
-    elif not _load(dispatcher, types):
+    else:
         _share(wanted, expected)
         load_or_make(_name(dispatcher), lambda: _load(dispatcher, types), lambda: dispatcher.compile(types))
 
@@ -264,7 +396,7 @@ def _share(wanted: Function, expected: Iterable[Function]) -> None:
         # The longest first, so that all processes finish at about the same time.
         functions = sorted([wanted, *expected], key=_length, reverse=True) if free else []
         for dispatcher, types in functions:
-            if dispatcher.stats.cache_path is None or _load(dispatcher, types):
+            if _load(dispatcher, types) or dispatcher.stats.cache_path is None:
                 continue
             with attempt(_name(dispatcher)) as mine:
                 if mine and not _load(dispatcher, types):

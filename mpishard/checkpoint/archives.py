@@ -27,7 +27,7 @@ import numpy as np
 from mpishard.arguments import printable
 from mpishard.backend.array import FLOATS
 from mpishard.checkpoint import disk
-from mpishard.checkpoint.disk import unlinked
+from mpishard.checkpoint.disk import refusing_links
 from mpishard.checkpoint.folder import (
     MANIFEST,
     FileEntry,
@@ -37,7 +37,7 @@ from mpishard.checkpoint.folder import (
     named_step,
     provisional,
     publish,
-    published,
+    published_file,
 )
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.pieces import (
@@ -162,7 +162,7 @@ def write_plain(contents: Contents, target: Path) -> None:
     index, OSError if the disk fails.
     """
     mark = f"mpishard plain {contents.id}\n".encode().ljust(USER_BLOCK, b"\0")
-    with CheckpointReader(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
+    with CheckpointReader(contents) as source, published_file(target, total_bytes(source, source.kinds)) as path:
         with hdf5.open_to_read(contents.folder / INDEX) as index, new_file(path, mark, held=True) as (h5, file):
             h5.attrs.update(index.attrs)
             h5.attrs["format"] = "mpishard plain checkpoint"
@@ -200,7 +200,7 @@ def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> Non
     for name in source.tensors:
         if name.startswith(_SLOTS) or "\0" in name or name == "__metadata__":
             raise ValueError(f"a tensor named {name!r} clashes with other entries of {file.name}; rename it")
-    with published(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=unlinked) as stream:
+    with published_file(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=refusing_links) as stream:
         write(source, labels, stream)
 
 
@@ -358,7 +358,7 @@ class _Safetensors:
         self._opened = stack.enter_context(safetensors.safe_open(file, "numpy"))
         with os.fdopen(files.open_to_read(file), "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length), object_pairs_hook=_once)
+            header = json.loads(stream.read(length), object_pairs_hook=_unique)
         metadata = header.pop("__metadata__", None) or {}
         self.facts_text: str | None = metadata.get(_FACTS)
         self.entries: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
@@ -372,7 +372,8 @@ class _Safetensors:
         return self._opened.get_tensor(label)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Pairs of names and values as a dictionary; ValueError if a name is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((name, count),) = Counter(name for name, _ in pairs).most_common(1)
@@ -387,7 +388,7 @@ class _Npz:
         stream = stack.enter_context(os.fdopen(files.open_to_read(file), "rb"))
         self._archive = stack.enter_context(zipfile.ZipFile(stream))
         infos = self._archive.infolist()
-        _once([(info.filename, None) for info in infos])
+        _unique([(info.filename, None) for info in infos])
         size_on_disk = os.fstat(stream.fileno()).st_size
         if sum(info.compress_size for info in infos) > size_on_disk:
             raise ValueError(f"its members overlap, or claim more than its {size_on_disk} bytes")

@@ -252,9 +252,9 @@ class Checkpoints:
         assert unfinished is not None
         self._retention.begin(unfinished)
         in_background = (self.asynchronous if asynchronous is None else asynchronous) and probe().threads
-        saved, problem = self._snapshot.values(state, copied=in_background)
+        values, problem = self._snapshot.values(state, copied=in_background)
         retained = self._retention.retained(best)
-        task = Task(unfinished, step, saved, retained, self.compression, self.virtual, problem)
+        task = Task(unfinished, step, values, retained, self.compression, self.virtual, problem)
         return self._writer.write(task, in_background=in_background)
 
     def load(self, state: RunState, *, check: Callable[[Mapping[str, Any]], None] | None = None) -> Contents | None:

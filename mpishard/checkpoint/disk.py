@@ -45,8 +45,8 @@ def hold(path: Path) -> io.FileIO:
     return file
 
 
-def unlinked(path: str, flags: int) -> int:
-    """An opener for `open` that follows no link."""
+def refusing_links(path: str, flags: int) -> int:
+    """An opener for `open` that follows no symbolic link: OSError if there is one."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -56,7 +56,7 @@ def abandoned(path: Path, held: Path) -> bool:
     Without a lock it counts as dead if nothing was changed for an hour.
     """
     try:
-        with io.FileIO(held, "r+", opener=unlinked) as file:
+        with io.FileIO(held, "r+", opener=refusing_links) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except BlockingIOError:
@@ -122,7 +122,7 @@ class DiskFile(io.FileIO):
     """
 
     def __init__(self, path: Path, held: bool = False) -> None:
-        super().__init__(path, "w+" if held else "x+", opener=unlinked)
+        super().__init__(path, "w+" if held else "x+", opener=refusing_links)
         self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:

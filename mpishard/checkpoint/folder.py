@@ -26,22 +26,26 @@ from mpishard.checkpoint import disk
 from mpishard.checkpoint.pieces import INDEX
 from mpishard.io import files
 
+MANIFEST = "manifest.json"
+LATEST, BEST = "latest", "best"
+
+_FORMAT = "mpishard checkpoint"
+_VERSION = 1
+_UNFINISHED = ".unfinished-"
+_STEP = re.compile(r"step-(\d{8,})(-\d+)?", re.ASCII)
+_HASH = "xxh3_128"
+_HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_FILE = re.compile(r"index\.h5|pieces-\d{5,}\.h5", re.ASCII)
+_LARGEST = 2**28  # bytes of a manifest
+# Bytes that are read and hashed at once: they stay in the cache of a core, and suffice to leave the interpreter's lock.
+_BLOCK = 2**18
+
+
 # -- the manifest ------------------------------------------------------------------------------------------------------
 #
 # HDF5 reads the fill value where a piece of a virtual data set is missing, accepts changed or exchanged pieces, and can
 # hang on a corrupt file.  The manifest has the size and hash of every file, and a hash of itself.  A text that is not
 # the canonical encoding of its content is rejected, so that every flipped bit is found.
-
-MANIFEST = "manifest.json"
-
-_FORMAT = "mpishard checkpoint"
-_VERSION = 1
-# Bytes that are read and hashed at once: they stay in the cache of a core, and suffice to leave the interpreter's lock.
-_BLOCK = 2**18
-_HASH = "xxh3_128"
-_HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_FILE = re.compile(r"index\.h5|pieces-\d{5,}\.h5", re.ASCII)
-_LARGEST = 2**28
 
 
 def hash_file(path: Path) -> tuple[int, str]:
@@ -133,11 +137,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
-
-LATEST, BEST = "latest", "best"
-
-_UNFINISHED = ".unfinished-"
-_STEP = re.compile(r"step-(\d{8,})(-\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -400,8 +399,8 @@ def provisional(target: Path, size: int) -> Iterator[Path]:
 
 
 @contextmanager
-def published(target: Path, size: int) -> Iterator[Path]:
-    """Like `provisional`, for a file, which at the end is synced and renamed to `target`."""
+def published_file(target: Path, size: int) -> Iterator[Path]:
+    """Like `provisional`, for a file, which is synced and renamed to `target` at the end of the context."""
     with provisional(target, size) as path, disk.hold(path):
         yield path
         disk.sync(path)

@@ -14,7 +14,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -83,7 +82,7 @@ def write_index(
     tables = {
         "tensors": [[name, list(shape)] for name, shape in tensors.items()],
         "kinds": {kind: np.dtype(dtype).name for kind, dtype in kinds.items()},
-        "pieces": _table(tensors, kinds, pieces),
+        "pieces": _pieces_table(tensors, kinds, pieces),
     }
     texts = {name: json.dumps(table) for name, table in tables.items()}
     check_facts(facts)
@@ -107,7 +106,7 @@ def write_index(
         disk.check()
 
 
-def _table(
+def _pieces_table(
     tensors: Mapping[str, Sequence[int]], kinds: Iterable[str], pieces: Iterable[StoredPiece]
 ) -> dict[str, list[list[Any]]]:
     """For each kind its pieces, in the order of each file: number of the tensor, writer, and box unless it is whole."""
@@ -194,7 +193,7 @@ def read_index(folder: Path) -> Contents:
             texts = {name: _text(h5, name) for name in hdf5.children(h5, "json")}
             tensors, kinds = _tensors(texts.pop("tensors")), _kinds(texts.pop("kinds"))
             history = hdf5.children(h5, "history")
-            pieces = _placed(texts.pop("pieces"), tensors, kinds)
+            pieces = _pieces_in(texts.pop("pieces"), tensors, kinds)
             facts = {name: hdf5.attribute(h5, name) for name in h5.attrs if name not in own}
             facts |= {name + _JSON: value for name, value in texts.items()}
             facts |= {name: _numbers(h5, name) for name in history}
@@ -259,8 +258,8 @@ def _kinds(table: Any) -> dict[str, np.dtype]:
     return found
 
 
-def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[str, np.dtype]) -> list[StoredPiece]:
-    """The pieces of `_table`."""
+def _pieces_in(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[str, np.dtype]) -> list[StoredPiece]:
+    """The pieces of which `_pieces_table` made a table; ValueError if it is of another form."""
     if table.keys() != kinds.keys():
         raise ValueError(f"its table of pieces has {', '.join(table)}; wanted {', '.join(kinds)}")
     names = list(tensors)
@@ -302,11 +301,6 @@ def _check_kind(kind: str) -> None:
         raise ValueError(f"{kind!r} cannot be the kind of an array; wanted a name, or two with a slash between")
 
 
-def _naming_tensor(kind: str, name: str) -> AbstractContextManager[None]:
-    """Add the name of the tensor to a ValueError."""
-    return naming(f"{kind} of tensor {name!r}")
-
-
 def _check_pieces(
     tensors: Mapping[str, Sequence[int]], kinds: Iterable[str], pieces: Iterable[StoredPiece]
 ) -> dict[tuple[str, str], list[StoredPiece]]:
@@ -322,7 +316,7 @@ def _check_pieces(
         boxes = [part.box for part in parts]
         if boxes == [wholes[name]] and 0 not in tensors[name]:
             continue
-        with _naming_tensor(kind, name):
+        with naming(f"{kind} of tensor {name!r}"):
             if covers.get(name) != boxes:
                 check_cover(tensors[name], boxes)
                 covers[name] = boxes

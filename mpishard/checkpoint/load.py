@@ -15,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder
 from mpishard.checkpoint.folder import Candidate
-from mpishard.checkpoint.pieces import CheckpointReader, Contents, PieceRange, Readers, StoredPiece
+from mpishard.checkpoint.pieces import CheckpointReader, Contents, PieceRange, ReadThreads, StoredPiece
 from mpishard.checkpoint.verify import examine
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
@@ -27,11 +27,89 @@ from mpishard.layout.boxes import Box, box_size, inside, intersect, run_start
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 from mpishard.layout.tensors import LocalLayout, Piece
 
-# Fills the arrays of a run, in any layout, from a whole checkpoint, written in any layout.
+Check = Callable[[Mapping[str, Any]], None]
 
 _MOST_SHOWN = 3
 # Elements that are read at once for a device, where this many lie end to end.
 _LEAST_STAGING = 2**20
+
+
+# -- finding the newest checkpoint that is whole ----------------------------------------------------------------------
+
+
+def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None) -> Contents | None:
+    """Read the newest whole checkpoint in a folder into the arrays of `state`; None without a checkpoint. Collective.
+
+    All of it is checked before anything is written: hashes, the index, the chunks, whether it fits the state, and by
+    `check` its facts. Then values are read directly into the arrays, on most file systems out of the page cache, in
+    which the first pass left them: no rank needs memory for a second copy. Waits for a disk use the axis `patient`,
+    without a time limit.
+    """
+    with ReadThreads(mesh.node.size) as threads, no_garbage_collection():
+        axis = mesh.world
+        known, passed_over = _find(run, patient)
+        spoilt = False
+        agree = partial(gather_lists, patient)
+        for candidate in known:
+            found = examine(candidate, state.kinds, agree=agree, rank=patient.rank, ranks=patient.size, threads=threads)
+            contents, problems = found.contents, list(found.problems)
+            if contents is not None and not problems:
+                try:
+                    with raised_on_all(axis):
+                        check_fits(contents, state)
+                        if check is not None:
+                            check(contents.facts)
+                except Exception as error:  # on all ranks
+                    if not spoilt:
+                        raise
+                    problems = [str(error)]
+            if contents is not None and not problems:
+                try:
+                    fill(contents, state, axis, patient, one_node=mesh.node.size == mesh.size, threads=threads)
+                    return contents
+                except ValueError as error:  # on all ranks
+                    problems, spoilt = [str(error)], True
+            passed_over += problems
+            _warn(axis, f"the checkpoint {candidate.path} is damaged and passed over: {'; '.join(problems[:3])}")
+        if spoilt:
+            raise OSError(
+                f"a disk failed while a checkpoint in {run} was read into place: {'; '.join(passed_over)}; parameters "
+                "and optimizer state are partly overwritten: load again, or make them anew"
+            )
+        if passed_over:
+            raise ValueError(f"no checkpoint in {run} is whole: {'; '.join(passed_over)}")
+        return None
+
+
+def _find(run: Path, axis: Axis) -> tuple[list[Candidate], list[str]]:
+    """The checkpoints, newest first, and the problems of those whose manifest cannot be read."""
+    shared: Any = None
+    if axis.rank == 0:
+        try:
+            found = folder.candidates(run)
+            listed = [
+                (str(each.path.relative_to(run)), each.manifest.encode().decode()) for each in found if each.manifest
+            ]
+            shared = {"listed": listed, "problems": [each.problem for each in found if each.problem], "error": None}
+            for problem in shared["problems"]:
+                _warn(axis, f"a damaged checkpoint is passed over: {problem}")
+            if problem := folder.dangling_links(run):
+                _warn(axis, problem)
+        except OSError as error:
+            shared = {"error": (error.errno, error.strerror or str(error))}
+    shared = share(axis, shared)
+    if shared["error"] is not None:
+        raise OSError(shared["error"][0], f"cannot look for checkpoints in {run}: {shared['error'][1]}")
+    known = [Candidate(run / name, folder.decode_manifest(text.encode())) for name, text in shared["listed"]]
+    return known, shared["problems"]
+
+
+def _warn(axis: Axis, text: str) -> None:
+    if axis.rank == 0:
+        warnings.warn(text, RuntimeWarning, stacklevel=users_level())
+
+
+# -- filling the arrays ------------------------------------------------------------------------------------------------
 
 
 def check_fits(contents: Contents, state: RunState) -> None:
@@ -70,20 +148,22 @@ def fill(
     patient: Axis,
     *,
     one_node: bool = False,
-    readers: Readers | None = None,
+    threads: ReadThreads | None = None,
 ) -> None:
     """Fill the arrays of a state from a checkpoint without damage.  Collective; one rank counts each element.
 
     Ranks of one node share the memory in which the files are after they were hashed: each reads all that it holds,
     straight into its arrays.  Ranks of several nodes read the elements that they stand for, so that no element comes
-    over the network from the disk twice; copies come from those ranks.  ValueError on all ranks
-    if it does not fit, before anything is written, or if a piece cannot be read, with the arrays partly filled.
+    over the network from the disk twice; copies come from those ranks.
+
+    ValueError on all ranks if the checkpoint does not fit, before anything is written; or if a piece cannot be read,
+    with the arrays partly filled.  What waits for a disk is exchanged over `patient`, which has no time limit.
     """
     with raised_on_all(axis):
         check_fits(contents, state)
     problems = []
     try:
-        with CheckpointReader(contents, readers) as reader:
+        with CheckpointReader(contents, threads) as reader:
             for shard in state.shards:
                 if shard.kind in contents.kinds:
                     _read(reader, shard, shard.holding if one_node else shard.counted)
@@ -168,86 +248,3 @@ def _joined(ranges: Iterable[PieceRange], most: int | None) -> Iterator[PieceRan
             size += more
             number += 1
         yield PieceRange(piece, start, place, size)
-
-
-# Finds the newest checkpoint and verifies that it is whole.
-
-Check = Callable[[Mapping[str, Any]], None]
-
-
-def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None) -> Contents | None:
-    """Read the newest whole checkpoint in a folder into the arrays of `state`; None without a checkpoint. Collective.
-
-    All of it is checked before anything is written: hashes, the index, the chunks, whether it fits the state, and by
-    `check` its facts. Then values are read directly into the arrays, on most file systems out of the page cache, in
-    which the first pass left them: no rank needs memory for a second copy. Waits for a disk use the axis `patient`,
-    without a time limit.
-    """
-    with Readers(mesh.node.size) as readers, no_garbage_collection():
-        return _load_newest(run, state, mesh, patient, check, readers)
-
-
-def _load_newest(
-    run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None, readers: Readers
-) -> Contents | None:
-    axis = mesh.world
-    known, passed_over = _find(run, patient)
-    spoilt = False
-    agree = partial(gather_lists, patient)
-    for candidate in known:
-        found = examine(candidate, state.kinds, agree=agree, rank=patient.rank, ranks=patient.size, readers=readers)
-        contents, problems = found.contents, list(found.problems)
-        if contents is not None and not problems:
-            try:
-                with raised_on_all(axis):
-                    check_fits(contents, state)
-                    if check is not None:
-                        check(contents.facts)
-            except Exception as error:  # on all ranks
-                if not spoilt:
-                    raise
-                problems = [str(error)]
-        if contents is not None and not problems:
-            try:
-                fill(contents, state, axis, patient, one_node=mesh.node.size == mesh.size, readers=readers)
-                return contents
-            except ValueError as error:  # on all ranks
-                problems, spoilt = [str(error)], True
-        passed_over += problems
-        _warn(axis, f"the checkpoint {candidate.path} is damaged and passed over: {'; '.join(problems[:3])}")
-    if spoilt:
-        raise OSError(
-            f"a disk failed while a checkpoint in {run} was read into place: {'; '.join(passed_over)}; parameters and "
-            "optimizer state are partly overwritten: load again, or make them anew"
-        )
-    if passed_over:
-        raise ValueError(f"no checkpoint in {run} is whole: {'; '.join(passed_over)}")
-    return None
-
-
-def _find(run: Path, axis: Axis) -> tuple[list[Candidate], list[str]]:
-    """The checkpoints, newest first, and the problems of those whose manifest cannot be read."""
-    shared: Any = None
-    if axis.rank == 0:
-        try:
-            found = folder.candidates(run)
-            listed = [
-                (str(each.path.relative_to(run)), each.manifest.encode().decode()) for each in found if each.manifest
-            ]
-            shared = {"listed": listed, "problems": [each.problem for each in found if each.problem], "error": None}
-            for problem in shared["problems"]:
-                _warn(axis, f"a damaged checkpoint is passed over: {problem}")
-            if problem := folder.dangling_links(run):
-                _warn(axis, problem)
-        except OSError as error:
-            shared = {"error": (error.errno, error.strerror or str(error))}
-    shared = share(axis, shared)
-    if shared["error"] is not None:
-        raise OSError(shared["error"][0], f"cannot look for checkpoints in {run}: {shared['error'][1]}")
-    known = [Candidate(run / name, folder.decode_manifest(text.encode())) for name, text in shared["listed"]]
-    return known, shared["problems"]
-
-
-def _warn(axis: Axis, text: str) -> None:
-    if axis.rank == 0:
-        warnings.warn(text, RuntimeWarning, stacklevel=users_level())

@@ -31,69 +31,8 @@ from mpishard.io import files, hdf5
 from mpishard.layout.boxes import Box, box_shape, box_size, inside, intersect
 from mpishard.layout.run_state import brief
 
-# Threads that read files: system calls and hashes of large blocks run without the interpreter's lock.
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-_MOST_THREADS = 8  # more of them only wait for each other
-# Bytes from which a second thread pays.
-_LEAST_SHARE = 2**23
-
-
-class Readers(AbstractContextManager["Readers"]):
-    """The share of one of `processes` processes of the cores of its node, as threads that read."""
-
-    def __init__(self, processes: int = 1) -> None:
-        cores = min(len(own_cores()), cpu_quota())
-        self._threads = max(1, min(int(cores / processes), _MOST_THREADS))
-        self._pool = ThreadPoolExecutor(self._threads, "mpishard-read") if self._threads > 1 else None
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """The results of a function for all items, in their order; it runs in several threads at once."""
-        if self._pool is None:
-            return [function(item) for item in items]
-        futures = [self._pool.submit(function, item) for item in items]
-        wait(futures)  # before one raises: no thread writes to memory that the caller then uses otherwise
-        return [future.result() for future in futures]
-
-    def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
-        """Call a function for all items: each thread takes some side by side, of about as many bytes of `sizes`."""
-        ends = list(accumulate(sizes))
-        threads = min(self._threads, ends[-1] // _LEAST_SHARE) if ends else 0
-        if threads < 2:
-            for item in items:
-                function(item)
-            return
-        inner = [bisect_right(ends, ends[-1] * thread / threads) for thread in range(1, threads)]
-        cuts = [0, *inner, len(items)]
-
-        def run(thread: int) -> None:
-            for item in items[cuts[thread] : cuts[thread + 1]]:
-                function(item)
-
-        self.map(run, range(threads))
-
-
-def read_into(file: int, place: int, out: Any) -> None:
-    """Fill contiguous memory with bytes of a file from `place` on; the position of its descriptor stays where it is.
-
-    OSError if the disk fails, or the file ends before.
-    """
-    left = memoryview(out).cast("B")
-    # One call reads at most 2 GiB, and may read less than requested.
-    while left:
-        count = os.preadv(file, [left], place)
-        if not count:
-            raise OSError(f"the file ends at byte {place}, {len(left)} bytes too early")
-        place, left = place + count, left[count:]
-
-
-# -- files of pieces ---------------------------------------------------------------------------------------------------
 
 VERSION = 2
 INDEX = "index.h5"
@@ -113,6 +52,12 @@ _OPEN_FILES = 64
 _BLOCK = 2**22
 # Bytes of a row from which it is read by itself; of shorter ones many are read at once, also what lies between.
 _LONG_ROW = 2**16
+_MOST_THREADS = 8  # more of them only wait for each other
+# Bytes from which a second thread pays.
+_LEAST_SHARE = 2**23
+
+
+# -- files of pieces ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -295,6 +240,63 @@ def new_file(path: Path, mark: bytes, *, held: bool = False) -> Iterator[tuple[h
             disk.check()
 
 
+# -- threads that read -------------------------------------------------------------------------------------------------
+#
+# System calls and hashes of large blocks run without the interpreter's lock.
+
+
+class ReadThreads(AbstractContextManager["ReadThreads"]):
+    """Threads that read files, for one of `processes` processes of a node: as many as its share of the cores."""
+
+    def __init__(self, processes: int = 1) -> None:
+        cores = min(len(own_cores()), cpu_quota())
+        self._count = max(1, min(int(cores / processes), _MOST_THREADS))
+        self._pool = ThreadPoolExecutor(self._count, "mpishard-read") if self._count > 1 else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """The results of a function for all items, in their order; it runs in several threads at once."""
+        if self._pool is None:
+            return [function(item) for item in items]
+        futures = [self._pool.submit(function, item) for item in items]
+        wait(futures)  # before one raises: no thread writes to memory that the caller then uses otherwise
+        return [future.result() for future in futures]
+
+    def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
+        """Call a function for all items: each thread takes some side by side, of about as many bytes of `sizes`."""
+        ends = list(accumulate(sizes))
+        threads = min(self._count, ends[-1] // _LEAST_SHARE) if ends else 0
+        if threads < 2:
+            for item in items:
+                function(item)
+            return
+        inner = [bisect_right(ends, ends[-1] * thread / threads) for thread in range(1, threads)]
+        cuts = [0, *inner, len(items)]
+
+        def run(thread: int) -> None:
+            for item in items[cuts[thread] : cuts[thread + 1]]:
+                function(item)
+
+        self.map(run, range(threads))
+
+
+def read_into(file: int, offset: int, out: Any) -> None:
+    """Fill contiguous memory with bytes of a file from `offset` on; the position of its descriptor stays where it is.
+
+    OSError if the disk fails, or the file ends before.
+    """
+    left = memoryview(out).cast("B")
+    # One call reads at most 2 GiB, and may read less than requested.
+    while left:
+        count = os.preadv(file, [left], offset)
+        if not count:
+            raise OSError(f"the file ends at byte {offset}, {len(left)} bytes too early")
+        offset, left = offset + count, left[count:]
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -334,11 +336,11 @@ def naming(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _OpenDataset:
-    """A data set, checked.  `place` is the byte of its file where its values begin, if they lie there end to end."""
+    """A data set, checked.  `offset` is the byte of its file where its values begin, if they lie there end to end."""
 
     dataset: h5py.h5d.DatasetID
     file: int
-    place: int | None
+    offset: int | None
 
 
 class PieceRange(NamedTuple):
@@ -351,18 +353,18 @@ class PieceRange(NamedTuple):
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):
-    """Reads the tensors of a checkpoint, in the threads of `readers`; a `Source`, and a context manager for its files.
+    """Reads the tensors of a checkpoint, in `threads`; a `Source`, and a context manager for its files.
 
     It opens files with HDF5; compare their hashes with the manifest before.
     """
 
-    def __init__(self, contents: Contents, readers: Readers | None = None) -> None:
+    def __init__(self, contents: Contents, threads: ReadThreads | None = None) -> None:
         self.facts: dict[str, Any] = contents.facts
         self.tensors: dict[str, tuple[int, ...]] = contents.tensors
         self.kinds: dict[str, np.dtype] = contents.kinds
         self.pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)  # by kind and tensor
         self._contents = contents
-        self._readers = readers
+        self._threads = threads
         self._files: OrderedDict[str, h5py.File] = OrderedDict()
         self._opened: dict[tuple[str, str], _OpenDataset] = {}
         self._sizes: dict[tuple[str, str], int] = {}
@@ -415,33 +417,33 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             path, target = self._contents.folder / piece.file, out[place : place + size]
             with refusing(path):
                 opened = self._open(piece)
-                if opened.place is None:
+                if opened.offset is None:
                     self._read(opened, start, target)
                     continue
             for first in range(0, size, _BLOCK):
                 part = target[first : first + _BLOCK]
-                waiting.append((path, opened.file, opened.place + (start + first) * out.itemsize, part))
+                waiting.append((path, opened.file, opened.offset + (start + first) * out.itemsize, part))
         self._read_all(waiting)
 
     def _read_all(self, parts: Sequence[tuple[Path, int, int, np.ndarray]]) -> None:
         def read(part: tuple[Path, int, int, np.ndarray]) -> None:
-            path, file, place, out = part
+            path, file, offset, out = part
             with refusing(path):
-                read_into(file, place, out)
+                read_into(file, offset, out)
 
-        if self._readers is None:
+        if self._threads is None:
             for part in parts:
                 read(part)
         else:
-            self._readers.share(read, parts, [out.nbytes for _, _, _, out in parts])
+            self._threads.share(read, parts, [out.nbytes for _, _, _, out in parts])
 
     def _read(self, opened: _OpenDataset, start: int, out: np.ndarray) -> None:
-        if opened.place is None:
+        if opened.offset is None:
             space = opened.dataset.get_space()
             space.select_hyperslab((start,), out.shape)
             opened.dataset.read(h5py.h5s.create_simple(out.shape), space, out)
         else:
-            read_into(opened.file, opened.place + start * out.itemsize, out)
+            read_into(opened.file, opened.offset + start * out.itemsize, out)
 
     def check(self, piece: StoredPiece) -> None:
         """Raise ValueError, as `read_piece`, unless all of the data set of a piece can be read; decodes its chunks."""

@@ -60,7 +60,7 @@ _OTHER_REMEDY = "see to that disk, or give a folder on another one"
 
 
 @dataclass(frozen=True)
-class Saved:
+class RankValues:
     """The values that a checkpoint gets from one rank, and the tables that describe those of all ranks."""
 
     tensors: Mapping[str, tuple[int, ...]]
@@ -85,7 +85,7 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
 
-    def values(self, state: RunState, *, copied: bool) -> tuple[Saved, Exception | None]:
+    def values(self, state: RunState, *, copied: bool) -> tuple[RankValues, Exception | None]:
         """The values of a state that this rank saves; or none, and the error that prevented it.
 
         With `copied` the arrays may change before they are written. Device arrays are copied in any case.
@@ -99,7 +99,7 @@ class Snapshot:
                 pieces = self.take(state.shards) if copied else live_pieces(state.shards)
         tensors = {spec.name: spec.shape for spec in state.specs}
         kinds = {shard.kind: np.dtype(shard.array.dtype) for shard in state.shards}
-        return Saved(tensors, kinds, facts, pieces), caught.error
+        return RankValues(tensors, kinds, facts, pieces), caught.error
 
     def take(self, shards: Sequence[Shard]) -> list[PieceValues]:
         """Copy the primary pieces; complete on return.  The last copies are overwritten.
@@ -214,7 +214,7 @@ class Task:
 
     unfinished: Unfinished
     step: int
-    saved: Saved
+    values: RankValues
     retained: Retained = Retained()
     compression: str | None = None
     virtual: bool = False
@@ -290,16 +290,16 @@ def _write_own(task: Task, rank: int) -> dict[str, Any]:
     try:
         if task.problem is not None:
             raise task.problem
-        if not task.saved.pieces:
+        if not task.values.pieces:
             return {"fault": None, "entry": None, "pieces": []}
-        write_pieces(path, task.saved.pieces, id=task.unfinished.id, writer=rank, compression=task.compression)
+        write_pieces(path, task.values.pieces, id=task.unfinished.id, writer=rank, compression=task.compression)
         entry = _to_disk(path)
     except Exception as error:
         return {"fault": Fault.of(error, rank, path).plain, "entry": None, "pieces": []}
     return {
         "fault": None,
         "entry": (entry.size, entry.xxh3_128),
-        "pieces": [piece.where for piece in task.saved.pieces],
+        "pieces": [piece.where for piece in task.values.pieces],
     }
 
 
@@ -341,14 +341,14 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
                     index,
                     id=task.unfinished.id,
                     generation=task.unfinished.generation,
-                    tensors=task.saved.tensors,
-                    kinds=task.saved.kinds,
+                    tensors=task.values.tensors,
+                    kinds=task.values.kinds,
                     pieces=[
                         piece
                         for rank, each in enumerate(reports)
                         for piece in stored_pieces(map(_where, each["pieces"]), pieces_file(rank))
                     ],
-                    facts=task.saved.facts,
+                    facts=task.values.facts,
                     virtual=task.virtual,
                 )
             entries[index.name] = _to_disk(index)

@@ -21,12 +21,12 @@ from mpishard.checkpoint import folder as folders
 from mpishard.checkpoint.archives import Source, blocks
 from mpishard.checkpoint.folder import MANIFEST, Candidate, FileEntry, Manifest
 from mpishard.checkpoint.index import read_index
-from mpishard.checkpoint.pieces import INDEX, CheckpointReader, Contents, Readers, pieces_file
+from mpishard.checkpoint.pieces import INDEX, CheckpointReader, Contents, ReadThreads, pieces_file
 from mpishard.io import files
 
 _MOST_DATASETS = 3
-# The first bytes of a file of a checkpoint: the id of the checkpoint, and the writer of the pieces.
-_LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
+# How the user block of a file begins, see `pieces_mark` and `index_mark`: the id of the checkpoint, and the writer.
+_MARK = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
 
 # -- examination -------------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def examine(
     agree: Callable[[list[str]], list[str]] = list,
     rank: int = 0,
     ranks: int = 1,
-    readers: Readers | None = None,
+    threads: ReadThreads | None = None,
 ) -> Examination:
     """Examine a checkpoint: sizes and hashes of its files, its index, and the chunks of `kinds`, by default of all.
 
@@ -59,7 +59,7 @@ def examine(
     folder, manifest = candidate.path, candidate.manifest
     if manifest is None:
         return Examination(folder, None, None, (candidate.problem,))
-    problems = agree(_file_problems(folder, manifest, share_of_files(manifest, rank, ranks), readers))
+    problems = agree(_file_problems(folder, manifest, share_of_files(manifest, rank, ranks), threads))
     if problems and agree(_file_problems(folder, manifest, [INDEX])):
         return Examination(folder, manifest, None, tuple(problems))
     contents, refused = None, []
@@ -105,13 +105,15 @@ def share_of_files(manifest: Manifest, rank: int, ranks: int) -> list[str]:
     return found
 
 
-def _file_problems(folder: Path, manifest: Manifest, names: Iterable[str], readers: Readers | None = None) -> list[str]:
+def _file_problems(
+    folder: Path, manifest: Manifest, names: Iterable[str], threads: ReadThreads | None = None
+) -> list[str]:
     """A text for each problem with some files of a checkpoint; hashes every byte, without HDF5."""
 
     def of(name: str) -> str:
         return _file_problem(folder / name, manifest.files[name], manifest.id)
 
-    found = map(of, names) if readers is None else readers.map(of, names)
+    found = map(of, names) if threads is None else threads.map(of, names)
     return [problem for problem in found if problem]
 
 
@@ -135,13 +137,13 @@ def _file_problem(path: Path, entry: FileEntry, id: str) -> str:
 
 def _how_altered(path: Path, id: str) -> str:
     with io.FileIO(files.open_to_read(path)) as file:
-        label = _LABEL.match(file.read(512) or b"")
-    if label is None:
+        mark = _MARK.match(file.read(512) or b"")
+    if mark is None:
         return "altered: its hash differs from the one in the manifest"
-    other = label[1].decode()
+    other = mark[1].decode()
     if other != id:
         return f"stale: it belongs to the checkpoint {other}, this one is {id}"
-    whose = label[2]
+    whose = mark[2]
     if whose is not None and path.name != pieces_file(int(whose)):
         return f"exchanged: it holds the pieces of rank {int(whose)}"
     return "altered: its hash differs from the one in the manifest"

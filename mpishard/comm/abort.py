@@ -102,8 +102,6 @@ class _CExit:
 
 # -- the death monitor -------------------------------------------------------------------------------------------------
 
-# A process next to the ranks of a node that reports which rank died first.
-
 # Seconds that a rank waits for the death monitor to be ready; on a busy machine Python starts slowly.
 _PATIENCE_S = 10.0
 
@@ -436,23 +434,22 @@ def abort_on_exception(
     job for that or another reason. With a `watchdog` ranks that fail together learn of each other, so that one of them
     reports for all.
     """
-    known = isinstance(sys.excepthook, _AbortOnException)
-    alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
     if hasattr(sys, "ps1"):
         return
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _try_again
-    if alone and note is None and not known:
+    hook = sys.excepthook if isinstance(sys.excepthook, _AbortOnException) else None
+    has_others = MPI.COMM_WORLD.size > 1 or MPI.Comm.Get_parent() != MPI.COMM_NULL
+    if hook is None and note is None and not has_others:
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = _print_error
         return
-    if not isinstance(sys.excepthook, _AbortOnException):
+    if hook is None:
         hook = _AbortOnException()
         sys.excepthook, threading.excepthook = hook, hook.in_thread
-    assert isinstance(sys.excepthook, _AbortOnException)
-    sys.excepthook.ledger, sys.excepthook.watchdog = ledger, watchdog
-    sys.excepthook.note = note or sys.excepthook.note
-    sys.excepthook.note_abort = note_abort or sys.excepthook.note_abort
+    hook.ledger, hook.watchdog = ledger, watchdog
+    hook.note = note or hook.note
+    hook.note_abort = note_abort or hook.note_abort
 
 
 def restore_sigusr1() -> None:
@@ -465,7 +462,7 @@ def restore_sigusr1() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def forget(watchdog: Failures) -> None:
+def forget_watchdog(watchdog: Failures) -> None:
     """Ask this watchdog about failures no more, since it is closed."""
     if isinstance(sys.excepthook, _AbortOnException) and sys.excepthook.watchdog is watchdog:
         sys.excepthook.watchdog = None

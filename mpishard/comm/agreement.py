@@ -95,34 +95,34 @@ def agree_on_settings(
     if shared[0]:
         ranks.raise_together(problem)
     if shared[1] != -shared[2]:
-        raise differing(ranks, settings, what, remedy)
+        raise gather_difference(ranks, settings, what, remedy)
 
 
-def differing(
+def gather_difference(
     ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", remedy: str = REMEDY
 ) -> ValueError:
     """The error for settings that differ between some ranks, with the ranks that have each value.
 
     Collective over them.
     """
-    return _difference(ranks.members, ranks.allgather_object(dict(settings)), what, remedy)
+    return _difference_error(ranks.members, ranks.allgather_object(dict(settings)), what, remedy)
 
 
 def gather_in_call(ranks: Axis | ModelParallelGroup, call: str, value: Any) -> list[Any]:
     """The value of each rank, where a comparison has found that ranks differ. Collective over them.
 
-    Raises ValueError on all ranks if some have come to another call, and are in `differing`.
+    Raises ValueError on all ranks if some have come to another call, and are in `gather_difference`.
     """
     by_rank = ranks.allgather_object({_CALL: call, "value": value})
     if any(each.get(_CALL) != call for each in by_rank):
-        raise _difference(ranks.members, by_rank)
+        raise _difference_error(ranks.members, by_rank)
     return [each["value"] for each in by_rank]
 
 
-def _difference(
+def _difference_error(
     members: Sequence[int], by_rank: Sequence[Mapping[str, Any]], what: str = "settings", remedy: str = REMEDY
 ) -> ValueError:
-    """The error for these settings of ranks."""
+    """The error that names the settings that differ, and the ranks that have each value."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for each in by_rank for name in each):
         missing = "another" if name == _CALL else "not there"

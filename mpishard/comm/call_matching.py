@@ -59,9 +59,9 @@ class CallMatching:
         # The descriptions received, by channel and number of the call; and the last waiting call of each rank.
         self._said: dict[tuple[str, int], dict[int, tuple[str, str]]] = defaultdict(dict)
         self._late: dict[int, Late] = {}
-        self._sends: list[tuple[MPI.Request, bytes]] = []
-        self._found = 0.0
-        self._failed = ""
+        self._sends: list[tuple[MPI.Request, bytes]] = []  # with their buffers, until they are sent
+        self._first_stuck = 0.0  # when this rank first found that it can never continue; 0 until then
+        self._failed = ""  # the error of then, which all later calls raise
 
     def name(self, comm: MPI.Intracomm) -> str:
         """A unique name for a communicator.  Collective over it."""
@@ -136,8 +136,8 @@ class CallMatching:
         if self._comm.rank not in stuck:
             return
         now = time.monotonic()
-        self._found = self._found or now
-        if len(stuck) < self._comm.size and now < self._found + _EXCHANGE_S:
+        self._first_stuck = self._first_stuck or now
+        if len(stuck) < self._comm.size and now < self._first_stuck + _EXCHANGE_S:
             return  # others may be about to report the same: all ranks are to name the same ranks
         lines = [
             f"  rank {rank}: {late.what} on axis {late.axis!r} called at {late.site}"

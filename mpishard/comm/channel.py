@@ -492,12 +492,12 @@ class Channel:
         """Return True if one MPI call takes `count` elements."""
         return self.largest_count is None or count <= self.largest_count
 
-    def parts(self, staged: Array) -> list[Array]:
-        """The flat array `staged`, cut into parts that this MPI takes in one call."""
+    def parts(self, flat: Array) -> list[Array]:
+        """A flat array, cut into parts that this MPI takes in one call."""
         limit = self.largest_count
-        if limit is None or staged.size <= limit:
-            return [staged]
-        return [staged[start : start + limit] for start in range(0, staged.size, limit)]
+        if limit is None or flat.size <= limit:
+            return [flat]
+        return [flat[start : start + limit] for start in range(0, flat.size, limit)]
 
     def _compare(
         self, matching: CallMatching, fields: Fields, detail: str, counts: Sequence[int] | None, form: str
@@ -522,12 +522,12 @@ class Channel:
 
     def note_message(self, op: str, peer: int, tag: int) -> None:
         """Debug: note that this rank has come to its end of a message with rank `peer`."""
-        if self.matching is not None and peer >= 0 <= tag:  # not MPI.PROC_NULL, ANY_SOURCE or ANY_TAG
+        if self.matching is not None and _is_named(peer, tag):
             self.matching.enter(self._end(op, self.members[self.rank], self.members[peer], tag))
 
     def wait_for_message(self, fields: Fields, peer: int, tag: int, is_over: Callable[[], bool]) -> None:
         """Debug: wait until the last message that this rank noted is over; raise if it can never be."""
-        if self.matching is None or not peer >= 0 <= tag:
+        if self.matching is None or not _is_named(peer, tag):
             return
         rank, peer = self.members[self.rank], self.members[peer]
         call = Call(*fields).placed(sys._getframe())
@@ -544,3 +544,8 @@ class Channel:
     def _end(self, op: str, rank: int, peer: int, tag: int) -> str:
         """A name for one end of all messages with a tag between two ranks."""
         return f"{self._unique_name} {op} {rank} {peer} {tag}"
+
+
+def _is_named(peer: int, tag: int) -> bool:
+    """Return True for a message with one rank and one tag: not with MPI.PROC_NULL, ANY_SOURCE or ANY_TAG."""
+    return peer >= 0 and tag >= 0

@@ -1,6 +1,6 @@
 """The calls of MPI for each collective and each message: on the array or a copy of it, in one call or in parts.
 
-First messages, then collectives.
+First collectives, then messages.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ class Collectives:
     `Communicator` by its own arguments, and MPI does not match a blocking collective with a non-blocking one. It is the
     non-blocking one for all but reductions: the blocking all-gather of MPICH 5 takes twice as long as the non-blocking
     one if pieces differ in size (1 MB and more, 2 and 4 ranks of one node), and a non-blocking all-reduce of Open MPI 5
-    up to twice as long as the blocking one. With `nonblocking` a reduction may still be under way when its method
-    returns.
+    up to twice as long as the blocking one. Where its calls are `started`, a reduction too may still be under way when
+    its method returns.
 
     Device memory that MPI reads itself is ready when MPI's calls begin: the host waits for that in a blocking call, and
     a `DeferredRequest` begins the others later. Its `reduce_scatter` is MPI's own, and that of NumPy arrays may be an
     exchange: a buffer for it is in device memory on all ranks or on none, and debug mode compares that.
     """
 
-    def __init__(self, channel: Channel, *, nonblocking: bool) -> None:
+    def __init__(self, channel: Channel, *, started: bool) -> None:
         self.channel = channel
         self._comm = channel.comm
-        self._nonblocking = nonblocking
+        self._is_started = started
         self._ledger = channel.ledger
         self._rank, self._size = channel.rank, channel.size
         self._staged = StagedCollectives(
             channel,
             HostCalls(self.gather, self._exchanges, self._start_exchange, self.exchange_runs),
-            started=nonblocking,
+            started=started,
         )
         self._spare: list[np.ndarray] = []  # memory for arriving pieces that no exchange is using, in bytes
 
@@ -257,7 +257,7 @@ class Collectives:
 
     def _defers(self, devices: Sequence[Array]) -> bool:
         """Return True if a call with these buffers in device memory goes to the queue of `mpishard.comm.deferred`."""
-        return self._nonblocking and bool(devices)
+        return self._is_started and bool(devices)
 
     def _request(
         self,
@@ -275,7 +275,7 @@ class Collectives:
             for each in devices:
                 arrays.ready(each)
             request = Request(self._ledger, call, sent, start(), finish, read)
-        if self._nonblocking and self._size > 1:
+        if self._is_started and self._size > 1:
             self.channel.note_started(request)
         return request
 
@@ -294,7 +294,7 @@ class Collectives:
 
     def _calls(self, call: Fields, name: str, calls: Sequence[tuple[Any, ...]]) -> list[MPI.Request]:
         """Make MPI's calls of this name with these arguments; returns what is still under way."""
-        if self._nonblocking:
+        if self._is_started:
             function = getattr(self._comm, f"I{name}")
             return [function(*arguments) for arguments in calls]
         function = getattr(self._comm, name.capitalize())

@@ -110,8 +110,8 @@ class Communicator:
         )
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
-        self._blocking = Collectives(self._channel, nonblocking=False)
-        self._started = Collectives(self._channel_of_started, nonblocking=True)
+        self._blocking = Collectives(self._channel, started=False)
+        self._started = Collectives(self._channel_of_started, started=True)
         self._point_to_point = PointToPoint(self._channel)
 
     @property

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+from mpishard.launch.exit_codes import code_of_exit
 from mpishard.launch.job_notes import ECHO
 from mpishard.launch.script import in_users_code
 
@@ -87,9 +88,7 @@ class ErrorForOthers(NamedTuple):
         kinds = [kind.__name__ for kind in type(problem).__mro__]
         kind = next((name for name in kinds if name in _KNOWN_ERRORS), kinds[0])
         text = str(problem) if kinds[0] in _KNOWN_ERRORS else f"{kinds[0]}: {problem}"
-        code = None
-        if isinstance(problem, SystemExit):
-            code = 0 if problem.code is None else problem.code & 0xFF if isinstance(problem.code, int) else 1
+        code = code_of_exit(problem.code) if isinstance(problem, SystemExit) else None
         if hasattr(problem, ECHO):
             return cls(kind, text, code, "\n".join(getattr(problem, "__notes__", ())))
         frames = in_users_code(problem)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.launch.script import NOT_USERS, main_frame
+from mpishard.launch.script import NOT_USERS, PACKAGE, main_frame
 
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _KEEP = 1000
 # The kind of a span that is a matrix product of the layers.
 PRODUCT = "product"
@@ -249,7 +246,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
         name = frame.f_code.co_filename
         if not name.startswith(NOT_USERS):
             return frame
-        if outside is None and not name.startswith(_PACKAGE):
+        if outside is None and not name.startswith(PACKAGE):
             outside = frame
         frame = frame.f_back
     return outside

@@ -31,7 +31,7 @@ from mpishard.comm.errors import CaughtError
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.supervisor_reports import note_cell
 from mpishard.comm.watchdog import Watchdog, arrival
-from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
+from mpishard.launch.detection import explain_alone, explain_foreign, foreign_launch, launch_of, launches
 from mpishard.launch.job_notes import ECHO, raised_by_all
 from mpishard.layout.tensors import ModelParallelRank
 from mpishard.version import VERSION
@@ -225,12 +225,12 @@ class Mesh:
         flush()
         Family.collect_garbage()
         try:
-            problem = self._make(comm, *sizes, problem)
+            problem = self._make(comm, sizes, problem)
         except CommunicatorsExhaustedError:
             gc.collect()
             if not Family.free_orphans(allgather_values(comm, Family.orphans())):
                 raise
-            problem = self._make(comm, *sizes, problem)
+            problem = self._make(comm, sizes, problem)
         if problem is not None:
             raise problem
         self._note_cell()
@@ -241,7 +241,7 @@ class Mesh:
         if cell > 1 and self.size == MPI.COMM_WORLD.size:
             note_cell(cell)
 
-    def _make(self, comm: MPI.Intracomm, *sizes_and_problem: Any) -> Exception | None:
+    def _make(self, comm: MPI.Intracomm, sizes: tuple[int, int, int], problem: Exception | None) -> Exception | None:
         """Make the communicators and the watchdog, or none of them.  Collective; see `_split`."""
         self._axes: dict[str, Axis] = {}
         self.family = Family(comm.size)
@@ -252,7 +252,7 @@ class Mesh:
                 self._watchdog: Watchdog | None = Watchdog(world, self.ledger, self.timeout)
                 self.family.ends.append(self._watchdog.close)
                 abort_on_exception(self.ledger, watchdog=self._watchdog)
-                problem = self._split(world, *sizes_and_problem)
+                problem = self._split(world, *sizes, problem)
                 if problem is not None:
                     self.family.remove(world)
                     self.family.free()
@@ -405,7 +405,7 @@ class Mesh:
         Raises
         ------
         ValueError
-            On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes, or if `collectives`
+            On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes, or if a size, `debug`
             or the version of mpishard differs between ranks.
         """
         assert not self.is_reshaped
@@ -548,7 +548,7 @@ def _check_launcher() -> None:
     library, found = MPI.get_vendor()[0], launches(os.environ)
     launch = foreign_launch(found, library)
     if launch is not None and launch.ranks > 1:
-        raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain(launch, library)}")
+        raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain_foreign(launch, library)}")
     launch = launch_of(found, ranks=1)
     if launch is not None and launch.ranks > 1:
         raise ValueError(explain_alone(launch, library))

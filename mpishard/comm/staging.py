@@ -127,7 +127,7 @@ class StagedPiece:
 
 
 class StagedRequest(Request):
-    """A `Request` over pieces, in the order of MPI's calls; `Staged` makes them.
+    """A `Request` over pieces, in the order of MPI's calls; `StagedCollectives` and `PointToPoint` make them.
 
     After `wait` the results are in stream order: the current stream waits for the copies back, and so does the one that
     was current at the start; the host does not. `like` is one of the buffers on the device; its dtype is that of all.

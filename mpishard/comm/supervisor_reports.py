@@ -13,7 +13,6 @@ import signal
 import sys
 import sysconfig
 import threading
-from pathlib import Path
 from typing import ClassVar
 
 from mpi4py import MPI
@@ -22,14 +21,14 @@ from mpishard.comm.abort import abort_on_exception
 from mpishard.launch.exit_codes import ScriptEnding
 from mpishard.launch.job_notes import ECHO, ON_ALL_RANKS, Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
+from mpishard.launch.script import PACKAGE
 from mpishard.launch.signals import Interrupts
 
 _POLL_S = 0.25
 _FINALIZE_S = 3.0
 # Prefixes of files that are not the user's: Python, installed packages, this package, code compiled from a string.
 _NOT_THE_USERS = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
-_OWN = str(Path(__file__).parents[1]) + os.sep
-_NOT_THE_USERS += (_OWN, "<")
+_NOT_THE_USERS += (PACKAGE, "<")
 
 
 def watch_script() -> None:
@@ -199,7 +198,7 @@ def _is_own(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN)
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def finalize_in_time() -> None:

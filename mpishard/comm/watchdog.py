@@ -19,12 +19,10 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, forget, let_mpi_progress
+from mpishard.comm.abort import FIRST_S, LAST_S, DeathMonitor, abort, dead_ranks, forget_watchdog, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Call, Ledger, users_level
 from mpishard.launch.script import innermost, main_frame
-
-# How long a collective may wait: the user's number, or one that follows from the steps of the run.
 
 # The default limits of a collective: seconds before the first step is over, when one rank may read data or compile
 # while the others wait; seconds if all ranks wait, and at least; and afterwards a multiple of the longest step.
@@ -78,7 +76,7 @@ class TimeLimit:
         )
 
 
-# Ends the job when a collective waits too long, and reports where each rank is.
+# -- the watch ---------------------------------------------------------------------------------------------------------
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25
@@ -151,15 +149,15 @@ class Watchdog:
         self._ledger = ledger
         self._comm = comm.Dup()
         self._stop = threading.Event()
-        self._leaving = ""
-        self._stand_down = 0.0
-        self._asked: Call | None = None
+        self._leaving = ""  # why this rank has no further collectives; empty until then
+        self._stand_down = 0.0  # until then a lower rank reports
+        self._asked: Call | None = None  # the call about which a neighbour is asked
         self._distance = 1  # of the rank that is asked about it, among the members
         self._next_question = 0.0  # 0: that rank has not been asked
-        self._next_look = 0.0
-        self._replies: dict[int, _Reply] = {}
-        self._sends: list[Any] = []
-        self._failed: set[int] = set()
+        self._next_look = 0.0  # of whether any rank is at work, before the first step is over
+        self._replies: dict[int, _Reply] = {}  # by rank, to the last question
+        self._sends: list[Any] = []  # requests with their buffers, until they are sent
+        self._failed: set[int] = set()  # the ranks known to have failed
         self._thread: threading.Thread | None = None
         self._death_monitor = DeathMonitor.over(comm) if comm.size > 1 else None
         if comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -172,7 +170,7 @@ class Watchdog:
         if self._comm == MPI.COMM_NULL:
             return
         atexit.unregister(self._end_of_script)
-        forget(self)
+        forget_watchdog(self)
         self._leave("has freed its mesh")
         if self._death_monitor is not None:
             self._death_monitor.close()

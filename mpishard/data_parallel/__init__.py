@@ -3,8 +3,8 @@
 Input: a rule or a method, a mesh or a configuration, and at each step flat parameters and this rank's gradients.
 Output: updated parameters on all ranks that need them, and a state that any layout can load.
 
-Read ``sharded_optimizer`` first, then a step in its order, ``strategies``, ``summation``, ``gradient_norm``,
-``rule_state``, ``update``; then ``optimizer_state``.  By subject:
+Read ``sharded_optimizer`` first; then what its step calls, in this order: ``rule_state``, ``summation``,
+``gradient_norm``, ``update``, ``strategies``; then ``optimizer_state``.  By subject:
 
 ========================  ============================================================================================
 what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``;
@@ -13,11 +13,12 @@ settings                  ``configuration``; ``settings``: as text by name, and 
                           ``validation``: checks on a rank
 gradient reduction        ``strategies``: which ``summation``; ``configuration``: the size of buckets
 division of the state     ``strategies``: which; ``ownership``: the ranges of a rank, and copies on ranks of one model
-a step                    ``sharded_optimizer``: its arguments; ``rule_state``: of a rule; ``gradient_norm``:
-                          clipping's, and NaN; ``update``, with the norms of LAMB; ``rank_state``: tensors that rules
-                          need whole; ``method_state``: of a method, which is an evaluation of its line search
-the state                 ``optimizer_state``: what rules and methods share: created, bound, saved, restored and
-                          rebuilt; ``rank_state``: the numbers, and the arrays of one rank with their layouts;
+a step                    ``sharded_optimizer``: checks its arguments; ``rule_state``: takes it by a rule;
+                          ``gradient_norm``: looks for NaN, and measures the norm for clipping; ``update``: applies the
+                          rule; ``rank_state``: gathers tensors that a rule needs whole; ``method_state``: takes it by
+                          a method, as an evaluation of its line search
+the state                 ``optimizer_state``: creates, binds, saves, restores and rebuilds it, for rules and methods;
+                          ``rank_state``: the numbers, and the arrays of one rank with their layouts;
                           ``full_state``: full tensors as one value for any layout, and as bytes
 state of Local SGD        ``local_sgd``: the averages and the steps in between
 ========================  ============================================================================================

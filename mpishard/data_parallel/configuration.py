@@ -1,6 +1,6 @@
 """The settings by which an optimizer spreads its work over a mesh: one frozen value.
 
-In addition: where the buckets of a model are cut, and how many bytes the sum of its gradients sends.
+What follows from them for a model: how many bytes the sum of its gradients sends, and where its buckets are cut.
 """
 
 from __future__ import annotations
@@ -24,103 +24,6 @@ from mpishard.layout.tensors import WHOLE, LocalLayout, ParameterSpec
 from mpishard.parameters.buckets import Bucket, TensorRun, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
-
-# Where the buckets of a model are cut; used to sum gradients, and to count the bytes of such sums.
-
-
-def bucket_layout(
-    parameters: FlatParameters, *, compressed: bool, by_unit: bool = False, ties_apart: bool = False
-) -> tuple[list[TensorRun], list[int]]:
-    """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut.
-
-    If gradients are `compressed`, on a mesh with tensor ranks either all tensors of a bucket are whole on every tensor
-    rank, or none is. `by_unit` cuts buckets at the units of ``parameters.units``; `ties_apart` is as for
-    `TensorLayout.gradient_runs`.
-    """
-    apart = compressed and parameters.place.tensor_size > 1
-    # With an uneven cut, slices differ in size between tensor ranks.  Tensor ranks sum partial gradients bucket by
-    # bucket and need the same cuts, so that all of them use the sizes of tensor rank 0.
-    first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
-    runs = parameters.layout.gradient_runs(by_unit=by_unit, copies_apart=apart, ties_apart=ties_apart)
-    return runs, [piece.size for piece in first]
-
-
-# How many bytes a rank sends for one sum of all gradients.
-
-
-class Traffic(NamedTuple):
-    """Bytes that a rank sends over the data axis for one sum of all gradients, by the ring count of the ledger."""
-
-    sent: int
-    between_nodes: int  # the part of `sent` that goes to other nodes in sums by nodes; else 0
-
-
-def gradient_traffic(
-    parameters: FlatParameters | int,
-    mesh: Mesh,
-    minimum: int,
-    *,
-    compressor: Compressor | None = None,
-    hierarchical: bool | int = False,
-) -> Traffic:
-    """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.
-
-    `parameters` may be the number of elements of a flat float32 array; a bucket has at least `minimum` elements.
-    """
-    if isinstance(parameters, FlatParameters):
-        pieces, dtype = parameters.pieces, parameters.dtype
-        runs, sizes = bucket_layout(parameters, compressed=compressor is not None)
-        buckets = make_buckets(pieces, minimum, runs, sizes)
-    else:
-        pieces, dtype = WHOLE.holding([ParameterSpec("parameters", (int(parameters),))]), np.dtype(np.float32)
-        buckets = make_buckets(pieces, minimum)
-    nodes = nodes_of_data(mesh, hierarchical)
-    found = [
-        _of_bucket(bucket, pieces[bucket.first : bucket.last], dtype, mesh.data, compressor, nodes)
-        for bucket in buckets
-    ]
-    return Traffic(sum(each.sent for each in found), sum(each.between_nodes for each in found))
-
-
-def _of_bucket(
-    bucket: Bucket,
-    pieces: LocalLayout,
-    dtype: np.dtype,
-    axis: Axis,
-    compressor: Compressor | None,
-    nodes: Sequence[int],
-) -> Traffic:
-    if not any(nodes) or (compressor is not None and not compressor.by_nodes):
-        shapes = [piece.shape for piece in pieces]
-        return Traffic(_sum_bytes(shapes, axis.size, axis.rank, compressor, dtype), 0)
-    ranks, number = nodes.count(0), max(nodes) + 1
-    local_rank = nodes[: axis.rank].count(nodes[axis.rank])
-    parts = run_lengths(split(bucket.size, ranks))
-    within = sum(ring_elements(op, parts, local_rank) for op in ("reduce_scatter", "all_gather")) * dtype.itemsize
-    across = _sum_bytes([(parts[local_rank],)], number, nodes[axis.rank], compressor, dtype)
-    return Traffic(within + across, across)
-
-
-def _sum_bytes(
-    shapes: Sequence[Sequence[int]], ranks: int, rank: int, compressor: Compressor | None, dtype: np.dtype
-) -> int:
-    """Bytes that a rank sends for a sum of tensors over `ranks` ranks, if all ranks get the result."""
-    if compressor is None:
-        collectives = [Collective("all_reduce", [sum(map(prod, shapes))], dtype.itemsize)]
-    else:
-        collectives = compressor.collectives(shapes, dtype, ranks)
-    return sum(
-        each.itemsize
-        * (
-            all_reduce_elements(each.counts[0], ranks, rank)
-            if each.operation == "all_reduce"
-            else ring_elements(each.operation, each.counts, rank)
-        )
-        for each in collectives
-    )
-
-
-# How an optimizer spreads its work over a mesh: one frozen value.
 
 NONFINITE = ("raise", "skip", "ignore")
 _FLAGS = (
@@ -463,6 +366,9 @@ def mesh_of(mesh_or_config: Mesh | ShardingConfiguration) -> Mesh:
     raise TypeError(f"expected a Mesh or a ShardingConfiguration, got {kind_of(mesh_or_config)}")
 
 
+# In words, for `ShardingConfiguration.describe`.
+
+
 def _in_words(config: ShardingConfiguration) -> list[str]:
     """Sentences on how gradients are summed and sent."""
     axis, compressor = config.mesh.data, config.compressor
@@ -520,3 +426,98 @@ def _costs(config: ShardingConfiguration, parameters: FlatParameters | int | Non
         sent, where = (traffic.between_nodes, " to other nodes") if traffic.between_nodes else (traffic.sent, "")
         sentences.append(f"LocalSGDOptimizer sends {sent / config.sync_every:,.0f} bytes a step{where}.")
     return sentences
+
+
+# How many bytes a rank sends for one sum of all gradients.
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank sends over the data axis for one sum of all gradients, by the ring count of the ledger."""
+
+    sent: int
+    between_nodes: int  # the part of `sent` that goes to other nodes in sums by nodes; else 0
+
+
+def gradient_traffic(
+    parameters: FlatParameters | int,
+    mesh: Mesh,
+    minimum: int,
+    *,
+    compressor: Compressor | None = None,
+    hierarchical: bool | int = False,
+) -> Traffic:
+    """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.
+
+    `parameters` may be the number of elements of a flat float32 array; a bucket has at least `minimum` elements.
+    """
+    if isinstance(parameters, FlatParameters):
+        pieces, dtype = parameters.pieces, parameters.dtype
+        runs, sizes = bucket_layout(parameters, compressed=compressor is not None)
+        buckets = make_buckets(pieces, minimum, runs, sizes)
+    else:
+        pieces, dtype = WHOLE.holding([ParameterSpec("parameters", (int(parameters),))]), np.dtype(np.float32)
+        buckets = make_buckets(pieces, minimum)
+    nodes = nodes_of_data(mesh, hierarchical)
+    found = [
+        _of_bucket(bucket, pieces[bucket.first : bucket.last], dtype, mesh.data, compressor, nodes)
+        for bucket in buckets
+    ]
+    return Traffic(sum(each.sent for each in found), sum(each.between_nodes for each in found))
+
+
+def _of_bucket(
+    bucket: Bucket,
+    pieces: LocalLayout,
+    dtype: np.dtype,
+    axis: Axis,
+    compressor: Compressor | None,
+    nodes: Sequence[int],
+) -> Traffic:
+    if not any(nodes) or (compressor is not None and not compressor.by_nodes):
+        shapes = [piece.shape for piece in pieces]
+        return Traffic(_sum_bytes(shapes, axis.size, axis.rank, compressor, dtype), 0)
+    ranks, number = nodes.count(0), max(nodes) + 1
+    local_rank = nodes[: axis.rank].count(nodes[axis.rank])
+    parts = run_lengths(split(bucket.size, ranks))
+    within = sum(ring_elements(op, parts, local_rank) for op in ("reduce_scatter", "all_gather")) * dtype.itemsize
+    across = _sum_bytes([(parts[local_rank],)], number, nodes[axis.rank], compressor, dtype)
+    return Traffic(within + across, across)
+
+
+def _sum_bytes(
+    shapes: Sequence[Sequence[int]], ranks: int, rank: int, compressor: Compressor | None, dtype: np.dtype
+) -> int:
+    """Bytes that a rank sends for a sum of tensors over `ranks` ranks, if all ranks get the result."""
+    if compressor is None:
+        collectives = [Collective("all_reduce", [sum(map(prod, shapes))], dtype.itemsize)]
+    else:
+        collectives = compressor.collectives(shapes, dtype, ranks)
+    return sum(
+        each.itemsize
+        * (
+            all_reduce_elements(each.counts[0], ranks, rank)
+            if each.operation == "all_reduce"
+            else ring_elements(each.operation, each.counts, rank)
+        )
+        for each in collectives
+    )
+
+
+# Where the buckets of a model are cut; used to sum gradients, and to count the bytes of such sums.
+
+
+def bucket_layout(
+    parameters: FlatParameters, *, compressed: bool, by_unit: bool = False, ties_apart: bool = False
+) -> tuple[list[TensorRun], list[int]]:
+    """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut.
+
+    If gradients are `compressed`, on a mesh with tensor ranks either all tensors of a bucket are whole on every tensor
+    rank, or none is. `by_unit` cuts buckets at the units of ``parameters.units``; `ties_apart` is as for
+    `TensorLayout.gradient_runs`.
+    """
+    apart = compressed and parameters.place.tensor_size > 1
+    # With an uneven cut, slices differ in size between tensor ranks.  Tensor ranks sum partial gradients bucket by
+    # bucket and need the same cuts, so that all of them use the sizes of tensor rank 0.
+    first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
+    runs = parameters.layout.gradient_runs(by_unit=by_unit, copies_apart=apart, ties_apart=ties_apart)
+    return runs, [piece.size for piece in first]

@@ -26,12 +26,17 @@ from mpishard.parameters.flat import FlatParameters
 
 Array = Any
 
+# Where every rank has all sums, and not more elements than these, each looks at all of them: a message takes longer.
+_SHORT = 16_384
+# The number of first steps that are checked even if no setting requires it.
+_FIRST_STEPS = 3
+
 
 class LargestGradients:
     """The largest values of each tensor before the sum over ranks, and of spans of the summed gradients after it.
 
-    `same`: the sums are this rank's gradients, in the same memory: then a tensor is looked at only to find which one is
-    not finite.
+    `same`: the sums are this rank's gradients, in the same memory. Then `look` puts off its work: tensors are looked at
+    one by one only where a span is not finite, to find which.
     """
 
     def __init__(self, pieces: Sequence[Piece], spans: Ranges, same: bool = False) -> None:
@@ -39,7 +44,7 @@ class LargestGradients:
         self._spans = spans
         self._same = same
         self._nonfinite = ""
-        # By bucket, where nobody has looked yet.
+        # By bucket what `look` has put off.
         self._later: dict[int, tuple[Bucket, Array]] = {}
         # On a device: the values of all pieces, then of all spans, and the buckets that were looked at.
         self._values: LargestValues | None = None
@@ -51,9 +56,9 @@ class LargestGradients:
         if self._same:
             self._later[bucket.index] = bucket, gradient
         else:
-            self._look(bucket, gradient)
+            self._look_now(bucket, gradient)
 
-    def _look(self, bucket: Bucket, gradient: Array) -> None:
+    def _look_now(self, bucket: Bucket, gradient: Array) -> None:
         if arrays.runs_cuda(gradient):
             ranges = self._of_bucket.get(bucket.index)
             if ranges is None:
@@ -68,12 +73,12 @@ class LargestGradients:
 
     def of_spans(self, gradients: Sequence[Array]) -> list[float]:
         """The largest values of the spans of summed gradients, one for each; on a device the host waits once."""
-        tops = self._of_spans(gradients)
+        tops = self._find_in_spans(gradients)
         if all(map(math.isfinite, tops)):
             self._later.clear()
         return tops
 
-    def _of_spans(self, gradients: Sequence[Array]) -> list[float]:
+    def _find_in_spans(self, gradients: Sequence[Array]) -> list[float]:
         if not gradients or not arrays.runs_cuda(gradients[0]):
             return exact.largest_of(gradients, self._spans)
         values = self._on_device(gradients[0])
@@ -86,7 +91,7 @@ class LargestGradients:
     def nonfinite(self) -> str:
         """The first tensor looked at whose gradient is not finite; empty: all are.  On a device the host may wait."""
         for bucket, gradient in self._later.values():
-            self._look(bucket, gradient)
+            self._look_now(bucket, gradient)
         self._later.clear()
         if self._looked and self._values is not None:
             self._read(self._values.values())
@@ -122,29 +127,23 @@ class LargestGradients:
         return [Range(0, start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-# Where every rank has all sums, and not more elements than these, each looks at all of them: a message takes longer.
-_SHORT = 16_384
-# The number of first steps that are checked even if no setting requires it.
-_FIRST_STEPS = 3
-
-
-class NonfiniteCheck:
+class GradientInspection:
     """Checks the gradients of one optimizer, before and after they are summed over ranks.
 
     `looks`: look at each rank's gradients, to name those that are not finite.
     """
 
-    nonfinite_loss: str  # what is NaN or infinite in this rank's loss; `ShardedOptimizer.update` sets it before `norm`
-    finite_loss: bool  # the losses of all ranks were finite at the last call of `norm`
-    interrupted: bool  # before `norm`: this rank requests to stop; after it: any rank of the sync group does
+    nonfinite_loss: str  # what is NaN or infinite in this rank's loss; `ShardedOptimizer.update` sets it before `agree`
+    finite_loss: bool  # the losses of all ranks were finite at the last call of `agree`
+    interrupted: bool  # before `agree`: this rank requests to stop; after it: any rank of the sync group does
 
     def __init__(self, strategy: Strategy, parameters: FlatParameters, looks: bool) -> None:
         self._strategy = strategy
         self._sync_group = strategy.sync_group
         self._elements = sum(spec.size for spec in parameters.specs)
-        looks_at_all = strategy.sums_are_everywhere and (strategy.mesh.size == 1 or not strategy.divides_state)
-        self._sums_are_everywhere = looks_at_all and parameters.size <= _SHORT
-        parts = strategy.ownership.owned_parts if self._sums_are_everywhere else strategy.ownership.counted_parts
+        has_all = strategy.sums_are_everywhere and (strategy.mesh.size == 1 or not strategy.divides_state)
+        self._each_looks_at_all = has_all and parameters.size <= _SHORT
+        parts = strategy.ownership.owned_parts if self._each_looks_at_all else strategy.ownership.counted_parts
         self._spans = Ranges([Range(*span) for span in spans_of(parts)])
         # Compression adds errors to gradients, and a worker of Local SGD asks its own ranks alone.
         alone = strategy.mesh.size == 1 or strategy.workers_differ
@@ -167,7 +166,7 @@ class NonfiniteCheck:
         self.nonfinite_loss = ""
 
     @property
-    def is_first(self) -> bool:
+    def is_early(self) -> bool:
         """Return True if the next step is one of the first few. The same on all ranks."""
         return self._first_steps > 0
 
@@ -184,7 +183,7 @@ class NonfiniteCheck:
     def note_largest(self, largest: float) -> None:
         """Note the largest `largest_ahead` of all ranks, whose gradients are summed next as they are.
 
-        If it is far from the largest number, no sum can be infinite, and `norm` has nothing to find out.
+        If it is far from the largest number, no sum can be infinite, and `agree` has nothing to find out.
         """
         self._finite_ahead = largest < self._safe
 
@@ -193,7 +192,7 @@ class NonfiniteCheck:
         if not self._finite_ahead:
             self._largest.look(bucket, gradient)
 
-    def norm(self, measure: bool, exchange_status: bool) -> float:
+    def agree(self, measure: bool, exchange_status: bool) -> float:
         """Agree on whether the summed gradients and the losses are finite, and on whether to stop. Collective.
 
         `exchange_status`, the same on all ranks: a rank may have set `nonfinite_loss` or `interrupted`. Returns
@@ -204,7 +203,7 @@ class NonfiniteCheck:
             self.finite_loss = True
             return math.nan
         top = self.largest()
-        if self._sums_are_everywhere and not exchange_status:
+        if self._each_looks_at_all and not exchange_status:
             # All ranks find the same in the same sums: what is not finite on one rank is not finite in the sum.
             self.finite_loss = True
         else:
@@ -235,7 +234,7 @@ class NonfiniteCheck:
         gradients, squares = self._strategy.gradients(), np.zeros(2)
         for part in exact.sums_of_squares(gradients, self._spans, [top], [self._elements]):
             squares += part
-        if not self._sums_are_everywhere:
+        if not self._each_looks_at_all:
             self._sync_group.all_reduce(squares, label="control")
         return exact.norm(squares, top)
 

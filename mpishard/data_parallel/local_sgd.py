@@ -17,13 +17,14 @@ from mpishard.comm.channel import Request
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
 from mpishard.data_parallel.optimizer_state import AuxiliaryState
-from mpishard.data_parallel.rank_state import OUTER, Counters, RankState, make_slots
+from mpishard.data_parallel.rank_state import OUTER, Counters, RankState, slots_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import LocalUpdates, Strategy
 from mpishard.data_parallel.validation import check_copies
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import SGD, Rule
+from mpishard.optim.formulas import divide, follow, lag
 from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.reducer import PendingSum
 
@@ -32,24 +33,11 @@ if TYPE_CHECKING:
 
 Array = Any
 
-
-# Averages of the parameters of workers that take separate steps.
-
+_SYNC_EVERY = 8  # steps between two averages, if nobody says how many
 _MEAN = SGD(lr=1.0)  # a full step along the mean difference from the anchor ends at the mean
 
 
-@arrays.elementwise
-def _lag(out, anchor, own, /, workers):  # type: ignore[no-untyped-def]
-    """``out = (anchor - own) / workers``: this worker's term of the mean; the number of workers is that of the start"""
-    out = (anchor - own) / workers
-    return out
-
-
-@arrays.elementwise
-def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
-    """``own += anchor - then``"""
-    own = own + (anchor - then)
-    return own
+# Averages of the parameters of workers that take separate steps.
 
 
 @dataclass
@@ -59,7 +47,7 @@ class _Round:
     part: int
     begun: int  # the step after which it started
     problem: Exception | None  # this rank's error up to then
-    trouble: Request  # finds out whether any rank has an error
+    trouble: Request  # finds out whether any rank has a `problem`
     # For each bucket, the difference from the anchor and the request that sums it.
     sums: list[tuple[Bucket, Array, PendingSum]]
     then: list[Array]  # the parameters of step `begun`, bucket by bucket
@@ -73,21 +61,22 @@ class Averages:
     anchor (Douillard et al., "DiLoCo", 2023, algorithm 1); without it the anchor becomes the mean of the workers
     (Stich, "Local SGD converges fast and communicates little", 2019).
 
-    Buckets are divided into `parts`; `lasting`: workers may take steps between the start of an average and its end.
-    `start`, `take_in` and `discard` are collective over the data axis.
+    Buckets are divided into `parts`, each of which is averaged by itself. With `delayed` workers may take steps between
+    the start of an average and its end, which are then kept. `start`, `take_in` and `discard` are collective over the
+    data axis.
     """
 
-    def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, lasting: bool) -> None:
+    def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, delayed: bool) -> None:
         parameters = strategy.parameters
         self._strategy = strategy
         self._rule = rule = outer or _MEAN
-        self._lasting = lasting
+        self._delayed = delayed
         self._parts = [strategy.shares.buckets[part::parts] for part in range(parts)]
         self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
         self._rounds: list[_Round] = []
         self._begun = [0] * parts  # for each part, the step after which its last average started
         # State of the outer rule, in flat order; the same on all workers.
-        self.slots: dict[str, Array] = make_slots(rule, parameters.size, parameters.dtype, like=parameters.like)
+        self.slots: dict[str, Array] = slots_of_rule(rule, parameters.size, parameters.dtype, like=parameters.like)
         self.steps: list[int] = [0] * parts  # steps that the anchor has taken, for each part
 
     @property
@@ -120,9 +109,9 @@ class Averages:
         for bucket in self._parts[part]:
             own = flat[bucket.start : bucket.stop]
             delta = arrays.empty(own.size, own.dtype, like=own)
-            _lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
-            then.append(own.copy() if self._lasting else own)
-            started = strategy.averages.start(bucket, delta)
+            lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
+            then.append(own.copy() if self._delayed else own)
+            started = strategy.average_sums.start(bucket, delta)
             assert started is not None
             sums.append((bucket, delta, started))
         self._rounds.append(_Round(part, now, problem, pending, sums, then))
@@ -151,7 +140,7 @@ class Averages:
 
     def _finish(self, finished: _Round, now: int) -> None:
         strategy = self._strategy
-        strategy.averages.finish(finished.sums)
+        strategy.average_sums.finish(finished.sums)
         self.steps[finished.part] += 1
         step = self.steps[finished.part]
         for (bucket, delta, _), then in zip(finished.sums, finished.then, strict=True):
@@ -165,7 +154,7 @@ class Averages:
             if now == finished.begun:
                 own[...] = anchor  # the same bits on all workers
             else:
-                _follow(own, anchor, then)
+                follow(own, anchor, then)
 
     def discard(self) -> None:
         """Wait for the pending averages and drop their results, because other state replaces all of it."""
@@ -276,13 +265,6 @@ class LocalSteps:
 # What Local SGD adds to the state of an optimizer: the averages, and how far workers have gone by themselves.
 
 
-@arrays.elementwise
-def _divide(total, /, count):  # type: ignore[no-untyped-def]
-    """``total /= count``"""
-    total = total / count
-    return total
-
-
 class LocalState(AuxiliaryState):
     """The state of a `LocalSGDOptimizer` in addition to its rule's; `outer` moves the anchor."""
 
@@ -349,7 +331,7 @@ class LocalState(AuxiliaryState):
         for slot in self._on_rank.slots.values():
             mean = slot.copy()  # if a worker dies during the sum, the slot must not hold half of it
             axis.all_reduce(mean, label="state")
-            _divide(mean, axis.size)
+            divide(mean, axis.size)
             slot[...] = mean
         norm = -1.0 if math.isnan(counters.gradient_norm) else counters.gradient_norm
         numbers = np.array([counters.skipped_steps, norm, -counters.scaling.value, -counters.scaling.good_steps])
@@ -410,7 +392,7 @@ class LocalState(AuxiliaryState):
         # has its own parameters and state.
         self.may_differ = self._averages is not None
         self._strategy, self._on_rank, self._counters = strategy, on_rank, counters
-        averages = Averages(strategy, self._outer, self._schedule.parts, lasting=self._schedule.delay > 0)
+        averages = Averages(strategy, self._outer, self._schedule.parts, delayed=self._schedule.delay > 0)
         steps = LocalSteps(strategy.axis, self._schedule, averages, self.staleness)
         self._averages, self._steps = averages, steps
 
@@ -470,9 +452,7 @@ class LocalState(AuxiliaryState):
             )
 
 
-# Local SGD: each worker takes steps independently; every `sync_every` steps the workers average their parameters.
-
-_SYNC_EVERY = 8
+# The optimizer.
 
 
 class LocalSGDOptimizer(ShardedOptimizer):

@@ -20,7 +20,7 @@ from mpishard.comm.agreement import fingerprint
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.ownership import spans_of
-from mpishard.data_parallel.rank_state import RankState, cut_full, gather_full
+from mpishard.data_parallel.rank_state import RankState, cut_full, gather_slot
 from mpishard.data_parallel.settings import Configured, settings_of_method
 from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.data_parallel.validation import check_copies, check_method
@@ -44,15 +44,23 @@ from mpishard.minimizers.method import (
     Wanted,
     check_metadata,
     lifted,
-    warn_projected_start,
+    log_projected_start,
 )
 from mpishard.minimizers.space import Space
+from mpishard.optim.formulas import divide
 from mpishard.parameters.flat import FlatParameters
 
 if TYPE_CHECKING:
     from mpishard.data_parallel.full_state import FullState
 
 Array = Any
+
+# The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
+POINT = "point"
+_METADATA = "minimizer.json"
+_BATCHES = "batches"  # in the metadata
+_ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
+_ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
 
 def limits_of(
@@ -143,10 +151,7 @@ class ShardedSpace(Space):
 
     def whole(self, vector: Array) -> Array:
         """All elements of a vector on every rank, in memory like its own, in the order of the specs.  Collective."""
-        strategy = self._strategy
-        views = strategy.ownership.counted_views(strategy.ownership.state_views(vector))
-        values = np.concatenate([np.empty(0, vector.dtype), *map(arrays.to_host, views)])
-        whole = gather_full(strategy.mesh.world, strategy.parameters, strategy.ownership.counted, values)
+        whole = gather_slot(self._strategy, vector, self._strategy.mesh.world)
         return arrays.on_device_of(whole, self.like)
 
     def own(self, whole: Array) -> Array:
@@ -154,21 +159,6 @@ class ShardedSpace(Space):
         host = np.asarray(arrays.to_host(whole), self.like.dtype)
         part = cut_full(host, self._strategy.parameters, self._strategy.ownership.own)
         return arrays.on_device_of(part, self.like)
-
-
-@arrays.elementwise
-def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
-    """``gradient /= divisor``"""
-    gradient = gradient / divisor
-    return gradient
-
-
-# The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
-POINT = "point"
-_METADATA = "minimizer.json"
-_BATCHES = "batches"  # in the metadata
-_ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
-_ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
 
 class MinimizationState(OptimizerState):
@@ -301,7 +291,7 @@ class MinimizationState(OptimizerState):
         """Pass a value, the same on all ranks, and this rank's elements of the gradient, and count the step."""
         self._count_step()
         if self._optimizer.world.rank == 0:
-            warn_projected_start(self._moved)
+            log_projected_start(self._moved)
         self._moved = 0
         self.minimization.tell(value, gradient)
         self.counters.gradient_norm = self.minimization.progress.projected_norm
@@ -329,7 +319,7 @@ class MinimizationState(OptimizerState):
         for part, own in zip(strategy.ownership.state_views(gradient), strategy.gradients(), strict=True):
             part[...] = own
         if divisor != 1 and gradient.size:
-            _divide(gradient, divisor)
+            divide(gradient, divisor)
         return gradient
 
     def own_part(self, flat: Array) -> Array:
@@ -344,7 +334,10 @@ class MinimizationState(OptimizerState):
         return gradient
 
     def whole(self, vector: Array) -> Array:
-        """A vector of which this is this rank's part, as a new flat array like the parameters."""
+        """A vector from this rank's part of it, as a new flat array like this rank's parameters.
+
+        `ShardedSpace.whole` has it in the order of the specs, of all tensor and pipeline ranks.
+        """
         strategy = self._strategy
         assert isinstance(strategy, ZeRO1)
         return strategy.gather(vector, "vectors")
@@ -485,7 +478,7 @@ class MinimizationState(OptimizerState):
         if not isinstance(facts.get(_METADATA), Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
         self.batches_in(facts)
-        check_metadata(self._method, facts[_METADATA], self._elements)
+        check_metadata(self._method, facts[_METADATA], self._element_options)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         self._resume(facts[_METADATA])
@@ -514,10 +507,10 @@ class MinimizationState(OptimizerState):
         """All numbers of the minimisation, without the vectors."""
         if self._minimizer is None:
             return {}
-        return {**self._minimizer.to_metadata(), ELEMENTS: self._elements, _BATCHES: self._batches}
+        return {**self._minimizer.to_metadata(), ELEMENTS: self._element_options, _BATCHES: self._batches}
 
     @property
-    def _elements(self) -> str:
+    def _element_options(self) -> str:
         """A hash of the options about elements."""
         if self._hash is not None:
             return f"{self._hash:x}"

@@ -10,7 +10,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration, mesh_of
-from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, optimizer_of
+from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, default_optimizer
 from mpishard.data_parallel.ownership import TensorCopies
 from mpishard.data_parallel.rank_state import gather_full
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -161,7 +161,7 @@ class ShardedModel:
         if gradients.reduced:
             return
         gradients.finalize()
-        if not gradients.reduces:
+        if not gradients.is_bound:
             for bucket in reversed(gradients.buckets):
                 self._copies.sum(bucket, gradients.memory.of_bucket(bucket))
             flat = gradients.memory.flat
@@ -230,7 +230,7 @@ def as_distributed(
         )
     config = ShardingConfiguration.of(mesh_or_config)
     if isinstance(model_or_rule, Rule | Method):
-        return optimizer_of(model_or_rule, config)
+        return default_optimizer(model_or_rule, config)
     hybrid = config.mesh.data.size < config.mesh.size
     return (HybridShardedModel if hybrid else ShardedModel)(model_or_rule, config)
 
@@ -320,7 +320,7 @@ def configuration_of(mesh: Any, **options: Unpack[ConfigurationOptions]) -> Shar
     return ShardingConfiguration.of(mesh)
 
 
-def optimizer_for(
+def optimizer_of_whole_model(
     what: str, rule: Any, config: ShardingConfiguration, zero: int, shards_parameters: bool = False
 ) -> ShardedOptimizer:
     """The optimizer for these arguments of an `as_distributed`; an optimizer is returned as it is.
@@ -353,5 +353,5 @@ def optimizer_for(
             "all share; use one of the two"
         )
     if not zero:
-        return optimizer_of(rule, config)
+        return default_optimizer(rule, config)
     return {1: ZeRO1Optimizer, 2: ZeRO2Optimizer, 3: ZeRO3Optimizer}[zero](rule, config)

@@ -14,7 +14,7 @@ from mpishard.comm.agreement import opening, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import CaughtError, raised_on_all
 from mpishard.data_parallel.rank_state import Counters, RankState, check_numbers
-from mpishard.data_parallel.settings import Configured, NumericsFingerprint, Settings, changed_settings
+from mpishard.data_parallel.settings import Configured, Numerics, Settings, changed_settings
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
     check_layout,
@@ -118,7 +118,7 @@ class OptimizerState(ABC):
         self.auxiliary = tuple(auxiliary)
         self.counters = Counters(optimizer.config.loss_scale)
         self.settings = Settings(optimizer, self.options, self.live_values)
-        self.numerics = NumericsFingerprint()
+        self.numerics = Numerics()
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
@@ -174,7 +174,7 @@ class OptimizerState(ABC):
     def update(self, count: float, *, loss: float, rate_factor: float, exchange_status: bool) -> bool:
         """Finish the reductions and take a step, see `ShardedOptimizer.update`, which has noted this rank's status."""
 
-    def averages(self) -> list[Array]:
+    def moving_averages(self) -> list[Array]:
         """The moving average of each range of the parameters that this rank updates; ValueError if there is none."""
         raise ValueError(
             f"{type(self.rule).__name__} keeps no average of the parameters; give the rule ema_decay=0.999"
@@ -317,7 +317,7 @@ class OptimizerState(ABC):
         else:
             on_rank.strategy.attach(parameters)
         reducer = on_rank.strategy.reducer
-        if not written.reduces and written.has_content:  # a backward pass ran before the first step
+        if not written.is_bound and written.has_content:  # a backward pass ran before the first step
             if written.reduced:
                 on_rank.strategy.copies.zero_duplicates(written.flat)
             else:
@@ -463,7 +463,7 @@ class OptimizerState(ABC):
         if self._carried is not None:
             self._carried.restore(facts)
         self.counters.restore(facts)
-        self.numerics.restore(facts, self._optimizer.config)
+        self.numerics.restore(facts)
         on_rank.resume(self.counters, float(facts.get("loss_scale", 1.0)))
 
     def restore_settings(self, facts: Mapping[str, Any]) -> None:

@@ -19,6 +19,9 @@ from mpishard.data_parallel.strategies import (
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
 
+# Index: ZeRO stage.
+STRATEGIES = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
+
 
 class DDPOptimizer(ShardedOptimizer):
     """Distributed data parallel: every rank holds all parameters, gradients and state; gradients are all-reduced.
@@ -109,20 +112,6 @@ class ZeRO3Optimizer(ShardedOptimizer):
     strategy_class: type[Strategy] = ZeRO3
 
 
-def optimizer_of(rule: Rule | Method, config: ShardingConfiguration) -> ShardedOptimizer:
-    """The default optimizer for a rule or method and a configuration, without state.
-
-    A method divides its vectors, as ZeRO-1 does; for a rule the configuration's `sync_every` decides.
-    """
-    if isinstance(rule, Method):
-        return ZeRO1Optimizer(rule, config)
-    return (LocalSGDOptimizer if config.sync_every > 1 else DDPOptimizer)(rule, config)
-
-
-# Index: ZeRO stage.
-STRATEGIES = (DataParallel, ZeRO1, ZeRO2, ZeRO3)
-
-
 class HybridShardedOptimizer(ShardedOptimizer):
     """Three-dimensional parallelism: tensor and pipeline ranks split the model, data ranks the batch and the state.
 
@@ -176,3 +165,13 @@ class HybridShardedOptimizer(ShardedOptimizer):
             mesh = mesh.reshaped(data=data_parallel_size, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size)
             config = replace(config, mesh=mesh)
         super().__init__(rule, config)
+
+
+def default_optimizer(rule: Rule | Method, config: ShardingConfiguration) -> ShardedOptimizer:
+    """The default optimizer for a rule or method and a configuration, without state.
+
+    A method divides its vectors, as ZeRO-1 does; for a rule the configuration's `sync_every` decides.
+    """
+    if isinstance(rule, Method):
+        return ZeRO1Optimizer(rule, config)
+    return (LocalSGDOptimizer if config.sync_every > 1 else DDPOptimizer)(rule, config)

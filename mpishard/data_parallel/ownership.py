@@ -23,7 +23,7 @@ from mpishard.backend.ranges import Ranges
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration, bucket_layout
-from mpishard.layout.boxes import run_lengths, split
+from mpishard.layout.boxes import run_lengths, run_of, split
 from mpishard.layout.tensors import ParameterSpec, Piece
 from mpishard.optim import Rule
 from mpishard.parameters.buckets import Bucket, make_buckets
@@ -46,27 +46,6 @@ class OwnedPart(NamedTuple):
     stop: int
 
 
-def parts_of(
-    pieces: Sequence[Piece], tensors: Sequence[int], ranges: Sequence[Range], origins: Sequence[int]
-) -> list[OwnedPart]:
-    """Cut ascending ranges of a flat buffer at its pieces; positions in a part count from the range's origin.
-
-    `tensors` has the tensor number of each piece.
-    """
-    parts = []
-    first = 0
-    for owned, ((start, stop), origin) in enumerate(zip(ranges, origins, strict=True)):
-        while first < len(pieces) and pieces[first].start + pieces[first].size <= start:
-            first += 1
-        for number, piece in zip(tensors[first:], pieces[first:], strict=True):
-            if piece.start >= stop:
-                break
-            begin, end = max(piece.start, start), min(piece.start + piece.size, stop)
-            if begin < end:
-                parts.append(OwnedPart(number, owned, begin - origin, end - origin))
-    return parts
-
-
 def spans_of(parts: Sequence[OwnedPart]) -> list[Span]:
     """The elements of `parts` as ``(owned, start, stop)``, with adjacent parts joined."""
     spans: list[Span] = []
@@ -82,9 +61,9 @@ class OwnedRanges:
     """The elements of one rank, as ranges of its flat parameters.
 
     `own` are the ascending ranges that this rank updates; a state array holds them end to end. `counted` has for each
-    the part that this rank contributes to sums over ranks, such as norms. Where several data ranks update the same
-    elements, as in DDP, each contributes another part, so that every element counts once. `in_sync_group` is the
-    same for sums over the ranks that take a step together.
+    the part for which this rank stands in saves and full tensors. Where several data ranks update the same elements, as
+    in DDP, each stands for another part, so that every element counts once. `in_sync_group` is the same for sums over
+    the ranks that take a step together, such as norms; by default it is `counted`.
     """
 
     def __init__(
@@ -131,14 +110,29 @@ class OwnedRanges:
 
     @cached_property
     def counted_parts(self) -> list[OwnedPart]:
-        """This rank's parts in sums over the model: each logical element is on exactly one rank of the sync group."""
+        """This rank's parts in sums over the sync group, on exactly one rank of which each logical element is.
+
+        They are `in_sync_group`, cut at tensors; the ranges in `counted` may be others.
+        """
         specs, model_rank = self._layout.specs, self._layout.place
         return [part for part in self._parts(self._in_sync_group) if model_rank.is_primary(specs[part.tensor])]
 
     def _parts(self, ranges: Sequence[Range]) -> list[OwnedPart]:
+        """Cut ascending ranges, each within one of `own`, at tensors; positions count from the start of that one."""
+        pieces = self._layout.pieces
         number = {spec.name: index for index, spec in enumerate(self._layout.specs)}
-        tensors = [number[piece.name] for piece in self._layout.pieces]
-        return parts_of(self._layout.pieces, tensors, ranges, [start for start, _ in self.own])
+        parts = []
+        first = 0
+        for owned, ((start, stop), (origin, _)) in enumerate(zip(ranges, self.own, strict=True)):
+            while first < len(pieces) and pieces[first].start + pieces[first].size <= start:
+                first += 1
+            for piece in pieces[first:]:
+                if piece.start >= stop:
+                    break
+                begin, end = max(piece.start, start), min(piece.start + piece.size, stop)
+                if begin < end:
+                    parts.append(OwnedPart(number[piece.name], owned, begin - origin, end - origin))
+        return parts
 
 
 class RuleRange(NamedTuple):
@@ -153,8 +147,7 @@ class RuleRange(NamedTuple):
 class RuleRanges:
     """The owned ranges of a rank, with the rule of each.
 
-    `counted` has this rank's parts in sums over the model, cut at tensors, each with the number of its tensor, for the
-    norms of two sets of arrays; `owned` has all elements of this rank, likewise.
+    `counted` and `owned` are cut at tensors, and choose the number of their tensor.
     """
 
     def __init__(self, ownership: OwnedRanges, specs: Sequence[ParameterSpec]) -> None:
@@ -164,35 +157,32 @@ class RuleRanges:
         self._by_tensor: list[Rule] = []
         self._ranges: list[RuleRange] = []
         self._rules: list[Rule] = []
-        self._at_once = Ranges([])
+        self._for_one_launch = Ranges([])
         self._of_kernels: dict[Kernel, Ranges] = {}
 
     def by_tensor(self, rule: Rule) -> list[Rule]:
         """The rule of each tensor, by its number."""
-        if rule is not self._rule:
-            self._by_tensor = rule.by_shape(self._shapes)
-            self._ranges = self._cut(rule)
-            self._rules = list({id(each.rule): each.rule for each in self._ranges}.values())
-            number = {id(each): choice for choice, each in enumerate(self._rules)}
-            self._at_once = Ranges([ArrayRange(*each[1:], number[id(each.rule)]) for each in self._ranges])
-            self._rule = rule
+        self._follow(rule)
         return self._by_tensor
 
     def of(self, rule: Rule, factor: float) -> list[RuleRange]:
         """The ranges in their order, each with its rule; `factor` multiplies all learning rates."""
-        self.by_tensor(rule)
+        self._follow(rule)
         if factor == 1:
             return self._ranges
         scaled = {id(each.rule): each.rule.scaled(factor) for each in self._ranges}
         return [each._replace(rule=scaled[id(each.rule)]) for each in self._ranges]
 
-    def at_once(self, rule: Rule, factor: float) -> tuple[list[Rule], Ranges]:
+    def for_one_launch(self, rule: Rule, factor: float) -> tuple[list[Rule], Ranges]:
         """The ranges for one launch, and the rules that they choose from; otherwise as `of`."""
-        self.by_tensor(rule)
-        return [each.scaled(factor) for each in self._rules], self._at_once
+        self._follow(rule)
+        return [each.scaled(factor) for each in self._rules], self._for_one_launch
 
     def of_all(self, kernel: Kernel) -> Ranges:
-        """All of each owned range, for a kernel that does the same with all of them."""
+        """All of each owned range, for a kernel that does the same with all of them.
+
+        Each kernel has its own, since these keep a device table for the arrays of the last launch.
+        """
         if kernel not in self._of_kernels:
             own = enumerate(self._ownership.own)
             self._of_kernels[kernel] = Ranges([ArrayRange(row, 0, stop - start) for row, (start, stop) in own])
@@ -200,11 +190,23 @@ class RuleRanges:
 
     @cached_property
     def counted(self) -> tuple[Ranges, Ranges]:
-        return _by_tensor(self._ownership.counted_parts), _by_tensor(self._ownership.counted_parts)
+        """This rank's parts in sums over the sync group: twice, for the norms of two sets of arrays: see `of_all`."""
+        return _ranges_of(self._ownership.counted_parts), _ranges_of(self._ownership.counted_parts)
 
     @cached_property
     def owned(self) -> Ranges:
-        return _by_tensor(self._ownership.owned_parts)
+        """All elements of this rank, cut at tensors."""
+        return _ranges_of(self._ownership.owned_parts)
+
+    def _follow(self, rule: Rule) -> None:
+        """Find the ranges again if this is another rule than the last one."""
+        if rule is not self._rule:
+            self._by_tensor = rule.by_shape(self._shapes)
+            self._ranges = self._cut(rule)
+            self._rules = list({id(each.rule): each.rule for each in self._ranges}.values())
+            number = {id(each): choice for choice, each in enumerate(self._rules)}
+            self._for_one_launch = Ranges([ArrayRange(*each[1:], number[id(each.rule)]) for each in self._ranges])
+            self._rule = rule
 
     def _cut(self, rule: Rule) -> list[RuleRange]:
         if all(each is rule for each in self._by_tensor):
@@ -221,7 +223,8 @@ class RuleRanges:
         return ranges
 
 
-def _by_tensor(parts: Sequence[OwnedPart]) -> Ranges:
+def _ranges_of(parts: Sequence[OwnedPart]) -> Ranges:
+    """Parts as ranges that choose the number of their tensor."""
     return Ranges([ArrayRange(part.owned, part.start, part.stop, part.tensor) for part in parts])
 
 
@@ -246,12 +249,12 @@ class TensorCopies:
                     self._ties[spec.name] = axis, holders.index(model_rank.runner(spec.stage))
 
     @property
-    def inside(self) -> bool:
-        """Return True if there are copies within one data coordinate: on the tensor axis, or as ties."""
+    def within_replica(self) -> bool:
+        """Return True if one data coordinate has several copies of a tensor: on the tensor axis, or as ties."""
         return bool(self._ties) or self._mesh.tensor.size > 1
 
     @property
-    def sums(self) -> bool:
+    def sum_changes(self) -> bool:
         """Return True if `sum` changes any gradient; not collective, and the same on all ranks of the tensor axis."""
         partial = self._mesh.tensor.size > 1 and any(spec.partial for spec, _ in self._tensors)
         return bool(self._ties) or partial
@@ -317,7 +320,7 @@ class TensorCopies:
         if parameters.sharded is None:
             self._mesh.data.broadcast(parameters.flat, label="parameters")
             self.broadcast_within_replica(parameters.flat)
-        elif self.inside:
+        elif self.within_replica:
             parameters.sharded.rewrite(self.broadcast_within_replica)
 
     def broadcast_within_replica(self, flat: Array, first: int = 0, last: int | None = None) -> None:
@@ -362,23 +365,25 @@ class TensorCopies:
 
 @dataclass(frozen=True)
 class _SecondUse:
-    """The bucket of a second use, the bucket of the first, and the former's place in this rank's part of the latter."""
+    """The second use of a tensor on this rank."""
 
-    bucket: Bucket
-    first: Bucket
-    part: slice
+    bucket: Bucket  # of its gradient alone
+    first: Bucket  # the bucket in which the gradient of the first use is
+    part: slice  # where this rank's part of `bucket` is to be added, in this rank's part of `first`
 
 
 class TiedWeights:
-    """The buckets of second uses on this rank, and what is added to what.
+    """Adds the uses of tied tensors, each of which is summed over the data axis by itself, in reproducible runs.
 
-    `buckets` are those that cover the parameters; `counts` has for each the elements that each data rank owns.
+    Both uses may be on this rank: then the second has a bucket of its own here, in `buckets`. Or one is on another
+    pipeline rank. The arguments `buckets` are those that cover the parameters; `counts` has for each the elements that
+    each data rank owns.
     """
 
     def __init__(
         self, parameters: FlatParameters, buckets: Sequence[Bucket], counts: Sequence[Sequence[int]], rank: int
     ) -> None:
-        # For each of them, the elements that each data rank owns: the same as of the first use.
+        # For each bucket of a second use, the elements that each data rank owns: the same as of the first use.
         self.counts: list[list[int]] = []
         self._second: list[_SecondUse] = []
         number = {piece.name: index for index, piece in enumerate(parameters.pieces)}
@@ -386,8 +391,8 @@ class TiedWeights:
             index, piece = number[name], parameters.pieces[number[name]]
             first = next(bucket for bucket in buckets if bucket.first <= index < bucket.last)
             stop = piece.start + piece.size
-            made = len(buckets) + len(self._second)
-            bucket = Bucket(made, index, index + 1, piece.start, stop, stage, second_use=True)
+            after_others = len(buckets) + len(self._second)
+            bucket = Bucket(after_others, index, index + 1, piece.start, stop, stage, second_use=True)
             self.counts.append([])
             start = first.start
             for each, count in enumerate(counts[first.index]):
@@ -397,7 +402,7 @@ class TiedWeights:
                     place = slice(begin - start, end - start) if begin < end else slice(0, 0)
                 start += count
             self._second.append(_SecondUse(bucket, first, place))
-        # Those of second uses; their indices follow those of the other buckets.
+        # Those of second uses.
         self.buckets: tuple[Bucket, ...] = tuple(use.bucket for use in self._second)
         # Tied tensors have separate buckets, unless all of their stages are on this rank.
         self._tied = [
@@ -408,7 +413,7 @@ class TiedWeights:
 
     @property
     def incomplete(self) -> set[int]:
-        """Indices of the buckets that are not complete when they are summed over the data axis."""
+        """Indices of the buckets to which a use is still to be added when they are summed over the data axis."""
         return {bucket.index for bucket, _ in self._tied} | {use.first.index for use in self._second}
 
     def add(self, part: Callable[[Bucket], Array], copies: TensorCopies) -> None:
@@ -456,15 +461,12 @@ class BucketShares:
     @property
     def ranges(self) -> list[Range]:
         """This rank's share of each bucket, as ranges of the flat parameters."""
-        shares = [(bucket.start, self.counts[bucket.index]) for bucket in self.buckets]
-        starts = [start + sum(counts[: self.axis.rank]) for start, counts in shares]
-        return [(start, start + counts[self.axis.rank]) for start, (_, counts) in zip(starts, shares, strict=True)]
+        runs = [(bucket.start, run_of(self.counts[bucket.index], self.axis.rank)) for bucket in self.buckets]
+        return [(start + run.start, start + run.stop) for start, run in runs]
 
     def in_place(self, bucket: Bucket, gradient: Array) -> Array:
         """This rank's part of a bucket where it lies in the whole."""
-        counts = self.counts[bucket.index]
-        start = sum(counts[: self.axis.rank])
-        return gradient[start : start + counts[self.axis.rank]]
+        return gradient[run_of(self.counts[bucket.index], self.axis.rank)]
 
     def at_front(self, bucket: Bucket, gradient: Array) -> Array:
         """As many elements as this rank's part, at the front of the bucket's memory, where its sum arrives (ZeRO-1)."""

@@ -1,6 +1,7 @@
 """One rank's part of the state of an optimizer: numbers, arrays by slot of the rule, and their layouts.
 
-Checkpoints and resizes move it rank by rank; `gather` makes full tensors of it.
+Checkpoints and resizes move it rank by rank; `gather` makes full tensors of it. Rules that need whole tensors, as Muon
+does, get them from the ranks that have parts of them by `Matrices`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.reshard import Transfer, transfers, view_of
-from mpishard.data_parallel.gradient_norm import NonfiniteCheck
+from mpishard.data_parallel.gradient_norm import GradientInspection
 from mpishard.data_parallel.ownership import RuleRanges
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategies import Strategy
@@ -95,15 +96,15 @@ def check_numbers(facts: Mapping[str, Any]) -> None:
     finite_fact(facts, "gradient_norm", 0.0, above=-1.0)
 
 
-def slot_names(rule: Rule) -> tuple[str, ...]:
+def slot_names_of_rule(rule: Rule) -> tuple[str, ...]:
     """The names of the state arrays of a rule: its slots, and the average of the parameters if it keeps one."""
     return rule.slots if rule.ema_decay is None else (*rule.slots, EMA)
 
 
-def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:
+def slots_of_rule(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:
     """New state of a rule for `size` elements, on the device of `like`."""
     slots: dict[str, Array] = {}
-    for name in slot_names(rule):
+    for name in slot_names_of_rule(rule):
         slots[name] = arrays.zeros(size, dtype, like=like)
         if name in rule.slots and rule.initial(name):
             slots[name][...] = rule.initial(name)
@@ -127,7 +128,7 @@ class RankState:
         config = optimizer.config
         self.strategy: Strategy = optimizer.strategy_class.fitting(parameters)(config, parameters)
         self._broadcast_carried()
-        self.inspection = NonfiniteCheck(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
+        self.inspection = GradientInspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         # The elements that the rule of each parameter group updates.
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
         self._matrices: Matrices | None = None
@@ -215,13 +216,7 @@ class RankState:
 
     def gather(self, slots: Mapping[str, Array], world: Axis) -> dict[str, np.ndarray]:
         """State arrays by name with full tensors, on every rank.  Collective over `world`."""
-        return {name: self._gather(slot, world) for name, slot in slots.items()}
-
-    def _gather(self, slot: Array, world: Axis) -> np.ndarray:
-        ownership = self.strategy.ownership
-        counted = ownership.counted_views(ownership.state_views(slot))
-        values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
-        return gather_full(world, self.parameters, ownership.counted, values)
+        return {name: gather_slot(self.strategy, slot, world) for name, slot in slots.items()}
 
     def gather_errors(self, world: Axis) -> dict[str, np.ndarray]:
         """The compression errors with full tensors, by kind, on every rank; empty without compression.  Collective."""
@@ -257,16 +252,7 @@ class RankState:
             target[...] = own
 
 
-# The layout of ranges that lie end to end.
-
-
-def _starts(ranges: Sequence[Range]) -> list[int]:
-    """The start of each range when the ranges lie end to end."""
-    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
-
-
-def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
-    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)
+# The state of a model that has no optimizer.
 
 
 def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
@@ -284,6 +270,18 @@ def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
         counted = _counted(parameters, [(start, stop)], [start])
         shard = Shard(PARAMETERS, parameters.flat, parameters.pieces, counted)
     return RunState(parameters.specs, (shard,))
+
+
+# The layout of ranges that lie end to end.
+
+
+def _starts(ranges: Sequence[Range]) -> list[int]:
+    """The start of each range when the ranges lie end to end."""
+    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
+
+
+def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
+    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)
 
 
 # Full tensors from the parts on the ranks of a mesh, and back: flat arrays in the order of the specs.
@@ -315,6 +313,14 @@ def gather_full(world: Axis, parameters: FlatParameters, ranges: Sequence[Range]
             target[...] = joined[offset : offset + box_size(box)].reshape(target.shape)
             offset += box_size(box)
     return full
+
+
+def gather_slot(strategy: Strategy, slot: Array, world: Axis) -> np.ndarray:
+    """A state array, which has the ranges that this rank owns end to end, as `gather_full` returns it. Collective."""
+    ownership = strategy.ownership
+    counted = ownership.counted_views(ownership.state_views(slot))
+    values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
+    return gather_full(world, strategy.parameters, ownership.counted, values)
 
 
 def cut_full(full: np.ndarray, parameters: FlatParameters, ranges: Sequence[Range]) -> np.ndarray:

@@ -9,9 +9,9 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend import exact
 from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
-from mpishard.data_parallel.rank_state import EMA, make_slots, slot_names
+from mpishard.data_parallel.rank_state import EMA, slot_names_of_rule, slots_of_rule
 from mpishard.data_parallel.settings import Configured, settings_of_rule
-from mpishard.data_parallel.update import apply_rule
+from mpishard.data_parallel.update import Factors, apply_rule
 from mpishard.data_parallel.validation import check_copies, check_replacement, check_rule_fits
 from mpishard.layout.run_state import whole_fact
 from mpishard.optim import Muon, Rule
@@ -49,7 +49,7 @@ class RuleState(OptimizerState):
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        return slot_names(self._rule)
+        return slot_names_of_rule(self._rule)
 
     def options(self) -> dict[str, str]:
         return super().options() | settings_of_rule(self._rule)
@@ -73,14 +73,14 @@ class RuleState(OptimizerState):
             if config.max_gradient_value is not None:
                 clip_by_value.expect(dtype)
             exact.expect_norms(dtype, config.max_gradient_norm is not None or rule.norm_based or rule.whole_tensors)
-        return make_slots(rule, size, dtype, like=parameters.like)
+        return slots_of_rule(rule, size, dtype, like=parameters.like)
 
     def check_fits(self, parameters: FlatParameters) -> None:
         check_rule_fits(self._rule, parameters, self._optimizer.config.mesh, self._optimizer.strategy_class)
 
-    def averages(self) -> list[Array]:
+    def moving_averages(self) -> list[Array]:
         if self._rule.ema_decay is None:
-            return super().averages()
+            return super().moving_averages()
         if not self.is_bound or not self.counters.steps:
             raise ValueError("there is no average of the parameters before the first step")
         return self.strategy.ownership.state_views(self.on_rank.slots[EMA])
@@ -114,10 +114,10 @@ class RuleState(OptimizerState):
         inspection, mode = on_rank.inspection, config.nonfinite_gradients
         counters.gradient_norm = math.nan
         measure = config.max_gradient_norm is not None or self._optimizer.measure_norm
-        if mode == "ignore" and not measure and not inspection.is_first:
+        if mode == "ignore" and not measure and not inspection.is_early:
             on_rank.strategy.compare_units()
             return True
-        norm = inspection.norm(measure, exchange_status)
+        norm = inspection.agree(measure, exchange_status)
         if not math.isinf(norm):
             counters.gradient_norm = norm / divisor
             if inspection.finite_loss:
@@ -146,7 +146,7 @@ class RuleState(OptimizerState):
             ranges = on_rank.rule_ranges.of_all(clip_by_value)
             clip_by_value.over_ranges(rows, ranges, [(divisor, config.max_gradient_value)])
             divisor = 1.0
-        apply_rule(self._rule, on_rank, counters.steps, rate_factor=rate_factor, divisor=divisor, clip=clip)
+        apply_rule(self._rule, on_rank, counters.steps, Factors(rate_factor, divisor, clip))
         strategy.publish_parameters()
         strategy.keep_errors()
         counters.scaling.succeeded()

@@ -1,12 +1,12 @@
 """What decides an optimizer's steps and their bits: settings, arguments of a call, and the arithmetic of the machine.
 
 Ranks with different settings take different steps: their copies of the model diverge, or they wait in different
-collectives.  `agree_on_step` compares parameters, divisor and settings before each step, `agree_on_beginning` what all
-do between two steps; if ranks differ, all raise one error (`mpishard.comm.agreement`).
+collectives.  `agree_on_step` compares parameters, divisor and settings before each step.  `agree_whether_begun` does so
+before what all do between two steps.  If ranks differ, all raise one error (`mpishard.comm.agreement`).
 
 `ShardingConfiguration.reproducible` promises the same bits on any layout, but not with another BLAS kernel, another
 number of shards or other micro-batches. A run that would resume with other ones raises, or records that it continued
-with them (`NumericsFingerprint`).
+with them (`Numerics`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend.gemm import choice
 from mpishard.backend.process import arithmetic, fix_blas_threads, of_products
-from mpishard.comm.agreement import REMEDY, agree_on_settings, differing, fingerprint, gather_in_call, text_of
+from mpishard.comm.agreement import REMEDY, agree_on_settings, fingerprint, gather_difference, gather_in_call, text_of
 from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategies import Strategy
@@ -33,6 +33,22 @@ from mpishard.optim.rule import LiveValues
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
 
+# Names among the facts of a state.
+ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
+_PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
+_ALLOWED = "ShardingConfiguration(..., allow_different_bits=True) continues, and records it"
+# By fact how to have the value that the saved run had; others are of the machine and its libraries.
+_REMEDIES = {
+    "kernels": "run it with the release of mpishard that made the state",
+    "BLAS kernels": "set OPENBLAS_CORETYPE={}",
+    "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
+    "products": "set MPISHARD_PRODUCTS={}",
+    "libraries for products": "have {} on all ranks",
+    "XLA threads": "set NPROC={}",
+    "shards": "make the model with shards={}",
+    "micro_batch_size": "give the problem micro_batch_size={}",
+    "dtype": "make the model with dtype={}",
+}
 _CALLS_REMEDY = (
     "make the same passes and calls on each rank, and zero_grad() drops them; where a rank has no samples, use "
     "mpishard.torch.join, or step(count=) with losses that are sums over samples"
@@ -178,6 +194,15 @@ def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
     return {f"{of}{name}": text for name, text in settings.items()}
 
 
+def _value(function: Callable[[int], Any], step: int) -> str:
+    """A function's value at a step, to nine digits since processors may differ in the last; or its error's name."""
+    try:
+        found = function(step)
+        return f"({', '.join(f'{value:.9g}' for value in found)})" if isinstance(found, tuple) else f"{found:.9g}"
+    except Exception as error:  # a schedule may end with the run, before the last of the compared steps
+        return type(error).__name__
+
+
 def _fields_of(rule: Rule | Method, without: Collection[str]) -> dict[str, str]:
     names = [field.name for field in fields(rule) if field.compare and field.name not in without]
     return {name: text_of(getattr(rule, name)) for name in names}
@@ -200,13 +225,7 @@ def changed_settings(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list
     return changed
 
 
-def _value(function: Callable[[int], Any], step: int) -> str:
-    """A function's value at a step, to nine digits since processors may differ in the last; or its error's name."""
-    try:
-        found = function(step)
-        return f"({', '.join(f'{value:.9g}' for value in found)})" if isinstance(found, tuple) else f"{found:.9g}"
-    except Exception as error:  # a schedule may end with the run, before the last of the compared steps
-        return type(error).__name__
+# Comparisons of ranks.
 
 
 def agree_on_step(
@@ -245,9 +264,9 @@ def agree_on_step(
         models = gather_in_call(ranks, "step", (parameters.fingerprint, parameters.description))
         if len({model for model, _ in models}) == 1:
             if any(calls != each for each in ranks.allgather_object(dict(calls))):
-                raise differing(ranks, calls, "calls since the last step", _CALLS_REMEDY)
+                raise gather_difference(ranks, calls, "calls since the last step", _CALLS_REMEDY)
             by_name, remedy = ({}, REMEDY) if settings is None else (settings.by_name(), settings.remedy)
-            raise differing(ranks, {**by_name, **parameters.model_settings}, remedy=remedy)
+            raise gather_difference(ranks, {**by_name, **parameters.model_settings}, remedy=remedy)
         found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
     if shared[3] != -shared[4]:
@@ -255,7 +274,7 @@ def agree_on_step(
     return float(shared[5:].view(np.float64)[0])
 
 
-def agree_on_beginning(world: Axis, has_begun: bool, settings: Settings) -> bool:
+def agree_whether_begun(world: Axis, has_begun: bool, settings: Settings) -> bool:
     """Return True if all ranks have taken a first step, False if none has. Collective over the ranks.
 
     Raises ValueError on every rank if only some have, or if settings differ.
@@ -267,30 +286,18 @@ def agree_on_beginning(world: Axis, has_begun: bool, settings: Settings) -> bool
             raise ValueError(f"ranks {waiting} have not called step() yet")
         return False
     if len(set(states)) > 1:
-        raise differing(world, settings.by_name(), remedy=settings.remedy)
+        raise gather_difference(world, settings.by_name(), remedy=settings.remedy)
     return True
 
 
-# Names among the facts of a state.
-ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
-_PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
-_ALLOWED = "ShardingConfiguration(..., allow_different_bits=True) continues, and records it"
-# By fact how to have the value that the saved run had; others are of the machine and its libraries.
-_REMEDIES = {
-    "kernels": "run it with the release of mpishard that made the state",
-    "BLAS kernels": "set OPENBLAS_CORETYPE={}",
-    "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
-    "products": "set MPISHARD_PRODUCTS={}",
-    "libraries for products": "have {} on all ranks",
-    "XLA threads": "set NPROC={}",
-    "shards": "make the model with shards={}",
-    "micro_batch_size": "give the problem micro_batch_size={}",
-    "dtype": "make the model with dtype={}",
-}
+# What bits depend on.
 
 
-class NumericsFingerprint:
-    """The facts of one optimizer on this rank."""
+class Numerics:
+    """What the bits of one optimizer's steps depend on besides its settings, as facts of this rank.
+
+    A reproducible run compares them between its ranks, and with the facts of a checkpoint from which it resumes.
+    """
 
     def __init__(self) -> None:
         self.own: dict[str, str] = {}  # the facts as texts, once there are parameters
@@ -350,7 +357,7 @@ class NumericsFingerprint:
         if not config.allow_different_bits:
             agree_on_settings(ranks, own, what=_PROMISE, remedy=f"use nodes of one kind; {_ALLOWED}")
         elif len(set(ranks.allgather_object(fingerprint(own)))) > 1:
-            self._change(str(differing(ranks, own, _PROMISE, "the bits depend on the layout")), ranks.rank)
+            self._change(str(gather_difference(ranks, own, _PROMISE, "the bits depend on the layout")), ranks.rank)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -367,7 +374,7 @@ class NumericsFingerprint:
         """Raise ValueError unless a reproducible run resumes from saved facts with the same bits, or may differ."""
         if not config.reproducible or config.allow_different_bits or not _was_reproducible(saved):
             return
-        if found := self._differences(saved, config):
+        if found := self._differences(saved):
             remedies = [_REMEDIES.get(name, f"run it where {name} is {{}}").format(then) for name, then, _ in found]
             raise ValueError(
                 f"with reproducible=True the saved run must go on with what its bits depend on, but {_both(found)}; "
@@ -383,18 +390,18 @@ class NumericsFingerprint:
             text = "its earlier steps were without reproducible=True"
         elif not _arithmetic(saved):
             text = "the checkpoint does not say with which BLAS kernels, shards and micro-batches it was made"
-        elif found := self._differences(saved, config):
+        elif found := self._differences(saved):
             self._change(f"from step {step} on other bits than in one run: {_both(found)}", rank)
         if text and rank == 0:
             log.inform(f"reproducible=True holds from step {step} on: {text}")
 
-    def restore(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue from saved facts that have passed `check`, with their list of changes."""
         earlier = saved.get(DIFFERENT_BITS, [])
         if isinstance(earlier, list | tuple):
             self.changes = list(dict.fromkeys([*map(brief, earlier), *self.changes]))
 
-    def _differences(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> list[tuple[str, str, str]]:
+    def _differences(self, saved: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         """The name, the saved and the own value of each fact that would differ; a fact that one side lacks does not."""
         theirs = _arithmetic(saved)
         pairs = [(name, theirs[name], own) for name, own in self.own.items() if name in theirs]

@@ -19,7 +19,7 @@ from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizer_state import AuxiliaryState, OptimizerState
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.rule_state import RuleState
-from mpishard.data_parallel.settings import Settings, agree_on_beginning, agree_on_step
+from mpishard.data_parallel.settings import Settings, agree_on_step, agree_whether_begun
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.validation import (
     check_configuration,
@@ -304,7 +304,7 @@ class ShardedOptimizer:
         ValueError
             On every rank, if some ranks have called `step` and others have not, or settings differ between ranks.
         """
-        if not agree_on_beginning(self.world, self.state.is_bound, self.settings):
+        if not agree_whether_begun(self.world, self.state.is_bound, self.settings):
             return
         self._level_workers()
         strategy, calls = self.state.strategy, self._calls()
@@ -415,7 +415,7 @@ class ShardedOptimizer:
         ValueError
             If the rule has no `ema_decay`, or no step was taken yet.
         """
-        averages = self.state.averages()
+        averages = self.state.moving_averages()
         self._level_workers()
         strategy, parameters = self.state.strategy, self.state.on_rank.parameters
         held = parameters.held

@@ -305,10 +305,10 @@ class ZeRO1(Strategy):
         return [self._part(bucket, self.memory.of_bucket(bucket)) for bucket in self.shares.buckets]
 
     def publish_parameters(self) -> None:
-        self._gather(self.parameters.flat, "parameters")
+        self._all_gather_in_place(self.parameters.flat, "parameters")
 
     def resync(self, slot: Array) -> None:
-        if self.copies.inside:
+        if self.copies.within_replica:
             flat = self.gather(slot, "state")
             self.copies.broadcast_within_replica(flat)
             for (start, stop), view in zip(self.ownership.own, self.ownership.state_views(slot), strict=True):
@@ -319,10 +319,10 @@ class ZeRO1(Strategy):
         flat = arrays.empty(self.parameters.size, slot.dtype, like=slot)
         for (start, stop), view in zip(self.ownership.own, self.ownership.state_views(slot), strict=True):
             flat[start:stop] = view
-        self._gather(flat, label)
+        self._all_gather_in_place(flat, label)
         return flat
 
-    def _gather(self, flat: Array, label: str) -> None:
+    def _all_gather_in_place(self, flat: Array, label: str) -> None:
         """All-gather a flat array in which each data rank has filled its own ranges."""
         if self.axis.size == 1:
             return
@@ -413,10 +413,10 @@ class LocalUpdates(DataParallel):
         return self.axis.size // (1 if self.hierarchical is None else self.hierarchical.within.size)
 
     @property
-    def averages(self) -> Summation:
+    def average_sums(self) -> Summation:
         """Sums the differences from the anchor over all workers."""
         assert isinstance(self.summation, WithinWorker)
-        return self.summation.averages
+        return self.summation.average_sums
 
     def _plain_sums(self) -> Summation:
         return NonblockingAllReduce(self.shares)

@@ -220,12 +220,12 @@ class Accumulated(Summation):
 class WithinWorker(Summation):
     """Sums over the ranks of a worker's node; nothing if the worker is one data rank.
 
-    `averages` sums the differences from the anchor over all workers, when the optimizer says so.
+    `average_sums` sums the differences from the anchor over all workers, when the optimizer says so.
     """
 
-    def __init__(self, shares: BucketShares, within: Axis | None, averages: Summation) -> None:
-        super().__init__(shares, averages)
-        self.averages = averages
+    def __init__(self, shares: BucketShares, within: Axis | None, average_sums: Summation) -> None:
+        super().__init__(shares, average_sums)
+        self.average_sums = average_sums
         self._within = within
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> PendingSum | None:

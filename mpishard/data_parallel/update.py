@@ -23,38 +23,6 @@ from mpishard.optim.formulas import moving_average
 Array = Any
 
 
-# LAMB's norms, for its trust ratios.  The global norm, for clipping, is in `mpishard.data_parallel.gradient_norm`.
-
-
-def norms(
-    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], vectors: Sequence[tuple[Ranges, Sequence[Array]]]
-) -> list[list[float]]:
-    """For each vector the 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
-
-    A vector is its parts, and one array for each owned range. Every element must be in the parts on exactly one rank of
-    the axis, and chooses the number of its tensor. On a device the host waits twice a vector, whatever the number of
-    tensors. Collective over `axis`, the sync group of a strategy: two all-reduces.
-    """
-    tops = np.zeros((len(vectors), len(specs)))
-    for top, (parts, rows) in zip(tops, vectors, strict=True):
-        for part, largest in zip(parts.all, exact.largest_of(rows, parts), strict=True):
-            top[part.choice] = max(top[part.choice], largest)
-    axis.all_reduce(tops.reshape(-1), op="max", label="norms")
-    sums = np.zeros((len(vectors), len(specs), 2))
-    for total, top, (parts, rows) in zip(sums, tops, vectors, strict=True):
-        found = exact.sums_of_squares(rows, parts, top.tolist(), [spec.size for spec in specs])
-        for part, squares in zip(parts.all, found, strict=True):
-            total[part.choice] += squares
-    axis.all_reduce(sums.reshape(-1), label="norms")
-    return [
-        [exact.norm(pair, float(top)) for pair, top in zip(total, row, strict=True)]
-        for total, row in zip(sums, tops, strict=True)
-    ]
-
-
-# A step along the summed gradients.
-
-
 class NormBased(Protocol):
     """The additions of a rule with ``norm_based``: the halves of its step, before and after norms of whole tensors."""
 
@@ -82,37 +50,37 @@ class NormBased(Protocol):
 
 
 class Factors(NamedTuple):
-    """On the learning rate, and on gradients."""
+    """What a step multiplies learning rates by, and what it divides and multiplies summed gradients by."""
 
     rate_factor: float
     divisor: float
     clip: float
 
 
-def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float, divisor: float, clip: float) -> None:
-    """Apply the rule: take step `step` along the summed gradients; `divisor` and `clip` as for `Rule.update`.
+def apply_rule(rule: Rule, on_rank: RankState, step: int, factors: Factors) -> None:
+    """Apply the rule: take step `step` along the summed gradients.
 
     Collective over the strategy's sync group if the rule needs whole tensors or their norms.
     """
     if rule.own_steps is not None:
-        rule.own_steps.take_step(rate_factor, divisor, clip)
+        rule.own_steps.take_step(*factors)
         return
     strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()
     states = strategy.ownership.states_of(slots)
     rows = [(values, gradient, *state) for values, gradient, state in zip(owned, gradients, states, strict=True)]
     if rule.whole_tensors and not isinstance(rule, Muon):
-        _apply_to_tensors(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _apply_to_tensors(rule, on_rank, rows, step, factors)
     elif rule.whole_tensors:
-        _apply_to_matrices(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _apply_to_matrices(rule, on_rank, rows, step, factors)
     elif rule.norm_based:
-        _apply_by_norms(rule, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _apply_by_norms(rule, on_rank, rows, step, factors)
     elif owned and arrays.runs_cuda(owned[0]) and rule.is_one_formula:
-        _at_once(rule, rule.kernel, on_rank, rows, step, Factors(rate_factor, divisor, clip))
+        _in_one_launch(rule, rule.kernel, on_rank, rows, step, factors)
     else:
-        for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, rate_factor):
+        for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, factors.rate_factor):
             values, gradient, *state = _part(rows[number], start, stop)
-            own_rule.update(values, gradient, state, step, divisor=divisor, clip=clip)
+            own_rule.update(values, gradient, state, step, divisor=factors.divisor, clip=factors.clip)
     if rule.ema_decay is not None:
         keep = rule.ema_decay if step > 1 else 0.0
         averages = strategy.ownership.state_views(on_rank.slots[EMA])
@@ -120,11 +88,11 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
         moving_average.over_ranges(pairs, ranges, [(keep, 1 - keep)])
 
 
-def _at_once(
+def _in_one_launch(
     rule: Rule, kernel: Kernel, on_rank: RankState, rows: Sequence[Sequence[Array]], step: int, factors: Factors
 ) -> None:
-    """Apply a formula with the scalars of the rules to all ranges."""
-    rules, ranges = on_rank.rule_ranges.at_once(rule, factors.rate_factor)
+    """Apply a formula with the scalars of the rules to all ranges, in one launch of a CUDA function."""
+    rules, ranges = on_rank.rule_ranges.for_one_launch(rule, factors.rate_factor)
     kernel.over_ranges(rows, ranges, [(factors.divisor, factors.clip, *each.scalars(step)) for each in rules])
 
 
@@ -146,7 +114,7 @@ def _apply_by_norms(
     # Before anything changes: a learning rate may be refused.
     rates = [] if halves is None else [each.learning_rate(step) for each in rules]
     if halves is not None:
-        _at_once(rule, halves[0], on_rank, rows, step, factors)
+        _in_one_launch(rule, halves[0], on_rank, rows, step, factors)
     else:
         for own_rule, number, start, stop in ranges.of(rule, factors.rate_factor):
             values, gradient, *state, out = _part(rows[number], start, stop)
@@ -211,3 +179,34 @@ def _apply_to_tensors(
     on_rank.matrices(rule).update(values, gradients, slots, rules, step, divisor=factors.divisor, clip=factors.clip)
     for (own, *_), value_view, _ in views:
         own[...] = value_view
+
+
+# LAMB's norms, for its trust ratios.  The global norm, for clipping, is in `mpishard.data_parallel.gradient_norm`.
+
+
+def norms(
+    sync_group: Axis | ModelParallelGroup,
+    specs: Sequence[ParameterSpec],
+    vectors: Sequence[tuple[Ranges, Sequence[Array]]],
+) -> list[list[float]]:
+    """For each vector the 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
+
+    A vector is its parts, and one array for each owned range. A part chooses the number of its tensor, and every
+    element is in the parts of exactly one rank of the sync group. On a device the host waits twice a vector, whatever
+    the number of tensors. Collective over the sync group: two all-reduces.
+    """
+    tops = np.zeros((len(vectors), len(specs)))
+    for top, (parts, rows) in zip(tops, vectors, strict=True):
+        for part, largest in zip(parts.all, exact.largest_of(rows, parts), strict=True):
+            top[part.choice] = max(top[part.choice], largest)
+    sync_group.all_reduce(tops.reshape(-1), op="max", label="norms")
+    sums = np.zeros((len(vectors), len(specs), 2))
+    for total, top, (parts, rows) in zip(sums, tops, vectors, strict=True):
+        found = exact.sums_of_squares(rows, parts, top.tolist(), [spec.size for spec in specs])
+        for part, squares in zip(parts.all, found, strict=True):
+            total[part.choice] += squares
+    sync_group.all_reduce(sums.reshape(-1), label="norms")
+    return [
+        [exact.norm(pair, float(top)) for pair, top in zip(total, row, strict=True)]
+        for total, row in zip(sums, tops, strict=True)
+    ]

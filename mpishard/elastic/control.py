@@ -23,11 +23,10 @@ from typing import Any, TypeVar, get_type_hints
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.io import files, log
 from mpishard.io.files import NotPrivateError, opened, read_note, remove_notes, warn_of_writers, write_note
-from mpishard.io.log import warn
 from mpishard.launch.launchers import parse_hosts
 
-_POLL_S = 0.2
-_WAIT_POLL_S = 0.05
+_POLL_S = 0.2  # between two looks of the run for requests
+_WAIT_POLL_S = 0.05  # and of another shell for the answer
 FIXED = "the run keeps the tensor and pipeline sizes of its mesh; ElasticOptimizer(..., layouts=...) may change them"
 T = TypeVar("T")
 # A request asks for a number of workers or for a mesh.
@@ -160,7 +159,7 @@ def _of_fields(kind: type[T], found: Any) -> T | None:
 class Control:
     """The run's side of a control folder; only the first worker calls `poll`, between two steps.
 
-    `refuse` gives the reason why the run cannot have a mesh, empty if it can.
+    `why_mesh_refused` gives the reason why the run cannot have a mesh, empty if it can; None: it keeps its own.
     """
 
     def __init__(
@@ -168,16 +167,16 @@ class Control:
         folder: ControlFolder,
         min_workers: int,
         max_workers: int,
-        refuse: Callable[[MeshSizes], str] = lambda sizes: FIXED,
+        why_mesh_refused: Callable[[MeshSizes], str] | None = None,
     ) -> None:
         self._folder = folder
-        self._refuse = refuse
+        self._why_mesh_refused = why_mesh_refused
         self._limits = min_workers, max_workers
         self._standing: Standing | None = None
         # Id of the request that the run has accepted, and the number of workers at that time.
         self._taken: tuple[str, int] | None = None
         self._next = 0.0
-        self._exchanged = False  # whether a warning about a replaced folder was given
+        self._has_warned = False  # that the folder was replaced
 
     def poll(self, workers: int, step: int, waits: bool = False, mesh: str = "") -> Wanted | None:
         """Write the number of workers after this step, and return what a new request wants, else None.
@@ -195,9 +194,9 @@ class Control:
         except OSError:  # a shared disk may fail for a while, and the owner may remove the folder
             return None
         except NotPrivateError as error:
-            if not self._exchanged:
+            if not self._has_warned:
                 log.warn(f"the folder for requests was replaced, and requests are ignored from now on: {error}")
-            self._exchanged = True
+            self._has_warned = True
             return None
 
     def _poll(self, workers: int, step: int, waits: bool, mesh: str) -> Wanted | None:
@@ -215,7 +214,7 @@ class Control:
             if answer is not None and answer.id == id:  # the request was answered, but could not be removed then
                 self._folder.take_back(id)
                 wanted = None
-            elif refused := self._why_not(wanted):
+            elif refused := self._why_refused(wanted):
                 answer, wanted = Answer(id, workers, workers, step, refused), None
                 self._folder.take_back(id)
             else:
@@ -227,12 +226,14 @@ class Control:
             self._standing = standing
         return wanted
 
-    def _why_not(self, wanted: Wanted | None) -> str:
+    def _why_refused(self, wanted: Wanted | None) -> str:
         """The reason why the run refuses a request; empty if it accepts it."""
         workers = wanted.ranks if isinstance(wanted, MeshSizes) else wanted
         if workers is None or not self._limits[0] <= workers <= self._limits[1]:
             return f"{workers} workers are outside of min_workers={self._limits[0]} to max_workers={self._limits[1]}"
-        return self._refuse(wanted) if isinstance(wanted, MeshSizes) else ""
+        if not isinstance(wanted, MeshSizes):
+            return ""
+        return FIXED if self._why_mesh_refused is None else self._why_mesh_refused(wanted)
 
     def close(self) -> None:
         """Remove the folder, at the end of the run."""
@@ -296,8 +297,8 @@ def request_resize(run: Path, wanted: Wanted, wait: float) -> Answer:
 
 # What `discover` asks: a file, a program or a function, again and again.
 
-_ASK_S = 1.0
-_LIMIT_S = 30.0
+_ASK_S = 1.0  # between two questions
+_ANSWER_S = 30.0  # for a program to answer
 
 
 class Discovery:
@@ -342,7 +343,7 @@ class Discovery:
             except Exception as error:  # any failure: the run can continue without the answer
                 if str(error) != problem:
                     problem = str(error)
-                    warn(f"discover failed, the workers stay as they are: {error}")
+                    log.warn(f"discover failed, the workers stay as they are: {error}")
             else:
                 problem = ""
                 if found != known:
@@ -369,6 +370,6 @@ def _ask_file(path: Path) -> int:
     if not os.access(path, os.X_OK):
         return count_slots(files.read(path).decode())
     done = subprocess.run(
-        [str(path)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True
+        [str(path)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_ANSWER_S, check=True
     )
     return count_slots(done.stdout)

@@ -29,13 +29,16 @@ class Healing:
         run = self._run
         membership, transactions, target = run.membership, run.transactions, run.options.target
         before = membership.roles.identities
+        # At once, since a supervisor then gives the run its time to heal; again when it is known what is left.
         self._note_healed(transactions.status.committed_step)
-        run.workers.revoke()
+        run.worker_mesh.revoke()
         run.training.optimizer.state.abandon()
         membership.revoke()
         run.agreements.refuse_all()
         membership.shrink()
-        survivors = self._exchange()
+        recruiter = run.recruiter
+        own = Survivor(transactions.status, transactions.has_state, target.agreed, recruiter.last_disruption)
+        survivors = membership.axis.allgather_object(own)
         known = [each for each in survivors if each.has_state]
         if not known:
             raise RunLost("all workers are lost; start the run again from its newest checkpoint")
@@ -50,20 +53,13 @@ class Healing:
             log.warn(f"lost {_names(lost)}; {membership.roles.workers} workers continue from step {step}")
         if membership.roles.able < target.min_workers:
             raise RunLost(f"{membership.roles.able} whole workers remain, and min_workers={target.min_workers}")
-        run.recruiter.note_lost(step, max(each.last_disruption for each in survivors))
+        recruiter.note_lost(step, max(each.last_disruption for each in survivors))
         run.decisions.forget_recruits()
         stops = transactions.status.stop_reason
         return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
 
-    def _exchange(self) -> list[Survivor]:
-        """The facts of each survivor.  Collective over them."""
-        transactions, request = self._run.transactions, self._run.options.target.agreed
-        disruption = self._run.recruiter.last_disruption
-        own = Survivor(transactions.status, transactions.has_state, request, disruption)
-        return self._run.membership.axis.allgather_object(own)
-
     def _note_healed(self, step: int) -> None:
-        """Inform the supervisor that the run has survived a death and continues after this step."""
+        """Inform the supervisor that processes have died and how many others continue after this step."""
         folder = JobNotes.from_environment()
         if folder is not None:
             with contextlib.suppress(OSError):

@@ -85,14 +85,15 @@ class ElasticLoop:
         transactions = Transactions(training, membership, agreements, status, among_all=chooses)
         target, requests = elastic_options.target, elastic_options.requests
         recruiter = Recruiter(membership, target, place, ElasticLoop.runs == 1, elastic_options.respawn)
-        workers = WorkerMesh(mesh, training.checkpoints)
+        worker_mesh = WorkerMesh(mesh, training.checkpoints)
         if elastic_options.choice is not None:
-            workers.offered = _first_offer(mesh, target.agreed_mesh, elastic_options.choice, problem.batch_size)
+            wanted, choice = target.agreed_mesh, elastic_options.choice
+            worker_mesh.chosen_for = _first_choice(mesh, wanted, choice, problem.batch_size)
         decisions = Decisions(
-            training, membership, target, requests, recruiter, transactions, workers if chooses else None
+            training, membership, target, requests, recruiter, transactions, worker_mesh if chooses else None
         )
         self._run = ElasticRun(
-            elastic_options, training, membership, workers, agreements, transactions, decisions, recruiter
+            elastic_options, training, membership, worker_mesh, agreements, transactions, decisions, recruiter
         )
         if not joins:
             transactions.install(transactions.new_checkpoint())
@@ -139,9 +140,9 @@ class ElasticLoop:
         try:
             return self._TURNS[self.phase](self)
         except MPI.Exception as error:
-            # The script may have caused the error, in a step.
-            own = self._run.agreements.workers_may_wait and error.Get_error_class() not in _DEATH
-            if self.phase is not Phase.HEALING and (own or not self._heals):
+            # In a step the script itself may have caused another error than that of a death.
+            by_script = self._run.agreements.workers_may_wait and error.Get_error_class() not in _DEATH
+            if self.phase is not Phase.HEALING and (by_script or not self._heals):
                 raise
             return PhaseEvent.DIED
 
@@ -240,7 +241,7 @@ class ElasticLoop:
 
         Nothing is lost: the cores have the same work in all, and the starting processes join sooner.
         """
-        if self._run.decisions.awaits_recruits and self._run.workers.mesh.node.size > len(own_cores()):
+        if self._run.decisions.awaits_recruits and self._run.worker_mesh.mesh.node.size > len(own_cores()):
             time.sleep(min(_GIVE_WAY * seconds, _GIVE_WAY_MOST_S))
 
 
@@ -250,10 +251,10 @@ def _leave(membership: Membership) -> None:
     die(f"mpishard: process {membership.identity} leaves the run, its script has ended")
 
 
-def _first_offer(
+def _first_choice(
     mesh: Mesh, wanted: MeshSizes | None, choice: MeshChoice, batch_size: int
 ) -> tuple[int, MeshSizes | None]:
-    """The number of processes for which the first mesh is right (0: it has to change), and the mesh that is wanted.
+    """What the first mesh is `chosen_for`: this number of processes (0: it has to change), and the mesh that is wanted.
 
     Collective over the mesh.
     """

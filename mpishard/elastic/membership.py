@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, NamedTuple
 
@@ -30,15 +29,13 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import spawned_cell
 from mpishard.elastic.spawning import JoiningProcess, SpawnRequest, in_time, meet
-from mpishard.io.log import warn
-from mpishard.launch.processes import process_facts
+from mpishard.io import log
+from mpishard.launch.processes import BEGAN, process_facts, this_machine
 from mpishard.layout.tensors import ModelParallelRank
 
-# Every process of an elastic run watches its peers on the same host in ``/proc``, in a thread that makes no call of
-# MPI, and kills a peer that stays stopped.  If all processes of a host are stopped, none is left to kill them.  A
-# process under a debugger counts as running.  Linux only.
-
-_POLL_S = 0.25
+_ORDER = 1  # tag
+# Between two looks: of a spare for an order, and of a process that has ended its script for the others.
+_NAP_S, _END_NAP_S = 0.002, 0.02
 
 
 class Peer(NamedTuple):
@@ -53,65 +50,8 @@ def this_process() -> Peer:
     """The identification of this process by which peers watch it."""
     host = ""
     with contextlib.suppress(OSError):  # without /proc no process is watched
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        host = this_machine()
     return Peer(host, os.getpid(), _look(os.getpid())[1])
-
-
-class StoppedPeerMonitor:
-    """Watches the processes of this host, as a context manager, and kills one that is stopped for `limit` s."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self._own = this_process()
-        self._peers: tuple[Peer, ...] = ()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
-
-    def follow(self, peers: Iterable[Peer]) -> None:
-        """Replace the watched processes by those of `peers` that are on this host."""
-        own = self._own
-        self._peers = tuple(each for each in peers if own.host and each.host == own.host and each != own)
-
-    def __enter__(self) -> StoppedPeerMonitor:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        poll = min(_POLL_S, self.limit / 4)
-        since: dict[Peer, float] = {}
-        last = time.monotonic()
-        while not self._end.wait(poll):
-            now = time.monotonic()
-            if now - last > 4 * poll:
-                # This process itself did not run: perhaps the whole job was stopped and has just been continued.
-                since.clear()
-            last = now
-            stopped = [each for each in self._peers if _look(each.pid) == ("T", each.started)]
-            since = {each: since.get(each, now) for each in stopped}
-            for each, began in since.items():
-                if now - began >= self.limit:
-                    _end(each, now - began)
-
-
-def _end(peer: Peer, seconds: float) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(peer.pid, signal.SIGKILL)
-        warn(f"the process with pid {peer.pid} has been stopped for {seconds:.1f} s and was killed")
-
-
-def _look(number: int) -> tuple[str, str]:
-    """State of a process ("T": stopped), and its start in clock ticks since the boot; empty if it is gone."""
-    try:
-        fields = process_facts(number)
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
 
 
 class Member(NamedTuple):
@@ -215,12 +155,6 @@ def _whole(posts: Iterable[int], cell: int) -> int:
     """Number of complete cells that processes of these posts make."""
     numbers = Counter(posts)
     return min(numbers[post] for post in range(cell))
-
-
-_ORDER = 1
-# How long a spare sleeps between two checks for an order.
-_NAP_S = 0.002
-_END_NAP_S = 0.02
 
 
 def is_joining() -> bool:
@@ -440,3 +374,69 @@ def _leave() -> None:
     """End a joining process whose script ends early; in MPI_Finalize it and the run would wait for each other."""
     if heals_in_place():
         die("mpishard: this process leaves the run that it has come to, its script has ended")
+
+
+# -- stopped peers -----------------------------------------------------------------------------------------------------
+#
+# Every process of an elastic run watches its peers on the same host in ``/proc``, in a thread that makes no call of
+# MPI, and kills a peer that stays stopped.  If all processes of a host are stopped, none is left to kill them.  A
+# process under a debugger counts as running.  Linux only.
+
+_POLL_S = 0.25
+
+
+class StoppedPeerMonitor:
+    """Watches the processes of this host, as a context manager, and kills one that is stopped for `limit` s."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._own = this_process()
+        self._peers: tuple[Peer, ...] = ()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
+
+    def follow(self, peers: Iterable[Peer]) -> None:
+        """Replace the watched processes by those of `peers` that are on this host."""
+        own = self._own
+        self._peers = tuple(each for each in peers if own.host and each.host == own.host and each != own)
+
+    def __enter__(self) -> StoppedPeerMonitor:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        poll = min(_POLL_S, self.limit / 4)
+        since: dict[Peer, float] = {}
+        last = time.monotonic()
+        while not self._end.wait(poll):
+            now = time.monotonic()
+            if now - last > 4 * poll:
+                # This process itself did not run: perhaps the whole job was stopped and has just been continued.
+                since.clear()
+            last = now
+            stopped = [each for each in self._peers if _look(each.pid) == ("T", each.started)]
+            since = {each: since.get(each, now) for each in stopped}
+            for each, began in since.items():
+                if now - began >= self.limit:
+                    _end(each, now - began)
+
+
+def _end(peer: Peer, seconds: float) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(peer.pid, signal.SIGKILL)
+        log.warn(f"the process with pid {peer.pid} has been stopped for {seconds:.1f} s and was killed")
+
+
+def _look(number: int) -> tuple[str, str]:
+    """State of a process ("T": stopped), and its start in clock ticks since the boot; empty if it is gone."""
+    try:
+        fields = process_facts(number)
+    except OSError:
+        return "", ""
+    return fields[0], fields[BEGAN]

@@ -117,7 +117,7 @@ class MeshChoice:
         """Choose by a function from now on."""
         self._function = function
 
-    def refuse(self, sizes: MeshSizes) -> str:
+    def why_refused(self, sizes: MeshSizes) -> str:
         """The reason why the run does not take a mesh that was asked for by its sizes; empty if it does."""
         if not self._listed or any(_has(entry, sizes) for entry in self._listed):
             return self.why_not(sizes)

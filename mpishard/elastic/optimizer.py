@@ -16,7 +16,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.configuration import ShardingConfiguration, mesh_of
-from mpishard.data_parallel.optimizers import optimizer_of
+from mpishard.data_parallel.optimizers import default_optimizer
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
@@ -152,7 +152,6 @@ class ElasticOptimizer:
     computes at a time, and so its memory.
     """
 
-    # The loop gets the options as `ElasticOptions`.
     scaling: str
 
     def __init__(
@@ -179,7 +178,7 @@ class ElasticOptimizer:
                 assert config is not None
                 if isinstance(config, Mesh):
                     config = ShardingConfiguration(config, reproducible=True)
-                optimizer = optimizer_of(optimizer, ShardingConfiguration.of(config))
+                optimizer = default_optimizer(optimizer, ShardingConfiguration.of(config))
             elif not isinstance(optimizer, ShardedOptimizer):
                 raise TypeError(f"ElasticOptimizer takes a rule, a method or an optimizer, got {shown(optimizer)}")
             elif config is not None and config is not optimizer.mesh and config is not optimizer.config:
@@ -208,9 +207,11 @@ class ElasticOptimizer:
                     "start more of them"
                 )
             first = 0 if is_joining() else min(max_workers, there)
-            given = MeshSizes(**mesh.shape)
-            own = self._choice is not None and first == given.ranks > given.data
-            self._target = WorkerTarget(WorkerTarget.encoded(first, given if own else None), min_workers, max_workers)
+            # A mesh of tensor or pipeline ranks that takes part as a whole is the one that is asked for at first.
+            present = MeshSizes(**mesh.shape)
+            is_asked_for = self._choice is not None and first == present.ranks > present.data
+            request = WorkerTarget.encoded(first, present if is_asked_for else None)
+            self._target = WorkerTarget(request, min_workers, max_workers)
             # Absolute, since the script may change its directory.
             self.folder: Path | None = None if folder is None else Path(folder).absolute()
             self.discover = discover
@@ -307,7 +308,7 @@ class ElasticOptimizer:
         if self._choice is None:
             raise ValueError("resize(mesh=...) is for runs that may change their mesh: ElasticOptimizer(layouts=...)")
         sizes = MeshSizes.of(mesh)
-        if refused := self._choice.refuse(sizes):
+        if refused := self._choice.why_refused(sizes):
             raise ValueError(refused)
         self._target.resize(sizes.ranks, sizes)
 

@@ -15,7 +15,7 @@ from mpishard.arguments import integer
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.errors import raised_on_all
-from mpishard.elastic.control import FIXED, Control, ControlFolder, Discovery, Wanted
+from mpishard.elastic.control import Control, ControlFolder, Discovery, Wanted
 from mpishard.elastic.membership import Membership, is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.spawning import SpawnRequest
@@ -56,8 +56,8 @@ class ResizeRequests:
                 if self._leads:
                     self._lease = FolderLease.take(folder)
                     control.make()
-            refuse = (lambda sizes: FIXED) if choice is None else choice.refuse
-            self._control = Control(control, min_workers, max_workers, refuse)
+            why_mesh_refused = None if choice is None else choice.why_refused
+            self._control = Control(control, min_workers, max_workers, why_mesh_refused)
 
     def __enter__(self) -> ResizeRequests:
         return self
@@ -106,11 +106,12 @@ _NUMBER = _WORKERS * _SIZE * _SIZE
 class WorkerTarget:
     """The wanted number of workers, within limits; the last request of any rank counts.
 
-    `workers` is the number at the beginning; 0 in a joining process, which gets the number from the run.  `request` and
-    `agreed` are this rank's last request, and the last one that all ranks know.  A request is an integer: the number of
-    the request in the high bits; then the pipeline and tensor size, 0 if no mesh was asked for; and the number of
-    workers in the low ones.  So the largest of all requests is the last.  `most` limits the workers: `max_workers`, or
-    fewer if a batch has fewer samples.
+    `workers` is the request at the beginning, as of `encoded`; 0 in a joining process, which gets it from the run.
+    `request` and `agreed` are this rank's last request, and the last one that all ranks know.  `most` limits the
+    workers: `max_workers`, or fewer if a batch has fewer samples.
+
+    A request is an integer, of three parts: its own number in the high bits; then the pipeline and tensor size, 0 if no
+    mesh was asked for; and the number of workers in the low bits.  So the largest of all requests is the last.
     """
 
     def __init__(self, workers: int, min_workers: int, max_workers: int) -> None:
@@ -162,12 +163,12 @@ class WorkerTarget:
         if processes < self.agreed_size:
             self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
 
-    def poll_requests(self, requests: ResizeRequests, workers: int, step: int, there: int = 0, mesh: str = "") -> None:
+    def poll_requests(self, requests: ResizeRequests, workers: int, step: int, able: int = 0, mesh: str = "") -> None:
         """Take over a request from outside of the script as this rank's.  The first worker calls this after each step.
 
-        `there` is the number of workers that there could be, `mesh` the present one, of a run that may change it.
+        `able`, as of `Roles`, and `mesh`, the present one, are given for a run that may change its mesh.
         """
-        wanted = requests.wanted(workers, step, self.agreed_size > max(workers, there), mesh)
+        wanted = requests.wanted(workers, step, self.agreed_size > max(workers, able), mesh)
         if isinstance(wanted, MeshSizes):
             self.resize(wanted.ranks, wanted)
         elif wanted is not None:

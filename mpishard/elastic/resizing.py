@@ -1,6 +1,11 @@
 """Changes of the workers between two steps: who works next, and how these get the committed state.
 
 With the options of an elastic run, its communicators and its decisions after each step (`ElasticRun`).
+
+Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
+launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
+(`mpishard.elastic.loop`); `Healing`, which gives up if too much is lost; and then the supervisor
+(`mpishard.launch.restart_policy`).
 """
 
 from __future__ import annotations
@@ -26,24 +31,17 @@ from mpishard.training.checkpoints import RunCheckpoints
 from mpishard.training.objective import Objective, StopRequest
 from mpishard.training.run import TrainingRun
 
-# The options of an elastic run, its parts, their decisions after each step, and the communicators of its workers.
-#
-# Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
-# launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
-# (`mpishard.elastic.loop`); `Healing`, which gives up if too much is lost; and then the supervisor
-# (`mpishard.launch.restart_policy`).
-
 
 class WorkerMesh:
     """Frees the communicators, makes them again for other workers, and revokes them after a death.
 
-    `offered`, where a run chooses its mesh: the number of processes for which it has chosen, and the mesh that was
-    asked for.
+    `chosen_for` is what the mesh was chosen for, where a run chooses it: the number of processes, and the mesh that was
+    asked for, if any.
     """
 
     def __init__(self, mesh: Mesh, checkpoints: RunCheckpoints) -> None:
         self.mesh = mesh
-        self.offered: tuple[int, MeshSizes | None] = (mesh.size, None)
+        self.chosen_for: tuple[int, MeshSizes | None] = (mesh.size, None)
         self._checkpoints = checkpoints
         self._whole = True  # all of them exist, and this process can free them together with the others
 
@@ -83,10 +81,9 @@ class WorkerMesh:
 class Decisions:
     """Collects the requests of all workers, and decides on them; `transactions` learn the decisions.
 
-    `request` is this worker's request to stop after the last step that it has finished.  `recruits`, the number of
+    `stop_request` is this worker's request to stop after the last step that it has finished.  `recruits`, the number of
     spawned workers that are ready to join, and `awaits_recruits`, true while some are still starting, are the same on
-    all workers.  `workers` is given for a run that chooses its mesh: it knows the number of processes for which it has
-    chosen.
+    all workers.  `worker_mesh` is given for a run that chooses its mesh: it knows for what the mesh was chosen.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Decisions:
         requests: ResizeRequests,
         recruiter: Recruiter,
         transactions: Transactions,
-        workers: WorkerMesh | None = None,
+        worker_mesh: WorkerMesh | None = None,
     ) -> None:
         self.stop_request: StopRequest = StopRequest.NONE
         self.recruits: int = 0
@@ -108,7 +105,7 @@ class Decisions:
         self._requests = requests
         self._recruiter = recruiter
         self._transactions = transactions
-        self._workers = workers
+        self._worker_mesh = worker_mesh
 
     def decide(self) -> None:
         """Decide on stopping, on processes that leave, and on the wanted number of workers.
@@ -119,7 +116,7 @@ class Decisions:
         world, settings = training.optimizer.mesh.world, training.optimizer.settings
         ready = 0
         if world.rank == 0:
-            mesh = () if self._workers is None else (membership.roles.able, str(self._workers.sizes))
+            mesh = () if self._worker_mesh is None else (membership.roles.able, str(self._worker_mesh.sizes))
             target.poll_requests(requests, membership.roles.workers, self._transactions.status.committed_step, *mesh)
             ready = self._recruiter.recruit()
         asked = requests.signals.report()
@@ -153,9 +150,9 @@ class Decisions:
 
     def suits(self, workers: int) -> bool:
         """Return True if the present workers are those for this number; the same on all processes."""
-        if self._workers is None:
+        if self._worker_mesh is None:
             return workers == self._membership.roles.workers
-        return self._workers.offered == (workers, self._target.agreed_mesh)
+        return self._worker_mesh.chosen_for == (workers, self._target.agreed_mesh)
 
     def forget_recruits(self) -> None:
         """Count on no spawned worker any more: they have joined, or a death has changed who is wanted."""
@@ -182,7 +179,7 @@ class ElasticRun:
     options: ElasticOptions
     training: TrainingRun
     membership: Membership
-    workers: WorkerMesh
+    worker_mesh: WorkerMesh
     agreements: Agreements
     transactions: Transactions
     decisions: Decisions
@@ -208,19 +205,19 @@ class Resizing:
         """
         run = self._run
         membership, transactions, report = run.membership, run.transactions, run.training.report
-        mesh = run.workers.mesh
+        mesh = run.worker_mesh.mesh
         run.agreements.end_steps()
-        was, sizes_before = mesh.data.size, run.workers.sizes
+        was, sizes_before = mesh.data.size, run.worker_mesh.sizes
         report.flush()  # rank 0 writes the record, and another process may become rank 0
         if order.recruits:
             self._take_in(order.workers)
         sizes = self._choose(order.workers)
         self._check_scripts()
         source = self._source()
-        run.workers.release()
-        works, target = self._split(order.workers if sizes is None else sizes.ranks, sizes)
-        metadata = self._reshard(source, target)
-        transactions.restore(metadata.status)
+        run.worker_mesh.release()
+        works, empty = self._split(order.workers if sizes is None else sizes.ranks, sizes)
+        metadata = self._reshard(source, empty)
+        transactions.take_status(metadata.status)
         run.options.requests.discovered = metadata.discovered
         run.training.checkpoints.own = metadata.checkpoints
         checkpoint = None
@@ -236,7 +233,7 @@ class Resizing:
             if sizes is not None and sizes != sizes_before:
                 log.inform(f"{sizes_before} -> {sizes} after step {step}")
         if works:
-            run.workers.note_whole()
+            run.worker_mesh.note_whole()
             run.agreements.begin_steps()
         if membership.rank:  # another process may have become rank 0, which spawns
             run.recruiter.dismiss()
@@ -277,20 +274,20 @@ class Resizing:
         membership.assign_roles(workers, self._ends, leaves=self._leaves)
         target = run.options.target
         target.adopt_request(max(membership.axis.allgather_object(target.agreed)))  # spares may know an old one
-        offered, wanted = membership.roles.workers, target.agreed_mesh
+        ranks, wanted = membership.roles.workers, target.agreed_mesh
         sizes, problem = None, ""
-        if wanted is not None and wanted.ranks == offered:
+        if wanted is not None and wanted.ranks == ranks:
             sizes = wanted
         elif membership.rank == 0:
             try:
-                sizes = choice.best(offered, run.training.problem.batch_size)
+                sizes = choice.best(ranks, run.training.problem.batch_size)
             except Exception as error:  # of the user's function: all processes must learn of it
-                problem = f"layouts fails for {offered} ranks: {type(error).__name__}: {error}"
+                problem = f"layouts fails for {ranks} ranks: {type(error).__name__}: {error}"
         gathered = membership.axis.allgather_object((sizes, problem))
         sizes, problem = gathered[membership.roles.ranks[0]]
         if sizes is None:
-            raise RunLost(problem or f"no layout fits {offered} ranks of at least {choice.min_ranks}")
-        run.workers.offered = offered, wanted
+            raise RunLost(problem or f"no layout fits {ranks} ranks of at least {choice.min_ranks}")
+        run.worker_mesh.chosen_for = ranks, wanted
         return MeshSizes(*sizes)
 
     @property
@@ -356,18 +353,18 @@ class Resizing:
         run.options.monitor.follow(membership.roles.peers)
         agreements.agree_on_membership()  # nobody could be woken on a communicator that another process failed to make
         if comm is not None:
-            run.workers.rebind(comm, sizes)
+            run.worker_mesh.rebind(comm, sizes)
         agreements.agree_on_membership()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
-        target = None
+        empty = None
         if comm is not None:
             if sizes is not None:
                 self._fit_model()
             optimizer.state.rebuild(run.training.runner.parameters)
             run.training.runner.attach()
-            target = optimizer.state.capture()
+            empty = optimizer.state.capture()
         if optimizer.config.hierarchical or sizes is not None:
             agreements.agree_on_membership()  # the same: sums by nodes and ties have their own communicators
-        return comm is not None, target
+        return comm is not None, empty
 
     def _fit_model(self) -> None:
         """Make the model for the mesh, unless those of all workers fit it already.  Collective over the workers."""
@@ -380,10 +377,13 @@ class Resizing:
                 problem = build(mesh)
             training.rebuild(problem)
 
-    def _reshard(self, source: RunState | None, target: RunState | None) -> ResizeMetadata:
-        """Move the committed state to the new workers; returns its metadata.  Collective over all processes."""
+    def _reshard(self, source: RunState | None, empty: RunState | None) -> ResizeMetadata:
+        """Move the committed state into the `empty` states of the new workers; returns its metadata.
+
+        Collective over all processes.
+        """
         try:
-            sent = reshard_state(self._run.membership.axis, source, target)
+            sent = reshard_state(self._run.membership.axis, source, empty)
         except ValueError:
             raise RunLost(
                 "state is lost with the processes that had all copies of it; start the run again from its newest "

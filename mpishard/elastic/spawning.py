@@ -42,10 +42,10 @@ from mpishard.launch.script import parted, without_runner
 # Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.
 HELLO, HERE, FAILED, COMES, WORD = 1, 2, 3, 4, 5
 CALL, DISMISS = b"call", b"dismiss"
-NAP_S, _CALL_NAP_S = 0.02, 0.0005
+_LISTEN_NAP_S, _CALL_NAP_S = 0.02, 0.0005  # between two looks for messages: while processes start, and once called
 # Limit from the spawn until the processes have called MPI_Init, which takes seconds on a busy machine.
 _START_S = 60
-_STARTING_S = 5.0
+_STARTING_S = 5.0  # for which a request counts as new
 # Limits: for sending a word to the joining processes that live, and from the call until all have answered.
 _SAYING_S = 2.0
 _ANSWER_S = 10.0
@@ -195,7 +195,7 @@ class SpawnRequest:
                 if len(heard) < self.processes and time.monotonic() > limit:
                     self._fail(f"{self.processes - len(heard)} of them have not said hello within {_START_S} s")
                     return
-                if self._end.wait(NAP_S):
+                if self._end.wait(_LISTEN_NAP_S):
                     self._fail("nobody is wanted any more")
                     return
         except MPI.Exception as error:
@@ -274,12 +274,12 @@ def _info() -> MPI.Info:
 
 
 # The operations take milliseconds.  After a death is known, those that can end will have ended within the grace time.
-_GRACE_S = 2.0
-_LIMIT_S = 20.0
-_NAP_S = 0.001
-_LATE = (
-    f"mpishard: the run and spawned processes have not met within {_LIMIT_S:g} s, one may have died; start it again "
-    "from its newest checkpoint, as `mpishard run --elastic` does"
+_MEETING_GRACE_S = 2.0
+_MEETING_LIMIT_S = 20.0
+_MEETING_NAP_S = 0.001
+_TOO_LATE = (
+    f"mpishard: the run and spawned processes have not met within {_MEETING_LIMIT_S:g} s, one may have died; "
+    "start it again from its newest checkpoint, as `mpishard run --elastic` does"
 )
 Result = TypeVar("Result")
 
@@ -291,7 +291,7 @@ def in_time(work: Callable[[], Result], check: Callable[[], object] = lambda: No
     within the grace time, this function raises that error too, and leaves the thread of `work` where it waits.
     """
     if not heals_in_place():
-        late = threading.Timer(_LIMIT_S, die, [_LATE])
+        late = threading.Timer(_MEETING_LIMIT_S, die, [_TOO_LATE])
         late.daemon = True
         late.start()
         try:
@@ -308,19 +308,19 @@ def in_time(work: Callable[[], Result], check: Callable[[], object] = lambda: No
 
     thread = threading.Thread(target=carry_out, name="mpishard-meeting", daemon=True)
     thread.start()
-    limit, death = time.monotonic() + _LIMIT_S, None
+    limit, death = time.monotonic() + _MEETING_LIMIT_S, None
     while thread.is_alive():
-        thread.join(_NAP_S)
+        thread.join(_MEETING_NAP_S)
         if time.monotonic() > limit:
             if death is None:
-                die(_LATE)
+                die(_TOO_LATE)
             else:
                 raise death
         if death is None:
             try:
                 check()
             except MPI.Exception as found:
-                limit, death = time.monotonic() + _GRACE_S, found
+                limit, death = time.monotonic() + _MEETING_GRACE_S, found
     result, error = outcome
     if error is not None:
         raise error
@@ -334,8 +334,8 @@ def in_time(work: Callable[[], Result], check: Callable[[], object] = lambda: No
 _LEAVE_S = 5.0
 # How long the script's own thread may take to notice that this process is to end, unless it is in a call of MPI.
 _HEARS_S = 1.0
-_LEAVE = signal.SIGRTMIN + 5
-_WORDS = 300
+_LEAVE_SIGNAL = signal.SIGRTMIN + 5
+_REASON_LENGTH = 300  # characters
 
 
 def run_script() -> None:
@@ -383,7 +383,7 @@ class JoiningProcess:
         self._leader = MPI.Comm.Get_parent()
         self._called = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="mpishard-joining", daemon=True)
-        signal.signal(_LEAVE, lambda *_: self._leave())
+        signal.signal(_LEAVE_SIGNAL, lambda *_: self._leave())
         fail_alone(heals_in_place())
         # Open MPI detects the death of a process only after a message has been exchanged with it.
         self._tell(HELLO)
@@ -415,7 +415,7 @@ class JoiningProcess:
         """Report why this process cannot join, and end on the leader's order, with all that were spawned with it."""
         sys.stdout.flush()
         sys.stderr.flush()
-        self._tell(FAILED, why.splitlines()[0][:_WORDS])
+        self._tell(FAILED, why.splitlines()[0][:_REASON_LENGTH])
         while True:
             self._listener.join()
 
@@ -433,7 +433,7 @@ class JoiningProcess:
                         self._send_away()
                     self._called.set()
                 self._mind_others()
-                time.sleep(NAP_S)
+                time.sleep(_LISTEN_NAP_S)
         except MPI.Exception:
             die("")
 
@@ -451,7 +451,7 @@ class JoiningProcess:
 
         If possible in the script's thread: a call of MPI there after Finalize would end the run.
         """
-        signal.pthread_kill(threading.main_thread().ident or 0, _LEAVE)
+        signal.pthread_kill(threading.main_thread().ident or 0, _LEAVE_SIGNAL)
         time.sleep(_HEARS_S)
         self._leave()
 

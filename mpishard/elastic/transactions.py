@@ -421,7 +421,8 @@ class Transactions:
         state = self._training.optimizer.state
         return BuddyCheckpoint(axis, identities, nodes, state.capture(), lambda: state.versions)
 
-    def restore(self, status: RunStatus) -> None:
+    def take_status(self, status: RunStatus) -> None:
+        """Take the status that came with the state; the state itself is restored elsewhere."""
         self.status = status
 
     def install(self, checkpoint: BuddyCheckpoint | None) -> None:

@@ -4,8 +4,10 @@ Input: the user's function, residuals or operator, a start, bounds, and perhaps 
 Output: a result with the fields of SciPy, the same on any number of ranks.
 
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
-ranks of a mesh, and ``functions``;
-``sum_of_squares`` and ``residuals`` for least squares; ``gradient_check`` tests what users write.
+ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
+SciPy's names.  Beside it: ``sum_of_squares`` and ``residuals``, least squares; ``elastic_minimization``;
+``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``,
+parts of users' functions, and ``gradient_check``, which tests these.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from mpishard.inverse.gradient_check import AdjointCheck, GradientCheck, check_adjoint, check_gradient
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
+    from mpishard.inverse.parameter_choice import LCurve, l_curve
     from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov, regularized
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
@@ -31,6 +34,7 @@ __all__ = [
     "EvaluationFailed",
     "EvaluationRequest",
     "GradientCheck",
+    "LCurve",
     "OptimizeResult",
     "ReverseCommunication",
     "SmoothedTotalVariation",
@@ -39,6 +43,7 @@ __all__ = [
     "backward_in_time",
     "check_adjoint",
     "check_gradient",
+    "l_curve",
     "least_squares",
     "map_runs",
     "minimize",
@@ -55,6 +60,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             "gradient_check": "AdjointCheck GradientCheck check_adjoint check_gradient",
             "sum_of_squares": "least_squares",
             "minimization": "minimize",
+            "parameter_choice": "LCurve l_curve",
             "regularization": "SmoothedTotalVariation Tikhonov regularized",
             "result": "OptimizeResult",
             "reverse_communication": "EvaluationRequest ReverseCommunication",

@@ -1,14 +1,17 @@
 """`map_runs`: independent runs, such as fits, seeds or weights of a regularisation, over groups of the ranks of a mesh.
 
-The cases enter, their results leave, in order.  `map_runs` deals them out, `_Record` keeps the results that are done.
+The cases enter, their results leave, in order.  `_Runs` deals them out, `_SavedResults` has those that are done in a
+folder.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,6 +29,10 @@ from mpishard.comm.work_queue import WorkQueue, is_of_mpi
 from mpishard.inverse.result import OptimizeResult
 from mpishard.io import log
 from mpishard.io.files import read_note, write_note
+from mpishard.training.metrics import ProgressBar
+
+_HASH = "xxh3_128"  # the entry of a file, and the name of the hash
+_REMOVE = "remove it, and the case runs again"
 
 
 def map_runs(
@@ -36,6 +43,7 @@ def map_runs(
     ranks_each: int = 1,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    progress: bool | None = None,
 ) -> list[Any]:
     """Call a function for many independent cases, several at a time, each on a group of ranks.  Collective.
 
@@ -62,8 +70,10 @@ def map_runs(
         returned, and a warning says that it is not saved.
     resume : bool
         Take the results that are in `folder`, and run the other cases only.  Each has a hash, by which a damaged one is
-        found; it is refused, and its case runs again once the file is removed.  So is one without a hash, as earlier
-        versions wrote it.
+        found; it is refused, and its case runs again once the file is removed.  So is one without a hash.
+    progress : bool, optional
+        Show on stderr of rank 0 how many cases have ended, those that failed included: a bar on a terminal, lines
+        elsewhere.  Default: on a terminal only.
 
     Returns
     -------
@@ -106,35 +116,70 @@ def map_runs(
             raise TypeError(f"folder={shown(folder)} must be a path")
         if flag("resume", resume) and folder is None:
             raise ValueError("resume=True takes the results in a folder, but there is none; give folder=")
-        record = None if folder is None else _Record(Path(folder), cases)
+        if progress is not None:
+            flag("progress", progress)
+        saved = None if folder is None else _SavedResults(Path(folder), cases)
         same |= {f"case {number}": case for number, case in enumerate(cases)}
         same |= {"ranks_each": ranks_each, "folder": str(folder), "resume": resume}
     known: dict[int, Any] = {}
-    if record is not None:
+    if saved is not None:
         with raised_on_all(mesh.world):
             if mesh.rank == 0:
-                known = record.open(resume)
+                known = saved.open(resume)
     done = mesh.world.allgather_object(sorted(known))[0]
-    runs = _Runs(function, cases, [number for number in range(len(cases)) if number not in done], record)
+    runs = _Runs(function, cases, [number for number in range(len(cases)) if number not in done], saved)
     outcomes: dict[int, _Outcome] = {number: pickle.dumps(value) for number, value in known.items()}
-    for theirs in runs.run(mesh, ranks_each, outcomes):
+    for theirs in runs.run(mesh, ranks_each, outcomes, _shows(progress, mesh) and len(done) < len(cases)):
         outcomes |= theirs
     return [_unpacked(outcomes[number]) for number in range(len(cases))]
+
+
+def _shows(progress: bool | None, mesh: Mesh) -> bool:
+    """Whether this rank shows the progress."""
+    return mesh.rank == 0 and (sys.stderr.isatty() if progress is None else bool(progress))
+
+
+class _Failure(NamedTuple):
+    """The failure of a case, in a form that every rank can read."""
+
+    text: str
+    traceback: str
+
+
+_Outcome = bytes | _Failure  # a pickled result
+
+
+def _unpacked(outcome: _Outcome) -> Any:
+    if isinstance(outcome, bytes):
+        return pickle.loads(outcome)
+    error = RuntimeError(outcome.text)
+    error.add_note(outcome.traceback)
+    return error
 
 
 class _Runs:
     """The cases still to run."""
 
     def __init__(
-        self, function: Callable[[Any, Mesh], Any], cases: list[Any], numbers: list[int], record: _Record | None
+        self, function: Callable[[Any, Mesh], Any], cases: list[Any], numbers: list[int], saved: _SavedResults | None
     ) -> None:
-        self._function, self._cases, self._numbers, self._record = function, cases, numbers, record
+        self._function, self._cases, self._numbers, self._saved = function, cases, numbers, saved
 
-    def run(self, mesh: Mesh, ranks_each: int, outcomes: dict[int, _Outcome]) -> list[dict[int, _Outcome]]:
-        """The outcomes that all ranks hold at the end, those given here included.  Collective."""
-        outcomes = dict(outcomes)
+    def run(self, mesh: Mesh, ranks_each: int, outcomes: dict[int, _Outcome], shows: bool) -> list[dict[int, _Outcome]]:
+        """The outcomes that all ranks hold at the end, those given here included.  Collective.
+
+        `shows`: this rank, the first, shows the progress.
+        """
+        bar = ProgressBar(len(self._cases), shows, unit="case", done=len(self._cases) - len(self._numbers))
+        with contextlib.closing(bar):
+            return self._run(mesh, ranks_each, dict(outcomes), bar)
+
+    def _run(
+        self, mesh: Mesh, ranks_each: int, outcomes: dict[int, _Outcome], bar: ProgressBar
+    ) -> list[dict[int, _Outcome]]:
+        """`run`, which adds to these outcomes; rank 0 counts in the bar what has ended.  Collective."""
         group, groups = mesh.rank // ranks_each, mesh.size // ranks_each
-        queue = WorkQueue(mesh.world, group, groups, len(self._numbers))
+        queue = WorkQueue(mesh.world, group, groups, len(self._numbers), lambda: bar.advance(""))
         comm: Any = mesh.world.comm.Split(group, mesh.rank)
         with Mesh(comm, timeout=mesh.timeout, debug=mesh.debug) as own:
             comm.Free()
@@ -177,36 +222,18 @@ class _Runs:
             return _Failure(text, "".join(traceback.format_exception(error)))
         finally:
             own.ledger.absent = ""
-        if own.rank == 0 and self._record is not None:
+        if own.rank == 0 and self._saved is not None:
             try:
-                self._record.save(number, value)
+                self._saved.save(number, value)
             except (OSError, TypeError, ValueError) as error:
                 log.warn(f"the result of cases[{number}] is not saved, and resume=True will run it again: {error}")
         return packed
 
 
-class _Failure(NamedTuple):
-    """The failure of a case, in a form that every rank can read."""
-
-    text: str
-    traceback: str
-
-
-_Outcome = bytes | _Failure  # a pickled result
-
-
-def _unpacked(outcome: _Outcome) -> Any:
-    if isinstance(outcome, bytes):
-        return pickle.loads(outcome)
-    error = RuntimeError(outcome.text)
-    error.add_note(outcome.traceback)
-    return error
-
-
 # -- the folder: one JSON file a case ----------------------------------------------------------------------------------
 
 
-class _Record:
+class _SavedResults:
     """The results of finished cases, in a folder."""
 
     def __init__(self, folder: Path, cases: list[Any]) -> None:
@@ -254,10 +281,6 @@ class _Record:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"case-{number}.json"
-
-
-_HASH = "xxh3_128"
-_REMOVE = "remove it, and the case runs again"
 
 
 def _hash_of(case: Any, result: Any) -> str:

@@ -15,7 +15,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.exact_gram import SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
-from mpishard.inverse.trees import CONVENTION, Tree, is_complex, is_tree
+from mpishard.inverse.trees import CONVENTION, Tree, is_tree, tree_of
 from mpishard.layout.tensors import WHOLE, ParameterSpec
 from mpishard.minimizers.elements import OfThisRank, OperatorOfThisRank, element_name
 from mpishard.minimizers.method import RieszMap
@@ -126,7 +126,7 @@ def _copy(x: Any) -> Any:
     """A copy of a point; parameters with names stay what they are."""
     if has_names(x):
         return x
-    tree = Tree(x) if is_tree(x) or is_complex(x) else None
+    tree = tree_of(x)
     return x.copy() if tree is None else tree.of(tree.flat)
 
 
@@ -142,7 +142,7 @@ class _Hessian:
         self._kept: dict[bytes, Any] = {}  # by samples
 
     def product(self, x: Any, direction: Any, *samples: Any) -> Any:
-        tree = Tree(x) if is_tree(x) or is_complex(x) else None
+        tree = tree_of(x)
         if tree is not None and tree.complex_leaf is not None:
             raise ValueError("hess= is for real numbers, and x0 is complex; give hessp=function(x, direction, *args)")
         flat = x.flat if has_names(x) else x if tree is None else tree.flat
@@ -337,11 +337,11 @@ class Unknowns:
         elif is_part(x0):
             self.specs, self.place, self._fields = (x0.spec("x"),), x0.place, [x0]
             self.flat = arrays.aligned_copy(x0.local.reshape(-1))
-        elif is_tree(x0) or is_complex(x0):
-            self.tree = Tree(x0)
-            self.specs, self.flat = self.tree.specs, self.tree.flat
-            if any(map(is_part, self.tree.values)):
-                self.specs, self._fields = self._specs_of_fields(self.tree), self.tree.values
+        elif (tree := tree_of(x0)) is not None:
+            self.tree = tree
+            self.specs, self.flat = tree.specs, tree.flat
+            if any(map(is_part, tree.values)):
+                self.specs, self._fields = self._specs_of_fields(tree), tree.values
                 self.place = self._fields[0].place
         else:
             values = _real_array(x0)

@@ -51,6 +51,20 @@ class Part:
         return np.array(arrays.to_host(vector if self.arrange is None else self.arrange(vector)), np.float64)
 
 
+def _part(function: Any, x: Any, jac: Any, hessp: Any, mesh: Mesh | None, reduction: str | None, samples: Any) -> Part:
+    """This rank's part of the function."""
+    if reduction not in (None, "sum"):
+        raise ValueError(f'reduction={shown(reduction)} must be None or "sum"')
+    if isinstance(function, OptimizationProblem):
+        if x is not None or jac is not True or hessp is not None or reduction is not None:
+            raise ValueError("a problem has its start and its sums; leave x, jac, hessp and reduction out")
+        return _part_of_problem(function, mesh, samples)
+    functions = Functions(function, jac, hessp, ())
+    if x is None or samples is not None:
+        raise ValueError("a function needs x, the point of the check, and has no samples; a problem has both")
+    return _part_of_function(functions, x, mesh, reduction == "sum")
+
+
 def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: bool) -> Part:
     unknowns = Unknowns(x)
     specs = None if unknowns.tree is None and not unknowns.is_split else unknowns.specs
@@ -281,7 +295,7 @@ def _level_of_tail(h: np.ndarray, left: np.ndarray, known: np.ndarray) -> float:
     return 0.0
 
 
-# The Taylor test: is a gradient that of its function?
+# The check of a gradient, by up to three Taylor tests.
 
 _FIRST = 0.1  # step
 _ROWS = {np.dtype(np.float32): (14, 2.0), np.dtype(np.float64): (13, 4.0)}  # the number of steps, and their ratio
@@ -431,20 +445,6 @@ def check_gradient(
     return result
 
 
-def _part(function: Any, x: Any, jac: Any, hessp: Any, mesh: Mesh | None, reduction: str | None, samples: Any) -> Part:
-    """This rank's part of the function."""
-    if reduction not in (None, "sum"):
-        raise ValueError(f'reduction={shown(reduction)} must be None or "sum"')
-    if isinstance(function, OptimizationProblem):
-        if x is not None or jac is not True or hessp is not None or reduction is not None:
-            raise ValueError("a problem has its start and its sums; leave x, jac, hessp and reduction out")
-        return _part_of_problem(function, mesh, samples)
-    functions = Functions(function, jac, hessp, ())
-    if x is None or samples is not None:
-        raise ValueError("a function needs x, the point of the check, and has no samples; a problem has both")
-    return _part_of_function(functions, x, mesh, reduction == "sum")
-
-
 def _steps(steps: Sequence[float] | None, dtype: np.dtype) -> list[float]:
     """The row of steps, descending."""
     if steps is None:
@@ -484,9 +484,9 @@ def _check(line: Line, row: list[float], with_product: bool, same_on_all: bool) 
         product = line.product(line.d)
         bent, slope, size = line.dots((product, line.d), (product, line.w), (np.abs(here.gradient), np.abs(line.w)))
         slopes = np.array(line.dots(*((each.gradient - here.gradient, line.w) for each in points)))
-        name, half, size = "|f(x + h d) - f(x) - h g'd - h^2/2 d'Hd|", 0.5 * h * h * bent, precision * size
+        name, second, size = "|f(x + h d) - f(x) - h g'd - h^2/2 d'Hd|", 0.5 * h * h * bent, precision * size
         tests += [
-            taylor_test(name, 3, h, left - half, half, rounding, precision),
+            taylor_test(name, 3, h, left - second, second, rounding, precision),
             taylor_test("|w'(g(x + h d) - g(x) - h Hd)|", 2, h, slopes - h * slope, h * slope, 0 * h + size, precision),
         ]
     quotient = float("nan")
@@ -574,7 +574,7 @@ def _diagnosis(
     )
 
 
-# The remainders of a gradient check over the steps, as a picture.
+# Pictures: the remainders of a gradient check over the steps, and an L-curve.  No other file of `inverse` draws.
 
 
 def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
@@ -598,7 +598,37 @@ def draw(tests: Sequence[TaylorTest], path: str | PathLike[str]) -> None:
     figure.savefig(path, dpi=100)
 
 
-# The dot-product test: do an operator and its adjoint fit each other?
+_NAMED = 12  # points of an L-curve up to which all have their weights beside them
+
+
+def draw_l_curve(
+    weights: Sequence[float],
+    misfits: Sequence[float],
+    terms: Sequence[float],
+    corner: int | None,
+    title: str,
+    path: str | PathLike[str],
+) -> None:
+    """Draw the points of an L-curve, of `inverse/parameter_choice.py`, with their weights; a star is at the corner."""
+    figure = of_extra("matplotlib.figure", "cli", "the picture of an L-curve").Figure(
+        figsize=(5.4, 4.4), layout="constrained"
+    )
+    panel = figure.add_subplot()
+    order = sorted(range(len(weights)), key=weights.__getitem__)
+    panel.plot([misfits[each] for each in order], [terms[each] for each in order], color="#0072b2", lw=1, marker="o")
+    if corner is not None:
+        panel.plot(misfits[corner], terms[corner], "*", color="#d55e00", ms=14, mec="white")
+    named = order if len(order) <= _NAMED else sorted({order[0], order[-1], order[0] if corner is None else corner})
+    for each in named:
+        text = f"{weights[each]:g}"
+        panel.annotate(text, (misfits[each], terms[each]), xytext=(6, 4), textcoords="offset points", fontsize=8)
+    panel.set(xlabel="misfit", ylabel="term", xscale="log", yscale="log")
+    panel.set_title(title, fontsize=9)
+    panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
+# The check of an adjoint.
 
 
 @dataclass(frozen=True)
@@ -682,7 +712,7 @@ def check_adjoint(
         vectors = [
             _random(like, integer("seed", seed), f"{name} of rank {axis.rank}") for like, name in ((x, "x"), (y, "y"))
         ]
-        half = any(vector.dtype == np.float32 for vector in vectors)
+        is_single = any(vector.dtype == np.float32 for vector in vectors)
         limit = None if tolerance is None else number("tolerance", tolerance, least=0)
         same |= {"seed": seed, "tolerance": limit}
     results: list[np.ndarray] = []
@@ -691,12 +721,12 @@ def check_adjoint(
             found = apply(vector.copy())
             if np.shape(found) != other.shape:
                 raise ValueError(f"{name} gives shape {np.shape(found)}, but the other one takes {other.shape}")
-            half = half or getattr(found, "dtype", None) == np.float32
+            is_single = is_single or getattr(found, "dtype", None) == np.float32
             results.append(_flat(found))
     one, other = (_flat(vector) for vector in vectors)
-    sums = [results[0] @ other, one @ results[1], results[0] @ results[0], other @ other, half]
-    there, back, square, other_square, halves = axis.all_reduce(np.array(sums), label="control").tolist()
-    limit = (1e-4 if halves else 1e-12) if limit is None else limit
+    sums = [results[0] @ other, one @ results[1], results[0] @ results[0], other @ other, is_single]
+    there, back, square, other_square, singles = axis.all_reduce(np.array(sums), label="control").tolist()
+    limit = (1e-4 if singles else 1e-12) if limit is None else limit
     size = (square * other_square) ** 0.5
     error = abs(there - back) / size if size else float(there != back)
     check = AdjointCheck(bool(error <= limit), float(error), there, back)
@@ -708,9 +738,8 @@ def check_adjoint(
 def _random(like: Any, seed: int, name: str) -> Array:
     """Random numbers of the shape, dtype and device of an array; dtypes other than float32 become float64."""
     shape = np.shape(like)
-    half = getattr(like, "dtype", None) == np.float32
-    numbers = uniform_in_box(seed, name, shape, whole_box(shape))
-    values = numbers.astype(np.float32 if half else np.float64)
+    dtype = np.float32 if getattr(like, "dtype", None) == np.float32 else np.float64
+    values = uniform_in_box(seed, name, shape, whole_box(shape)).astype(dtype)
     return arrays.module_of(like).asarray(values) if arrays.is_device(like) else values
 
 

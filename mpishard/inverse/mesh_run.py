@@ -27,7 +27,7 @@ from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
 from mpishard.layout.tensors import ParameterSpec, Piece
-from mpishard.minimizers.least_squares import Options, State
+from mpishard.minimizers.least_squares import SAME_FUNCTION, Options, State
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
@@ -37,8 +37,18 @@ _HOW_TO_SUM = "say reduction='sum'"
 _START = "start.json"  # the fact about the start
 _SQUARES = "least_squares.json"  # the fact about a method for few unknowns, and its numbers
 _NUMBERS = ("cost", "optimality", "radius", "multiplier", "iterations", "nfev", "njev", "status")
-# Values of one function at one point differ by less, relatively, where ranks sum in different orders.
-_TOLERANCE = 1e-6
+
+
+def parameters_of(unknowns: Unknowns) -> FlatParameters:
+    """The unknowns by name, on the same memory."""
+    named: FlatParameters | None = unknowns.parameters
+    return FlatParameters.over(unknowns.flat, unknowns.specs, unknowns.place) if named is None else named
+
+
+def broadcast_start(mesh: Mesh, start: np.ndarray) -> None:
+    """Give all ranks the start of rank 0, in place.  Collective over the mesh."""
+    warn_if_initial_parameters_differ(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
+    mesh.world.broadcast(start, label="x0")
 
 
 class MeshRanks:
@@ -158,7 +168,7 @@ class MeshRanks:
         another vector.
         """
         strategy = self._strategy
-        if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sums:
+        if strategy.axis.size == 1 and strategy.compressed is None and not strategy.copies.sum_changes:
             return self._state.own_part(flat)
         reducer = strategy.reducer
         for piece in self.parameters.pieces:
@@ -211,21 +221,6 @@ def _sum(values: list[float]) -> float:
         return math.fsum(values)
     except OverflowError:
         return math.inf
-
-
-# Before ranks begin.
-
-
-def parameters_of(unknowns: Unknowns) -> FlatParameters:
-    """The unknowns by name, on the same memory."""
-    named: FlatParameters | None = unknowns.parameters
-    return FlatParameters.over(unknowns.flat, unknowns.specs, unknowns.place) if named is None else named
-
-
-def broadcast_start(mesh: Mesh, start: np.ndarray) -> None:
-    """Give all ranks the start of rank 0, in place.  Collective over the mesh."""
-    warn_if_initial_parameters_differ(mesh, FlatParameters.over(start, (ParameterSpec("x", start.shape),)))
-    mesh.world.broadcast(start, label="x0")
 
 
 # The results that must be identical on the user's ranks, their comparison, and the error where they differ.
@@ -382,12 +377,10 @@ class RunFiles:
         self._began = ranks.optimizer.clock  # above 0 where the optimizer has begun again
         self._checkpoints = checkpoints
         self._record = record
-        self._resumes = resume
         self._start = self._norm_of_start()
         self._value = math.nan  # at the best iterate of the checkpoint
-        self.needs_check: bool = (
-            False  # the checkpoint may be of another function: the run had ended, or began elsewhere
-        )
+        # The checkpoint may be of another function: the run had ended, or began elsewhere.
+        self.needs_check: bool = False
         if checkpoints is not None:
             checkpoints.rehearse()
             if resume:
@@ -449,7 +442,7 @@ class RunFiles:
         found = self._ranks.combined("the gradient", value, gradient, problem)
         assert found is not None
         _, value, _ = found
-        if not abs(value - saved) <= _TOLERANCE * max(abs(value), abs(saved)):
+        if not abs(value - saved) <= SAME_FUNCTION * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
                 f"{saved:.12g}, and this function is {value:.12g} there; give each function its own folder, or "
@@ -500,7 +493,7 @@ def _report_resumed(found: Any, checkpoints: Any) -> None:
         log.inform(f"resumes from step {found.facts['step']} of {checkpoints.folder}")
 
 
-class StateFiles:
+class LeastSquaresFiles:
     """Checkpoints of a method for few unknowns, which all ranks have: its iterate, and the numbers of its trust region.
 
     A step is an iteration. `name` is that of the method. Collective over the mesh, its creation too. Raises as

@@ -275,20 +275,20 @@ def run_loop(
 
     Collective over its mesh.
     """
-    run = optimizer.run
+    ranks = optimizer.run
     files: RunFiles | None = None
-    if not isinstance(run, OneProcess):
+    if not isinstance(ranks, OneProcess):
         from mpishard.inverse.mesh_run import RunFiles
 
-        files = RunFiles(run, checkpoints, resume, record)
-    table = Table(shown=on_any(run.world, loop.disp) and run.world.rank == 0)
-    watch = Watch(run.world, callback, loop.maxtime)
+        files = RunFiles(ranks, checkpoints, resume, record)
+    table = Table(shown=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
+    watch = Watch(ranks.world, callback, loop.maxtime)
 
     def intermediate() -> OptimizeResult:
         progress, x = optimizer.progress, unknowns.shown_to_user()  # the point is still that of the last request
         return OptimizeResult(x=x, fun=progress.value, nit=progress.iterations, nfev=progress.evaluations)
 
-    with run.watching():
+    with ranks.watching():
         if files is not None and files.needs_check:
             best = EvaluationRequest(optimizer.gather_result().x)
             files.check_function(*_outcome(functions, best))
@@ -298,7 +298,7 @@ def run_loop(
             if progress.accepted or (request.direction is None and progress.evaluations == 1):
                 table.row(progress)
             reason = watch.reason_to_stop(intermediate) if progress.accepted else ""
-            reason = reason or ("signal" if run.interrupted else "")
+            reason = reason or ("signal" if ranks.interrupted else "")
             if reason and not optimizer.has_ended:
                 optimizer.stop(reason)
             if files is not None:

@@ -75,8 +75,8 @@ def second_adjoint(flow: Array, dim: int, spacing: float) -> Array:
     return out
 
 
-def neighbours_count(mask: Array, dim: int, order: int) -> Array:
-    """1 where all elements count that the difference of this order takes, like `mask`; else 0."""
+def difference_mask(mask: Array, dim: int, order: int) -> Array:
+    """The mask of the differences of this order: 1 where all elements count that a difference takes, else 0."""
     out = mask.copy()
     if order >= 1 and mask.shape[dim] > 1:
         out[along(dim, None, -1)] *= mask[along(dim, 1, None)]
@@ -159,7 +159,7 @@ def exchange_halo(partition: Partition, box: Array, cells: int) -> tuple[Array, 
     return found, place
 
 
-# Terms that regularise a field on a grid: Tikhonov's, of three orders, and total variation, smoothed.
+# The terms.
 
 Exchange = Callable[[Array], tuple[Array | None, Array | None]]
 
@@ -393,7 +393,7 @@ class _Cells:
     def _counted(self, differences: Array, dim: int) -> Array:
         if self._mask is None:
             return differences
-        return differences * neighbours_count(self._mask, dim, self._term._order)
+        return differences * difference_mask(self._mask, dim, self._term._order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -491,8 +491,8 @@ class SmoothedTotalVariation(RegularizationTerm):
 
     def _bends(self, differences: list[Array], moved: list[Array]) -> list[Array]:
         length = self._length(differences)
-        along = _squares(differences, moved) / (length * length)
-        return [(other - each * along) / length for each, other in zip(differences, moved, strict=True)]
+        share = _squares(differences, moved) / (length * length)
+        return [(other - each * share) / length for each, other in zip(differences, moved, strict=True)]
 
 
 def _range(values: Array) -> tuple[float, float]:
@@ -580,8 +580,8 @@ def regularized(
         return function
     pairs = [(term, _over(term, mesh)) for term in chosen]
 
-    def plain(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
-        if samples and 0 not in samples[0]:
+    def for_minimize(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
+        if samples and 0 not in samples[0]:  # the terms come with the first sample
             value, given = function(x, *samples)
             return value, given
         unknowns = Unknowns(x)  # a copy, unless x has names: the function may change the point that it is given
@@ -589,7 +589,7 @@ def regularized(
         gradient = unknowns.vector("the gradient", given).copy()
         for pair in pairs:
             term = _fitting(x, *pair)
-            field, start = _field(unknowns, x, term)
+            field, start = _array_and_start(unknowns, x, term)
             added, slope = term.value_and_gradient(field)
             # Every tensor rank has the value of the whole field, unless there is an exchange.
             if not (summed and term.exchange is None and _tensor_rank(x, term)):
@@ -598,7 +598,7 @@ def regularized(
                 gradient[start : start + slope.size] += slope.reshape(-1)
         return value, unknowns.like_x0(gradient)
 
-    def of_samples(x: Any, samples: np.ndarray, gradients: Any) -> float:
+    def for_problem(x: Any, samples: np.ndarray, gradients: Any) -> float:
         if summed:
             raise ValueError(
                 'reduction="sum" is for minimize; each data rank adds the terms to its samples of an '
@@ -619,7 +619,7 @@ def regularized(
         return loss
 
     def with_terms(x: Any, *rest: Any) -> Any:
-        return plain(x, *rest) if len(rest) < 2 else of_samples(x, *rest)
+        return for_minimize(x, *rest) if len(rest) < 2 else for_problem(x, *rest)
 
     setattr(with_terms, TERMS, reduction)
     return with_terms
@@ -687,7 +687,7 @@ def _spec(x: Any, term: RegularizationTerm) -> ParameterSpec:
     return found
 
 
-def _field(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tuple[Array, int]:
+def _array_and_start(unknowns: Unknowns, x: Any, term: RegularizationTerm) -> tuple[Array, int]:
     """The array of a term, and its place in a flat gradient."""
     tree = unknowns.tree
     if tree is None:

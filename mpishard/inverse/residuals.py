@@ -18,6 +18,7 @@ from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
+from mpishard.inverse.functions import has_names
 from mpishard.inverse.trees import Tree, is_tree
 
 if TYPE_CHECKING:
@@ -133,21 +134,21 @@ class ResidualFunctions:
         self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
         self._steps, self._lower, self._upper = steps, lower, upper
         self._tree = tree
-        self.rows = -1  # of the first call
+        self._count = -1  # of residuals, in the first call
         self.epsilon = _EPSILON  # the relative rounding error of the residuals
-        self._first: tuple[bytes, Array, Any] | None = None  # the evaluation at the start
+        self._at_start: tuple[bytes, Array, Any] | None = None  # point, residuals and Jacobian, until used
 
     def is_dense_at(self, x: Array) -> bool:
         """Return True if the Jacobian at the start is an array; the evaluation is kept for the first step."""
         f = self.residuals(x)
         jacobian = self.jacobian(x, f) if callable(self._jac) else None
-        self._first = x.tobytes(), f, jacobian
+        self._at_start = x.tobytes(), f, jacobian
         return jacobian is None or isinstance(jacobian, np.ndarray)
 
     def residuals(self, x: Any, *samples: Array) -> Array:
         """The residuals as a float64 array of one dimension, as many in each call unless there are samples."""
-        if self._first is not None and self._first[0] == _flat(x).tobytes():
-            return self._first[1]
+        if self._at_start is not None and self._at_start[0] == _flat(x).tobytes():
+            return self._at_start[1]
         found = _numbers("fun", self._fun(self._shown(x), *samples, *self._args, **self._kwargs))
         if found.ndim > 1:
             raise ValueError(f"fun must return the residuals in one dimension, but their shape is {found.shape}")
@@ -155,17 +156,17 @@ class ResidualFunctions:
             self.epsilon = max(self.epsilon, float(np.finfo(found.dtype).eps))
         found = np.array(found.reshape(-1), np.float64)
         if not samples:
-            if self.rows < 0:
-                self.rows = len(found)
-            if len(found) != self.rows:
-                raise ValueError(f"fun returned {len(found)} residuals, but {self.rows} at x0; return as many")
+            if self._count < 0:
+                self._count = len(found)
+            if len(found) != self._count:
+                raise ValueError(f"fun returned {len(found)} residuals, but {self._count} at x0; return as many")
         return found
 
     def jacobian(self, x: Any, f: Array, *samples: Array) -> Any:
         """A float64 array (residuals, unknowns), or another result of `jac`: sparse rows, or an operator."""
-        if self._first is not None:
-            key, _, found = self._first
-            self._first = None
+        if self._at_start is not None:
+            key, _, found = self._at_start
+            self._at_start = None
             if found is not None and key == _flat(x).tobytes():
                 return found
         if not callable(self._jac):
@@ -240,7 +241,7 @@ def size_on_rank(x: Any) -> int:
 
 
 def _flat(x: Any) -> Array:
-    return x.flat if hasattr(x, "pieces") else x
+    return x.flat if has_names(x) else x
 
 
 def _copy(x: Any) -> Any:
@@ -418,8 +419,7 @@ class GaussNewtonFunctions:
 
     def linearized(self, x: Any, *samples: Array) -> _Linearized:
         """This rank's residuals and Jacobian at a point; those of the last two points are kept."""
-        flat = np.ascontiguousarray(x.flat if hasattr(x, "pieces") else x)
-        key, which = flat.tobytes(), b"".join(each.tobytes() for each in samples)
+        key, which = np.ascontiguousarray(_flat(x)).tobytes(), b"".join(each.tobytes() for each in samples)
         here = self._kept.setdefault(key, {})
         self._kept.move_to_end(key)
         while len(self._kept) > _POINTS:

@@ -50,8 +50,6 @@ _NOT_SYMMETRIC = (
 _NOT_FINITE = (
     "the value or gradient was NaN or infinite at {} trial points of line searches, whose steps were shortened"
 )
-
-
 _HELD = (
     "the start is held at bounds beyond which descent leads; if it should move, the gradient may have the wrong sign: "
     "mpishard.check_gradient tests it"
@@ -99,26 +97,25 @@ class OptimizeResult(dict[str, Any]):
         return "\n".join(f"{name:>{width}}: {line}" for name, line in lines.items())
 
 
-def result_of(
-    x: Any, gradient: Any, reason: str, method: Method, progress: Progress, culprits: str = ""
-) -> OptimizeResult:
+def result_of(x: Any, gradient: Any, reason: str, method: Method, progress: Progress, hint: str = "") -> OptimizeResult:
     """The result of a minimisation that has ended for this reason.
 
     `x` is the best iterate, and `gradient` that there, which this function makes NaN where no value was finite.
     `reason` is of `Minimizer.stop_reason`, or "callback" or "seconds", and empty while the minimisation continues;
-    `culprits` names the ranks whose value or gradient is not finite, if known.
+    `hint` goes into the message: what may be wrong, such as the ranks whose value or gradient is not finite.
     """
     if math.isnan(progress.value):
         gradient[...] = math.nan
     status, text = _OUTCOMES.get(reason, (2, f"failed: {reason}"))
     values = {name: getattr(method, name) for name in ("gtol", "ftol", "xtol", "maxiter", "maxfun")}
+    hints = [hint] if hint else []
     if progress.asymmetry > _ASYMMETRIC and reason != "gradient":
-        culprits += "; " * bool(culprits) + _NOT_SYMMETRIC.format(progress.asymmetry)
+        hints.append(_NOT_SYMMETRIC.format(progress.asymmetry))
     if reason == "gradient" and not progress.iterations and progress.gradient_norm > method.gtol:
-        culprits += "; " * bool(culprits) + _HELD
+        hints.append(_HELD)
     if progress.not_finite and reason != "not finite":
-        culprits += "; " * bool(culprits) + _NOT_FINITE.format(progress.not_finite)
-    message = text.format(projected_norm=progress.projected_norm, **values) + (f": {culprits}" if culprits else "")
+        hints.append(_NOT_FINITE.format(progress.not_finite))
+    message = text.format(projected_norm=progress.projected_norm, **values) + (f": {'; '.join(hints)}" if hints else "")
     return OptimizeResult(
         x=x,
         fun=progress.value,
@@ -212,7 +209,7 @@ _METHODS = {
     "Newton-CG": ("TruncatedNewton", ("gtol", "xtol")),
     "trust-ncg": ("TruncatedNewton", ("gtol",)),
 }
-# Methods that in SciPy do not stop for a small decrease, limit the iterations by the unknowns, and evaluate freely.
+# Methods without SciPy's limits of L-BFGS-B: no `ftol`, no `maxfun`, and a `maxiter` that grows with the unknowns.
 _FREE = {"cg", "newton-cg", "trust-ncg"}
 _ITERATIONS = 200  # for each unknown
 # SciPy's names of options that are called otherwise here.

@@ -41,7 +41,7 @@ from mpishard.minimizers.method import (
     Wanted,
     check_metadata,
     lifted,
-    warn_projected_start,
+    log_projected_start,
 )
 from mpishard.minimizers.space import LocalSpace
 
@@ -303,8 +303,8 @@ class ReverseCommunication:
             self._is_published = False
             x = unknowns.shown_to_user()
         gradient = ranks.gather(minimizer.row("base_gradient")).copy()
-        culprits = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
-        result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, culprits)
+        hint = ranks.culprits or unknowns.gradient_hint(self.stop_reason)
+        result = result_of(x, gradient, self.stop_reason, self._method, minimizer.progress, hint)
         result["jac"] = unknowns.like_x0(gradient)
         self._result = result if self.has_ended else None
         return result
@@ -348,7 +348,7 @@ class ReverseCommunication:
             If these are not the bytes of such a minimisation; nothing has changed then.
         """
         self._one_process().deserialize(data)
-        self._loaded()
+        self._forget_loop()
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint that any number of ranks can load; with a mesh only.
@@ -374,9 +374,10 @@ class ReverseCommunication:
             As for `mpishard.load_checkpoint`.
         """
         self._mesh_ranks().load(folder)
-        self._loaded()
+        self._forget_loop()
 
-    def _loaded(self) -> None:
+    def _forget_loop(self) -> None:
+        """Forget what was asked, and how it ended: the minimizer has another state. With a mesh collective."""
         self._end, self._is_published, self._is_asked, self._result = "", False, False, None
         if self.has_ended:
             self.gather_result()
@@ -401,8 +402,8 @@ def begin_again(optimizer: ReverseCommunication, gtol: float, keep_history: bool
     if not keep_history:
         minimizer.forget()
     optimizer._method = minimizer.method = replace(optimizer._method, gtol=gtol)
-    minimizer.begin()
-    optimizer._end, optimizer._is_published, optimizer._is_asked, optimizer._result = "", False, False, None
+    minimizer.begin()  # after which it has not ended
+    optimizer._forget_loop()
 
 
 # A minimisation on one process.
@@ -455,7 +456,7 @@ class OneProcess:
         if self.minimizer.wanted is Wanted.PRODUCT:
             self.minimizer.tell_product(flat)
             return
-        warn_projected_start(self._moved)  # not before: a state may replace the start
+        log_projected_start(self._moved)  # not before: a state may replace the start
         self._moved = 0
         self.minimizer.take_digits(digits_of(vector))
         self.minimizer.tell(value, flat)

@@ -32,7 +32,7 @@ from mpishard.minimizers.newton import GaussNewton
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
-    from mpishard.inverse.mesh_run import StateFiles
+    from mpishard.inverse.mesh_run import LeastSquaresFiles
     from mpishard.record import RunRecord
 
 Array = Any
@@ -46,6 +46,7 @@ _MESSAGES = {
     4: "converged: the last step was below both ftol={ftol:g} and xtol={xtol:g}",
 }
 _METHODS = ("trf", "lm")
+_FLOAT = np.dtype(np.float64)
 _TR_OPTIONS = ("forcing", "forcing_power", "maxcg", "initial_radius", "max_radius")
 # By reason of the end of the loop of `minimize`; the others are failures.
 _STATUS = {"gradient": 1, "decrease": 2, "step": 3, "evaluations": 0, "callback": _CALLBACK, "signal": _CALLBACK}
@@ -231,14 +232,14 @@ def least_squares(
     elif chosen == "cg" and not (elastic or callable(jac)):
         rows.are_dense_at(settings.start)
     if chosen == "cg":
-        return settings.shown(by_products.run(functions, losses, watcher))
-    files: StateFiles | None = None
+        return settings.with_trees(by_products.run(functions, losses, watcher))
+    files: LeastSquaresFiles | None = None
     if mesh is not None and (checkpoints is not None or resume):
-        from mpishard.inverse.mesh_run import StateFiles
+        from mpishard.inverse.mesh_run import LeastSquaresFiles
 
         name = f"least_squares by {method}, {'with' if settings.options.scale is None else 'without'} x_scale='jac'"
-        files = StateFiles(mesh, checkpoints, resume, name, len(settings.start))
-    return settings.shown(_run(settings, rows, watcher, files))
+        files = LeastSquaresFiles(mesh, checkpoints, resume, name, len(settings.start))
+    return settings.with_trees(_run(settings, rows, watcher, files))
 
 
 def _solver(given: Any, method: str, jac: Any, is_named: bool, for_cg: Mapping[str, Any]) -> str | None:
@@ -332,7 +333,7 @@ class _Settings:
             return levenberg_marquardt(rows, start, self.options)
         return reflective(rows, start, self.lower, self.upper, self.options)
 
-    def shown(self, result: OptimizeResult) -> OptimizeResult:
+    def with_trees(self, result: OptimizeResult) -> OptimizeResult:
         """A result with trees where it has vectors like the start, if that is a tree."""
         if self.tree is not None:
             like_x0 = {name: result[name] for name in ("x", "grad", "active_mask") if name in result}
@@ -349,9 +350,6 @@ class _Settings:
             high = np.isfinite(self.upper) & (above <= np.minimum(below, share * np.maximum(1, abs(self.upper))))
         mask[low], mask[high] = -1, 1
         return mask
-
-
-_FLOAT = np.dtype(np.float64)
 
 
 def _bounds(bounds: Any, unknowns: Unknowns) -> tuple[np.ndarray, np.ndarray]:
@@ -467,9 +465,8 @@ class _ConjugateGradients:
     def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:
         """Minimise in the loop of `minimize`. Collective over the mesh."""
         world = OneRank() if self.mesh is None or self.elastic is not None else self.mesh.world
-        place = self.x0.place if self.settings.is_named else None
-        split = place is not None and place.tensor_size * place.pipeline_size > 1
-        squares = GaussNewtonFunctions(functions, loss, world, parts=split)
+        unknowns = Unknowns(self.x0)
+        squares = GaussNewtonFunctions(functions, loss, world, parts=unknowns.is_split)
         method = self.method
         if self.scales_by_columns:
             method = replace(method, preconditioner=squares.column_scale(self.x0))
@@ -477,16 +474,16 @@ class _ConjugateGradients:
         def with_cost(intermediate_result: OptimizeResult) -> bool:
             found = intermediate_result
             made = OptimizeResult(x=found.x, cost=found.fun, nit=found.nit, nfev=found.nfev)
-            return callback(lambda: self.settings.shown(made))
+            return callback(lambda: self.settings.with_trees(made))
 
         ended = solve(
             Functions(squares.value_and_gradient, True, squares.product, ()),
             method,
-            Unknowns(self.x0),
+            unknowns,
             Callback(with_cost if callback.is_given else None),
             LoopOptions(disp=self.settings.verbose == 2),
             mesh=self.mesh,
-            reduction="sum" if split else None,
+            reduction="sum" if unknowns.is_split else None,
             elastic=self.elastic,
             checkpoints=self.checkpoints,
             resume=self.resume,
@@ -516,7 +513,7 @@ def _message(status: int, options: Options, optimality: float) -> str:
     )
 
 
-def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles | None) -> OptimizeResult:
+def _run(settings: _Settings, rows: Rows, callback: Callback, files: LeastSquaresFiles | None) -> OptimizeResult:
     """Iterate until the method or the callback ends it.  Collective."""
     is_first, watch = rows.world.rank == 0, Watch(rows.world, callback)
     shows = settings.verbose == 2 and is_first
@@ -560,4 +557,4 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, files: StateFiles 
 
 
 def _intermediate(settings: _Settings, state: State) -> OptimizeResult:
-    return settings.shown(OptimizeResult(x=state.x.copy(), cost=state.cost, nit=state.iterations, nfev=state.nfev))
+    return settings.with_trees(OptimizeResult(x=state.x.copy(), cost=state.cost, nit=state.iterations, nfev=state.nfev))

@@ -29,10 +29,13 @@ def is_tree(x: Any) -> bool:
     return isinstance(x, list | tuple) and any(_has_dimensions(each) or is_tree(each) for each in x)
 
 
-def is_complex(x: Any) -> bool:
-    """Return True for an array of complex numbers, which is a tree of one leaf, and seen as flat."""
-    if is_tree(x):
-        return False
+def tree_of(x: Any) -> Tree | None:
+    """The tree of arrays, or of an array of complex numbers, which is one leaf; None for what is flat as it is."""
+    return Tree(x) if is_tree(x) or _is_complex(x) else None
+
+
+def _is_complex(x: Any) -> bool:
+    """Return True for an array of complex numbers; what is a tree is none."""
     kind = getattr(getattr(x, "dtype", None), "kind", None)
     if kind is None and not isinstance(x, str):
         try:
@@ -75,7 +78,7 @@ class Tree:
     def __init__(self, x: Any) -> None:
         values: list[tuple[str, Any]] = []
         self._template = _template(x, "", values)
-        if self._template == 0:
+        if self._is_one_array:
             values = [("", x.reshape(-1) if arrays.is_device(x) else np.asarray(x).reshape(-1))]
         if not values:
             raise ValueError(f"x0 is empty: there are no arrays in this {type(x).__name__}")
@@ -94,6 +97,11 @@ class Tree:
             start += leaf.size
         self.size = start
         self.flat: Array = arrays.joined([_reals(array, self.dtype) for _, array in found])  # the values, copied
+
+    @property
+    def _is_one_array(self) -> bool:
+        """Return True if x0 is an array itself: the template is the index of the only leaf."""
+        return bool(self._template == 0)
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -116,7 +124,7 @@ class Tree:
     def flattened(self, what: str, given: Any) -> Array:
         """A tree like x0 as a new flat array. Raises TypeError or ValueError, with `what`, if it is unlike x0."""
         flat = arrays.empty(self.size, self.dtype, like=self.flat)
-        for index, value in self._matched(what, given):
+        for index, value in _pairs(self._template, given, what):
             leaf = self.leaves[index]
             flat[leaf.start : leaf.start + leaf.size] = self._converted(_of(what, leaf.name), value, leaf)
         return flat
@@ -124,7 +132,7 @@ class Tree:
     def columns(self, what: str, given: Any, rows: int) -> np.ndarray:
         """The columns of a matrix that is given as a tree of blocks of the shape (rows, *shape of the leaf)."""
         blocks = []
-        for index, value in self._matched(what, given):
+        for index, value in _pairs(self._template, given, what):
             leaf = self.leaves[index]
             block = _as_array(_of(what, leaf.name), value)
             if block.shape != (rows, *leaf.shape):
@@ -138,7 +146,7 @@ class Tree:
         if kept and (not arrays.is_array(value) or arrays.module_of(value) is not arrays.module_of(self.flat)):
             raise TypeError(f"{what} must be an array on the device, like x0; got {type(value).__name__}")
         array = _as_array(what, value)
-        if self._template == 0 and array.size == math.prod(leaf.shape):  # x0 is one array, which is seen as flat
+        if self._is_one_array and array.size == math.prod(leaf.shape):  # which is seen as flat
             array = array.reshape(leaf.shape)
         if tuple(array.shape) != leaf.shape:
             raise ValueError(f"{what} has the shape {tuple(array.shape)}, but x0 has {leaf.shape} there")
@@ -147,9 +155,6 @@ class Tree:
             remedy = CONVENTION if leaf.is_complex else "take the real part"
             raise TypeError(f"{what} is {array.dtype}, but x0 has {theirs} there; {remedy}")
         return _reals(array, self.dtype)
-
-    def _matched(self, what: str, given: Any) -> Iterator[tuple[int, Any]]:
-        yield from _pairs(self._template, given, what, "")
 
     # -- options of elements ------------------------------------------------------------------------------------------
 
@@ -160,7 +165,7 @@ class Tree:
         if given is None or _is_number(given):
             return given
         found = {}
-        for index, value in _pairs(self._template, given, what, "", partly=True):
+        for index, value in _pairs(self._template, given, what, partly=True):
             leaf = self.leaves[index]
             found[leaf.name] = _repeated(_of(what, leaf.name), value, leaf) if leaf.is_complex else value
         return found
@@ -171,11 +176,11 @@ class Tree:
         if isinstance(one, list | tuple) and len(one) == 2 and all(each is None or _is_number(each) for each in one):
             found = {leaf.name: tuple(one) for leaf in self.leaves}
         else:
-            pairs = _pairs(self._template, given, "bounds", "", partly=True)
+            pairs = _pairs(self._template, given, "bounds", partly=True)
             found = {self.leaves[index].name: pair for index, pair in pairs if pair is not None}
         for leaf in self.leaves:
             if leaf.is_complex and leaf.name in found:
-                where = "" if self._template == 0 else f" at {leaf.name!r}"
+                where = "" if self._is_one_array else f" at {leaf.name!r}"
                 raise ValueError(
                     f"bounds are for real numbers, and x0 is complex{where}; give its real and imaginary parts as two "
                     "arrays"
@@ -212,7 +217,7 @@ def _built(template: Any, leaf: Callable[[int], Any]) -> Any:
     return _sequence(template, [_built(each, leaf) for each in template])
 
 
-def _pairs(template: Any, given: Any, what: str, path: str, partly: bool = False) -> Iterator[tuple[int, Any]]:
+def _pairs(template: Any, given: Any, what: str, path: str = "", partly: bool = False) -> Iterator[tuple[int, Any]]:
     """Indices of leaves with what a tree has there; `partly`: None stands for nothing, and keys may be missing."""
     if partly and given is None:
         return

@@ -8,7 +8,7 @@ from typing import Any
 from mpishard.comm.agreement import opening
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.models import configuration_of, optimizer_for
+from mpishard.data_parallel.models import configuration_of, optimizer_of_whole_model
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.jax.optax_rule import rule_of
 from mpishard.jax.tree import TreeLeaves, TreeState, array_module
@@ -158,7 +158,7 @@ def as_distributed(tree: Any, mesh: Mesh | ShardingConfiguration, rule: Any, *, 
         array_module(leaves.platform)  # raises for a device that has no arrays
         if callable(getattr(rule, "update", None)) and callable(getattr(rule, "init", None)):
             rule = rule_of(rule, tree=tree)
-        optimizer = optimizer_for("a pytree of JAX", rule, config, zero)
+        optimizer = optimizer_of_whole_model("a pytree of JAX", rule, config, zero)
         same |= {"zero": zero, **leaves.described}
     state = TreeState(leaves)
     optimizer.bind(state.parameters)

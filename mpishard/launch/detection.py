@@ -103,7 +103,7 @@ def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
     return of_mpi[0]
 
 
-def explain(launch: Launch, library: str) -> str:
+def explain_foreign(launch: Launch, library: str) -> str:
     """One line that says what a launcher of another MPI has done, and which launcher to use."""
     right = _own_mpirun() or f"the mpirun of the {library} that it is bound to"
     ranks = "a rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
@@ -141,7 +141,7 @@ def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
     if launch is None or not text.startswith("MPICH") or "pmix" in text.lower():
         return
     if launch.rank == 0:
-        sys.exit(f"mpishard: error: {explain(launch, MPICH)}")
+        sys.exit(f"mpishard: error: {explain_foreign(launch, MPICH)}")
     time.sleep(_FIRST_S)
     sys.exit(1)
 

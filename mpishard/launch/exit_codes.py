@@ -28,9 +28,16 @@ INTERRUPTED = 128 + signal.SIGINT
 START_AGAIN = os.EX_TEMPFAIL
 
 
-def exit_code(launcher: int) -> int:
-    """The exit code of a process as shells give it: 128 plus the signal that killed it."""
-    return launcher if launcher >= 0 else 128 - launcher
+def exit_code(returned: int) -> int:
+    """The exit code of a process as shells give it: 128 plus the signal that killed it, a negative number in Python."""
+    return returned if returned >= 0 else 128 - returned
+
+
+def code_of_exit(status: Any) -> int:
+    """The exit code of a script for an argument of ``sys.exit``: 0 for None, 1 for what is no number."""
+    if status is None:
+        return 0
+    return status & 0xFF if isinstance(status, int) else 1
 
 
 class ScriptEnding:
@@ -109,11 +116,9 @@ class _Unknown:
 
 def _code_of_script(status: Any, to_its_end: bool) -> int | None:
     """The exit code of a script from its argument of ``sys.exit``; None if it raised SystemExit itself."""
-    if to_its_end or status is None:
+    if to_its_end:
         return 0
-    if status is _Unknown:
-        return None
-    return status & 0xFF if isinstance(status, int) else 1
+    return None if status is _Unknown else code_of_exit(status)
 
 
 def _main_frame() -> FrameType | None:

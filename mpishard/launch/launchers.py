@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpishard.launch.detection import MPICH, OPEN_MPI
+
 _POLL_S = 0.02
 _AGAIN_S = 1.0  # until a host that did not answer is asked again
 _SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=3"
@@ -149,7 +151,6 @@ def sweep(hosts: Sequence[Host], shell: str | None, limit: float, variable: str,
 # Launchers.
 
 _NAMES = ("mpirun", "mpiexec")
-_OPEN_MPI, _HYDRA = "Open MPI", "MPICH"
 _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 # Variables that the launcher of Open MPI passes to processes on other hosts only where its command names them.
 _FORWARDED = re.compile(
@@ -170,17 +171,17 @@ class Launcher:
 
         Not SIGTERM for Open MPI, whose launcher ends the ranks half a second after it.
         """
-        return signal.SIGUSR1 if self.family == _OPEN_MPI else signal.SIGTERM
+        return signal.SIGUSR1 if self.family == OPEN_MPI else signal.SIGTERM
 
     @property
     def end_signal(self) -> signal.Signals:
         """The signal to the launcher that ends the ranks at once; MPICH's launcher passes SIGTERM on and waits."""
-        return signal.SIGTERM if self.family == _OPEN_MPI else signal.SIGINT
+        return signal.SIGTERM if self.family == OPEN_MPI else signal.SIGINT
 
     @property
     def prints_when_ended(self) -> bool:
         """True if the launcher prints a message when it is ended; then it is killed, which leaves only its ranks."""
-        return self.family != _OPEN_MPI
+        return self.family != OPEN_MPI
 
     def command(
         self,
@@ -199,7 +200,7 @@ class Launcher:
         """
         words = [self.path, "-n", str(ranks)]
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        if self.family == _OPEN_MPI:
+        if self.family == OPEN_MPI:
             if elastic:
                 # Its hierarchical collectives crash after a death.
                 words += ["--with-ft", "ulfm", "--mca", "coll", "^han"]
@@ -221,7 +222,7 @@ class Launcher:
         They are in the environment since spawned processes get settings of Open MPI only from there.  `slots` is the
         number of ranks for which the job's hosts have cores; `elastic`: ranks may survive the death of others.
         """
-        if self.family != _OPEN_MPI:
+        if self.family != OPEN_MPI:
             return dict(given)
         settings: dict[str, str] = {}
         if os.geteuid() == 0:
@@ -259,4 +260,4 @@ def find_launcher(path: str | None = None) -> Launcher:
     except subprocess.TimeoutExpired:
         raise ValueError(f"{found} --version does not end") from None
     text = version.stdout + version.stderr
-    return Launcher(found, _OPEN_MPI if "Open MPI" in text or "PRTE" in text or "PRRTE" in text else _HYDRA)
+    return Launcher(found, OPEN_MPI if "Open MPI" in text or "PRTE" in text or "PRRTE" in text else MPICH)

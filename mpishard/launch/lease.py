@@ -23,7 +23,7 @@ from typing import ClassVar
 from mpishard.arguments import printable
 from mpishard.io import files, log
 from mpishard.launch.job_notes import JobNotes
-from mpishard.launch.processes import process_facts
+from mpishard.launch.processes import BEGAN, process_facts, this_machine
 
 SHARE = "MPISHARD_SHARE_FOLDER"
 _FILE = "holder"
@@ -51,8 +51,8 @@ class Holder:
         """This process."""
         machine = began = ""
         with contextlib.suppress(OSError):
-            machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-            began = _began(os.getpid())
+            machine = this_machine()
+            began = process_facts(os.getpid())[BEGAN]
         run = JobNotes.from_environment(environment)
         return cls(
             os.uname().nodename,
@@ -86,18 +86,14 @@ class Holder:
         if not self.machine or self.machine != Holder.this().machine:
             return None
         try:
-            return process_facts(self.process)[0] not in "ZX" and _began(self.process) == self.began
+            facts = process_facts(self.process)
+            return facts[0] not in "ZX" and facts[BEGAN] == self.began
         except OSError:
             return False
 
     def __str__(self) -> str:
         job = f"Slurm job {self.job}, " if self.job else ""
         return printable(f"{job}process {self.process} on {self.host}, since {self.since}")
-
-
-def _began(process: int) -> str:
-    """When a process has started, in ticks since the machine has."""
-    return process_facts(process)[19]
 
 
 class FolderLease:

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _POLL_S = 0.01
+BEGAN = 19  # in `process_facts`: when a process has started, in ticks since the machine has
 # The daemons that launchers start on each host for a job, by their names in the kernel.
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 _RANK = re.compile(rb"\0(OMPI_COMM_WORLD_RANK|PMI_RANK)=\d+")
@@ -56,6 +57,11 @@ def process_facts(number: int | str) -> list[str]:
     """The fields of a process in ``/proc/NUMBER/stat`` from its state on ("T": stopped); OSError if it is gone."""
     # The name of the program before them, in brackets, may hold anything.
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+
+
+def this_machine() -> str:
+    """A text that only processes have in common that see each other; OSError if this system does not tell."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
 def descendants() -> set[int]:

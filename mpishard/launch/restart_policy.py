@@ -50,7 +50,7 @@ class JobOutcome:
     code: int  # exit code of the launcher; if negative, the signal that killed it
     notes: Notes  # notes of its processes before it was ended
     half_started: bool = False  # the job was ended since some ranks had not imported mpishard
-    lost: bool = False  # the job was ended since a host did not answer
+    host_lost: bool = False  # the job was ended since a host did not answer
     stopped: int = 0  # the signal with which the user ended the job, or 0
     asked_to_leave: bool = False  # its ranks were sent SIGUSR1
 
@@ -106,7 +106,7 @@ def reported(outcome: JobOutcome) -> int | None:
     return 0 if outcome.notes.healed and code > 128 else code  # a signal: that which killed the dead ranks
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
     """The name of a signal from the user, for a message."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
@@ -129,7 +129,7 @@ def decide(
         # Ranks cannot distinguish Ctrl-C from the other signals that end a run.
         return Stop(128 + outcome.stopped if outcome.stopped and code == INTERRUPTED else code)
     if outcome.stopped:
-        return Stop(128 + outcome.stopped, f"was ended by {name_of(outcome.stopped)}")
+        return Stop(128 + outcome.stopped, f"was ended by {signal_name(outcome.stopped)}")
     failure = outcome.notes.failure
     # The launcher of MPICH returns the plain number, or mixes it with those of ranks that it has killed.
     by_signal = outcome.code in (signal.SIGUSR1, -signal.SIGUSR1, 128 + signal.SIGUSR1)
@@ -158,7 +158,7 @@ def decide(
     restarts = 1 if progress else history.restarts + 1
     if restarts > policy.max_restarts:
         return Stop(code, f"{what}; {restarts - 1} restarts have brought it no further than step {history.step}")
-    hosts_lost = outcome.lost or tuple(answering) != tuple(hosts)
+    hosts_lost = outcome.host_lost or tuple(answering) != tuple(hosts)
     ranks_lost = failure is None and outcome.code >= 0 and not hosts_lost
     least = -(-max(1, policy.min_workers) // policy.multiple_of) * policy.multiple_of
     noted = outcome.notes.multiple_of or history.multiple_of
@@ -182,7 +182,7 @@ def decide(
 
 def _what(outcome: JobOutcome, hosts_lost: bool) -> str:
     """How a job failed, for a message."""
-    if outcome.lost or hosts_lost:
+    if outcome.host_lost or hosts_lost:
         return "has a host that does not answer"
     if outcome.notes.failure is not None:
         return f"failed by {outcome.notes.failure}"
@@ -200,7 +200,7 @@ def _what(outcome: JobOutcome, hosts_lost: bool) -> str:
 
 # Watches the progress of a job in its notes: how far it is, and whether it is stuck.
 
-_STEPS = 3
+_LONGEST_STEPS = 3  # without a new step, of the longest one so far, until a job is stuck
 # Seconds that a job has to end by itself, since other ranks may still print errors.
 _ABORT_S = 3.0
 
@@ -292,7 +292,7 @@ class ProgressMonitor:
         self.furthest = max(self.furthest, step)
         if training is False:
             self._step_to_pass = None
-        waits, patience = now - self._since, _STEPS * self._longest
+        waits, patience = now - self._since, _LONGEST_STEPS * self._longest
         if self._step_to_pass is not None and waits > max(self._limits.heal, patience):
             return f"no step for {max(self._limits.heal, patience):g} s after a death (--heal-limit); the job is ended"
         if training and waits > max(self._limits.step, patience):

@@ -30,6 +30,14 @@ _TAKES_VALUE = re.compile(f"-{_FLAGS}[XW]|--check-hash-based-pycs")
 # Options with which a script runs under the runner as without; not -i, -x, and those that run no script.
 _KEPT = re.compile("-[bBdEIOPqRsSuv]*([XW].*)?|--check-hash-based-pycs")
 
+_FULL = "MPISHARD_TRACEBACK"
+PACKAGE = str(Path(__file__).parents[1]) + os.sep  # how the files of mpishard begin
+# How the files begin that are not the user's: those of Python, of installed packages, and of mpishard.
+_FOLDERS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_FOLDERS |= {*site.getsitepackages(), site.getusersitepackages()}
+_LIBRARIES = (*(folder + os.sep for folder in _FOLDERS), "<frozen")
+NOT_USERS = (PACKAGE, *_LIBRARIES)
+
 
 def parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments of the interpreter into its options and the script's part: ``-c ...``, ``-m ...`` or a path.
@@ -87,15 +95,6 @@ def _can_run(script: Sequence[str]) -> bool:
         return script[0] == "-m" and len(script) > 1
     path = script[0]
     return os.path.isfile(path) and not path.endswith(".pyc") and not zipfile.is_zipfile(path)
-
-
-_FULL = "MPISHARD_TRACEBACK"
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# How the files begin that are not the user's: those of Python, of installed packages, and of mpishard.
-_FOLDERS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_FOLDERS |= {*site.getsitepackages(), site.getusersitepackages()}
-_LIBRARIES = (*(folder + os.sep for folder in _FOLDERS), "<frozen")
-NOT_USERS = (_PACKAGE, *_LIBRARIES)
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> str:
@@ -160,7 +159,7 @@ def _chain(
 
 def _shorten(report: traceback.TracebackException, error: BaseException) -> int:
     """Drop frames of mpishard; returns their number."""
-    ours = [frame.filename.startswith(_PACKAGE) for frame in report.stack]
+    ours = [frame.filename.startswith(PACKAGE) for frame in report.stack]
     users = _are_users(report.stack)
     last = max((index for index, is_users in enumerate(users) if is_users), default=None)
     if last is None:
@@ -176,7 +175,7 @@ def _shorten(report: traceback.TracebackException, error: BaseException) -> int:
 
 def _are_users(stack: traceback.StackSummary) -> list[bool]:
     """For each frame True if it is of the user's code: neither of mpishard nor of a library."""
-    return [not frame.filename.startswith((_PACKAGE, *_LIBRARIES)) for frame in stack]
+    return [not frame.filename.startswith((PACKAGE, *_LIBRARIES)) for frame in stack]
 
 
 def _raises(error: BaseException, frame: traceback.FrameSummary) -> bool:

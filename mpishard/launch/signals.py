@@ -23,7 +23,7 @@ from mpishard.arguments import shown
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
+def ctrl_c_deferred() -> Iterator[None]:
     """Defer Ctrl-C to the end of the block, and raise it there.
 
     Without effect outside the main thread, or where the script has its own handler.

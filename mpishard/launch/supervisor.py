@@ -45,7 +45,7 @@ from mpishard.launch.restart_policy import (
     Start,
     Stop,
     decide,
-    name_of,
+    signal_name,
 )
 from mpishard.launch.script import with_runner
 
@@ -57,6 +57,8 @@ _ALONE_S = 10.0  # and after all its processes are gone: Open MPI's was seen to 
 # Runs a command with its output in the file of its rank below a folder; every start of a job adds to it.
 _INTO_FILE = 'mkdir -p "$0" && exec "$@" >>"$0/rank-${OMPI_COMM_WORLD_RANK-$PMI_RANK}.log" 2>&1'
 _STOP, _PASS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1
+_FOLDER = ".mpishard-run-"  # the name of a temporary folder begins so
+_WIDTH = 100  # of the command line that is shown
 
 
 @dataclass(frozen=True)
@@ -145,19 +147,19 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _end_job(
-        self, process: subprocess.Popen[bytes], folder: JobNotes, monitor: ProgressMonitor, lost: bool
+        self, process: subprocess.Popen[bytes], folder: JobNotes, monitor: ProgressMonitor, host_lost: bool
     ) -> JobOutcome:
         """End the job if it still runs; returns its outcome."""
         notes = folder.notes  # before the job is ended, since that may add notes of the ranks
         code = process.poll()
         if code is None:
-            self._end(process, _END_WITHOUT_S if lost else _END_S)
+            self._end(process, _END_WITHOUT_S if host_lost else _END_S)
             code = exit_code(process.returncode)  # a signal from here does not count
         self._end_all()
         self._leftovers.remove(process.pid)
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
         notes = replace(notes, step=max(notes.step, monitor.furthest))
-        return JobOutcome(code, notes, monitor.half_started, lost, stopped, self._asked_to_leave)
+        return JobOutcome(code, notes, monitor.half_started, host_lost, stopped, self._asked_to_leave)
 
     def _start(self, start: Start, folder: JobNotes) -> subprocess.Popen[bytes]:
         job, elastic = self.job, self.job.policy.elastic
@@ -227,7 +229,7 @@ class Supervisor:
                 self._asked_to_leave = True
                 process.send_signal(number)
                 continue
-            name = name_of(number)
+            name = signal_name(number)
             if self._stopped:
                 self._at_once = True
                 self._say(f"{name} again: the ranks are killed, and save nothing more")
@@ -268,9 +270,6 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         print(f"mpishard run: {text}", file=sys.stderr, flush=True)
-
-
-_FOLDER, _WIDTH = ".mpishard-run-", 100
 
 
 @contextlib.contextmanager

@@ -53,6 +53,12 @@ def starts_of(counts: Sequence[int]) -> list[int]:
     return starts
 
 
+def run_of(lengths: Sequence[int], number: int) -> slice:
+    """The run with a number, of runs of these lengths that lie end to end in a buffer."""
+    start = sum(lengths[:number])
+    return slice(start, start + lengths[number])
+
+
 def whole_box(shape: Sequence[int]) -> Box:
     """The box that covers a whole tensor."""
     return tuple([(0, extent) for extent in shape])

@@ -30,40 +30,40 @@ def projected_gradient(out, x, g, lower, upper, /):
     return out
 
 
-# An element is held if ``x - reach h`` meets a bound or is beyond it, where h is the (scaled) gradient, or if its
+# An element is held if it is at a bound, or beyond it, to which descent by the (scaled) gradient h leads, or if its
 # bounds are equal; the others are free.
 
 
 @elementwise
-def mark_free(out, x, h, lower, upper, /, reach):
+def mark_free(out, x, h, lower, upper, /):
     """1 where an element is free, else 0."""
-    end = x - reach * h
-    out = (0.0 if end <= lower else 1.0) if h > 0.0 else ((0.0 if end >= upper else 1.0) if h < 0.0 else 1.0)
+    out = (0.0 if x <= lower else 1.0) if h > 0.0 else ((0.0 if x >= upper else 1.0) if h < 0.0 else 1.0)
     out = out if lower < upper else 0.0
     return out
 
 
 @elementwise
-def keep_free(h, x, lower, upper, /, reach):
+def keep_free(h, x, lower, upper, /):
     """``h`` where an element is free, else 0."""
-    end = x - reach * h
-    h = (0.0 if end <= lower else h) if h > 0.0 else ((0.0 if end >= upper else h) if h < 0.0 else h)
+    h = (0.0 if x <= lower else h) if h > 0.0 else ((0.0 if x >= upper else h) if h < 0.0 else h)
     h = h if lower < upper else 0.0
     return h
 
 
 @elementwise
-def drop_of_equal(g, lower, upper, /):
+def zero_of_equal(g, lower, upper, /):
     """0 in place of what is not finite where bounds are equal: such elements keep their value."""
     g = g if lower < upper else (g if g - g == 0.0 else 0.0)
     return g
 
 
 # The path of steepest descent, ``P(x - t h)`` with h the (scaled) gradient.
+#
+# The mask `free` is returned, though it stays as it is: only an array that a formula writes may be of bool.
 
 
 @elementwise
-def breakpoints(descent, t, x, h, lower, upper, /, never):
+def find_breakpoints(descent, t, x, h, lower, upper, /, never):
     """``h`` where an element moves, else 0; and its breakpoint t, at which it meets its bound: 0 where it does not.
 
     The largest number is one over the first breakpoint.
@@ -163,7 +163,7 @@ class Bounds:
         if self.any:
             self.lower = self._whole(self.lower, -np.inf, space)
             self.upper = self._whole(self.upper, np.inf, space)
-        self._counted = space.spans
+        self._spans = space.spans
         self._has_equal = self.any and bool((to_host(self.lower) == to_host(self.upper)).any())
         copies = self.fixed is not None or self._has_equal
         self._work: Array | None = empty(space.size, space.like.dtype, space.like) if copies else None
@@ -178,7 +178,7 @@ class Bounds:
         if not self.any or not point.size:
             return 0
         wrong = (point < self.lower) | (point > self.upper)
-        return sum(int(to_host(wrong[start:stop].sum())) for start, stop in self._counted)
+        return sum(int(to_host(wrong[start:stop].sum())) for start, stop in self._spans)
 
     def project(self, point: Array) -> None:
         """Move each element between its bounds, in place."""
@@ -203,7 +203,7 @@ class Bounds:
         if self.fixed is not None:
             self._work[self.fixed] = 0
         if self._has_equal:
-            drop_of_equal(self._work, self.lower, self.upper)
+            zero_of_equal(self._work, self.lower, self.upper)
         return self._work
 
     def projected_gradient(self, point: Array, gradient: Array, out: Array) -> Array:
@@ -211,7 +211,7 @@ class Bounds:
         projected_gradient(out, point, gradient, self.lower, self.upper)
         return out
 
-    def kinds(self) -> tuple[int, int]:
+    def bounded_and_open(self) -> tuple[int, int]:
         """The numbers of elements of this rank that have a bound, and that have less than two."""
         if self.lower is None or self.upper is None or not self.lower.size:
             return 0, 0

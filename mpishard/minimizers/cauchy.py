@@ -162,7 +162,7 @@ class Path:
         with np.errstate(over="ignore"):
             return float(self._type(length))
 
-    def _below(self, breakpoint: float) -> float:
+    def _just_below(self, breakpoint: float) -> float:
         """The longest length below a breakpoint."""
         return float(np.nextafter(self._type(breakpoint), self._type(0)))
 
@@ -219,7 +219,7 @@ class Path:
             is_last = place + 1 == len(bins)
             following = beyond if is_last else -float(ends[0, bins[place + 1]])
             if not slope + following * bend < 0:
-                return max(high, min(self._rounded(-slope / bend), self._below(following))), after
+                return max(high, min(self._rounded(-slope / bend), self._just_below(following))), after
             here = after
         return math.nan, here
 
@@ -237,11 +237,11 @@ class Path:
 
 
 class _Found:
-    """Elements between two lengths of the path, with what the sums take of them."""
+    """Elements with breakpoints between two lengths of the path, and what the sums take of them."""
 
-    def __init__(self, index: Array, breakpoints: Array, descent: Array, steps: Callable[[Array], Array]) -> None:
+    def __init__(self, index: Array, lengths: Array, descent: Array, steps: Callable[[Array], Array]) -> None:
         self.index, of_dtype = index, steps(index)
-        self.lengths = breakpoints[index].astype(np.float64)
+        self.lengths = lengths[index].astype(np.float64)
         self.descent, self.steps = descent[index].astype(np.float64), of_dtype.astype(np.float64)
         self.largest_step = largest(of_dtype) if index.size else 0.0
         if not math.isfinite(self.largest_step):

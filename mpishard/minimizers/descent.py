@@ -113,45 +113,46 @@ class Descent(Minimizer):
         self._gradient_top, self._direction_top = tops
         self._met_wall = bool(metadata.get("met_wall", False))
 
-    @abstractmethod
-    def forget(self) -> bool:
-        """Drop what was learned from earlier iterates; return True if there was anything."""
-
     def reopen(self) -> None:
         super().reopen()
         self._search = None
+
+    # -- what each method of descent has for itself --------------------------------------------------------------------
+
+    @abstractmethod
+    def forget(self) -> bool:
+        """Drop what was learned from earlier iterates; return True if there was anything."""
 
     @abstractmethod
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         """Take note of the step from the base to the point, before the base goes there."""
 
-    def _to_measure(self) -> tuple[Array, ...]:
-        """Vectors whose largest elements `_measured` takes; called after the base has moved."""
+    def _further_vectors(self) -> tuple[Array, ...]:
+        """Vectors to measure with the base and its gradient, in one all-reduce; called after the base has moved."""
         return ()
 
-    def _measured(self, tops: list[float]) -> None:
-        """Take the largest elements of `_to_measure`."""
+    def _take_further_tops(self, tops: list[float]) -> None:
+        """Take the largest elements of `_further_vectors`."""
 
     def _continues_after_small_change(self) -> bool:
         """Return True to continue, maybe in another way, where the last iteration has changed too little."""
         return False
 
-    def _forgets_for_wall(self) -> bool:
-        """Forget, and return True, before a small change counts as convergence, if line searches have ended at a wall.
-
-        What was learned there may lead along the wall, or only in steps that are too short to reach it again.
-        """
-        met, self._met_wall = self._met_wall, False
-        return met and self.forget()
-
     @abstractmethod
     def _find_direction(self) -> tuple[float, float, float, float]:
         """Write the direction; return its largest element, its slope, the first step to try and the longest one."""
 
+    # -- the loop of line searches -------------------------------------------------------------------------------------
+
     def _advance_line_search(
         self, search: LineSearchState, value: float, gradient: Array, top: float, finite: bool
     ) -> None:
-        """The line search takes a trial."""
+        """Give a trial to the line search, and act on its verdict.
+
+        The trial is taken, and ends the iteration, if the search accepts it, or if it is the best one when evaluations
+        or the search itself come to an end.  Else another step is tried; without one the method forgets what it has
+        learned and begins another search, and where there is nothing to forget the minimisation ends.
+        """
         slope = math.nan
         if finite:
             (slope,) = self.space.dots([(gradient, self._direction)], [top * self._direction_top])
@@ -189,6 +190,14 @@ class Descent(Minimizer):
         else:
             self._end(_failure(state, self.epsilon))
 
+    def _forgets_for_wall(self) -> bool:
+        """Forget, and return True, before a small change counts as convergence, if line searches have ended at a wall.
+
+        What was learned there may lead along the wall, or only in steps that are too short to reach it again.
+        """
+        met, self._met_wall = self._met_wall, False
+        return met and self.forget()
+
     def _end_iteration(
         self,
         value: float,
@@ -201,8 +210,8 @@ class Descent(Minimizer):
     ) -> None:
         """The point becomes the base, after an iteration or the first evaluation.
 
-        Without a value before (NaN), only a small gradient is convergence; `failure` is the reason to end otherwise.
-        Nor is a small step convergence that ends `at_wall` of values that are not finite.
+        Without a value before (NaN), only a small gradient is convergence. If the iteration ended `at_wall`, beyond
+        which values are not finite, a small change is none. `failure` is the reason to end without convergence.
         """
         # The direction, too: `_measure` and `_begin_line_search` write there.
         self.note_written(_BASE, _GRADIENT, _DIRECTION)
@@ -249,12 +258,12 @@ class Descent(Minimizer):
         if bounded:
             measured = self.base_gradient if riesz is None else riesz
             vectors.append(self.bounds.projected_gradient(self.base, measured, self._direction))
-        more = self._to_measure()
+        more = self._further_vectors()
         found = iter(self.space.largest(*vectors, *more) if vectors or more else ())
         base_top = next(found) if self.method.xtol else 0.0
         riesz_top = self._gradient_top if riesz is None else next(found)
         projected_top = next(found) if bounded else riesz_top
-        self._measured(list(found))
+        self._take_further_tops(list(found))
         return base_top, riesz_top, projected_top
 
     def _begin_line_search(self) -> None:

@@ -3,7 +3,24 @@
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from mpishard.backend.array import elementwise, largest
+from mpishard.backend.array import elementwise
+
+# Steps.
+
+
+@elementwise
+def advance(x, b, d, /, step):
+    """``x = b + step d``."""
+    x = b + step * d
+    return x
+
+
+@elementwise
+def move(v, d, /, length):
+    """``v += length d``."""
+    v = v + length * d
+    return v
+
 
 # Quasi-Newton methods.  ``r`` is the root of the scaling: with it pairs are kept in variables that are divided by it.
 
@@ -13,7 +30,7 @@ def pair(s, y, x, g, b, h, /):
     """Step and change of the gradient, from the base ``b`` with gradient ``h`` to ``x`` with ``g``."""
     s = x - b
     y = g - h
-    return s, y, largest(s), largest(y)
+    return s, y
 
 
 @elementwise
@@ -39,21 +56,14 @@ def damp_scaled(y, s, h, r, /, part, step):
 
 
 @elementwise
-def advance(x, b, d, /, step):
-    """``x = b + step d``."""
-    x = b + step * d
-    return x
-
-
-@elementwise
-def weigh(out, v, r, /):
+def multiply(out, v, r, /):
     """``out = r v``."""
     out = r * v
     return out
 
 
 @elementwise
-def unweigh(out, v, r, /):
+def divide(out, v, r, /):
     """``out = v / r``."""
     out = v / r
     return out
@@ -64,35 +74,14 @@ def unweigh(out, v, r, /):
 
 
 @elementwise
-def weighted(out, v, w, /):
+def multiply_free(out, v, w, /):
     """``out = w v``, and 0 where w is, whatever v is there."""
     out = w * v if w > 0.0 else 0.0
     return out
 
 
 @elementwise
-def moved(out, v, d, /, length):
-    """``out = v + length d``."""
-    out = v + length * d
-    return out
-
-
-@elementwise
-def move(v, d, /, length):
-    """``v += length d``."""
-    v = v + length * d
-    return v
-
-
-@elementwise
 def turn(d, r, /, beta):
     """``d = beta d - r``."""
     d = beta * d - r
-    return d
-
-
-@elementwise
-def turn_weighted(d, r, w, /, beta):
-    """``d = beta d - w r``."""
-    d = beta * d - w * r
     return d

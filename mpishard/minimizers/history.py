@@ -3,6 +3,9 @@
 The inverse Hessian that they define is never formed. It is applied by its compact form (Byrd, Nocedal and Schnabel,
 "Representations of quasi-Newton matrices and their use in limited memory methods", Mathematical Programming 63, 1994,
 equation 3.1): dot products with all pairs give, identically on every rank, the coefficients of a sum over the pairs.
+
+Dot products are summed exactly, as the `words` of `mpishard.backend.exact`. A `top` bounds the elements of a vector, or
+the terms of a dot product, and fixes the scale of its words.
 """
 
 from __future__ import annotations
@@ -20,9 +23,7 @@ from mpishard.minimizers.cauchy import Breakpoints, Curvature, Path
 from mpishard.minimizers.space import Space
 
 Array = Any
-
-
-# Some rows times a vector: numbers of the rows, the vector, this rank's words, and the bounds of the products.
+# Some rows times a vector: numbers of the rows, the vector, this rank's words, and the tops with which they were made.
 Words = tuple[Sequence[int], Array, np.ndarray, list[float]]
 _LARGE = 2.0**499  # products of larger elements count as infinite
 
@@ -66,7 +67,7 @@ class History:
     def opened_rows(self) -> tuple[int, ...]:
         return (self._new, self.most + self._new) if self._new >= 0 else ()
 
-    def measure(self, s_top: float, y_top: float) -> None:
+    def set_tops(self, s_top: float, y_top: float) -> None:
         """Set the largest elements of the new pair; drop the pair if one of them is 0, too large or not finite."""
         self._tops[self._new], self._tops[self.most + self._new] = s_top, y_top
         if not (0 < s_top < _LARGE and 0 < y_top < _LARGE):
@@ -88,7 +89,11 @@ class History:
                     products[pair][new] = value
             for pair in self.order:
                 self.yy[new][pair] = self.yy[pair][new]
-        return self._without_negative(new, found[:size], found[size:])
+        sg, yg = found[:size], found[size:]
+        if new >= 0 and not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
+            self.order.pop()
+            return sg[:-1], yg[:-1]
+        return sg, yg
 
     def y_products(self, vector: Array, top: float) -> list[float]:
         """The dot products of each y, in order, with a vector.  Collective: one all-reduce."""
@@ -186,13 +191,6 @@ class History:
             self.order.append(new)
         return new
 
-    def _without_negative(self, new: int, sg: list[float], yg: list[float]) -> tuple[list[float], list[float]]:
-        """Drop the newest pair and its products if its curvature or its y'y is not positive."""
-        if new >= 0 and not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
-            self.order.pop()
-            return sg[:-1], yg[:-1]
-        return sg, yg
-
     def _words(self, indices: Sequence[int], vector: Array, top: float) -> Words:
         """The products of some rows with a vector whose largest element is `top`, before they are summed."""
         tops = [self._tops[index] * top for index in indices]
@@ -254,16 +252,17 @@ class Gram:
         # By possible pair the largest absolute value of each vector, over all ranks.
         self.s_tops: list[float] = [0.0] * len(s_rows)
         self.y_tops: list[float] = [0.0] * len(s_rows)
-        # By older and younger pair: bounds on the products of elements of s'y that are far below those of the tops.
-        self.bounds: dict[tuple[int, int], float] = {}
+        # By older and younger pair: tops of s'y that are far below the products of `s_tops` and `y_tops`.
+        self.finer_tops: dict[tuple[int, int], float] = {}
         self._space = space
         self._rows = rows
         self._of_free = of_free
         self._s_rows, self._y_rows = list(s_rows), list(y_rows)
-        # By kind of product, older pair and younger pair: s'y and y'y over the elements `_free`, and their words.
+        # The free elements with which products are known; None before the first `update`, or for all elements.
+        self.mask: Array | None = None
+        # By kind of product, older pair and younger pair: s'y and y'y over the elements that count, and their words.
         self._words: dict[Entry, np.ndarray] = {}
         self._values: dict[Entry, float] = {}
-        self._free: Array | None = None
         self._new: list[Entry] = []
         self._old: list[Entry] = []
         if not arrays.is_device(rows):
@@ -281,21 +280,21 @@ class Gram:
 
     def drop(self, pair: int) -> None:
         self.order.remove(pair)
-        self.bounds = {pairs: top for pairs, top in self.bounds.items() if pair not in pairs}
+        self.finer_tops = {pairs: top for pairs, top in self.finer_tops.items() if pair not in pairs}
         for entry in [entry for entry in self._words if pair in entry]:
             del self._words[entry]
             self._values.pop(entry, None)
 
-    def bound(self, tops: Mapping[tuple[int, int], float]) -> None:
-        """Add to `bounds`; the next `update` computes these products anew."""
-        self.bounds.update(tops)
+    def refine(self, tops: Mapping[tuple[int, int], float]) -> None:
+        """Add to `finer_tops`; the next `update` computes these products anew."""
+        self.finer_tops.update(tops)
         for pairs in tops:
             self._words.pop(("sy", *pairs), None)
             self._values.pop(("sy", *pairs), None)
 
     def clear(self) -> None:
         self.order.clear()
-        self.bounds.clear()
+        self.finer_tops.clear()
         self._words.clear()
         self._values.clear()
 
@@ -315,15 +314,10 @@ class Gram:
 
         Returns this rank's words, int64 (products, 2) of the same number on all ranks; `take` takes their sums.
         """
-        self._sort()
+        self._divide()
         words = self._words_over(free)
-        self._free = free
+        self.mask = free
         return words
-
-    @property
-    def mask(self) -> Array | None:
-        """The elements over which products are known; None before the first `update`, or for all."""
-        return self._free
 
     def learn(self, words: np.ndarray) -> None:
         """Take the products of the youngest y with each s, then with each y, over `mask`, as sums over the ranks."""
@@ -358,7 +352,7 @@ class Gram:
             for older in self.order[: place + 1]
         ]
 
-    def _sort(self) -> None:
+    def _divide(self) -> None:
         """Divide the products into new and known ones."""
         entries = self._entries()
         self._new = [entry for entry in entries if entry not in self._words]
@@ -366,13 +360,13 @@ class Gram:
 
     def _words_over(self, free: Array | None) -> np.ndarray:
         """The words of new products, and of the changes of the others."""
-        if free is None and (self._free is None or not self._old):
+        if free is None and (self.mask is None or not self._old):
             self._old = []
             return self._whole_words(self._new)
-        before, after = map(self._mask, (self._free, free))
-        return np.concatenate([self._first(self._new, free), self._changed(self._old, before, after)])
+        before, after = map(self._counted, (self.mask, free))
+        return np.concatenate([self._new_words(free), self._changed_words(self._old, before, after)])
 
-    def _mask(self, free: Array | None) -> Array:
+    def _counted(self, free: Array | None) -> Array:
         """The elements that count."""
         if free is None:
             mask = arrays.empty(self._rows.shape[1], np.bool_, like=self._rows)
@@ -386,8 +380,8 @@ class Gram:
 
     def _top(self, entry: Entry) -> float:
         kind, older, pair = entry
-        if kind == "sy" and (older, pair) in self.bounds:
-            return self.bounds[older, pair]
+        if kind == "sy" and (older, pair) in self.finer_tops:
+            return self.finer_tops[older, pair]
         return (self.s_tops if kind == "sy" else self.y_tops)[older] * self.y_tops[pair]
 
     def _whole_words(self, entries: Sequence[Entry], free: Array | None = None) -> np.ndarray:
@@ -402,20 +396,21 @@ class Gram:
             words[places] = exact.row_dot_words(self._rows, indices, y, tops, self._space.spans)
         return words
 
-    def _first(self, entries: Sequence[Entry], free: Array | None) -> np.ndarray:
-        """The words over the elements that count, of this rank; the ways to them differ in time only."""
+    def _new_words(self, free: Array | None) -> np.ndarray:
+        """This rank's words of new products, over the elements that count; the ways to them differ in time only."""
+        entries = self._new
         if not entries:
             return np.zeros((0, 2), np.int64)
-        free = self._mask(free)
+        free = self._counted(free)
         count = int(arrays.to_host(free.sum()))
         if count <= _FEW * free.size:
-            return self._changed(entries, None, free)
+            return self._changed_words(entries, None, free)
         if free.size - count <= _FEW * free.size:
             rest = arrays.module_of(free).logical_not(free)
-            return self._whole_words(entries) - self._changed(entries, None, rest)
+            return self._whole_words(entries) - self._changed_words(entries, None, rest)
         return self._whole_words(entries, free)
 
-    def _changed(self, entries: Sequence[Entry], before: Array | None, after: Array) -> np.ndarray:
+    def _changed_words(self, entries: Sequence[Entry], before: Array | None, after: Array) -> np.ndarray:
         """The words over `after` less those over `before`, of this rank."""
         pairs, tops = list(map(self._row_numbers, entries)), list(map(self._top, entries))
         return exact_rows.changed_words(self._rows, pairs, tops, before, after, self._space.spans)
@@ -435,7 +430,7 @@ def prepare_all(grams: Sequence[Gram], free: Array) -> list[np.ndarray]:
     pairs: list[tuple[int, int]] = []
     tops: list[float] = []
     for gram in grams:
-        gram._sort()
+        gram._divide()
         pairs += map(gram._row_numbers, gram._old)
         tops += map(gram._top, gram._old)
     changes = exact_rows.changed_words(first._rows, pairs, tops, first.mask, free, first._space.spans)
@@ -443,8 +438,8 @@ def prepare_all(grams: Sequence[Gram], free: Array) -> list[np.ndarray]:
     for gram in grams:
         of_old, changes = np.split(changes, [len(gram._old)])
         # What the free elements gain, the others lose.
-        found.append(np.concatenate([gram._first(gram._new, free), of_old if gram._of_free else -of_old]))
-        gram._free = free
+        found.append(np.concatenate([gram._new_words(free), of_old if gram._of_free else -of_old]))
+        gram.mask = free
     return found
 
 
@@ -462,7 +457,7 @@ class CauchyPoint(NamedTuple):
     length: float  # of the path; NaN if the pairs define no model, to rounding
     # Int64 (rows, 2): products of each s and y with the gradient of the elements that have not met their bounds.
     words: np.ndarray
-    tops: list[float]  # bounds of the products with which `words` were made
+    tops: list[float]  # with which `words` were made
     arrived: np.ndarray  # float64 (rows,): products of each s and y with the steps of the other elements
 
 
@@ -476,10 +471,10 @@ class ReducedHistory(History):
     def __init__(self, space: Space, rows: Array) -> None:
         m = len(rows) // 2
         of_s, of_y = range(m), range(m, 2 * m)
-        self._free = Gram(space, rows, of_s, of_y)
+        self._free_gram = Gram(space, rows, of_s, of_y)
         # With s and y exchanged: products of a y with no older s, and of s with s.
-        self._held = Gram(space, rows, of_y, of_s, of_free=False)
-        self._grams = self._free, self._held
+        self._held_gram = Gram(space, rows, of_y, of_s, of_free=False)
+        self._grams = self._free_gram, self._held_gram
         super().__init__(space, rows)
 
     def forget(self) -> None:
@@ -488,13 +483,13 @@ class ReducedHistory(History):
         for gram in self._grams:
             gram.clear()
 
-    def measure(self, s_top: float, y_top: float) -> None:
-        super().measure(s_top, y_top)
+    def set_tops(self, s_top: float, y_top: float) -> None:
+        super().set_tops(s_top, y_top)
         self._follow()
 
     def to_metadata(self) -> dict[str, Any]:
-        bounds = [[[*pairs, top] for pairs, top in gram.bounds.items()] for gram in self._grams]
-        return {**super().to_metadata(), "ss": [list(row) for row in self.ss], "bounds": bounds}
+        tops = [[[*pairs, top] for pairs, top in gram.finer_tops.items()] for gram in self._grams]
+        return {**super().to_metadata(), "ss": [list(row) for row in self.ss], "bounds": tops}
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         if "ss" not in metadata and "order" in metadata:
@@ -503,7 +498,7 @@ class ReducedHistory(History):
                 "are others; continue with that release, or take the parameters alone as a start"
             )
         try:
-            of_grams = [{(int(i), int(j)): float(top) for i, j, top in bounds} for bounds in metadata["bounds"]]
+            of_grams = [{(int(i), int(j)): float(top) for i, j, top in tops} for tops in metadata["bounds"]]
             ss = [[float(value) for value in row] for row in metadata["ss"]]
         except (KeyError, TypeError) as error:
             raise ValueError(f"the history of a quasi-Newton method cannot be restored: {error!r}") from None
@@ -512,8 +507,8 @@ class ReducedHistory(History):
         for gram in self._grams:
             gram.clear()
         self._follow()
-        for gram, bounds in zip(self._grams, of_grams, strict=True):
-            gram.bound(bounds)
+        for gram, tops in zip(self._grams, of_grams, strict=True):
+            gram.refine(tops)
 
     def cauchy_point(
         self,
@@ -541,7 +536,7 @@ class ReducedHistory(History):
         length = path.minimize([self._tops[row] for row in rows])
         return CauchyPoint(length, path.words[:-1], tops[:-1], path.arrived)
 
-    def reduced_times(
+    def subspace_step(
         self, free: Array, g: Array, point: CauchyPoint, initial_scaling: float | None
     ) -> tuple[float, list[float], list[float]]:
         """The step of the free elements to the minimum of the quadratic model, where the others are at their bounds.
@@ -568,9 +563,10 @@ class ReducedHistory(History):
         #   [E                     S_A'S_A / gamma] [b] = [S_A'z / gamma - S_F'g],
         #   E = below(S_A'Y_A) - not_below(S_F'Y_F)
         # This follows from (5.11) of the paper, with its W = (Y, S / gamma).
-        below = np.tril(self._held.sy.T, -1)
-        mixed = below - self._free.sy
-        matrix = np.block([[-(np.diag(curvatures) + gamma * self._free.yy), mixed.T], [mixed, self._held.yy / gamma]])
+        of_free, of_held = self._free_gram, self._held_gram
+        below = np.tril(of_held.sy.T, -1)
+        mixed = below - of_free.sy
+        matrix = np.block([[-(np.diag(curvatures) + gamma * of_free.yy), mixed.T], [mixed, of_held.yy / gamma]])
         right = np.concatenate([np.subtract(yz, np.multiply(gamma, yg)), np.subtract(np.divide(sz, gamma), sg)])
         # In pairs that are scaled so that s'y = 1 the numbers are of one size.
         scale = np.tile(1 / np.sqrt(curvatures), 2)
@@ -600,18 +596,18 @@ class ReducedHistory(History):
             for pair in set(gram.order) - set(order):
                 gram.drop(pair)
         for pair in order:
-            if pair == self._new or pair not in self._free.order:
+            if pair == self._new or pair not in self._free_gram.order:
                 s_top, y_top = self._tops[pair], self._tops[self.most + pair]
-                self._free.add(pair, s_top, y_top)
-                self._held.add(pair, y_top, s_top)
+                self._free_gram.add(pair, s_top, y_top)
+                self._held_gram.add(pair, y_top, s_top)
 
     def _products_with(self, vector: Array, top: float) -> tuple[np.ndarray, list[float]]:
-        """The words of each s, each y and the vector with the vector, over all ranks, and the bounds of the products.
+        """The words of each s, each y and the vector with the vector, over all ranks, and their tops.
 
         The new pair is added as by `products`.
         """
         new, rows = self._take_new(), self._all_rows
-        size, known = len(self.order), self._free.mask
+        size, known = len(self.order), self._free_gram.mask
         factors = [self._factor(vector, top)]
         if new >= 0:
             s, y = self.rows[new], self.rows[self.most + new]
@@ -633,9 +629,9 @@ class ReducedHistory(History):
         if new < 0:
             return np.concatenate([words, sums[1]]), [*tops, top * top]
         if known is not None:
-            self._free.learn(sums[4])
+            self._free_gram.learn(sums[4])
             # The pairs of s with s and s with y come in the order of y with s and y with y.
-            self._held.learn(np.roll(sums[5], size, axis=0))
+            self._held_gram.learn(np.roll(sums[5], size, axis=0))
         doubtful = exact.is_doubtful(sums[1][2 * size - 1], parts[1][-1][-1], self.space.total)
         of_s, of_y = self._values([parts[1], parts[3]], [sums[1], sums[3]])
         self.yy[new][new] = of_y[0]
@@ -645,14 +641,15 @@ class ReducedHistory(History):
         if not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
             words, tops = self._drop(size - 1, words, tops)
         elif doubtful:
-            self._bound(new)
+            self._refine(new)
         return np.concatenate([words, sums[2]]), [*tops, top * top]
 
-    def _bound(self, new: int) -> None:
-        """Bound the products of s and y of the new pair and the others by their largest elements. Collective."""
+    def _refine(self, new: int) -> None:
+        """Measure the tops of products of s and y of the new pair and the others. Collective."""
         pairs = [*((pair, new) for pair in self.order), *((new, pair) for pair in self.order[:-1])]  # of s, of y
         tops = self.space.largest_products([(self.rows[i], self.rows[self.most + j]) for i, j in pairs])
         size = len(self.order)
-        self._free.bound(dict(zip(pairs[:size], tops[:size], strict=True)))
+        self._free_gram.refine(dict(zip(pairs[:size], tops[:size], strict=True)))
         # The diagonal, and where the y is older.
-        self._held.bound({(j, i): top for (i, j), top in zip(pairs[size - 1 :], tops[size - 1 :], strict=True)})
+        of_held = zip(pairs[size - 1 :], tops[size - 1 :], strict=True)
+        self._held_gram.refine({(j, i): top for (i, j), top in of_held})

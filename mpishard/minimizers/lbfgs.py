@@ -13,6 +13,7 @@ from mpishard.minimizers import formulas
 from mpishard.minimizers.descent import SLOTS, Descent
 from mpishard.minimizers.history import History
 from mpishard.minimizers.line_search import HagerZhang, LineSearch, MoreThuente
+from mpishard.minimizers.line_search.search import check_line_search
 from mpishard.minimizers.method import Limits, Method
 from mpishard.minimizers.space import Space
 
@@ -72,9 +73,7 @@ class LBFGS(Method):
         name = type(self).__name__
         for field in ("history", "maxls"):
             object.__setattr__(self, field, integer(f"{name}: {field}", getattr(self, field), least=1))
-        if not isinstance(self.line_search, LineSearch) and self.line_search not in tuple(_SEARCHES):
-            known = ", ".join(map(repr, _SEARCHES))
-            raise ValueError(f"{name}: line_search={shown(self.line_search)} must be {known} or a line search")
+        check_line_search(name, self.line_search, _SEARCHES)
         if self.damping not in _DAMPING:
             raise ValueError(f"{name}: damping={shown(self.damping)} must be one of {', '.join(map(repr, _DAMPING))}")
         if self.initial_scaling is not None:
@@ -112,8 +111,7 @@ class QuasiNewton(Descent):
         super().__init__(method, method.search, space, vectors, point, limits)
         self.history = self._make_history(space, vectors[len(SLOTS) :])
         self._root = None if limits.scaling is None else module_of(limits.scaling).sqrt(limits.scaling)
-        self._pair_tops: list[float] = []  # of this rank's new pair, where they are known
-        self._weighted_top = 0.0  # largest element of the gradient in scaled variables
+        self._scaled_top = 0.0  # largest element of the gradient in scaled variables
 
     def _make_history(self, space: Space, rows: Array) -> History:
         return History(space, rows)
@@ -126,7 +124,7 @@ class QuasiNewton(Descent):
     def to_metadata(self) -> dict[str, Any]:
         return {
             **super().to_metadata(),
-            "weighted_top": self._weighted_top,
+            "weighted_top": self._scaled_top,  # its name in saved states
             "history": self.history.to_metadata(),
         }
 
@@ -142,12 +140,11 @@ class QuasiNewton(Descent):
         except ValueError:
             self.history.restore(before)
             raise
-        self._weighted_top = top
+        self._scaled_top = top
 
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         curvature, modelled = step * (slope - slope_before), -step * step * slope_before
         powell = self.method.damping == "powell"
-        self._pair_tops = []
         if not powell and curvature <= self.epsilon * -step * slope_before:
             return
         s, y = self.history.open()
@@ -156,7 +153,6 @@ class QuasiNewton(Descent):
         if powell and curvature < _LEAST_CURVATURE * modelled:
             # The direction is minus the inverse Hessian times the gradient: so the model's Hessian times s is -step
             # times the gradient.
-            self._pair_tops = []
             part = (1.0 - _LEAST_CURVATURE) * modelled / (modelled - curvature)
             if self._root is None:
                 formulas.damp(y, s, self.base_gradient, part, step)
@@ -166,26 +162,25 @@ class QuasiNewton(Descent):
     def _write_pair(self, s: Array, y: Array, gradient: Array) -> None:
         """Write the step from the base to the point, and the change of the gradient, in scaled variables."""
         if self._root is None:
-            self._pair_tops = formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
+            formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
         else:
             formulas.scaled_pair(s, y, self.point, gradient, self.base, self.base_gradient, self._root)
 
-    def _to_measure(self) -> tuple[Array, ...]:
+    def _further_vectors(self) -> tuple[Array, ...]:
         if self._root is None:
             return self.history.opened
-        formulas.weigh(self.point, self.base_gradient, self._root)
-        return (*self.history.opened, self.point)
+        return (*self.history.opened, self._scaled_gradient())
 
-    def _measured(self, tops: list[float]) -> None:
-        self._weighted_top = self._gradient_top if self._root is None else tops.pop()
+    def _take_further_tops(self, tops: list[float]) -> None:
+        self._scaled_top = self._gradient_top if self._root is None else tops.pop()
         if tops:
-            self.history.measure(*tops)
+            self.history.set_tops(*tops)
 
-    def _weighted_gradient(self) -> Array:
+    def _scaled_gradient(self) -> Array:
         """The gradient at the base in scaled variables; it may be in the memory of the point."""
         if self._root is None:
             return self.base_gradient
-        formulas.weigh(self.point, self.base_gradient, self._root)
+        formulas.multiply(self.point, self.base_gradient, self._root)
         return self.point
 
     def _find_direction(self) -> tuple[float, float, float, float]:
@@ -215,13 +210,13 @@ class QuasiNewton(Descent):
         return 1.0 / length if self.progress.iterations == 0 else min(1.0, 1.0 / length)
 
     def _direction_of_pairs(self) -> None:
-        g, d, history = self._weighted_gradient(), self._direction, self.history
-        sg, yg = history.products(g, self._weighted_top)
+        g, d, history = self._scaled_gradient(), self._direction, self.history
+        sg, yg = history.products(g, self._scaled_top)
         gamma = self.method.initial_scaling or (history.gamma() if len(history) else 1.0)
         of_s, of_y = history.inverse_times(sg, yg, gamma)
         history.combine([-c for c in of_s], [-c for c in of_y], g, -gamma, d)
         if self._root is not None:
-            formulas.weigh(d, d, self._root)
+            formulas.multiply(d, d, self._root)
 
     def _direction_preconditioned(self) -> None:
         """The two-loop recursion in coefficients: the first loop, the preconditioner, and the second loop."""

@@ -13,7 +13,7 @@ from mpishard.backend.array import empty, module_of
 from mpishard.minimizers.bounds import (
     backtrack_to_bounds,
     beyond_cauchy_point,
-    breakpoints,
+    find_breakpoints,
     keep_free,
     move_base,
     move_base_and_pair,
@@ -21,7 +21,7 @@ from mpishard.minimizers.bounds import (
     steps_from_cauchy_point,
 )
 from mpishard.minimizers.cauchy import Breakpoints
-from mpishard.minimizers.formulas import unweigh, weigh
+from mpishard.minimizers.formulas import divide, multiply
 from mpishard.minimizers.history import ReducedHistory
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
 from mpishard.minimizers.method import Elements, Limits
@@ -110,7 +110,7 @@ class BoundedQuasiNewton(QuasiNewton):
 
     def begin(self) -> int:
         self._doubted = -1
-        bounded, open_sides = self.space.count(*self.bounds.kinds())
+        bounded, open_sides = self.space.count(*self.bounds.bounded_and_open())
         self._bounded, self._boxed = bounded > 0, open_sides == 0
         return super().begin()
 
@@ -144,8 +144,8 @@ class BoundedQuasiNewton(QuasiNewton):
         move = move_base_and_pair if pair else move_base
         vectors = self.base, self.base_gradient, *pair, self.point, gradient
         tops = move(*vectors, self.bounds.lower, self.bounds.upper)
-        projected_top, weighted_top, *of_pair = self.space.maxima(*tops)
-        self._measured([*of_pair, weighted_top])
+        projected_top, scaled_top, *of_pair = self.space.maxima(*tops)
+        self._take_further_tops([*of_pair, scaled_top])
         return 0.0, self._gradient_top, projected_top
 
     def _continues_after_small_change(self) -> bool:
@@ -162,37 +162,40 @@ class BoundedQuasiNewton(QuasiNewton):
             return not again
         projected = self.bounds.projected_gradient(self.base, self.base_gradient, self._direction)
         if self._root is not None:
-            weigh(projected, projected, self._root)
+            multiply(projected, projected, self._root)
         (top,) = self.space.largest(projected)
         (square,) = self.space.dots([(projected, projected)], [top * top])
         asked = max(self.method.ftol, self.epsilon) * max(abs(progress.value), 1.0)
         return self.history.gamma() * square > _MUCH * asked and self.forget()
 
-    def _to_measure(self) -> tuple[Array, ...]:
-        return (*self.history.opened, self._weighted_gradient())
+    def _further_vectors(self) -> tuple[Array, ...]:
+        return (*self.history.opened, self._scaled_gradient())
 
-    def _measured(self, tops: list[float]) -> None:
-        self._weighted_top = tops.pop()
+    def _take_further_tops(self, tops: list[float]) -> None:
+        self._scaled_top = tops.pop()
         if tops:
-            self.history.measure(*tops)
+            self.history.set_tops(*tops)
 
-    def _weighted_gradient(self) -> Array:
+    def _scaled_gradient(self) -> Array:
         """The gradient of elements that no bound holds in place, in scaled variables, in the memory of the point."""
-        keep_free(self._descent(self.point), self.base, self.bounds.lower, self.bounds.upper, 0.0)
+        keep_free(self._descent(self.point), self.base, self.bounds.lower, self.bounds.upper)
         return self._scaled(self.point)
 
     def _descent(self, out: Array) -> Array:
-        """Write to `out`, and return, what steepest descent in scaled variables subtracts in a step of length 1."""
+        """Write to `out`, and return, what steepest descent subtracts from the point in a step of length 1.
+
+        It is steepest descent in scaled variables, seen in the user's: the gradient times p.
+        """
         out[:] = self.base_gradient
         if self._root is not None:
-            weigh(out, out, self._root)
-            weigh(out, out, self._root)
+            multiply(out, out, self._root)
+            multiply(out, out, self._root)
         return out
 
     def _scaled(self, step: Array) -> Array:
-        """A step in scaled variables, in place."""
+        """Turn a step of the user's variables into one of scaled variables, in place."""
         if self._root is not None:
-            unweigh(step, step, self._root)
+            divide(step, step, self._root)
         return step
 
     def _steps_to_bounds(self, index: Array) -> Array:
@@ -204,24 +207,25 @@ class BoundedQuasiNewton(QuasiNewton):
         return step if self._root is None else step / self._root[index]
 
     def _find_direction(self) -> tuple[float, float, float, float]:
-        d, descent, scaling = self._direction, self.point, self.method.initial_scaling
+        # The point is working memory: it has the descent, in the user's variables and then in scaled ones.
+        d, descent, initial_scaling = self._direction, self.point, self.method.initial_scaling
         sides = self.bounds.lower, self.bounds.upper
         gradient = self.base_gradient if self._root is None else self._descent(descent)
-        (soonest,) = breakpoints(descent, d, self.base, gradient, *sides, math.inf)
-        ends = Breakpoints(d, soonest, self._steps_to_bounds)
-        cauchy = self.history.cauchy_point(self._scaled(descent), ends, self._weighted_top, scaling)
+        (soonest,) = find_breakpoints(descent, d, self.base, gradient, *sides, math.inf)
+        breakpoints = Breakpoints(d, soonest, self._steps_to_bounds)
+        cauchy = self.history.cauchy_point(self._scaled(descent), breakpoints, self._scaled_top, initial_scaling)
         if math.isnan(cauchy.length):
             return 0.0, math.nan, 1.0, math.inf
         free = empty(d.size, np.bool_, like=d)
         beyond_cauchy_point(d, free, cauchy.length)
-        model = self.history.reduced_times(free, descent, cauchy, scaling)
-        self._subspace_step(model)
+        model = self.history.subspace_step(free, descent, cauchy, initial_scaling)
+        self._write_subspace_step(model, descent)
         top, slope, square, closest = self._project_step(free)
         if not slope < 0 and len(self.history):
             # The projection has turned it away from descent: from the Cauchy point, as far as all are inside.
-            self._subspace_step(model)
+            self._write_subspace_step(model, descent)
             if self._root is not None:
-                weigh(descent, descent, self._root)
+                multiply(descent, descent, self._root)
             (over,) = self.space.maxima(*steps_from_cauchy_point(d, descent, free, self.base, *sides, cauchy.length))
             backtrack_to_bounds(d, descent, cauchy.length, 1 / max(1.0, over))
             top, slope, square, closest = self._project_step(free)
@@ -230,19 +234,19 @@ class BoundedQuasiNewton(QuasiNewton):
         most = 1.0 if first_time and self._bounded else (1 / closest if closest > 0 else math.inf)
         return top, slope, first, most
 
-    def _subspace_step(self, model: tuple[float, list[float], list[float]]) -> None:
+    def _write_subspace_step(self, model: tuple[float, list[float], list[float]], descent: Array) -> None:
         """Write the step of the model to the direction; it is meaningless for elements that are not free."""
         gamma, of_s, of_y = model
-        self.history.combine(of_s, of_y, self.point, -gamma, self._direction)
+        self.history.combine(of_s, of_y, descent, -gamma, self._direction)
         if self._root is not None:
-            weigh(self._direction, self._direction, self._root)
+            multiply(self._direction, self._direction, self._root)
 
     def _project_step(self, free: Array) -> tuple[float, float, float, float]:
         """Project the step; its largest element, its slope, its square, and one over the part inside of the bounds."""
         d, g = self._direction, self.base_gradient
         top, closest = self.space.maxima(*project_step(d, free, self.base, g, self.bounds.lower, self.bounds.upper))
-        pairs, limits = [(g, d)], [self._gradient_top * top]
+        pairs, tops = [(g, d)], [self._gradient_top * top]
         if not self._has_scale:
-            pairs, limits = [*pairs, (d, d)], [*limits, top * top]
-        slope, *squares = self.space.dots(pairs, limits)
+            pairs, tops = [*pairs, (d, d)], [*tops, top * top]
+        slope, *squares = self.space.dots(pairs, tops)
         return top, slope, (squares[0] if squares else math.nan), closest

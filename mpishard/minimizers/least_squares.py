@@ -20,7 +20,7 @@ from mpishard.minimizers import small
 # The reason for which a method has ended: SciPy's status numbers.
 LIMIT, GRADIENT, COST, STEP, COST_AND_STEP = 0, 1, 2, 3, 4
 _NEWTON_TRIALS = 10  # of the multiplier of a region
-# Costs of one function at one point differ by less, relatively, where a rank sums its rows in another order.
+# Values of one function at one point differ by less, relatively, where ranks sum in another order.
 SAME_FUNCTION = 1e-6
 _SINGULAR = 2.0**-64  # of the largest diagonal element, added to a singular matrix
 
@@ -152,6 +152,48 @@ class QuadraticModel:
         return -step, length if math.isfinite(length) else math.inf, square
 
 
+# The beginning of both methods, and what they compute at each new iterate.
+
+
+def _begun(residuals: Residuals, start: np.ndarray | State, options: Options) -> tuple[State, ExactGram]:
+    """The state at a start, or a saved one, at whose point cost and Jacobian are computed once more; its products."""
+    if isinstance(start, State):
+        cost, state = residuals.cost(start.x), start
+        if not abs(cost - state.cost) <= SAME_FUNCTION * max(abs(cost), abs(state.cost)):
+            raise ValueError(
+                f"the checkpoint is of other residuals: at its point the cost was {state.cost:.12g}, by these it is "
+                f"{cost:.12g}; give each problem its own folder, or resume=False"
+            )
+        state.cost = cost
+        state.njev -= 1
+        if state.status == LIMIT:
+            state.status = None
+        return state, _linearize(residuals, state, options)
+    state = State(start, residuals.cost(start), np.zeros(len(start)), np.zeros(len(start)), nfev=1)
+    require_finite(state.cost)
+    products = _linearize(residuals, state, options)
+    state.units[state.units == 0] = 1.0
+    return state, products
+
+
+def _linearize(residuals: Residuals, state: State, options: Options) -> ExactGram:
+    """Compute the gradient at the point of the state, and the inverse scale; returns the products of the columns."""
+    products = residuals.gram(state.x)
+    state.njev += 1
+    state.gradient = products.high[:-1, -1] + products.low[:-1, -1]
+    if options.scale is not None:
+        state.units = 1 / options.scale
+    else:
+        state.units = np.maximum(state.units, np.sqrt(products.high.diagonal()[:-1]))
+    return products
+
+
+def require_finite(cost: float) -> None:
+    """Raise ValueError if the cost of the start is not finite."""
+    if not math.isfinite(cost):
+        raise ValueError("the residuals are not finite at x0; give a start where the function is defined")
+
+
 # Trust region reflective.
 
 
@@ -224,39 +266,6 @@ def reflective(
             state.x, state.cost = x, cost
             state.iterations += 1
             products = _linearize(residuals, state, options)
-
-
-def _begun(residuals: Residuals, start: np.ndarray | State, options: Options) -> tuple[State, ExactGram]:
-    """The state at a start, or a saved one, at whose point cost and Jacobian are computed once more; its products."""
-    if isinstance(start, State):
-        cost, state = residuals.cost(start.x), start
-        if not abs(cost - state.cost) <= SAME_FUNCTION * max(abs(cost), abs(state.cost)):
-            raise ValueError(
-                f"the checkpoint is of other residuals: at its point the cost was {state.cost:.12g}, by these it is "
-                f"{cost:.12g}; give each problem its own folder, or resume=False"
-            )
-        state.cost = cost
-        state.njev -= 1
-        if state.status == LIMIT:
-            state.status = None
-        return state, _linearize(residuals, state, options)
-    state = State(start, residuals.cost(start), np.zeros(len(start)), np.zeros(len(start)), nfev=1)
-    require_finite(state.cost)
-    products = _linearize(residuals, state, options)
-    state.units[state.units == 0] = 1.0
-    return state, products
-
-
-def _linearize(residuals: Residuals, state: State, options: Options) -> ExactGram:
-    """Compute the gradient at the point of the state, and the inverse scale; returns the products of the columns."""
-    products = residuals.gram(state.x)
-    state.njev += 1
-    state.gradient = products.high[:-1, -1] + products.low[:-1, -1]
-    if options.scale is not None:
-        state.units = 1 / options.scale
-    else:
-        state.units = np.maximum(state.units, np.sqrt(products.high.diagonal()[:-1]))
-    return products
 
 
 def _distances(
@@ -349,12 +358,6 @@ def _converged(decrease: float, cost: float, moved: float, far: float, ratio: fl
     if by_cost and by_step:
         return COST_AND_STEP
     return COST if by_cost else STEP if by_step else None
-
-
-def require_finite(cost: float) -> None:
-    """Raise ValueError if the cost of the start is not finite."""
-    if not math.isfinite(cost):
-        raise ValueError("the residuals are not finite at x0; give a start where the function is defined")
 
 
 # Levenberg-Marquardt.

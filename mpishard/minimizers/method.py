@@ -20,9 +20,6 @@ from mpishard.minimizers.space import LocalSpace, Space
 
 Array = Any
 
-
-# The base of the methods: their options, and the names of the vectors of their state.
-
 # Something about each element: one number, a flat array, or by tensor name a number or an array; None: nothing.
 Elements = Any
 
@@ -61,7 +58,7 @@ class Method(ABC):
         If an option is invalid.
     """
 
-    needs_products: ClassVar[bool] = False
+    needs_products: ClassVar[bool] = False  # with the Hessian
     takes_batches: ClassVar[bool] = False  # whether each iteration may be of other samples
 
     gtol: float = 1e-5
@@ -175,11 +172,12 @@ class RieszMap:
 class Limits:
     """This rank's part of the options about elements; None where an option is not given.
 
-    `lower` and `upper` are infinite without a bound. With positive `weights` the inner product is
-    ``sum(weights * a * b)``, and stop tests look at ``gradient / weights``. The positive `scaling` is the diagonal p of
-    the initial inverse Hessian, in units of one number that the method chooses; ``precondition(vector)``, of this
-    rank's elements, collective, is such an initial inverse Hessian that is no diagonal, symmetric and positive
-    definite. `solve` in place of `weights` is the Riesz map of an inner product that is no diagonal, collective, too.
+    `lower` and `upper` are infinite where an element has no bound. `weights`, which are positive, make the inner
+    product ``sum(weights * a * b)``; stop tests then look at ``gradient / weights``. The initial inverse Hessian comes
+    in one of two forms, up to a factor that the method chooses. `scaling` is its diagonal p, which is positive.
+    ``precondition(vector)`` is its product with a vector of this rank's elements, and collective; it must be symmetric
+    and positive definite. `solve` in place of
+    `weights` is the Riesz map of an inner product that is no diagonal, collective, too.
     """
 
     lower: Array | None = None
@@ -216,16 +214,13 @@ class Limits:
             raise ValueError(f"{method} takes no bounds; use LBFGSB, or fix elements")
 
 
-def warn_projected_start(moved: int) -> None:
+def log_projected_start(moved: int) -> None:
     """Log that `moved` elements of the start, unless 0, were out of bounds; callers choose the rank that logs."""
     if moved:
         log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")
 
 
-# One minimisation as a state machine: it wants value and gradient at a point, and takes them by `tell`.
-#
-# Between two evaluations its whole state is in its vectors, its point and its metadata: a run that ends there resumes
-# with the next evaluation.
+# One minimisation as a state machine.
 
 
 class Wanted(Enum):
@@ -369,7 +364,7 @@ def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -
 
 # The stop tests that all methods share, after an iteration and after an evaluation.
 
-LARGEST_PRODUCT = 2.0**1000  # of which sums are known
+LARGEST_PRODUCT = 2.0**1000  # dot products with larger terms are NaN, see `Space.dots`
 
 # Reasons for which a method cannot continue, in words.
 FAILURES = {

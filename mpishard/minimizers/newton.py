@@ -62,20 +62,20 @@ class FreeVariables:
     def hold(self, point: Array, gradient: Array) -> None:
         """Hold the elements that are at a bound from which descent leads outside; release all others."""
         if self.root is not None and self._released_root is not None and self._bounds.any:
-            mark_free(self.root, point, gradient, self._bounds.lower, self._bounds.upper, 0.0)
+            mark_free(self.root, point, gradient, self._bounds.lower, self._bounds.upper)
             self.root *= self._released_root
 
     @property
-    def diagonal(self) -> bool:
-        """Return True if `preconditioned` returns its argument."""
-        return self._precondition is None
+    def has_function(self) -> bool:
+        """Return True if the user's preconditioner is a function; else `preconditioned` returns its argument."""
+        return self._precondition is not None
 
     def scaled(self, gradient: Array) -> Array:
         """A gradient in these variables: a new array, or the given one if `root` is None."""
         if self.root is None:
             return gradient
         out = empty(gradient.size, gradient.dtype, gradient)
-        formulas.weighted(out, gradient, self.root)
+        formulas.multiply_free(out, gradient, self.root)
         return out
 
     def preconditioned(self, gradient: Array) -> Array:
@@ -190,11 +190,11 @@ class SteihaugCG:
             self.state = replace(state, ending=Ending.NOT_FINITE.value)
             return False
         pairs = [(other, product) for other in (self.direction, self.residual, product)]
-        bounds = [top * tops[0] for top in (tops[1], tops[2], tops[0])]
-        if self.free.diagonal:
-            curvature, mixed, square = self.space.dots(pairs, bounds)
+        product_tops = [top * tops[0] for top in (tops[1], tops[2], tops[0])]
+        if self.free.has_function:
+            (curvature,), mixed, square = self.space.dots(pairs[:1], product_tops[:1]), 0.0, math.nan
         else:
-            (curvature,), mixed, square = self.space.dots(pairs[:1], bounds[:1]), 0.0, math.nan
+            curvature, mixed, square = self.space.dots(pairs, product_tops)
         if not math.isfinite(curvature):
             self.state = replace(state, ending=Ending.RANGE.value)
             return False
@@ -216,7 +216,7 @@ class SteihaugCG:
         # The residual is the last direction times a number, less this one; with a symmetric matrix the last direction
         # and this one are conjugate, so that only this one counts in the residual's product.
         growth = state.direction_square - state.residual_square
-        if state.products != 2 or not self.free.diagonal or not growth > _FELT * state.residual_square > 0:
+        if state.products != 2 or self.free.has_function or not growth > _FELT * state.residual_square > 0:
             return 0.0
         size = math.sqrt(state.residual_square) * math.sqrt(square)
         found = abs(mixed + curvature) / size if size > 0 else 0.0
@@ -376,6 +376,10 @@ class TruncatedNewtonMinimizer(Minimizer):
 
     Between two iterations the point is the base. While products are wanted it stays there; then it is the end of the
     step, until `tell`.
+
+    The rows ``step``, ``residual`` and ``direction`` are those of conjugate gradients, in the variables `free`. Between
+    two runs of these, in `tell` and while the product of a projected step is wanted, ``direction`` has the step of the
+    point, and ``residual`` the gradient at the trial, both in the user's variables.
     """
 
     method: TruncatedNewton
@@ -417,7 +421,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self.note_written(*_OF_STEP)
         step, trial_gradient, base = (self.row(slot) for slot in ("direction", "residual", "base"))
         trial_gradient[:] = self.bounds.moving(gradient)
-        formulas.moved(step, self.point, base, -1.0)
+        formulas.advance(step, self.point, base, -1.0)
         riesz = self._riesz(trial_gradient)
         gradient_top, step_top, base_top, *rest = self.space.largest(trial_gradient, step, base, *riesz)
         tops = (gradient_top, rest[0] if rest else gradient_top, rest[-1] if rest else gradient_top)
@@ -557,11 +561,11 @@ class TruncatedNewtonMinimizer(Minimizer):
     def _try(self) -> None:
         """Go to the end of the step; if it is outside of the bounds, ask for the product of the projected step."""
         base, step = self.row("base"), self.row("direction")
-        formulas.moved(self.point, base, self.free.unscaled(self.row("step")), 1.0)
+        formulas.advance(self.point, base, self.free.unscaled(self.row("step")), 1.0)
         self._decrease = self.cg.state.decrease
         if self.bounds.any and self.space.count(self.bounds.outside(self.point))[0]:
             self.bounds.project(self.point)
-            formulas.moved(step, self.point, base, -1.0)
+            formulas.advance(step, self.point, base, -1.0)
             self.point[:] = base
             self._clipped = True
         else:
@@ -585,7 +589,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             self._radius = _SHRINK * min(self.cg.state.radius, math.sqrt(self.cg.state.step_square))
             self._continue("")
         else:
-            formulas.moved(self.point, self.row("base"), step, 1.0)
+            formulas.advance(self.point, self.row("base"), step, 1.0)
             self.bounds.project(self.point)
             self.wanted = Wanted.GRADIENT
 
@@ -646,6 +650,8 @@ class GaussNewton(TruncatedNewton):
 
 
 class GaussNewtonMinimizer(TruncatedNewtonMinimizer):
+    """A minimisation by `GaussNewton`, with its own test of convergence."""
+
     def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
         method, value = self.method, self.progress.value
         decrease = value_before - value

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpishard.arguments import integer, number, shown
+from mpishard.arguments import integer, number
 from mpishard.minimizers import formulas
 from mpishard.minimizers.descent import SLOTS, Descent
 from mpishard.minimizers.line_search import HagerZhang, LineSearch, MoreThuente
+from mpishard.minimizers.line_search.search import check_line_search
 from mpishard.minimizers.method import Limits, Method
 from mpishard.minimizers.space import Space
 
@@ -79,9 +80,7 @@ class NonlinearCG(Method):
         object.__setattr__(self, "eta", number("NonlinearCG: eta", self.eta, above=0))
         if self.restart is not None:
             object.__setattr__(self, "restart", integer("NonlinearCG: restart", self.restart, least=1))
-        if not isinstance(self.line_search, LineSearch) and self.line_search not in tuple(_SEARCHES):
-            known = ", ".join(map(repr, _SEARCHES))
-            raise ValueError(f"NonlinearCG: line_search={shown(self.line_search)} must be {known} or a line search")
+        check_line_search("NonlinearCG", self.line_search, _SEARCHES)
 
     @property
     def slots(self) -> tuple[str, ...]:

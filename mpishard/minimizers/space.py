@@ -98,17 +98,17 @@ class Space(ABC):
         self, pairs: Sequence[Pair], words: np.ndarray, tops: Sequence[float]
     ) -> tuple[np.ndarray, list[float]]:
         """The words, (pairs, 2), and tops of `values`, those of doubtful sums made again."""
-        found, bounds = np.array(words), list(tops)
+        found, found_tops = np.array(words), list(tops)
         few = [k for k, top in enumerate(tops) if exact.is_doubtful(words[k], top, self.total)]
         if few:
             products = self.largest_products([pairs[k] for k in few])
             finer = {k: top for k, top in zip(few, products, strict=True) if top < _MUCH_LESS * tops[k]}
             if finer:
                 again = self._summed([pairs[k] for k in finer], list(finer.values()))
-                again, of_again = self.refined([pairs[k] for k in finer], again, list(finer.values()))
+                again, again_tops = self.refined([pairs[k] for k in finer], again, list(finer.values()))
                 for place, k in enumerate(finer):
-                    found[k], bounds[k] = again[place], of_again[place]
-        return found, bounds
+                    found[k], found_tops[k] = again[place], again_tops[place]
+        return found, found_tops
 
     def largest_products(self, pairs: Sequence[Pair]) -> list[float]:
         """The largest absolute value of the products of the elements of each pair of vectors.  One all-reduce."""
@@ -116,9 +116,7 @@ class Space(ABC):
             max((exact.largest_product(a[start:stop], b[start:stop]) for start, stop in self.spans), default=0.0)
             for a, b in pairs
         ]
-        numbers = np.array(tops, np.float64)
-        self.maximize(numbers)
-        return [float(top) for top in numbers]
+        return self.maxima(*tops)
 
     def count(self, *numbers: int) -> list[int]:
         """The sum of each whole number over the ranks, where every element counts once.  One all-reduce."""

@@ -17,6 +17,8 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend import cublas, gemm
 from mpishard.backend.convert import BITS, convert
+from mpishard.backend.gemm import libraries
+from mpishard.backend.gemm.choice import VARIABLE, chosen_by_variable, faster_here
 from mpishard.backend.kinds import backend_of
 from mpishard.comm.ledger import users_level
 from mpishard.comm.staging import is_half
@@ -193,12 +195,24 @@ def warn_if_slow(compute_dtype: Any, module: Any) -> None:
     half = np.dtype(compute_dtype)
     if module is np and not (half.name == "bfloat16" and gemm.has_fast_bfloat16()):
         warnings.warn(
-            f"compute_dtype={half} on NumPy arrays rounds operands and is slower than float32; it is for checking what "
-            "half precision does. Fast products are CuPy's: pass module=cupy; and those of bfloat16 on processors with "
-            "AVX512_BF16 or AMX: pip install 'mpishard[mkl,onednn]' and give the model a mesh",
+            f"compute_dtype={half} on NumPy arrays rounds operands and is slower than float32 here: {_way_out(half)}",
             UserWarning,
             stacklevel=users_level(),
         )
+
+
+def _way_out(half: np.dtype) -> str:
+    """Why products of NumPy arrays in half precision are slow in this process, and what would be fast."""
+    if not libraries.multiplies_bfloat16():
+        return "the processor has neither AVX512_BF16 nor AMX; leave compute_dtype out, or pass module=cupy"
+    if half.name != "bfloat16":
+        return "processors have fast products of bfloat16 alone; give compute_dtype='bfloat16', or pass module=cupy"
+    fast = faster_here(libraries.loadable(), intel=libraries.is_intel(), bfloat16=True)
+    if not fast.has_bfloat16:
+        return "pip install 'mpishard[fast]' brings the library that multiplies it fast on this processor"
+    if chosen := chosen_by_variable():
+        return f"{VARIABLE}={chosen} leaves it to NumPy; give bfloat16={fast.libraries['bfloat16.plain']} there"
+    return "a mesh chooses the library that multiplies it fast, if all of its ranks have that; pass mesh="
 
 
 class _OfRounded:

@@ -18,7 +18,7 @@ from mpishard.backend.array import module_of
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import nested_split, run_lengths, split
 from mpishard.nn.workspace import Pool
-from mpishard.reduction.tree_sum import Node, add_by_tree, nodes, sort_by_owner, tree_merges
+from mpishard.reduction.tree_sum import TreeNode, add_by_tree, sort_by_owner, tree_merges, tree_nodes
 
 Array = Any
 
@@ -177,10 +177,10 @@ class Slices:
 
 
 @functools.lru_cache(maxsize=256)
-def nodes_by_rank(total: int, ranks: int) -> Sequence[Sequence[Node]]:
+def nodes_by_rank(total: int, ranks: int) -> Sequence[Sequence[TreeNode]]:
     """The nodes that each rank adds up, of the tree over `total` slices, a multiple of `ranks`."""
     each = total // ranks
-    return [nodes(rank * each, (rank + 1) * each, total) for rank in range(ranks)]
+    return [tree_nodes(rank * each, (rank + 1) * each, total) for rank in range(ranks)]
 
 
 def summed_by_mpi(shards: int, ranks: int) -> bool:
@@ -204,7 +204,7 @@ def most_sums(start: int, stop: int, total: int) -> int:
 @functools.lru_cache(maxsize=256)
 def _merges(start: int, stop: int, total: int) -> Sequence[int]:
     """The merges with which the terms ``[start, stop)`` are added up."""
-    return tree_merges([Node(term, term + 1) for term in range(start, stop)], total)
+    return tree_merges([TreeNode(term, term + 1) for term in range(start, stop)], total)
 
 
 # Pairs of operations over the axis. What is partial is, on each rank, one array for each sum of its slices

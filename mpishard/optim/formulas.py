@@ -162,3 +162,25 @@ def clip_by_value(g, /, divisor, most):
 def moving_average(a, p, /, keep, rest):
     a = keep * a + rest * p
     return a
+
+
+# Sums that become means, and workers of Local SGD, which take separate steps.
+
+
+@elementwise
+def divide(total, /, divisor):
+    total = total / divisor
+    return total
+
+
+@elementwise
+def lag(out, anchor, own, /, workers):
+    """This worker's term of the mean; the number of workers is that of the start."""
+    out = (anchor - own) / workers
+    return out
+
+
+@elementwise
+def follow(own, anchor, then, /):
+    own = own + (anchor - then)
+    return own

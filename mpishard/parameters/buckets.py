@@ -188,7 +188,7 @@ class PartialSums:
         self._start, self._stop = start, stop
         self._like = like
         self._sums: list[Array] = []
-        self._own: Array | None = None
+        self._own: Array | None = None  # the buckets' own memory, if it is in use here; never spare
 
     @property
     def nbytes(self) -> int:

@@ -4,10 +4,12 @@ A bucket is reduced as soon as the last backward pass has completed it, in one f
 rank that marks nothing ready issues the same collectives; the schedule interleaves the orders of a rank's pipeline
 stages.
 
-With `on_demand` (ZeRO-2 and 3) each micro-batch is summed. Else a bucket is summed once a step: in the last pass, and
-after the last micro-batch of its virtual stage (`BucketOrder.more`, set by the pipeline); a tied tensor always at the
-end of the last pass. In a reproducible run `keep_apart` says how many terms there are, of a sum in a fixed order; a
-complete term becomes a partial sum, and the last one is reduced with them.
+With `on_demand` (ZeRO-2 and 3) each micro-batch is summed. Else a bucket is summed once a step: in the last pass, after
+the last micro-batch of its virtual stage (`BucketOrder.more`, set by the pipeline). A tied tensor is always summed at
+the end of the last pass.
+
+In a reproducible run the micro-batches of a rank are terms of a sum in a fixed order, and `keep_apart` says how they
+are added. Each but the last becomes a partial sum when it is complete; the last is reduced together with these sums.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from mpishard.layout.tensors import Piece
 from mpishard.parameters.buckets import Bucket, BucketMemory, PartialSums, names_in, second_use
 
 Array = Any
+
+# How a user drops gradients.
+_DROP = "zero_grad() of the optimizer of a PyTorch module, or reset_gradients() of the FlatParameters of another model"
 
 
 # Gradients of calls of `step` that only add, with ``auto_sync_gradients=False``, until the update that uses them.
@@ -118,10 +123,6 @@ class Inspector(Protocol):
         """Forget what was found in this step."""
 
 
-# How a user drops gradients.
-_DROP = "zero_grad() of the optimizer of a PyTorch module, or reset_gradients() of the FlatParameters of another model"
-
-
 # How far a step's gradients are, and which phase may follow which.
 
 
@@ -157,7 +158,8 @@ class BucketOrder:
     first: int
     last: int
     next: int
-    # More micro-batches of the stage follow in this backward pass; see the module for the reducer's `is_last_pass`.
+    # More micro-batches of the stage follow in this backward pass: its buckets are not summed yet, even in a step's
+    # last pass (`GradientReducer.is_last_pass`). A pipeline runs all micro-batches of a rank in one pass.
     more: bool = False
     pushed: int = 0  # micro-batches of this step that are partial sums
     apart: bool = False  # a tied tensor and a second use are separate orders
@@ -196,8 +198,8 @@ class ReadyTracker:
         self._ready[index].add(name)
         return order
 
-    def is_complete(self, order: BucketOrder) -> bool:
-        """Return True if all gradients of the next bucket are complete; False after the order's last bucket."""
+    def next_is_complete(self, order: BucketOrder) -> bool:
+        """Return True if all gradients of the order's next bucket are complete; False after its last bucket."""
         return order.next >= order.first and len(self._ready[order.next]) == self._tensors[order.next]
 
     def end(self, order: BucketOrder) -> None:
@@ -281,7 +283,7 @@ class NoSync:
         self._end(kind is None)
 
 
-# A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
+# All of it together.
 
 
 class GradientReducer:
@@ -292,11 +294,15 @@ class GradientReducer:
     `end_pass`, but not in a training loop. `finalize` ends the last pass and waits for the sums; `reset` begins the
     next step.
 
-    `sums` adds up complete buckets over ranks; without it the gradients stay local. With `on_demand` a bucket has
-    memory from its first gradient until its reduction, after every micro-batch, and one reduction is under way at a
-    time (ZeRO-2); buckets of tied tensors are kept until the last micro-batch in both cases. Without `overlap` each sum
-    is waited for as soon as it has started. `reproducible`: micro-batches may be kept apart as partial sums; a gradient
-    is then reduced over tensor ranks before it is added to another.
+    `sums` adds up complete buckets over ranks; without it the gradients stay local. Without `overlap` each sum is
+    waited for as soon as it has started.
+
+    With `on_demand` (ZeRO-2 and 3) a bucket is reduced after every micro-batch, and has memory from its first gradient
+    until then; one reduction is under way at a time. With it or without, a bucket of a tied tensor is kept until the
+    last micro-batch.
+
+    `reproducible`: micro-batches may be kept apart as partial sums; a gradient is then reduced over tensor ranks before
+    it is added to another.
     """
 
     def __init__(
@@ -313,14 +319,19 @@ class GradientReducer:
     ) -> None:
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
         self.on_demand = on_demand
-        self.phase: GradientPhase = GradientPhase.ACCUMULATING
-        self.inspector: Inspector | None = None
-        self._accumulates = accumulates  # a step may follow several passes outside of `no_sync`, but for a loop's
-        self._in_loop = False
-        self._held = 0  # contexts of `no_sync` that are entered
-        self.accumulation = Accumulation()  # gradients of the caller that wait for an update
         self.overlap: bool = overlap
+        self.inspector: Inspector | None = None
+        self.phase: GradientPhase = GradientPhase.ACCUMULATING
+        self.accumulation = Accumulation()  # gradients of the caller that wait for an update
+        # Passes within `no_sync` since the last `reset`.  Ranks compare their number where all passes are summed.
+        self.passes_before_last: int = 0
+        # What makes a pass the last one of its step, see `is_last_pass`.
+        self._held = 0  # contexts of `no_sync` that are entered
+        self._accumulates = accumulates  # passes outside of `no_sync` may be followed by others
+        self._in_loop = False  # but not those of a training loop
         self._sums = sums
+        self._has_started_sums = False  # of any bucket since `reset`, also of one whose memory is free again
+        self._pending: list[tuple[Bucket, Array, PendingSum]] = []
         self._tracker = ReadyTracker(pieces, buckets)
         self._second: dict[str, str] = {
             piece.name: second_use(piece.name)
@@ -328,15 +339,11 @@ class GradientReducer:
             if bucket.second_use
             for piece in pieces[bucket.first : bucket.last]
         }
-        # Passes within `no_sync` since the last `reset`.  Ranks compare their number where all passes are summed.
-        self.passes_before_last: int = 0
-        self._has_started_sums = False  # of any bucket since `reset`, also of one whose memory is free again
         self._reproducible = reproducible
         self._microbatches = OrderedMicrobatches(self._tracker.orders if reproducible else (), self.buckets, like)
         self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._microbatches.partials)
-        self._pending: list[tuple[Bucket, Array, PendingSum]] = []
 
-    # -- what is known ----------------------------------------------------------------------------------------------
+    # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
     def flat(self) -> Array:
@@ -349,14 +356,26 @@ class GradientReducer:
         return not self.on_demand and not self._reproducible
 
     @property
-    def reduces(self) -> bool:
-        """Return True if the gradients are reduced, since an optimizer has bound them."""
+    def is_bound(self) -> bool:
+        """Return True if an optimizer has bound these gradients, so that each step sums them over ranks."""
         return self._sums is not None
 
     @property
     def is_last_pass(self) -> bool:
         """Return True if no other backward pass follows in this step before its gradients are summed over ranks."""
-        return self.reduces and not self._held and (self._in_loop or not self._accumulates)
+        return self.is_bound and not self._held and (self._in_loop or not self._accumulates)
+
+    @property
+    def reduced(self) -> bool:
+        """Return True if all sums of this step's gradients are complete; nothing can be added then."""
+        return self.phase is GradientPhase.REDUCED
+
+    @property
+    def has_content(self) -> bool:
+        """Return True if gradients were written or reduced since the last `reset`."""
+        return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._has_started_sums
+
+    # -- backward passes ----------------------------------------------------------------------------------------------
 
     def begin_loop(self) -> None:
         """From now on a training loop has one last pass in each step."""
@@ -365,18 +384,6 @@ class GradientReducer:
     def end_loop(self) -> None:
         """From now on passes are those of other code, whose steps may accumulate several."""
         self._in_loop = False
-
-    @property
-    def reduced(self) -> bool:
-        """Return True if this step's gradients are complete and reduced; nothing can be added then."""
-        return self.phase is GradientPhase.REDUCED
-
-    @property
-    def has_content(self) -> bool:
-        """Return True if gradients were written or reduced since the last `reset`."""
-        return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._has_started_sums
-
-    # -- backward passes --------------------------------------------------------------------------------------------
 
     def gradient(self, name: str, second: bool = False) -> tuple[Array, bool]:
         """The memory for the gradient of tensor `name`, and True to add to it, False to overwrite its content.
@@ -487,16 +494,17 @@ class GradientReducer:
         self._pending.clear()
 
     def drop(self) -> None:
-        """Discard the gradients of passes that no step uses.
+        """`reset` after passes that no step uses; one that has begun and sums over ranks is ended before.
 
-        Collective over the data axis after a pass whose sums begin, since ranks have started other ones of these.
+        Ranks may have started different ones of its sums, and each starts the rest here. So this is collective over the
+        data axis after such a pass.
         """
         if self._tracker.begun and (self.on_demand or self.is_last_pass):
             self._end_pass(self.is_last_pass)
         self.reset()
 
     def reset(self) -> None:
-        """Discard the gradients: the next pass starts from zero.  Waits for sums under way."""
+        """Discard the gradients: the next pass starts from zero.  Waits for sums under way; see also `drop`."""
         self._wait_all()
         for order in self._tracker.orders:
             self._tracker.begin(order)
@@ -511,7 +519,7 @@ class GradientReducer:
         if self.inspector is not None:
             self.inspector.forget()
 
-    # -- micro-batches that are kept apart --------------------------------------------------------------------------
+    # -- micro-batches that are kept apart ----------------------------------------------------------------------------
 
     def keep_apart(self, tree_merges: Sequence[int], *, in_pass: bool = False) -> None:
         """Keep the gradients of this step's micro-batches apart, as terms of a sum in a fixed order.
@@ -541,7 +549,7 @@ class GradientReducer:
         """End a micro-batch's input gradient; not collective."""
         self.memory.early.end()
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _enter(self, phase: GradientPhase) -> None:
         if phase is not self.phase:
@@ -608,7 +616,7 @@ class GradientReducer:
     def _reduce(self, order: BucketOrder, rest: bool = True) -> None:
         """Start the sums of the buckets of an order that come next: of all the rest, or of those that are complete."""
         sums = self._sums
-        while order.next >= order.first and (rest or self._tracker.is_complete(order)):
+        while order.next >= order.first and (rest or self._tracker.next_is_complete(order)):
             bucket = self.buckets[order.next]
             gradient = self.memory.zero_missing(bucket)
             earlier: Sequence[Array] = ()

@@ -24,6 +24,14 @@ from mpishard.parameters.buckets import BlockPool
 
 Array = Any
 
+# The last gathers that are kept for a message, and the prime below which the hash of all stays.
+_KEPT = 10_000
+_PRIME = 2**52 - 47
+_ONE_ORDER = (
+    "All ranks must call the same layers in one order: let what leaves layers out, as LayerDrop does, draw the same "
+    "random numbers on all ranks, or use zero=2, whose parameters are whole"
+)
+
 
 class UnitMemory(Protocol):
     """Gives out the memory of a unit while it is gathered, such as that of the tensors of a PyTorch module."""
@@ -35,15 +43,6 @@ class UnitMemory(Protocol):
     def release(self, unit: int) -> None:
         """Free the memory of a unit."""
         ...
-
-
-# The last gathers that are kept for a message, and the prime below which the hash of all stays.
-_KEPT = 10_000
-_PRIME = 2**52 - 47
-_ONE_ORDER = (
-    "All ranks must call the same layers in one order: let what leaves layers out, as LayerDrop does, draw the same "
-    "random numbers on all ranks, or use zero=2, whose parameters are whole"
-)
 
 
 class GatherOrder:
@@ -102,7 +101,7 @@ class ShardedUnits:
     def __init__(self, pieces: Sequence[Piece], units: Sequence[tuple[int, int]], axis: Axis, like: Array) -> None:
         self.axis = axis
         self.views: dict[str, Array] = {}  # the tensors gathered now, by name
-        self.order = GatherOrder()  # others may share it
+        self.order = GatherOrder()  # a module shares it with the units of its frozen parameters
         self._pieces = pieces
         self._units = units
         self._like = like

@@ -5,8 +5,9 @@ Times are means over all processes of the run.
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,56 @@ def spent(run: Run) -> Spent:
             {name: level(rise) / processes for name, rise in seconds.items()},
             {name: level(rise) * share for name, rise in sent.items()},
         )
+
+
+def ranks_by_step(run: Run) -> np.ndarray:
+    """The number of ranks in each step of the metrics, float64, NaN where no process has noted the step."""
+    steps = run.metrics["step"]
+    found = np.full(len(steps), np.nan)
+    lines = [line for process in run.processes for line in process.lines]
+    for line in sorted(lines, key=lambda line: line.get("time", 0)):  # of a step taken twice the later line counts
+        first, end = np.searchsorted(steps, [line["step"], line["step"] + len(line["seconds"])])
+        found[first:end] = line["ranks"]
+    return found
+
+
+def takeovers(run: Run) -> list[int]:
+    """The steps after which a spare has taken the place of a process that had died, or left the run; in order.
+
+    A process then begins, or begins again, another one has ended, and as many ranks as before take the next step.  A
+    start of the run from a checkpoint is no such step.
+    """
+    # By number of the start, and by process: its lines, of which a dead process lacks the last.
+    starts: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    began = sorted(start["time"] for start in run.starts if "time" in start)
+    for process in run.processes:
+        for line in process.lines:
+            starts[bisect.bisect_right(began, line.get("time", 0))][process.name].append(line)
+    return sorted(step for processes in starts.values() for step in _replaced_in(processes))
+
+
+def _end(line: dict[str, Any]) -> int:
+    """The step after the last one of a line."""
+    return int(line["step"]) + len(line["seconds"])
+
+
+def _replaced_in(processes: Mapping[str, Sequence[dict[str, Any]]]) -> set[int]:
+    """`takeovers` within one start."""
+    ends = {name: _end(lines[-1]) for name, lines in processes.items()}
+    noted = {name: [line for line in lines if line["seconds"]] for name, lines in processes.items()}
+    every = [line for lines in noted.values() for line in lines]
+    first = min((line["step"] for line in every), default=0)
+    found = set()
+    for name, lines in noted.items():
+        end = first  # after the process's steps so far: those who begin with the run replace nobody
+        for line in lines:
+            step, end_before, end = line["step"], end, _end(line)
+            if step <= end_before or all(last > step for other, last in ends.items() if other != name):
+                continue
+            before = {other["ranks"] for other in every if other["step"] < step <= _end(other)}
+            if before == {line["ranks"]}:
+                found.add(step - 1)
+    return found
 
 
 def binned(values: np.ndarray, most: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest
 from mpishard.compression import PieceCompressor
 from mpishard.compression.compressors import PowerSGDCompressor, matrix_shape, orthonormal
+from mpishard.layout.boxes import run_of
 from mpishard.layout.tensors import Piece
 from mpishard.parameters.buckets import Bucket
 
@@ -45,18 +46,21 @@ class CompressedSums(ABC):
         self._counts = counts
         self._like = like
         starts = [0, *running_sums(pieces[axis.rank] for pieces in counts)]
+        # By bucket: where the errors of its sum are in `owned`.
         self._parts = {
             bucket.index: slice(*ends) for bucket, *ends in zip(buckets, starts[:-1], starts[1:], strict=True)
         }
-        self.scale: float = scale  # the factor by which both are multiplied, as gradients are by a loss scale
         size = sum(bucket.size for bucket in buckets)
         # The part of its gradients that this rank has not sent, in flat order.
         self.errors: Array = arrays.zeros(size, like.dtype, like=like)
         # The errors of the sums that this rank owns, bucket by bucket; always the same array.
         self.owned: Array = arrays.zeros(starts[-1], like.dtype, like=like)
+        # `errors` and `owned` are multiplied by this, as gradients are by a loss scale.
+        self.scale: float = scale
+        # What takes their place if the step is taken.
         self._new_errors = arrays.zeros(size, like.dtype, like=like)
         self._new_owned = arrays.zeros(starts[-1], like.dtype, like=like)
-        self._sent: set[int] = set()
+        self._sent: set[int] = set()  # buckets of which this step has sent a gradient
         self.in_use: bool = True  # the gradients of this step are compressed
 
     @property
@@ -114,7 +118,7 @@ class CompressedSums(ABC):
         self.errors[...] = 0
 
     def forget(self, scale: float) -> None:
-        """Set the other errors to zero, after `owned` was restored with this loss scale."""
+        """Set `errors` to zero, after `owned` was restored with this loss scale: a saved state has no others."""
         self.errors[...] = 0
         self.scale = scale
 
@@ -128,7 +132,7 @@ class CompressedSums(ABC):
     # -- for the subclasses -----------------------------------------------------------------------------------------
 
     def _with_errors(self, bucket: Bucket, gradient: Array) -> Array:
-        """Add the error of the last step, or of an earlier micro-batch; returns the new error's array."""
+        """Add the error of the last step, or of an earlier micro-batch; returns where the new error goes."""
         extent = slice(bucket.start, bucket.stop)
         before = self._new_errors if bucket.index in self._sent else self.errors
         self._sent.add(bucket.index)
@@ -142,7 +146,7 @@ class PieceSums(CompressedSums):
     def __init__(self, compressor: PieceCompressor, **layout: Any) -> None:
         super().__init__(**layout)
         self._compressor = compressor
-        self._received: set[int] = set()
+        self._received: set[int] = set()  # buckets to whose sum the error of its owner was added in this step
 
     def keep_bucket(self, bucket: Bucket) -> None:
         super().keep_bucket(bucket)
@@ -154,14 +158,14 @@ class PieceSums(CompressedSums):
 
     def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
         compressor, dtype, axis = self._compressor, self._like.dtype, self._axis
-        rest = self._with_errors(bucket, gradient)
+        new_error = self._with_errors(bucket, gradient)
         pieces = self._counts[bucket.index]
         sizes = self._sizes(bucket)
         packed = arrays.empty(sum(sizes), np.uint8, like=self._like)
         offset = first = 0
         for count, nbytes in zip(pieces, sizes, strict=True):
             part, out = slice(first, first + count), packed[offset : offset + nbytes]
-            compressor.split(gradient[part], out, rest[part])
+            compressor.split(gradient[part], out, new_error[part])
             offset, first = offset + nbytes, first + count
         mine = sizes[axis.rank]
         arrived = arrays.empty(mine * axis.size, np.uint8, like=self._like)
@@ -186,9 +190,7 @@ class PieceSums(CompressedSums):
         compressor, rank = self._compressor, self._axis.rank
         pieces, sizes = self._counts[bucket.index], self._sizes(bucket)
         packed = arrays.empty(sum(sizes), np.uint8, like=self._like)
-        first = sum(pieces[:rank])
-        own = gradient[first : first + pieces[rank]]
-        out = packed[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+        own, out = gradient[run_of(pieces, rank)], packed[run_of(sizes, rank)]
         compressor.split(own, out, self._new_owned[self._parts[bucket.index]])
         pending = self._axis.start_all_gather(packed, counts=sizes, label="gradients")
 
@@ -231,7 +233,7 @@ class PowerSGDSums(CompressedSums):
     def __init__(self, compressor: PowerSGDCompressor, pieces: Sequence[Piece], gathers: bool, **layout: Any) -> None:
         super().__init__(**layout)
         self._gathers = gathers
-        self._rank = compressor.rank
+        self._matrix_rank = compressor.rank  # of the approximations; that of this process is ``axis.rank``
         self._compressor = compressor
         self._matrices: dict[int, list[_Matrix]] = {}
         self._vectors: dict[int, list[slice]] = {}
@@ -249,17 +251,17 @@ class PowerSGDSums(CompressedSums):
         self._halfway: dict[int, tuple[Array, Array]] = {}
 
     def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
-        rank, axis, matrices = self._rank, self._axis, self._matrices[bucket.index]
+        matrix_rank, axis, matrices = self._matrix_rank, self._axis, self._matrices[bucket.index]
         own = self._own(bucket)
         bases = self._new_bases
         if bucket.index not in self._sent:
             bases = self._bases
             accumulate(gradient[own], self.owned[self._parts[bucket.index]])
             self._new_owned[self._parts[bucket.index]] = 0
-        rest = self._with_errors(bucket, gradient)
+        new_error = self._with_errors(bucket, gradient)
         vectors = self._vectors[bucket.index]
         plain = sum(extent.stop - extent.start for extent in vectors)
-        first = arrays.empty(plain + rank * sum(each.rows for each in matrices), gradient.dtype, like=gradient)
+        first = arrays.empty(plain + matrix_rank * sum(each.rows for each in matrices), gradient.dtype, like=gradient)
         offset = 0
         for extent in vectors:
             first[offset : offset + extent.stop - extent.start] = gradient[extent]
@@ -273,7 +275,7 @@ class PowerSGDSums(CompressedSums):
 
         def finish() -> Array:
             pending.wait()
-            self._project(bucket, gradient, first, rest)
+            self._project(bucket, gradient, first, new_error)
             if not self._gathers:
                 self.start_gather(bucket, gradient).wait()
                 target[...] = gradient[own].copy()
@@ -281,16 +283,16 @@ class PowerSGDSums(CompressedSums):
 
         return ChainedRequest(pending, finish)
 
-    def _project(self, bucket: Bucket, gradient: Array, first: Array, rest: Array) -> None:
-        """Compute the right factors of this rank's gradient, and its error `rest`."""
+    def _project(self, bucket: Bucket, gradient: Array, first: Array, new_error: Array) -> None:
+        """Compute the right factors of this rank's gradient, and its `new_error`."""
         matrices = self._matrices[bucket.index]
-        second = arrays.empty(self._rank * sum(each.columns for each in matrices), gradient.dtype, like=gradient)
+        second = arrays.empty(self._matrix_rank * sum(each.columns for each in matrices), gradient.dtype, like=gradient)
         for each, p, q in zip(matrices, *self._both(bucket, first, second), strict=True):
             p[...] = orthonormal(p)
             q[...] = self._matrix(gradient, each).T @ p
-            self._matrix(rest, each)[...] = self._matrix(gradient, each) - p @ q.T
+            self._matrix(new_error, each)[...] = self._matrix(gradient, each) - p @ q.T
         for extent in self._vectors[bucket.index]:
-            rest[extent] = 0
+            new_error[extent] = 0
         self._halfway[bucket.index] = first, second
 
     def start_gather(self, bucket: Bucket, gradient: Array) -> ChainedRequest:
@@ -336,15 +338,14 @@ class PowerSGDSums(CompressedSums):
 
     def _own(self, bucket: Bucket) -> slice:
         """This rank's part of a bucket."""
-        pieces, rank = self._counts[bucket.index], self._axis.rank
-        return slice(sum(pieces[:rank]), sum(pieces[: rank + 1]))
+        return run_of(self._counts[bucket.index], self._axis.rank)
 
     def _factors(self, flat: Array, lengths: Sequence[int]) -> list[Array]:
-        """Views of matrices, end to end in a flat array, with these numbers of rows and `rank` columns each."""
+        """Views of matrices, end to end in a flat array, with these numbers of rows and `_matrix_rank` columns each."""
         found, offset = [], 0
         for length in lengths:
-            found.append(flat[offset : offset + self._rank * length].reshape(length, self._rank))
-            offset += self._rank * length
+            found.append(flat[offset : offset + self._matrix_rank * length].reshape(length, self._matrix_rank))
+            offset += self._matrix_rank * length
         return found
 
     @staticmethod

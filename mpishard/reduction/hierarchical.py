@@ -16,7 +16,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest, Request
 from mpishard.comm.mesh import Mesh
 from mpishard.compression import Compressor
-from mpishard.layout.boxes import run_lengths, split
+from mpishard.layout.boxes import run_lengths, run_of, split
 from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.compressed import CompressedSums, CompressedSumsMaker
 
@@ -30,19 +30,19 @@ class NodeAxes(NamedTuple):
     across: Axis
 
 
-def nodes_of_data(mesh: Mesh, ranks: bool | int) -> list[int]:
+def nodes_of_data(mesh: Mesh, hierarchical: bool | int) -> list[int]:
     """The number of the node of each rank of the data axis; all 0 where sums are not hierarchical.
 
-    Sums are hierarchical if all data axes of the mesh are cut equally into several nodes, each with the same number of
-    ranks, and more than one. All ranks compute the same. `ranks` neighbours on the data axis count as a node; True:
-    those that share memory; False: all.
+    `hierarchical` is the setting of `ShardingConfiguration`. True: a node is the ranks that share memory; a number: so
+    many neighbours on the data axis; False: all ranks. Sums are hierarchical if all data axes of the mesh are cut
+    equally into several nodes, each with the same number of ranks, and more than one. All ranks compute the same.
     """
     size, tensor = mesh.data.size, mesh.tensor.size
-    if ranks is True:
+    if hierarchical is True:
         first = [stage * size * tensor + part for stage in range(mesh.pipeline.size) for part in range(tensor)]
         found = {_numbered(mesh.nodes[rank : rank + size * tensor : tensor]) for rank in first}
     else:
-        found = {_numbered([rank // ranks if ranks else 0 for rank in range(size)])}
+        found = {_numbered([rank // hierarchical if hierarchical else 0 for rank in range(size)])}
     nodes = min(found)
     sizes = Counter(nodes)
     even = len(found) == 1 and len(set(sizes.values())) == 1 and 1 < len(sizes) < size
@@ -55,14 +55,14 @@ def _numbered(names: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers[name] for name in names)
 
 
-def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
+def node_axes(mesh: Mesh, hierarchical: bool | int) -> NodeAxes | None:
     """Split the data axis by `nodes_of_data`; None if there is only one node. Collective over the axis."""
-    axis, nodes = mesh.data, nodes_of_data(mesh, ranks)
+    axis, nodes = mesh.data, nodes_of_data(mesh, hierarchical)
     if not any(nodes):
         return None
     number = nodes[: axis.rank].count(nodes[axis.rank])
-    within = axis.split(f"data within node ({ranks})", nodes[axis.rank])
-    return NodeAxes(within, axis.split(f"data across nodes ({ranks})", number))
+    within = axis.split(f"data within node ({hierarchical})", nodes[axis.rank])
+    return NodeAxes(within, axis.split(f"data across nodes ({hierarchical})", number))
 
 
 class HierarchicalSums:
@@ -76,34 +76,36 @@ class HierarchicalSums:
     ) -> None:
         self.within: Axis = axes.within  # the ranks of this node
         self._across = axes.across  # the ranks with the same number on each node
-        self._like = like
-        self._counts = {bucket.index: run_lengths(split(bucket.size, axes.within.size)) for bucket in buckets}
+        # By bucket and rank of this node, the elements of the rank's piece of the bucket.
+        self._within_counts = {bucket.index: run_lengths(split(bucket.size, axes.within.size)) for bucket in buckets}
         # This rank's pieces as buckets of an array that holds them end to end.
         self._inner: dict[int, Bucket] = {}
         # The ranges of the flat gradient to which ``compressed.owned`` belongs, end to end.
         self.owned: list[tuple[int, int]] = []
-        parts, offset = [], 0
+        across_counts, offset = [], 0
         for bucket in buckets:
-            pieces = self._counts[bucket.index]
+            pieces = self._within_counts[bucket.index]
             first, size = bucket.start + sum(pieces[: axes.within.rank]), pieces[axes.within.rank]
             self._inner[bucket.index] = replace(bucket, start=offset, stop=offset + size)
-            part = run_lengths(split(size, axes.across.size))
-            start = first + sum(part[: axes.across.rank])
-            self.owned.append((start, start + part[axes.across.rank]))
-            parts.append(part)
+            counts = run_lengths(split(size, axes.across.size))
+            start = first + sum(counts[: axes.across.rank])
+            self.owned.append((start, start + counts[axes.across.rank]))
+            across_counts.append(counts)
             offset += size
-        self._parts = dict(zip(self._counts, parts, strict=True))
+        # By bucket and node, the elements of this rank's piece that the rank of the node owns.
+        self._across_counts = dict(zip(self._within_counts, across_counts, strict=True))
         self.compressed: CompressedSums | None = None  # the sums between nodes, if they are compressed
         if compressor is not None:
             inner = list(self._inner.values())
-            self.compressed = compressor.make_sums(CompressedSumsMaker(axes.across, inner, parts, like, scale))
+            maker = CompressedSumsMaker(axes.across, inner, across_counts, like, scale)
+            self.compressed = compressor.make_sums(maker)
 
     def start(self, bucket: Bucket, gradient: Array) -> Request:
         """Start to sum a bucket over the ranks of this node; `finish` does the rest. Collective over these ranks.
 
         The content of `gradient` is undefined afterwards; the result's `wait` returns this rank's piece of the sum.
         """
-        pieces = self._counts[bucket.index]
+        pieces = self._within_counts[bucket.index]
         own = arrays.empty(pieces[self.within.rank], gradient.dtype, like=gradient)
         return self.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
 
@@ -113,8 +115,7 @@ class HierarchicalSums:
         All ranks of a node have the same `values`, which are not changed; the result's `wait` returns this rank's
         piece.
         """
-        pieces, rank = self._counts[bucket.index], self.within.rank
-        piece = values[sum(pieces[:rank]) : sum(pieces[: rank + 1])].copy()
+        piece = values[run_of(self._within_counts[bucket.index], self.within.rank)].copy()
         if self.compressed is None:
             return self._sum_across(bucket, values, piece)
         pending = self._compressed_across(bucket, values, piece)
@@ -161,9 +162,9 @@ class HierarchicalSums:
         return self.compressed.start_gather(self._inner[bucket.index], piece)
 
     def _gather_within(self, bucket: Bucket, gradient: Array, piece: Array) -> Request:
-        return self.within.start_all_gather(gradient, piece, counts=self._counts[bucket.index], label="gradients")
+        counts = self._within_counts[bucket.index]
+        return self.within.start_all_gather(gradient, piece, counts=counts, label="gradients")
 
     def _own(self, bucket: Bucket, piece: Array) -> Array:
         """The part of a piece that this rank owns in the sum between the nodes."""
-        pieces, rank = self._parts[bucket.index], self._across.rank
-        return piece[sum(pieces[:rank]) : sum(pieces[: rank + 1])]
+        return piece[run_of(self._across_counts[bucket.index], self._across.rank)]

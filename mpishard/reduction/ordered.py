@@ -15,9 +15,9 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.channel import ChainedRequest
-from mpishard.layout.boxes import run_lengths, split
+from mpishard.layout.boxes import run_lengths, run_of, split
 from mpishard.parameters.buckets import Bucket
-from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, sort_by_owner, tree_merges
+from mpishard.reduction.tree_sum import TermAssignment, TreeNode, add_by_tree, sort_by_owner, tree_merges, tree_nodes
 
 Array = Any
 
@@ -25,9 +25,9 @@ Array = Any
 class _Sum(NamedTuple):
     """The rows that an exchange adds up to one node, as (is on this rank, row number), and their `tree_merges`."""
 
-    node: Node
+    node: TreeNode
     rows: list[tuple[bool, int]]
-    times: list[int]
+    merges: list[int]
 
 
 @functools.lru_cache(maxsize=256)
@@ -43,8 +43,8 @@ def _plan(assignment: TermAssignment, exchange: int, rank: int) -> tuple[list[in
     sums = []
     for total in assignment.sums(exchange):
         within = [(node, where) for node, where in placed if total.start <= node.start and node.stop <= total.stop]
-        times = tree_merges([node for node, _ in within], assignment.total)
-        sums.append(_Sum(total, [where for _, where in within], times))
+        merges = tree_merges([node for node, _ in within], assignment.total)
+        sums.append(_Sum(total, [where for _, where in within], merges))
     return [len(theirs) for theirs in parts], sums
 
 
@@ -115,8 +115,7 @@ class OrderedSums:
     def all_reduce(self, flat: Array) -> None:
         """Sum an array over the axis, in place; the array of each rank, of the same size, is one term. Collective."""
         pieces = run_lengths(split(flat.size, self._axis.size))
-        start = sum(pieces[: self._axis.rank])
-        own = flat[start : start + pieces[self._axis.rank]]
+        own = flat[run_of(pieces, self._axis.rank)]
         self.reset()
         self.start(Bucket(0, 0, 1, 0, flat.size), [flat], pieces, own).wait()
         self._axis.all_gather(flat, counts=pieces, label="gradients")
@@ -128,9 +127,9 @@ class OrderedSums:
         block = target if last else self._take(target.size)
         out = block[: target.size]
         starts = [-1 - row * out.size if here else row * out.size for here, row in total.rows]
-        add_by_tree(own, received, starts, total.times, out)
+        add_by_tree(own, received, starts, total.merges, out)
         stack = self._stacks.setdefault(bucket, [])
-        while len(stack) >= len(nodes(0, total.node.stop, self.assignment.total)):
+        while len(stack) >= len(tree_nodes(0, total.node.stop, self.assignment.total)):
             lower = stack.pop()
             accumulate(out, lower[: out.size])  # both orders of these two give the same bits
             self._free.append(lower)

@@ -3,7 +3,7 @@
 Node (l, i) of the tree over `total` terms covers the terms ``[i 2**l, (i + 1) 2**l)``, cut at `total`.  Its value is
 left plus right child, or the left child where there is no right one.  A run of terms consists of few nodes, at most two
 per level.  So a rank with a run of terms adds up each of these nodes, and the owner of the sum adds the nodes of all
-ranks.  No MPI here.
+ranks.  No MPI here; the nodes are never those of a cluster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = Any
 _BLOCK = 1024
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """The node that covers terms ``[start, stop)``."""
 
     start: int
@@ -32,7 +32,7 @@ class Node(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def nodes(start: int, stop: int, total: int) -> tuple[Node, ...]:
+def tree_nodes(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
     """The fewest nodes of the tree over `total` terms that make up the terms ``[start, stop)``, ascending."""
     assert 0 <= start <= stop <= total
     found = []
@@ -41,20 +41,20 @@ def nodes(start: int, stop: int, total: int) -> tuple[Node, ...]:
         aligned = start & -start or total
         fits = aligned if stop == total else 1 << ((stop - start).bit_length() - 1)
         end = min(start + min(aligned, fits), stop)
-        found.append(Node(start, end))
+        found.append(TreeNode(start, end))
         start = end
     return tuple(found)
 
 
-def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
+def tree_merges(parts: Sequence[TreeNode], total: int) -> list[int]:
     """The number of merges after each push, when a run of neighbouring nodes is added up on a stack in ascending order.
 
-    A merge replaces the two newest values by their sum, lower plus upper. In the end the stack holds the `nodes` of the
-    whole run, which has no gaps, of the tree over `total` terms.
+    A merge replaces the two newest values by their sum, lower plus upper. In the end the stack holds the `tree_nodes`
+    of the whole run, which has no gaps, of the tree over `total` terms.
     """
     depth, found = 0, []
     for part in parts:
-        left = len(nodes(parts[0].start, part.stop, total))
+        left = len(tree_nodes(parts[0].start, part.stop, total))
         found.append(depth + 1 - left)
         depth = left
     return found
@@ -63,10 +63,10 @@ def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
 def tree_sum(terms: Sequence[float]) -> float:
     """The sum of numbers along their tree, in the order of their index; 0.0 without any."""
     stack: list[float] = []
-    leaves = [Node(index, index + 1) for index in range(len(terms))]
-    for term, times in zip(terms, tree_merges(leaves, len(terms)), strict=True):
+    leaves = [TreeNode(index, index + 1) for index in range(len(terms))]
+    for term, merges in zip(terms, tree_merges(leaves, len(terms)), strict=True):
         stack.append(term)
-        for _ in range(times):
+        for _ in range(merges):
             upper = stack.pop()
             stack[-1] += upper
     return stack[0] if stack else 0.0
@@ -105,24 +105,24 @@ class TermAssignment:
         """The merges, as of the function `tree_merges`, with which a rank adds up its terms before an exchange."""
         if self.in_turns:
             return [0 for _ in self.terms(rank)]
-        return tree_merges([Node(term, term + 1) for term in self.terms(rank)], self.total)
+        return tree_merges([TreeNode(term, term + 1) for term in self.terms(rank)], self.total)
 
-    def parts(self, rank: int, exchange: int = 0) -> tuple[Node, ...]:
+    def parts(self, rank: int, exchange: int = 0) -> tuple[TreeNode, ...]:
         """The nodes that a rank sends in an exchange, ascending; exchanges count from 0.
 
         Those of all ranks, in order of rank, are one run, which begins where that of the last exchange ended.
         """
         if not self.in_turns:
-            return nodes(self._cuts[rank], self._cuts[rank + 1], self.total)
+            return tree_nodes(self._cuts[rank], self._cuts[rank + 1], self.total)
         term = exchange * self.ranks + rank
-        return (Node(term, term + 1),) if term < self.total else ()
+        return (TreeNode(term, term + 1),) if term < self.total else ()
 
-    def sums(self, exchange: int = 0) -> tuple[Node, ...]:
+    def sums(self, exchange: int = 0) -> tuple[TreeNode, ...]:
         """The nodes that are the sums of an exchange, ascending."""
         if not self.in_turns:
-            return nodes(0, self.total, self.total)
+            return tree_nodes(0, self.total, self.total)
         start = exchange * self.ranks
-        return nodes(start, min(start + self.ranks, self.total), self.total)
+        return tree_nodes(start, min(start + self.ranks, self.total), self.total)
 
 
 def sort_by_owner(partial: Sequence[Array], pieces: Sequence[int], out: Array) -> None:
@@ -138,29 +138,29 @@ def sort_by_owner(partial: Sequence[Array], pieces: Sequence[int], out: Array) -
         start += count
 
 
-def add_by_tree(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
+def add_by_tree(own: Array, received: Array, starts: Sequence[int], merges: Sequence[int], out: Array) -> None:
     """Add up rows of two flat buffers into `out`, which may be one of them, in one pass over memory.
 
     The rows have ``out.size`` elements. `starts` has the start of each row in `received`; or, if negative, ``-1 -
-    start`` of a row in `own`. `times` are the `tree_merges` of the rows, which leave one sum.
+    start`` of a row in `own`. `merges` are the `tree_merges` of the rows, which leave one sum.
     """
-    assert sum(times) == len(times) - 1
+    assert sum(merges) == len(merges) - 1
     if not out.size:
         return
     if is_device(out):
-        _add_on_device(own, received, starts, times, out)
+        _add_on_device(own, received, starts, merges, out)
         return
     depth = height = 0
-    for pops in times:
+    for pops in merges:
         height = max(height, depth + 1)
         depth += 1 - pops
     stack = np.empty(height * _BLOCK, out.dtype)
-    _add((own, received, out, stack, np.array(starts, np.int64), np.array(times, np.int64)))
+    _add((own, received, out, stack, np.array(starts, np.int64), np.array(merges, np.int64)))
 
 
-def _add_on_device(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
+def _add_on_device(own: Array, received: Array, starts: Sequence[int], merges: Sequence[int], out: Array) -> None:
     stack: list[Array] = []
-    for start, pops in zip(starts, times, strict=True):
+    for start, pops in zip(starts, merges, strict=True):
         source, first = (own, -1 - start) if start < 0 else (received, start)
         stack.append(source[first : first + out.size])
         for _ in range(pops):
@@ -175,7 +175,7 @@ def _add_loop(
     out: np.ndarray,
     stack: np.ndarray,
     starts: np.ndarray,
-    times: np.ndarray,
+    merges: np.ndarray,
 ) -> None:
     for begin in range(0, out.size, _BLOCK):
         count = min(_BLOCK, out.size - begin)
@@ -186,7 +186,7 @@ def _add_loop(
                 term = own[begin - 1 - start : begin - 1 - start + count]
             else:
                 term = received[begin + start : begin + start + count]
-            pops = times[row]
+            pops = merges[row]
             if pops == 0:
                 top += _BLOCK
                 level = stack[top : top + count]

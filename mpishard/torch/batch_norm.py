@@ -52,7 +52,7 @@ def convert_sync_batchnorm(module: Any, mesh: Mesh) -> Any:
     return _converted(module, _Ranks(axis))
 
 
-def sums_over_ranks(module: Any) -> bool:
+def has_norms_over_ranks(module: Any) -> bool:
     """Return True if a module has batch norms made by `convert_sync_batchnorm`, over more than one rank."""
     return any(isinstance(each, _OverRanks) and each._ranks.axis.size > 1 for each in module.modules())
 

@@ -18,6 +18,8 @@ Array = Any
 MODES = ("broadcast", "average", "local")
 _FACT = "buffer.{}"
 _REMEDY = "change it before as_distributed"
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class BufferOwner:
@@ -87,8 +89,8 @@ class Buffers:
                     raise ValueError(f"buffer {name!r} is gone since the module was made distributed; {_REMEDY}")
                 if (now.shape, now.dtype, now.device) != (ours.shape, ours.dtype, ours.device):
                     raise ValueError(
-                        f"buffer {name!r} was {_facts_of(ours)} when the module was made distributed, and is "
-                        f"{_facts_of(now)} now; {_REMEDY}"
+                        f"buffer {name!r} was {_form_of(ours)} when the module was made distributed, and is "
+                        f"{_form_of(now)} now; {_REMEDY}"
                     )
                 ours.detach().copy_(now.detach())
                 owner.table[key] = ours
@@ -163,7 +165,7 @@ class Buffers:
         return int(hasher.intdigest()) >> 2
 
 
-def _facts_of(tensor: Any) -> str:
+def _form_of(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
 
 
@@ -203,10 +205,6 @@ def as_fact(tensor: Any) -> np.ndarray:
 def from_fact(values: np.ndarray, dtype: Any) -> Any:
     """A flat tensor with the values that `as_fact` has returned for one of a dtype."""
     return torch.from_numpy(np.array(values)).view(dtype)
-
-
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _shown(saved: Any) -> str:

@@ -20,7 +20,7 @@ from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.full_state import encode
-from mpishard.data_parallel.models import configuration_of, optimizer_for
+from mpishard.data_parallel.models import configuration_of, optimizer_of_whole_model
 from mpishard.data_parallel.optimizers import ZeRO1WithGradients
 from mpishard.data_parallel.rule_state import clip_factor
 from mpishard.data_parallel.settings import agree_on_step
@@ -37,14 +37,14 @@ from mpishard.torch.module import (
     ModuleState,
     ModuleTensors,
     Sharding,
-    check_divisible,
+    check_other_trainers,
     check_unchanged,
     known_state,
     state_of,
 )
 from mpishard.torch.own_steps import WholeSteps
 from mpishard.torch.torch_rule import rule_of_optimizer
-from mpishard.torch.torch_state import TorchState, settings_of, steps_of
+from mpishard.torch.torch_state import TorchStateConverter, settings_of_state_dict, steps_of
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 # The place of a PyTorch optimizer in the user's own training loop.
@@ -113,7 +113,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Collective under ``zero=3``, and if a backward pass outside of `no_sync` was made since the last step.
         """
         if self._end.alive:
-            self._check_left("close()")
+            self._check_not_summoned("close()")
             self._state.hooks.drop()
             self._state.unshard()
         self._end()
@@ -126,9 +126,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
             raise ValueError("a problem of mpishard.torch has trained this module since: call as_distributed again")
         return hooks
 
-    def _check_left(self, what: str, **how: str) -> None:
+    def _check_not_summoned(self, what: str, **how: str) -> None:
         if self._state.units is not None:
-            self._state.units.check_left(what, **how)
+            self._state.units.check_not_summoned(what, **how)
 
     @property
     def module(self) -> Any:
@@ -227,9 +227,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
         ranks = hooks.complete()
         hooks.end_sums()
         self.unused_parameters = hooks.unused
-        if hooks.tell is not None:
+        if hooks.announce is not None:
             given: Any = count.item() if isinstance(count, np.generic) else count
-            hooks.tell(STEP, lambda: (given, self._groups.saved))
+            hooks.announce(STEP, lambda: (given, self._groups.saved))
         hooks.takes_mean = count is None
         if count is None:
             count = hooks.divide_by or None
@@ -290,7 +290,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         hooks, state = self._hooks, self.optimizer.state
         call = f"max_norm={float(max_norm):g} norm_type={float(norm_type):g}"
         if hooks.complete():
-            if hooks.tell is None:
+            if hooks.announce is None:
                 hooks.clips.append(call)
             tensors = list(hooks.tensors.values())
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, foreach=foreach)
@@ -298,8 +298,8 @@ class ModuleOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type={norm_type}: ranks divide the gradients, and measure their 2-norm alone")
         strategy, inspection = state.strategy, state.on_rank.inspection
         hooks.end_sums()
-        if hooks.tell is not None:
-            hooks.tell(CLIP, lambda: (float(max_norm),))
+        if hooks.announce is not None:
+            hooks.announce(CLIP, lambda: (float(max_norm),))
         strategy.reducer.finalize()
         divisor = (hooks.divide_by or strategy.axis.size) * self.parameters.loss_scale
         hooks.clips.append(call)
@@ -347,9 +347,9 @@ class ModuleOptimizer(torch.optim.Optimizer):
             As PyTorch has it; gradients are dropped either way.
         """
         hooks = self._hooks
-        if hooks.tell is not None and hooks.has_begun_sums and self.parameters.gradients.has_content:
+        if hooks.announce is not None and hooks.has_begun_sums and self.parameters.gradients.has_content:
             hooks.end_sums()
-            hooks.tell(DROP)
+            hooks.announce(DROP)
         hooks.drop()
 
     def no_sync(self) -> NoSync:
@@ -368,11 +368,11 @@ class ModuleOptimizer(torch.optim.Optimizer):
         RuntimeError
             Under ZeRO-2 within `mpishard.torch.join`.
         """
-        if self._hooks.tell is not None and self.parameters.gradients.on_demand:
+        if self._hooks.announce is not None and self.parameters.gradients.on_demand:
             raise RuntimeError(
                 "no_sync() under zero=2 sums over ranks in each pass, which join cannot do: use zero=0 or 1 within join"
             )
-        return self.parameters.gradients.no_sync(self._hooks.take_drop)
+        return self.parameters.gradients.no_sync(self._hooks.follow_drop)
 
     @property
     def _whole_steps(self) -> WholeSteps | None:
@@ -426,22 +426,22 @@ class ModuleOptimizer(torch.optim.Optimizer):
     def _torch_state(self) -> dict[str, Any]:
         if self._whole_steps is not None:
             return self._whole_steps.to_torch()
-        made = TorchState(self.optimizer.rule, self._groups, self._state.hooks.tensors)
+        converter = TorchStateConverter(self.optimizer.rule, self._groups, self._state.hooks.tensors)
         self.optimizer.state.consolidate()
-        return made.to_torch(self.optimizer.state.gather())
+        return converter.to_torch(self.optimizer.state.gather())
 
     def _load_torch_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from the state of an optimizer of PyTorch. Collective."""
         world, whole_steps, parameters = self.optimizer.mesh.world, self._whole_steps, self.parameters
-        agree_on_settings(world, settings_of(state_dict), what="state of the optimizer")
+        agree_on_settings(world, settings_of_state_dict(state_dict), what="state of the optimizer")
         with raised_on_all(world):
             if whole_steps is not None:
                 whole_steps.from_torch(state_dict)
                 counters = self.optimizer.state.counters
                 counters.steps, counters.skipped_steps = steps_of(state_dict), 0
                 return
-            made = TorchState(self.optimizer.rule, self._groups, self._state.hooks.tensors)
-            image = encode(made.from_torch(state_dict, parameters.specs, parameters.dtype))
+            converter = TorchStateConverter(self.optimizer.rule, self._groups, self._state.hooks.tensors)
+            image = encode(converter.from_torch(state_dict, parameters.specs, parameters.dtype))
         self.optimizer.deserialize(image)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -511,7 +511,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         Path
             The folder of the checkpoint.
         """
-        self._check_left("save_checkpoint()", would="save the values from before it")
+        self._check_not_summoned("save_checkpoint()", would="save the values from before it")
         self._state.take_values()
         return save_checkpoint(folder, self.parameters, self.optimizer, **options)
 
@@ -530,7 +530,7 @@ class ModuleOptimizer(torch.optim.Optimizer):
         dict
             The facts of the checkpoint.
         """
-        self._check_left("load_checkpoint()")
+        self._check_not_summoned("load_checkpoint()")
         facts = load_checkpoint(folder, self.parameters, self.optimizer)
         self._state.hooks.clear()
         self._groups.show(self.optimizer.steps)
@@ -624,7 +624,7 @@ def as_distributed(
     config = configuration_of(mesh, overlap_communication=False, minimum_parameter_group_size=2**21)
     sharding = None
     with opening(config.mesh.world, "as_distributed") as same:  # a class of the user's may raise, too
-        check_divisible(module, zero)
+        check_other_trainers(module, zero)
         tensors = ModuleTensors.of(module, on_meta=zero == 3 and materialize is not None)
         array_module(tensors.device)  # raises for a device that has no arrays
         check_unchanged(module)
@@ -637,7 +637,7 @@ def as_distributed(
                     f"sync_every={config.sync_every}: a worker may skip a step alone, and {rule.of_optimizer.what} "
                     f"counts {', '.join(map(repr, numbers))} in its groups; use sync_every=1"
                 )
-        optimizer = optimizer_for("a PyTorch module", rule, config, zero, shards_parameters=True)
+        optimizer = optimizer_of_whole_model("a PyTorch module", rule, config, zero, shards_parameters=True)
         if zero == 1 and not config.reproducible and config.compressor is None and config.loss_scale is None:
             optimizer = ZeRO1WithGradients(optimizer.rule, config)
         groups = groups_of(optimizer.rule, tensors.trained)

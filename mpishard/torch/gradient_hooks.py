@@ -88,7 +88,7 @@ class GradientHooks:
         self.clear()
 
     def take_changes(self) -> None:
-        """Raise ValueError if a ``p.grad`` was changed since the backward pass, and the step would not see it."""
+        """Take what was changed in ``p.grad`` since the backward pass; ValueError where the step would not see it."""
         for name, p in self.tensors.items():
             if p.grad is not None:
                 raise _not_seen(name, "assigned")
@@ -103,7 +103,7 @@ class GradientHooks:
         """Forget which gradients came, also while a pass has begun."""
         self._seen.clear()
 
-    def _reach(self, name: str) -> tuple[Array, bool]:
+    def _memory_of(self, name: str) -> tuple[Array, bool]:
         """The memory for a gradient, see `GradientReducer.gradient`."""
         return self._parameters.gradients.gradient(name)
 
@@ -112,7 +112,7 @@ class GradientHooks:
 
         None if the parameter was replaced: the step says so, on all ranks.
         """
-        view, adds = self._reach(name)
+        view, adds = self._memory_of(name)
         memory, gradient = as_tensor(view), p.grad.detach()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -127,7 +127,7 @@ class GradientHooks:
         finish_stream(memory)
         self._seen.add(name)
         if self._units is not None:
-            self._units.take(name)
+            self._units.note_gradient(name)
         self._parameters.gradients.mark_ready(name)
 
 
@@ -155,6 +155,34 @@ class ProblemHooks(GradientHooks):
 # For a loop of the user's.
 
 
+class UnavailableGradient(torch.Tensor):
+    """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises.
+
+    But for what ``module.zero_grad(set_to_none=False)`` does with it.
+    """
+
+    is_zeroed = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.grad_fn.__get__:
+            return None
+        if func in (torch.Tensor.requires_grad_, torch.Tensor.zero_):
+            args[0].is_zeroed |= func is torch.Tensor.zero_
+            return args[0]
+        raise RuntimeError(
+            "p.grad is not available: under zero=2 and 3, with reproducible sums or a loss scale gradients are reduced "
+            "during backward().  To drop all, call optimizer.zero_grad(); to clip, call "
+            "optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration max_gradient_norm or "
+            "max_gradient_value; in the place of a GradScaler give it loss_scale='dynamic', and call "
+            "optimizer.scale(loss).backward()"
+        )
+
+
+def _is_dropped(gradient: Any) -> bool:
+    return gradient is None or (type(gradient) is UnavailableGradient and gradient.is_zeroed)
+
+
 class LoopHooks(GradientHooks):
     """Hooks for a loop of the user's, which calls ``backward()`` and ``step()``.
 
@@ -171,9 +199,9 @@ class LoopHooks(GradientHooks):
         compares_calls: bool,
     ) -> None:
         super().__init__(parameters, tensors, units)
-        # What `mpishard.torch.join` sets: a function that is called with the next collective action, and the number by
-        # which a mean is divided, 0 for the number of ranks.
-        self.tell: Callable[..., None] | None = None
+        # Within `mpishard.torch.join` a function that is called with the next collective action; None outside of it.
+        self.announce: Callable[..., None] | None = None
+        # The number by which a mean is divided, which `mpishard.torch.join` sets; 0: the number of ranks.
         self.divide_by: int = 0
         # What this rank has done since the last step, see `calls`.
         self.has_pass: bool = False
@@ -207,7 +235,7 @@ class LoopHooks(GradientHooks):
             found["a backward pass"] = "made" if self.has_pass else "not made"
         return {**found, **self._more_calls} if self._compares_calls else {}
 
-    def take_drop(self) -> None:
+    def follow_drop(self) -> None:
         """Discard the gradients if the loop has dropped all since the last pass, as ``module.zero_grad()`` does.
 
         Collective as `GradientReducer.drop`.
@@ -224,18 +252,18 @@ class LoopHooks(GradientHooks):
             self._check_kept(name, p)
 
     def complete(self) -> int:
-        """End the passes of this step, and return the number of ranks whose mean is in ``p.grad``, 0 if it is not."""
+        """Leave in ``p.grad`` what a step finds there; returns the number of ranks whose mean it is, else 0."""
         if not self.has_begun_sums:
-            self.take_drop()
+            self.follow_drop()
         return 0
 
     def begin_sums(self) -> None:
         """Announce once in a step that the sums over ranks begin. Collective within `mpishard.torch.join`."""
         if not self.has_begun_sums:
             self.has_begun_sums = True
-            if self.tell is not None:
+            if self.announce is not None:
                 self.has_pass = True
-                self.tell(PASS)
+                self.announce(PASS)
 
     def end_pass(self) -> None:
         """Begin those sums that the last pass has not begun.  Collective."""
@@ -243,7 +271,7 @@ class LoopHooks(GradientHooks):
 
     def end_sums(self) -> None:
         """Start those sums that no gradient has started, before the next announcement. Collective."""
-        if self.tell is not None:
+        if self.announce is not None:
             self.begin_sums()
             self.end_pass()
 
@@ -269,7 +297,7 @@ class LoopHooks(GradientHooks):
         """
         task = torch._C._current_graph_task_id()
         if task != self._pass:
-            self.take_drop()
+            self.follow_drop()
             self._pass = task
 
     def _take_out(self, name: str, p: Any) -> None:
@@ -289,9 +317,9 @@ class LoopHooks(GradientHooks):
         if self._parameters.gradients.is_last_pass:
             self.begin_sums()
 
-    def _reach(self, name: str) -> tuple[Array, bool]:
+    def _memory_of(self, name: str) -> tuple[Array, bool]:
         try:
-            return super()._reach(name)
+            return super()._memory_of(name)
         except RuntimeError:
             raise RuntimeError(
                 f"a second backward pass reached parameter {name!r}, whose gradient is on its way to the other ranks; "
@@ -341,33 +369,6 @@ class LocalHooks(LoopHooks):
         if gradient.data_ptr() != memory.data_ptr():
             memory.copy_(gradient)
         self._leave(name, p, memory)
-
-
-# Gradients that have left.
-
-
-class UnavailableGradient(torch.Tensor):
-    """A stand-in in ``p.grad`` where the gradient is on its way to the rank that needs it: any use of it raises.
-
-    But for what ``module.zero_grad(set_to_none=False)`` does with it.
-    """
-
-    is_zeroed = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.grad_fn.__get__:
-            return None
-        if func in (torch.Tensor.requires_grad_, torch.Tensor.zero_):
-            args[0].is_zeroed |= func is torch.Tensor.zero_
-            return args[0]
-        raise RuntimeError(
-            "p.grad is not available: under zero=2 and 3, with reproducible sums or a loss scale gradients are reduced "
-            "during backward().  To drop all, call optimizer.zero_grad(); to clip, call "
-            "optimizer.clip_grad_norm_(max_norm), or give ShardingConfiguration max_gradient_norm or "
-            "max_gradient_value; in the place of a GradScaler give it loss_scale='dynamic', and call "
-            "optimizer.scale(loss).backward()"
-        )
 
 
 class SentHooks(LoopHooks):
@@ -421,13 +422,6 @@ class SentHooks(LoopHooks):
     def _forget(self) -> None:
         super()._forget()
         self._dropped_alone = ""
-
-
-def _is_dropped(gradient: Any) -> bool:
-    return gradient is None or (type(gradient) is UnavailableGradient and gradient.is_zeroed)
-
-
-# Means over the ranks, as of DistributedDataParallel.
 
 
 class MeanHooks(LoopHooks):
@@ -533,7 +527,7 @@ class MeanHooks(LoopHooks):
     @property
     def _more_calls(self) -> dict[str, str]:
         # Within join ranks that have run out of batches take the gradients of another.
-        changed, what = self._changed if self.tell is None else 0, "p.grad since the backward pass"
+        changed, what = self._changed if self.announce is None else 0, "p.grad since the backward pass"
         found = {what: f"changed in {changed} parameters [{self._changes:x}]" if changed else "unchanged"}
         if changed and self._compares_values:
             found[f"{what}, its values"] = text_of(self._parameters.gradients.flat)

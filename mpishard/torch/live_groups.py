@@ -292,6 +292,7 @@ class RuleGroups(ParameterGroups):
 
     def __init__(self, rule: Rule, tensors: Mapping[str, Any]) -> None:
         self.rule: Rule = copy.copy(rule)  # of a class of the same name, that follows these groups
+        # The class of a rule that follows groups is made by `_following` of its bases, FollowsGroups and the class.
         kind = type(rule).__mro__[2] if isinstance(rule, FollowsGroups) else type(rule)
         self.rule.__dict__.pop("_live", None)
         object.__setattr__(self.rule, "__class__", kind)
@@ -421,12 +422,11 @@ def groups_of(rule: Any, tensors: Mapping[str, Any]) -> ParameterGroups:
         return rule.live
     if divides and rule.whole_tensors and getattr(rule, "shapes", ()) is None:  # of a `TorchRule`
         rule = replace(rule, shapes=[tuple(p.shape) for p in tensors.values()])
-    if isinstance(rule, Rule) and (type(rule).by_tensor in _KNOWN or hasattr(rule, "with_values")):
+    # A class with a `by_tensor` of its own chooses the rules of tensors itself, but for a `TorchRule`.
+    known = Rule.by_tensor, FollowsGroups.by_tensor
+    if isinstance(rule, Rule) and (type(rule).by_tensor in known or hasattr(rule, "with_values")):
         return RuleGroups(rule, tensors)
     return ParameterGroups(f"the {type(rule).__name__}", [{"params": list(tensors.values())}], {})
-
-
-_KNOWN = (Rule.by_tensor, FollowsGroups.by_tensor)
 
 
 def _changed(rule: Rule, values: Mapping[str, Any]) -> Rule:

@@ -31,10 +31,14 @@ from mpishard.torch.units import ShardedModule, Unit, units_of, units_text
 
 Array = Any
 
+_COMPILED = "_orig_mod."  # torch.compile puts it into the names of a module
+_WHEN = "before as_distributed, or after close() of what it returned"
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary()  # by module, before `torch.compile`
+
 
 # The tensors of a PyTorch module by name, and the checks that mpishard can train it.
-
-_COMPILED = "_orig_mod."  # torch.compile puts it into the names of a module
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class ModuleTensors:
     A tensor that has several names, as one that two layers share, has the first of them.
     """
 
-    trained: dict[str, Any]  # those that require a gradient, in the order in which the module registers them,
-    # complex ones first
+    # Those that require a gradient: complex ones first, else in the order in which the module registers them.
+    trained: dict[str, Any]
     frozen: dict[str, Any]  # the other parameters
     buffers: dict[str, Any]  # the persistent ones, which are in the `state_dict`
 
@@ -172,10 +176,6 @@ def _check_dtypes(trained: dict[str, Any]) -> None:
         )
 
 
-_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-
-
 def _check_memory(trained: dict[str, Any]) -> None:
     """Raise ValueError unless each parameter is contiguous, in any of PyTorch's formats, and shares no memory."""
     for name, p in trained.items():
@@ -214,7 +214,39 @@ def _short(dtype: Any) -> str:
 
 # A PyTorch module whose parameters are views into the flat array of mpishard.
 
-_WHEN = "before as_distributed, or after close() of what it returned"
+
+@dataclass(frozen=True)
+class Sharding:
+    """How ZeRO-3 divides the parameters of a module: its units, the axis, and what fills modules without values."""
+
+    units: list[Unit]
+    axis: Axis
+    materialize: Any
+    divides_frozen: bool  # frozen parameters are divided too
+
+    @classmethod
+    def of(
+        cls,
+        module: Any,
+        tensors: ModuleTensors,
+        shard_units: Any,
+        axis: Axis,
+        materialize: Any,
+        *,
+        divides_frozen: bool,
+    ) -> Sharding:
+        """How a module, compiled or not, is divided; raises as `units_of`, and TypeError for what cannot be called."""
+        if materialize is not None and not callable(materialize):
+            raise TypeError(f"materialize must be a function of a submodule, got {materialize!r}")
+        names = {id(p): name for name, p in tensors.trained.items()}
+        frozen = {id(p): name for name, p in tensors.frozen.items()} if divides_frozen else {}
+        units = units_of(getattr(module, "_orig_mod", module), shard_units, names, frozen)
+        return cls(units, axis, materialize, divides_frozen)
+
+    @property
+    def described(self) -> str:
+        """The units, as a text that must be the same on all ranks."""
+        return units_text(self.units)
 
 
 class ModuleState:
@@ -432,7 +464,7 @@ class ModuleState:
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
         if self.units is not None:
-            self.units.check_left("a step")
+            self.units.check_not_summoned("a step")
         self.hooks.take_changes()
         self.buffers.take_back()
 
@@ -446,43 +478,6 @@ class ModuleState:
         found = [*(f"{name!r} is new" for name in come), *(f"{name!r} is gone" for name in gone)]
         found += [f"{name!r} is another Parameter" for name in other]
         return f"{', '.join(found[:3]) or 'it has other submodules'}; change it {_WHEN}"
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How ZeRO-3 divides the parameters of a module: its units, the axis, and what fills modules without values."""
-
-    units: list[Unit]
-    axis: Axis
-    materialize: Any
-    divides_frozen: bool  # frozen parameters are divided too
-
-    @classmethod
-    def of(
-        cls,
-        module: Any,
-        tensors: ModuleTensors,
-        shard_units: Any,
-        axis: Axis,
-        materialize: Any,
-        *,
-        divides_frozen: bool,
-    ) -> Sharding:
-        """How a module, compiled or not, is divided; raises as `units_of`, and TypeError for what cannot be called."""
-        if materialize is not None and not callable(materialize):
-            raise TypeError(f"materialize must be a function of a submodule, got {materialize!r}")
-        names = {id(p): name for name, p in tensors.trained.items()}
-        frozen = {id(p): name for name, p in tensors.frozen.items()} if divides_frozen else {}
-        units = units_of(getattr(module, "_orig_mod", module), shard_units, names, frozen)
-        return cls(units, axis, materialize, divides_frozen)
-
-    @property
-    def described(self) -> str:
-        """The units, as a text that must be the same on all ranks."""
-        return units_text(self.units)
-
-
-_states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary()
 
 
 def state_of(module: Any, tensors: ModuleTensors, buffers: str, sharding: Sharding | None = None) -> ModuleState:
@@ -517,7 +512,7 @@ def check_unchanged(module: Any) -> None:
             found.check_intact()
 
 
-def check_divisible(module: Any, zero: int) -> None:
+def check_other_trainers(module: Any, zero: int) -> None:
     """Raise ValueError if another optimizer trains a module, and one of the two divides its parameters by ZeRO-3."""
     for _ in range(2):
         found = known_state(module) if isinstance(module, torch.nn.Module) else None

@@ -66,7 +66,7 @@ class OwnSteps(AuxiliaryState):
         raise NotImplementedError
 
     def make(self, on_rank: RankState, counters: Counters) -> None:
-        """Make the arrays of the state views into the slots."""
+        """Note the slots into which the arrays of the state are views; subclasses make these."""
         self._on_rank, self._counters = on_rank, counters
 
     def restore(self, facts: Mapping[str, Any]) -> None:
@@ -267,7 +267,7 @@ class WholeSteps(OwnSteps):
         self._live.note_state()
         self._adopt_all()
 
-    # -- the interface of auxiliary state -----------------------------------------------------------------------------
+    # -- as auxiliary state --------------------------------------------------------------------------------------------
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -378,7 +378,7 @@ class WholeSteps(OwnSteps):
 
 
 def _rest_of(facts: Mapping[str, Any], device: Any = None) -> Rest:
-    """The `OwnSteps.rest` among facts.  Raises ValueError if values of a tensor are not there."""
+    """The `WholeSteps.rest` among facts.  Raises ValueError if values of a tensor are not there."""
     found: Rest = {}
     for name, own in facts.get(_REST, {}).items():
         tensors = {key: _value_of(facts, each, device) for key, each in own.items() if isinstance(each, Mapping)}

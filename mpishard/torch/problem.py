@@ -16,7 +16,7 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
 from mpishard.torch.gradient_hooks import LoopHooks
 from mpishard.torch.memory import array_module
-from mpishard.torch.module import ModuleState, ModuleTensors, Sharding, check_divisible, known_state, state_of
+from mpishard.torch.module import ModuleState, ModuleTensors, Sharding, check_other_trainers, known_state, state_of
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem
 
@@ -88,7 +88,7 @@ def problem(
         if known is not None and before is not None and mesh is not None and before.axis is mesh.data:
             tensors = known.tensors
         else:
-            check_divisible(module, 0 if shard_units is None else 3)
+            check_other_trainers(module, 0 if shard_units is None else 3)
             tensors = ModuleTensors.of(module, on_meta=shard_units is not None and materialize is not None)
         if (mesh is None) != (shard_units is None) or (materialize is not None and shard_units is None):
             raise ValueError(

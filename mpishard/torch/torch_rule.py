@@ -23,7 +23,7 @@ Array = Any
 
 
 class _Formula(NamedTuple):
-    """The place of the compiled formula of a rule."""
+    """Stands in for the compiled formula that other rules have."""
 
     name: str
     c_body: str = ""
@@ -188,7 +188,9 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"rule_of needs a class of torch.optim such as torch.optim.RAdam, got {kind!r}")
     groups, ema_decay = options.pop("groups", ()), options.pop("ema_decay", None)
-    given = {name: _plain(value) for name, value in options.items()}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
     known = arguments_of(kind)
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"torch.optim.{kind.__name__} has no argument {unknown[0]!r}")
@@ -234,7 +236,3 @@ class _LiveRate:
 
     def __repr__(self) -> str:
         return f"lr of torch.optim.{self._live.kind.__name__}"
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -20,10 +20,11 @@ from mpishard.torch.torch_rule import TorchRule
 from mpishard.torch.torch_steps import STEP_KEY, pack, unpack
 
 
-class TorchState:
-    """Converts the full state of a rule of an optimizer for a module; `tensors` are the parameters by name.
+class TorchStateConverter:
+    """Converts the full state of an optimizer for a module to a ``state_dict`` of PyTorch, and back.
 
-    Raises ValueError if PyTorch has no such optimizer.
+    `groups` are those of its rule, and `tensors` the parameters by name. Raises ValueError if PyTorch has no such
+    optimizer.
     """
 
     def __init__(self, rule: Any, groups: ParameterGroups, tensors: Mapping[str, Any]) -> None:
@@ -143,7 +144,7 @@ def steps_of(state_dict: Mapping[str, Any]) -> int:
     return max((int(each.get(STEP_KEY, 1)) for each in states), default=0)
 
 
-def settings_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
+def settings_of_state_dict(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """What must be the same on all ranks of a state of PyTorch, as text by name."""
     items = [(f"state of parameter {number}", state_dict["state"][number]) for number in state_dict["state"]]
     items += [(f"param_groups[{number}]", group) for number, group in enumerate(state_dict["param_groups"])]

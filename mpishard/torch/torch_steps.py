@@ -27,6 +27,13 @@ REMEDY = (
     "element-wise one, such as torch.optim.RAdam"
 )
 
+# Sizes of the gradients of a probe: steps may depend on other tensors for some sizes alone, as by clipping.
+_SCALES = (1.0, 1.0, 1e-3, 1e3, 1.0, 1e6, 1e-6, 1.0)
+_GROUP, _ATTRIBUTE = "param_groups[0][{!r}]", "its attribute {!r}"  # where a value is, for messages
+_NUMBER = (bool, int, float, str)  # what a group brings back from a saved state
+_PLAIN = (*_NUMBER, list, tuple, type(None))
+_layouts: dict[Any, dict[str, Any]] = {}  # what `_layout_of` has found
+
 
 class Division(NamedTuple):
     """What an optimizer keeps: the names of its arrays, and of what is packed into them if it needs whole tensors."""
@@ -63,13 +70,6 @@ def division_of(kind: type, options: Mapping[str, Any], shapes: Sequence[Shape] 
     return _division_of(kind, given, None if shapes is None else tuple(sorted({_at_most(8, each) for each in shapes})))
 
 
-# Gradients of several sizes: steps may depend on other tensors for some sizes alone, as by clipping.
-_SCALES = (1.0, 1.0, 1e-3, 1e3, 1.0, 1e6, 1e-6, 1.0)
-
-
-_GROUP, _ATTRIBUTE = "param_groups[0][{!r}]", "its attribute {!r}"  # where a value is, for messages
-
-
 def _values_besides(optimizer: Any) -> dict[tuple[str, str], Any]:
     """What an optimizer of one group keeps in addition to its state: values of the group, and its own attributes."""
     (group,) = optimizer.param_groups
@@ -79,12 +79,12 @@ def _values_besides(optimizer: Any) -> dict[tuple[str, str], Any]:
     return {key: copy.copy(value) for key, value in plain.items() if isinstance(value, _PLAIN)}
 
 
-_NUMBER = (bool, int, float, str)  # what a group brings back from a saved state
-_PLAIN = (*_NUMBER, list, tuple, type(None))
-
-
 @functools.cache
 def _division_of(kind: type, options: tuple[tuple[str, Any], ...], shapes: tuple[Shape, ...] | None) -> Division:
+    """`division_of`, by a probe: 13 elements take steps as three tensors of one optimizer, and each by itself.
+
+    Where both come to the same, the optimizer is element-wise; else `_division_by_tensor` tries whole tensors.
+    """
     what, given = f"torch.optim.{kind.__name__}", dict(options)
     if callable(getattr(kind, "eval", None)):  # as of those without a schedule
         raise ValueError(
@@ -137,10 +137,51 @@ def _division_of(kind: type, options: tuple[tuple[str, Any], ...], shapes: tuple
             f"{', '.join(where.format(name) for where, name in kept)}; {REMEDY}"
         )
     try:
-        return _by_tensor(kind, given, shapes)
+        return _division_by_tensor(kind, given, shapes)
     except Exception as error:
         text = brief(" ".join(str(error).split()))
         raise ValueError(f"{what} cannot be divided over ranks: {text}; {REMEDY}") from None
+
+
+def _division_by_tensor(kind: type, given: Mapping[str, Any], shapes: Sequence[Shape] | None) -> Division:
+    """The arrays for packed state.  Raises ValueError unless steps of single tensors are those of all together.
+
+    They are tried for tensors that are as small as those of the module can be, and for larger ones, whose state must
+    fit into equally many arrays.
+    """
+    known = [(8,), (8, 8), (4, 4, 4)] if shapes is None else [shape for shape in shapes if 0 not in shape]
+    small = {_at_most(1 if shapes is None else 2, shape) for shape in known}
+    grown = [(*_at_most(2, each[:i]), each[i], *_at_most(2, each[i + 1 :])) for each in known for i in range(len(each))]
+    tried, random = [*small, *grown, *known], np.random.default_rng(0)
+    start, *slopes = [
+        [torch.from_numpy(scale * random.standard_normal((*each,))) for each in tried] for scale in (1.0, *_SCALES)
+    ]
+
+    together = [each.clone() for each in start]
+    optimizer: Any = kind(together, **given)
+    for slope in slopes:
+        for values, gradient in zip(together, slope, strict=True):
+            values.grad = gradient.clone()
+        optimizer.step()
+    packed = [_packed(optimizer.state[values]) for values in together]
+    held = [sum(each.numel() for each in own.values()) for own in packed]
+    sizes = [number / values.numel() for number, values in zip(held, together, strict=True)]
+    count = math.ceil(max(sizes[: len(small)], default=0))
+    if max(sizes, default=0) > count:
+        raise ValueError(f"it keeps more than {count} times the elements of some matrices")
+    names = tuple(sorted({name for own in packed for name in own}))
+    division = Division(tuple(f"state{number}" for number in range(1, count + 1)), names)
+    for number, values in enumerate(start):
+        slots = [torch.full((values.numel(),), math.nan, dtype=values.dtype) for _ in range(count)]
+        for step, slope in enumerate(slopes, 1):
+            take_step(kind, given, division, values, slope[number].clone(), slots, step)
+        if not torch.allclose(values, together[number], rtol=1e-12, atol=0):
+            raise ValueError("what it does to a tensor depends on others, or on more than the arrays that it keeps")
+    return division
+
+
+def _at_most(size: int, shape: Shape) -> Shape:
+    return tuple(min(size, each) for each in shape)
 
 
 # Steps of tensors or of ranges of elements, one after the other, and what becomes of their state in slots.
@@ -234,9 +275,6 @@ def _packed(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_layouts: dict[Any, dict[str, Any]] = {}
-
-
 def _layout_of(kind: type, arguments: Mapping[str, Any], values: Any) -> dict[str, Any]:
     """Tensors without memory like those that an optimizer keeps of a tensor after a step, and its count of steps."""
     key = kind, values.shape, values.dtype, *map(bool, arguments.values())  # the rate of a schedule changes
@@ -249,44 +287,3 @@ def _layout_of(kind: type, arguments: Mapping[str, Any], values: Any) -> dict[st
         _layouts[key] = {name: torch.empty_like(each, device="meta") for name, each in _packed(state).items()}
         _layouts[key] |= {STEP_KEY: state[STEP_KEY]} if STEP_KEY in state else {}
     return dict(_layouts[key])
-
-
-def _by_tensor(kind: type, given: Mapping[str, Any], shapes: Sequence[Shape] | None) -> Division:
-    """The arrays for packed state.  Raises ValueError unless steps of single tensors are those of all together.
-
-    They are tried for tensors that are as small as those of the module can be, and for larger ones, whose state must
-    fit into equally many arrays.
-    """
-    known = [(8,), (8, 8), (4, 4, 4)] if shapes is None else [shape for shape in shapes if 0 not in shape]
-    small = {_at_most(1 if shapes is None else 2, shape) for shape in known}
-    grown = [(*_at_most(2, each[:i]), each[i], *_at_most(2, each[i + 1 :])) for each in known for i in range(len(each))]
-    tried, random = [*small, *grown, *known], np.random.default_rng(0)
-    start, *slopes = [
-        [torch.from_numpy(scale * random.standard_normal((*each,))) for each in tried] for scale in (1.0, *_SCALES)
-    ]
-
-    together = [each.clone() for each in start]
-    optimizer: Any = kind(together, **given)
-    for slope in slopes:
-        for values, gradient in zip(together, slope, strict=True):
-            values.grad = gradient.clone()
-        optimizer.step()
-    packed = [_packed(optimizer.state[values]) for values in together]
-    held = [sum(each.numel() for each in own.values()) for own in packed]
-    sizes = [number / values.numel() for number, values in zip(held, together, strict=True)]
-    count = math.ceil(max(sizes[: len(small)], default=0))
-    if max(sizes, default=0) > count:
-        raise ValueError(f"it keeps more than {count} times the elements of some matrices")
-    names = tuple(sorted({name for own in packed for name in own}))
-    division = Division(tuple(f"state{number}" for number in range(1, count + 1)), names)
-    for number, values in enumerate(start):
-        slots = [torch.full((values.numel(),), math.nan, dtype=values.dtype) for _ in range(count)]
-        for step, slope in enumerate(slopes, 1):
-            take_step(kind, given, division, values, slope[number].clone(), slots, step)
-        if not torch.allclose(values, together[number], rtol=1e-12, atol=0):
-            raise ValueError("what it does to a tensor depends on others, or on more than the arrays that it keeps")
-    return division
-
-
-def _at_most(size: int, shape: Shape) -> Shape:
-    return tuple(min(size, each) for each in shape)

@@ -14,12 +14,13 @@ from mpishard.backend import array as arrays
 from mpishard.comm.agreement import opening
 from mpishard.comm.axis import Axis
 from mpishard.launch.job_notes import raised_by_all
-from mpishard.torch.batch_norm import sums_over_ranks
+from mpishard.torch.batch_norm import has_norms_over_ranks
 from mpishard.torch.gradient_hooks import CLIP, DROP, PASS, STEP, MeanHooks
 
 if TYPE_CHECKING:
     from mpishard.torch.distributed import ModuleOptimizer
 
+_meshes_in_use: set[int] = set()  # the ids of the meshes of the contexts that have begun
 _IN_WORDS = {PASS: "make a backward pass", CLIP: "call clip_grad_norm_", STEP: "call step", DROP: "call zero_grad"}
 
 
@@ -69,7 +70,7 @@ def join(
 
 
 class Join:
-    """The context of `join`.  Its `tell` is called by ranks that have batches, before they do what needs all ranks."""
+    """The context of `join`.  Ranks that have batches call its `announce` before they do what needs all ranks."""
 
     def __init__(self, optimizer: ModuleOptimizer, by_all: bool, enable: bool, throw: bool) -> None:
         self._optimizer = optimizer
@@ -86,13 +87,13 @@ class Join:
             if self._enable:
                 self._check()
         if self._enable:
-            self._hooks.tell = self.tell
-            _meshes.add(id(self._optimizer.optimizer.mesh))
+            self._hooks.announce = self.announce
+            _meshes_in_use.add(id(self._optimizer.optimizer.mesh))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self._enable:
             return
-        self._hooks.tell = None
+        self._hooks.announce = None
         try:
             if kind is None:
                 if self._hooks.has_begun_sums:  # of a pass that others use in their next step
@@ -102,15 +103,15 @@ class Join:
                 self._shadow()
         finally:
             self._hooks.divide_by, self._buffers.ranks = 0, None
-            _meshes.discard(id(self._optimizer.optimizer.mesh))
+            _meshes_in_use.discard(id(self._optimizer.optimizer.mesh))
 
-    def tell(self, what: int, values: Callable[[], tuple[Any, ...]] = tuple) -> None:
+    def announce(self, what: int, values: Callable[[], tuple[Any, ...]] = tuple) -> None:
         """Announce the next action; ranks that have run out learn the values. Collective over the data axis."""
         self._exchange(what, values)
 
     def _check(self) -> None:
         optimizer = self._optimizer.optimizer
-        if id(optimizer.mesh) in _meshes:
+        if id(optimizer.mesh) in _meshes_in_use:
             raise ValueError("join is for one optimizer at a time on a mesh: leave the first context before")
         if optimizer.strategy_class.workers_differ or not optimizer.config.auto_sync_gradients:
             raise ValueError(
@@ -123,7 +124,7 @@ class Join:
                 "under zero=3 all ranks make every forward pass, which gathers parameters: use zero=2 within join, or "
                 "give ranks equally many batches"
             )
-        if sums_over_ranks(self._optimizer.module):
+        if has_norms_over_ranks(self._optimizer.module):
             raise ValueError(
                 "the module has batch norms that sum over ranks, whose forward passes all ranks must make: give ranks "
                 "equally many batches, as DistributedSampler does, in the place of join"
@@ -178,6 +179,3 @@ class Join:
                 optimizer.zero_grad()
             else:
                 return
-
-
-_meshes: set[int] = set()  # those of the contexts that have begun

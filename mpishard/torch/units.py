@@ -42,6 +42,20 @@ SMALLEST_UNIT = 2**15
 _HUGE_PAGES_FROM = 2**21  # bytes, that of one
 _MADVISE: Any = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+# The functions of PyTorch that a freed parameter has nevertheless, and the attributes that it has not.
+_METADATA = frozenset(
+    "__dir__ __len__ _has_compatible_shallow_copy_type data_ptr dim dim_order element_size get_device ndimension "
+    "nelement numel size storage_offset "
+    "stride untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook backward grad view_as "
+    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros".split()
+)
+_VALUES = frozenset("data T mT H mH real imag".split())
+# Functions that return the tensor itself where there is nothing to change, as Module.to calls them for all parameters.
+_CONVERSIONS = frozenset("to type cpu cuda float double half bfloat16".split())
+_SAVES = (
+    "to save it, call save_checkpoint() of the optimizer of as_distributed, or give torch.save() what its state_dict() "
+    "returns within summon_full_parameters; to copy it, call close() on all ranks before"
+)
 
 
 # Which submodules are units, and which parameters belong to each.
@@ -56,7 +70,7 @@ class Unit:
     names: list[str] = field(default_factory=list)  # of the trained parameters, in flat order
     frozen: list[str] = field(default_factory=list)  # of the other parameters, if they are divided too
     children: list[Any] = field(default_factory=list)  # modules in it, and in no unit within it, itself included
-    numbers: list[int] = field(default_factory=list)  # of the runs of these tensors, see `ShardedModule`
+    runs: list[int] = field(default_factory=list)  # the numbers of the runs of these tensors, see `ShardedModule`
     calls: list[_Call] = field(default_factory=list)  # forward passes under way, the innermost last
     # Forward passes since the last step whose backward pass has not ended, and those of which it has begun.
     waiting: set[_Call] = field(default_factory=set)
@@ -165,21 +179,6 @@ def _large_layers(module: Any, size: int) -> set[int]:
 
 
 # The memory of units, and the hooks that gather and free them.
-
-# The functions of PyTorch that a freed parameter has nevertheless, and the attributes that it has not.
-_METADATA = frozenset(
-    "__dir__ __len__ _has_compatible_shallow_copy_type data_ptr dim dim_order element_size get_device ndimension "
-    "nelement numel size storage_offset "
-    "stride untyped_storage requires_grad_ register_hook register_post_accumulate_grad_hook backward grad view_as "
-    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros".split()
-)
-_VALUES = frozenset("data T mT H mH real imag".split())
-# Functions that return the tensor itself where there is nothing to change, as Module.to calls them for all parameters.
-_CONVERSIONS = frozenset("to type cpu cuda float double half bfloat16".split())
-_SAVES = (
-    "to save it, call save_checkpoint() of the optimizer of as_distributed, or give torch.save() what its state_dict() "
-    "returns within summon_full_parameters; to copy it, call close() on all ranks before"
-)
 
 
 class FreedParameter:
@@ -404,7 +403,8 @@ class ShardedModule:
     """The units of a module under ZeRO-3: their parameters are divided over `axis`, and hooks gather and free them.
 
     `tensors` are the trained parameters, and `frozen` others that are divided, as bytes, into shares that no state has:
-    a run that other ranks continue keeps them whole. Runs of the trained ones are numbered first.
+    where other ranks may continue, they stay whole. A run is tensors of one unit that are neighbours in one of the two
+    flat arrays; all runs are numbered, those of the trained parameters first.
 
     Methods are collective over `axis`, whose ranks must run the same units in the same order. `materialize` fills a
     module whose parameters have no values yet, see `as_distributed`. Raises what that raises on any rank, on all.
@@ -455,17 +455,17 @@ class ShardedModule:
         ]
         self._sharded.memory, self._frozen.memory = self._storages
         self._frozen.order = self._sharded.order
-        self._numbers = range(len(given.units) + len(others.units))
+        self._runs = range(len(given.units) + len(others.units))
         for unit in self.units:
-            unit.numbers = self._numbers_of([*unit.names, *unit.frozen])
+            unit.runs = self._runs_of([*unit.names, *unit.frozen])
         if first.device.type == "meta":
             self._materialize(materialize, device)
         else:
-            for number in self._numbers:
-                self._use([number])
+            for number in self._runs:
+                self._use_runs([number])
                 self._attach(number)
-                self._keep([number])
-                self._drop([number])
+                self._write_back([number])
+                self._free_runs([number])
         own = {id(p) for p in self._tensors.values()}
         self._handles: list[Any] = []
         for child in self._module.modules():
@@ -482,88 +482,26 @@ class ShardedModule:
                 unit.module.register_forward_hook(after, always_call=True),
             ]
 
-    def _use(self, numbers: Sequence[int]) -> None:
-        for sharded, _, own in self._parts(numbers):
-            sharded.prefetch(own)
-        for sharded, _, own in self._parts(numbers):
-            sharded.use(own)
-        self._ready()
-        for _, storages, own in self._parts(numbers):
-            for number in own:
-                storages.show(number)
-                storages.round(number)
-
-    def _keep(self, numbers: Sequence[int]) -> None:
-        """Take what PyTorch has written to gathered units, of rank 0 on all ranks, to the shares."""
-        for _, storages, own in self._parts(numbers):
-            for number in own:
-                storages.take_values(number)
-        finish_stream(self._like)
-        for sharded, _, own in self._parts(numbers):
-            sharded.broadcast_gathered(own)
-        self._ready()  # the memory that was read may be freed
-
     @property
     def described(self) -> str:
-        """The units, as the function of this name has them."""
+        """The units, as a text that must be the same on all ranks."""
         return units_text(self.units)
-
-    @property
-    def _sharded(self) -> ShardedUnits:
-        assert self.parameters.sharded is not None
-        return self.parameters.sharded
-
-    def _numbers_of(self, names: Sequence[str]) -> list[int]:
-        """The runs of these tensors, ascending."""
-        given, others = self._layouts
-        found = given.units_of([name for name in names if name in given.unit_of])
-        frozen = others.units_of([name for name in names if name in others.unit_of])
-        return found + [len(given.units) + number for number in frozen]
 
     @property
     def frozen_bytes(self) -> int:
         """Bytes of this rank's shares of frozen parameters."""
         return int(self._frozen.shard.nbytes)
 
-    def _parts(self, numbers: Sequence[int]) -> list[tuple[ShardedUnits, UnitStorages, list[int]]]:
-        """The runs as those of trained parameters, and those of frozen ones, each by their number there."""
-        first = len(self._layouts[0].units)
-        return [
-            (self._sharded, self._storages[0], [number for number in numbers if number < first]),
-            (self._frozen, self._storages[1], [number - first for number in numbers if number >= first]),
-        ]
+    def is_here(self, name: str) -> bool:
+        """Whether a trained parameter has the memory of its unit, gathered or not."""
+        return self._storages[0].is_here(name)
 
-    def _drop(self, numbers: Sequence[int]) -> None:
-        for sharded, _, own in self._parts(numbers):
-            sharded.free(own)
+    def note_gradient(self, name: str) -> None:
+        """Note that autograd has finished a gradient, before it is marked ready."""
+        self._of_name[name].seen.add(name)
 
-    def _attach(self, number: int) -> None:
-        for _, storages, own in self._parts([number]):
-            for each in own:
-                storages.attach_parameters(each)
-
-    def _materialize(self, materialize: Any, device: Any) -> None:
-        """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
-        adopted: set[int] = set()
-        for unit in self.units:
-            own = [name for child in unit.children for name in self._names_in(child)]
-            numbers = self._numbers_of([*own, *unit.names, *unit.frozen])
-            self._use(numbers)
-            with raised_on_all(self.axis):  # of a function of the user's
-                for number in [each for each in numbers if each not in adopted]:
-                    self._attach(number)
-                adopted.update(numbers)
-                for child in unit.children:
-                    _fill(child, materialize, device)
-            self._keep(numbers)
-            self._drop(numbers)
-
-    def _names_in(self, child: Any) -> list[str]:
-        names = {id(p): name for name, p in self._tensors.items()}
-        return [names[id(p)] for p in child._parameters.values() if id(p) in names]
-
-    def check_left(self, what: str, would: str = "be undone at its end") -> None:
-        """Raise ValueError within `summon_full_parameters`, where what is named would be lost."""
+    def check_not_summoned(self, what: str, would: str = "be undone at its end") -> None:
+        """Raise ValueError within `summon_full_parameters`, in which `what` would not do what it says."""
         if self._summoned:
             raise ValueError(f"{what} within summon_full_parameters would {would}: leave the context before")
 
@@ -593,12 +531,12 @@ class ShardedModule:
         self._free_kept()
         for storages in () if restores else self._storages:
             storages.invalidate()
-        for number in self._numbers if restores else ():
-            self._use([number])
+        for number in self._runs if restores else ():
+            self._use_runs([number])
             for _, storages, own in self._parts([number]):
                 for each in own:
                     storages.detach_parameters(each)
-            self._drop([number])
+            self._free_runs([number])
 
     @contextlib.contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
@@ -608,23 +546,15 @@ class ShardedModule:
             return
         with opening(self.axis, "summon_full_parameters") as same:
             same["writeback"] = flag("writeback", writeback)
-        self._use(self._numbers)
+        self._use_runs(self._runs)
         self._summoned = True
         try:
             yield
             if writeback:
-                self._keep(self._numbers)
+                self._write_back(self._runs)
         finally:
             self._summoned = False
-            self._drop(self._numbers)
-
-    def is_here(self, name: str) -> bool:
-        """Whether a trained parameter has the memory of its unit, gathered or not."""
-        return self._storages[0].is_here(name)
-
-    def take(self, name: str) -> None:
-        """Learn that autograd has finished a gradient, before it is marked ready."""
-        self._of_name[name].seen.add(name)
+            self._free_runs(self._runs)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -733,6 +663,8 @@ class ShardedModule:
                     unit.seen.add(name)
                     self.parameters.mark_ready(name)
 
+    # -- units in memory ----------------------------------------------------------------------------------------------
+
     def _gather(self, call: _Call) -> None:
         """Gather the unit of a call, unless it is in use, or in memory since the forward pass of this very call."""
         unit, kept = call.unit, call in self._kept
@@ -741,19 +673,16 @@ class ShardedModule:
         elif any(each.unit is unit for each in self._kept):  # of a forward pass that another rank may have left out
             self._free_kept()
         missing = False
-        for sharded, _, own in self._parts(unit.numbers):
+        for sharded, _, own in self._parts(unit.runs):
             missing |= not all(map(sharded.is_gathered, own))
         if missing:
             self._free_kept()
         if missing or kept:
-            self._use(unit.numbers)
-
-    def _ready(self) -> None:
-        arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
+            self._use_runs(unit.runs)
 
     def _free(self, unit: Unit) -> None:
         if self._is_unused(unit):
-            self._drop(unit.numbers)
+            self._free_runs(unit.runs)
 
     def _is_unused(self, unit: Unit) -> bool:
         return not (unit.calls or unit.opened or self._summoned)
@@ -765,7 +694,7 @@ class ShardedModule:
             self._free_kept()
         if self._is_unused(unit):
             self._kept.append(call)
-            for _, storages, own in self._parts(unit.numbers):
+            for _, storages, own in self._parts(unit.runs):
                 for number in own:
                     storages.hide(number)
 
@@ -773,6 +702,81 @@ class ShardedModule:
         for call in self._kept:
             self._free(call.unit)
         self._kept.clear()
+
+    # -- runs of tensors ----------------------------------------------------------------------------------------------
+
+    @property
+    def _sharded(self) -> ShardedUnits:
+        assert self.parameters.sharded is not None
+        return self.parameters.sharded
+
+    def _parts(self, runs: Sequence[int]) -> list[tuple[ShardedUnits, UnitStorages, list[int]]]:
+        """The runs of trained parameters, and those of frozen ones: what holds them, and their numbers there."""
+        first = len(self._layouts[0].units)
+        return [
+            (self._sharded, self._storages[0], [number for number in runs if number < first]),
+            (self._frozen, self._storages[1], [number - first for number in runs if number >= first]),
+        ]
+
+    def _runs_of(self, names: Sequence[str]) -> list[int]:
+        """The numbers of the runs of these tensors, ascending."""
+        given, others = self._layouts
+        found = given.units_of([name for name in names if name in given.unit_of])
+        frozen = others.units_of([name for name in names if name in others.unit_of])
+        return found + [len(given.units) + number for number in frozen]
+
+    def _use_runs(self, runs: Sequence[int]) -> None:
+        for sharded, _, own in self._parts(runs):
+            sharded.prefetch(own)
+        for sharded, _, own in self._parts(runs):
+            sharded.use(own)
+        self._ready()
+        for _, storages, own in self._parts(runs):
+            for number in own:
+                storages.show(number)
+                storages.round(number)
+
+    def _write_back(self, runs: Sequence[int]) -> None:
+        """Write back to the shares, on all ranks, what PyTorch has written to gathered runs on rank 0."""
+        for _, storages, own in self._parts(runs):
+            for number in own:
+                storages.take_values(number)
+        finish_stream(self._like)
+        for sharded, _, own in self._parts(runs):
+            sharded.broadcast_gathered(own)
+        self._ready()  # the memory that was read may be freed
+
+    def _free_runs(self, runs: Sequence[int]) -> None:
+        for sharded, _, own in self._parts(runs):
+            sharded.free(own)
+
+    def _attach(self, number: int) -> None:
+        for _, storages, own in self._parts([number]):
+            for each in own:
+                storages.attach_parameters(each)
+
+    def _ready(self) -> None:
+        arrays.ready(self.parameters.held)  # PyTorch may continue in another stream of a GPU
+
+    def _materialize(self, materialize: Any, device: Any) -> None:
+        """Fill the parameters and buffers, which are on the device meta, unit by unit, with the values of rank 0."""
+        adopted: set[int] = set()
+        for unit in self.units:
+            own = [name for child in unit.children for name in self._names_in(child)]
+            runs = self._runs_of([*own, *unit.names, *unit.frozen])
+            self._use_runs(runs)
+            with raised_on_all(self.axis):  # of a function of the user's
+                for number in [each for each in runs if each not in adopted]:
+                    self._attach(number)
+                adopted.update(runs)
+                for child in unit.children:
+                    _fill(child, materialize, device)
+            self._write_back(runs)
+            self._free_runs(runs)
+
+    def _names_in(self, child: Any) -> list[str]:
+        names = {id(p): name for name, p in self._tensors.items()}
+        return [names[id(p)] for p in child._parameters.values() if id(p) in names]
 
 
 def _named(unit: Unit) -> str:

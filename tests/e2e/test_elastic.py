@@ -284,6 +284,39 @@ with mpishard.Mesh() as mesh:
     assert report.read_text().splitlines() == expected, output
 
 
+def test_the_record_tells_where_a_spare_took_over(tmp_path):
+    script = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpishard
+from mpishard.record import Run
+from mpishard.record.summary import takeovers
+
+def function(parameters, samples, gradients):
+    gradients += len(samples) * parameters
+    return 0.5 * len(samples) * float(parameters @ parameters)
+
+def callback(state):
+    if state.step == 5 and MPI.COMM_WORLD.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with mpishard.Mesh() as mesh:
+    optimizer = mpishard.ElasticOptimizer(mpishard.SGD(lr=0.1), mesh, max_workers=2, respawn=False)
+    problem = mpishard.OptimizationProblem(function, np.ones(3), samples=8, batch_size=8, steps=12)
+    record = mpishard.RunRecord(sys.argv[1] + "/run", mesh)
+    result = optimizer.optimize(problem, callback=callback, progress=False, record=record)
+    mesh.world.barrier()  # all have written their lines
+    if mesh.rank == 0:
+        with open(sys.argv[1] + "/report", "w") as file:
+            print(result.steps, mesh.size, takeovers(Run.read(record.folder)), file=file)
+"""
+    report = tmp_path / "report"
+    words = [*LAUNCH, "-n", "3", sys.executable, "-c", script, str(tmp_path)]
+    output, _ = faults.execute(words, 120, lambda: report.exists() and report.read_text().endswith("\n"))
+    assert report.exists() and report.read_text() == "12 2 [5]\n", output
+
+
 def test_an_error_of_mpi_that_tells_of_no_death_ends_the_run(tmp_path):
     script = """
 import numpy as np

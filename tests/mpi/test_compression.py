@@ -39,7 +39,7 @@ from mpishard.compression import (
 )
 from mpishard.data_parallel.full_state import decode
 
-pytestmark = pytest.mark.pairs(4)
+pytestmark = pytest.mark.pairs(2)
 
 # Compressed gradients: nothing is lost over the steps, all ranks stay alike, and less is sent.
 
@@ -197,11 +197,11 @@ def test_no_save_while_gradients_travel(mesh, strategy):
 
 
 def test_what_does_not_go_together(mesh):
-    with pytest.raises(ValueError, match="compress_after=3 without anything that compresses"):
+    with pytest.raises(ValueError, match="compress_after=3"):
         ShardingConfiguration(mesh, compress_after=3)
-    with pytest.raises(ValueError, match="reproducible=True gives the same bits"):
+    with pytest.raises(ValueError, match="reproducible=True"):
         configured(mesh, Int8Compressor(), reproducible=True)
-    with pytest.raises(ValueError, match="gradient compression is for DDP, ZeRO-1 and ZeRO-2"):
+    with pytest.raises(ValueError, match="DDP, ZeRO-1 and ZeRO-2"):
         ZeRO3Optimizer(SGD(lr=0.1), configured(mesh, Int8Compressor()))
     assert ShardingConfiguration(mesh, enable_gradient_compression=True).compressor == Int8Compressor()
     assert ShardingConfiguration(mesh).compressor is None

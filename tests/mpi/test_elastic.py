@@ -30,6 +30,8 @@ from mpishard.layout.run_state import RunState, Shard
 from mpishard.layout.tensors import Piece
 from mpishard.parameters.flat import FlatParameters
 
+pytestmark = pytest.mark.pairs(2)
+
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 DATA = np.random.default_rng(0).standard_normal((45, 300)).astype(np.float32)
 TARGETS = DATA.sum(1)
@@ -176,7 +178,7 @@ def test_no_more_workers_than_samples_in_a_step(mesh):
     optimizer = elastic(STRATEGIES[1], mesh)
 
     def callback(state):
-        few = f"batch_size={ranks} gives some of them no sample"
+        few = f"batch_size={ranks} "
         for workers, error, message in ((ranks + 1, ValueError, few), ("2", TypeError, "whole number")):
             with pytest.raises(error, match=message):
                 optimizer.resize(workers)
@@ -184,7 +186,7 @@ def test_no_more_workers_than_samples_in_a_step(mesh):
 
     optimizer.optimize(own_problem(batch_size=ranks, micro_batch_size=1, steps=1), callback=callback, progress=False)
     assert len(refused) == 2
-    with pytest.raises(TypeError, match="optimize takes an OptimizationProblem, got int"):
+    with pytest.raises(TypeError, match="OptimizationProblem, got int"):
         optimizer.optimize(3, progress=False)
     with pytest.raises(TypeError, match="checkpoints must be"):
         optimizer.optimize(own_problem(), checkpoints="ck", progress=False)
@@ -383,7 +385,7 @@ def test_what_has_no_sense_is_refused(mesh):
             ElasticOptimizer(inner, min_workers=least, max_workers=most)
     with pytest.raises(ValueError, match="start more of them"):
         ElasticOptimizer(inner, min_workers=mesh.size + 1, max_workers=mesh.size + 1)
-    with pytest.raises(TypeError, match="its own mesh and configuration; leave this configuration out"):
+    with pytest.raises(TypeError, match="leave this configuration out"):
         ElasticOptimizer(inner, ShardingConfiguration(mesh))
     assert ElasticOptimizer(inner, mesh).mesh is mesh
     with pytest.raises(TypeError, match="needs a Mesh"):

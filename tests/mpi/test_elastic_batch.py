@@ -14,7 +14,7 @@ from mpishard import AdamW, Checkpoints, ElasticOptimizer, ZeRO2Optimizer
 from mpishard.elastic.transactions import Transactions
 from mpishard.training.checkpoints import RunProgress
 
-pytestmark = pytest.mark.pairs(4)
+pytestmark = pytest.mark.pairs(2)
 
 
 class Run:
@@ -165,12 +165,12 @@ def test_spares_need_no_sample(mesh):
     result = Run(mesh, "constant", **options).elastic.optimize(small, progress=False)
     assert result.samples == 2 * few
     if mesh.size > 1:
-        with pytest.raises(ValueError, match=f"batch_size={few} gives some of the {mesh.size} .* no sample"):
+        with pytest.raises(ValueError, match=f"batch_size={few} .*the {mesh.size} "):
             Run(mesh, "constant").elastic.optimize(small, progress=False)
 
 
 def test_what_has_no_sense_is_refused(mesh):
-    with pytest.raises(ValueError, match="scaling='cubic' is none of 'constant', 'linear', 'square_root'"):
+    with pytest.raises(ValueError, match="scaling='cubic' .*'square_root'"):
         Run(mesh, "cubic")
-    with pytest.raises(ValueError, match="scaling=None is none of"):
+    with pytest.raises(ValueError, match="scaling=None"):
         Run(mesh, None)

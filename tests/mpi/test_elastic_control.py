@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_the_control_folder(folder):
     """Others can open it, or there is a file in its place."""
     for prepare, error, message in (
         (lambda: (ControlFolder(folder).make(), ControlFolder(folder).path.chmod(0o770)), ValueError, "nobody else"),
-        (lambda: (shutil.rmtree(folder), folder.touch()), FileExistsError, "cannot be made: File exists; give it a"),
+        (lambda: (shutil.rmtree(folder), folder.touch()), FileExistsError, "File exists"),
     ):
         if MPI.COMM_WORLD.rank == 0:
             prepare()
@@ -198,10 +198,10 @@ def test_the_control_folder_is_gone_after_the_run(folder):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"failure_timeout": 0}, ValueError, "failure_timeout=0 must be a number above 0"),
-        ({"min_workers": "a"}, TypeError, "min_workers='a' must be a whole number"),
-        ({"max_workers": 2.5}, TypeError, "max_workers=2.5 must be a whole number"),
-        ({"discover": 3}, TypeError, "discover=3 must be a function, or the path of a file"),
+        ({"failure_timeout": 0}, ValueError, "failure_timeout=0"),
+        ({"min_workers": "a"}, TypeError, "min_workers='a'"),
+        ({"max_workers": 2.5}, TypeError, "max_workers=2.5"),
+        ({"discover": 3}, TypeError, "discover=3"),
     ],
 )
 def test_bad_options(options, error, message):

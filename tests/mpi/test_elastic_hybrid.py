@@ -35,6 +35,8 @@ from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.launch.job_notes import RunLost
 from mpishard.layout.tensors import ModelParallelRank
 
+pytestmark = pytest.mark.pairs(2)
+
 # Whole replicas leave and come back, and change no bit.
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
@@ -213,9 +215,9 @@ def test_checkpoints_across_resizes(comm, shape, expected, folder):
 def test_meshes_that_are_refused(comm, shape):
     with Mesh(comm) as base:
         for mesh in (base.reshaped(**shape), base):
-            with pytest.raises(ValueError, match="shares its ranks with one of another shape"):
+            with pytest.raises(ValueError, match="one of another shape"):
                 ElasticOptimizer(AdamW(lr=0.01), mesh)
-    with Mesh(comm, **shape) as mesh, pytest.raises(ValueError, match=f"of the {comm.size} processes; start more"):
+    with Mesh(comm, **shape) as mesh, pytest.raises(ValueError, match=f"{comm.size} processes"):
         ElasticOptimizer(AdamW(lr=0.01), mesh, min_workers=mesh.data.size + 1)
 
 
@@ -288,7 +290,7 @@ def test_a_pass_that_broke_off_leaves_nothing_on_a_mesh_that_has_moved(comm, sch
                 model.loss_and_gradient(*batch)
             del chunk.forward
             memory = model.activation_bytes
-            with pytest.raises(RuntimeError, match="exception ended an earlier pipeline pass"):
+            with pytest.raises(RuntimeError, match="earlier pipeline pass"):
                 model.loss_and_gradient(*batch)
             mesh.rebind(comm.Dup())
             model.parameters.renew()
@@ -498,24 +500,24 @@ def test_another_call_goes_on(comm, expected_of_layouts):
 def test_what_is_refused(comm):
     with Mesh(comm) as mesh:
         made = inner(DDPOptimizer, mesh)
-        with pytest.raises(ValueError, match="scaling='linear' follows the data ranks"):
+        with pytest.raises(ValueError, match="scaling='linear'"):
             ElasticOptimizer(made, layouts=[{}], scaling="linear")
         fixed = ElasticOptimizer(made)
-        with pytest.raises(ValueError, match=r"resize\(mesh=...\) is for runs that may change their mesh"):
+        with pytest.raises(ValueError, match=r"resize\(mesh=...\)"):
             fixed.resize(mesh={"data": 1})
         with pytest.raises(TypeError, match="but the mesh stays as it is"):
             fixed.optimize(problem, progress=False)
         elastic = ElasticOptimizer(made, layouts=[{"tensor": 2}, {}])
-        with pytest.raises(TypeError, match="give optimize a function that makes the model for a mesh"):
+        with pytest.raises(TypeError, match="a function that makes the model"):
             elastic.optimize(problem(mesh), progress=False)
-        with pytest.raises(ValueError, match="layouts has tensor=2, but with reproducible=True a model without shards"):
+        with pytest.raises(ValueError, match="tensor=2, .*reproducible=True"):
             elastic.optimize(problem, progress=False)
         three = ElasticOptimizer(made, layouts=[{"tensor": 3}, {}])
-        with pytest.raises(ValueError, match="layouts has tensor=3, but .* cannot be split over 3"):
+        with pytest.raises(ValueError, match="tensor=3, .*split over 3"):
             three.optimize(lambda mesh: problem(mesh, shards=2), progress=False)
         with pytest.raises(TypeError, match="a number of workers, or mesh=sizes"):
             elastic.resize()
-        with pytest.raises(ValueError, match="data=2,pipeline=2 is none of the layouts of the run"):
+        with pytest.raises(ValueError, match="data=2,pipeline=2"):
             elastic.resize(mesh={"data": 2, "pipeline": 2})
 
 

@@ -86,7 +86,7 @@ def test_bfloat16_needs_the_instructions_on_all_ranks(comm, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("fast", "there is no library 'fast'"), ("mkl", "wants mkl, but not every rank has the same version of it")],
+    [("fast", "no library 'fast'"), ("mkl", "wants mkl")],
 )
 def test_a_variable_that_cannot_be_followed_is_an_error_on_all_ranks(comm, monkeypatch, text, message):
     monkeypatch.setenv(VARIABLE, text)
@@ -99,7 +99,7 @@ def test_a_variable_that_cannot_be_followed_is_an_error_on_all_ranks(comm, monke
 @pytest.mark.mpi(min_size=2)
 def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
     monkeypatch.setenv(VARIABLE, "mkl" if comm.rank == comm.size - 1 else "numpy")
-    message = f"{VARIABLE} is numpy on rank 0 and mkl on rank {comm.size - 1}; set the same"
+    message = f"{VARIABLE} is numpy on rank 0 and mkl on rank {comm.size - 1}"
     with pytest.raises(ValueError, match=message):
         mpishard.Mesh(comm)
 
@@ -177,5 +177,5 @@ def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, 
 def test_a_run_that_resumes_where_other_libraries_multiply_is_told(optimizer):
     optimizer.step(np.ones(3), np.ones(3))
     saved = {"sharding.json": {"reproducible": True}, ARITHMETIC: optimizer.state.numerics.own | {"products": "numpy"}}
-    with pytest.raises(ValueError, match=f"products is numpy there and {FASTER} here; set {VARIABLE}=numpy"):
+    with pytest.raises(ValueError, match=f"numpy there and {FASTER} here; set {VARIABLE}=numpy"):
         optimizer.state.numerics.check(saved, optimizer.config)

@@ -14,7 +14,7 @@ from mpishard import AdamW, Mesh, ShardingConfiguration, ZeRO3Optimizer, nn
 from mpishard.nn import generation
 from mpishard.nn.generation import TokenSampler
 
-pytestmark = pytest.mark.pairs(4)
+pytestmark = pytest.mark.pairs(2)
 
 # Texts that a model on a mesh continues: those of one rank, and the same errors on all ranks.
 
@@ -140,7 +140,7 @@ def test_different_arguments_are_one_error_on_all_ranks(comm, same_on_all, axes)
         last = mesh.rank == here
         given = dict(prompt_tokens=[[1, 2], [3]], count=2)
         for change, message in [
-            (dict(count=3), rf"the same arguments of generate, but count is 2 on .*3 on rank {here}"),
+            (dict(count=3), f"count is 2 on .*3 on rank {here}"),
             (dict(prompt_tokens=[[1, 2], [4]]), rf"\[\[1, 2\], \[4\]\] on rank {here}"),
             (dict(prompt_tokens=[[1, 2] + 40 * [3], [4]]), "prompt_tokens is"),
             (dict(temperature=0), "temperature is 1.0 on"),
@@ -153,7 +153,7 @@ def test_different_arguments_are_one_error_on_all_ranks(comm, same_on_all, axes)
         # What is wrong on one is an error of all.
         for change, error, message in [
             (dict(prompt_tokens=[]), ValueError, "prompt_tokens is empty"),
-            (dict(top_k=0), ValueError, "top_k=0 must be"),
+            (dict(top_k=0), ValueError, "top_k=0"),
             (dict(prompt_tokens=[1, "a"]), TypeError, "must be integers"),
         ]:
             with pytest.raises(error, match=message):
@@ -228,13 +228,13 @@ def test_all_ranks_raise_what_one_finds(comm, folder, same_on_all):
             )
         comm.barrier()
         for options, message in [
-            (dict(recompute=True), "the model's recompute is False on rank.*, True on rank"),
-            (dict(dtype="float64"), "the model's dtype is float32 on rank.*, float64 on rank"),
-            (dict(depth=3), "unexpected keyword argument 'depth'"),
+            (dict(recompute=True), "recompute is False on rank.*, True on rank"),
+            (dict(dtype="float64"), "dtype is float32 on rank.*, float64 on rank"),
+            (dict(depth=3), "argument 'depth'"),
         ]:
             with pytest.raises((ValueError, TypeError), match=message):
                 nn.import_pretrained(folder / "gpt2", mesh, **(options if other else {}))
-        with pytest.raises(ValueError, match="config.json's n_layer is 2 on rank"):
+        with pytest.raises(ValueError, match="n_layer is 2 on rank"):
             nn.import_pretrained(folder / ("other" if other else "gpt2"), mesh)
         with pytest.raises(ValueError, match="file_bytes is 9 on rank"):
             nn.export_pretrained(model, folder / "again", file_bytes=8 if other else 9)

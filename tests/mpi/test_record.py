@@ -104,14 +104,14 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(mesh, folder):
 
 
 def test_what_is_no_record(mesh):
-    with pytest.raises(TypeError, match=r"record must be RunRecord\(folder, mesh\), got str"):
+    with pytest.raises(TypeError, match="record .*got str"):
         ddp(mesh).optimize(problem(3), progress=False, record="runs")
     with pytest.raises(ValueError, match="every"):
         RunRecord("runs", mesh, every=-1)
     for trace in ((0, 3), (5, 4), (1, 2, 3)):
         with pytest.raises(ValueError, match="first and the last step to trace"):
             RunRecord("runs", mesh, trace=trace)
-    with pytest.raises(TypeError, match=r"facts='abc' must be a mapping"):  # on all, though the last alone is wrong
+    with pytest.raises(TypeError, match="facts='abc'"):  # on all, though the last alone is wrong
         RunRecord("runs", mesh).begin("abc" if mesh.rank == mesh.size - 1 else None)
     assert not Path("runs").exists()
 
@@ -217,7 +217,7 @@ def test_the_folder_of_a_run_that_lives_is_refused(mesh, folder, what):
         options = {"checkpoints": Checkpoints(folder, mesh)}
     else:
         optimizer = ElasticOptimizer(optimizer, folder=folder)
-    with pytest.raises(ValueError, match="is used by another run .Slurm job 17 of big, process"):
+    with pytest.raises(ValueError, match="another run .Slurm job 17 of big"):
         optimizer.optimize(problem(2), progress=False, **options)
     mesh.world.barrier()
     if mesh.rank == 0:

@@ -159,7 +159,7 @@ def test_without_a_checkpoint_a_run_begins(mesh, folder):
     with Checkpoints(folder / "new", mesh, every=100) as checkpoints:
         result = DDPOptimizer(RULE, mesh).optimize(problem(3), progress=False, checkpoints=checkpoints, resume=True)
         assert (result.steps, result.resumed_steps) == (3, 0)
-    with pytest.raises(ValueError, match="resume=True needs to know from where"):
+    with pytest.raises(ValueError, match="resume=True"):
         DDPOptimizer(RULE, mesh).optimize(problem(3), resume=True)
 
 
@@ -168,7 +168,7 @@ def test_without_a_checkpoint_a_run_begins(mesh, folder):
     [
         ({"batch_size": 9}, RULE, "batch_size=8 there and 9 here"),
         ({"seed": 5}, RULE, "seed=4 there and 5 here"),
-        ({}, mpishard.SGD(lr=0.1), r"the rule AdamW \(.*\), but this optimizer has SGD \(slots: none\)"),
+        ({}, mpishard.SGD(lr=0.1), r"AdamW \(.*SGD \(slots: none\)"),
         ({}, AdamW(lr=0.1, amsgrad=True), "max_exp_avg_sq"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_rule_with_fewer_slots_does_not_drop_the_others(mesh, folder):
     optimizer.step(flat, np.ones(6))
     mpishard.save_checkpoint(folder, flat, optimizer)
     other = DDPOptimizer(mpishard.SGD(lr=0.1), mesh)
-    dropped = r"SGD \(slots: momentum_buffer\), but this .* SGD \(slots: none\)"
+    dropped = r"momentum_buffer.*SGD \(slots: none\)"
     with pytest.raises(ValueError, match=dropped):
         mpishard.load_checkpoint(folder, np.zeros(6), other)
     with pytest.raises(ValueError, match=dropped):

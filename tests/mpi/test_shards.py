@@ -16,7 +16,7 @@ from mpishard.comm.axis import Axis
 from mpishard.nn import tensor_parallel as slices_module
 from mpishard.nn.tensor_parallel import Slices
 
-pytestmark = pytest.mark.pairs(4)
+pytestmark = pytest.mark.pairs(2)
 
 # 13 tokens leave uneven slices, some of which have none at 24 shards; 3 * 7 and 2 * 5 rows uneven blocks.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 13, 8, 48, 2, 24
@@ -181,7 +181,7 @@ def test_close_to_one_shard(mesh, comm):
 
 @pytest.mark.mpi(min_size=3)
 def test_tensor_sizes_that_do_not_divide_the_shards(mesh, comm):
-    with pytest.raises(ValueError, match=f"2 shards cannot be split over {comm.size} tensor-parallel ranks; choose a"):
+    with pytest.raises(ValueError, match=f"2 shards .*{comm.size} tensor-parallel ranks"):
         nn.GPT(**MODEL, mesh=mesh, shards=2)
 
 

@@ -32,7 +32,7 @@ from mpishard.layout.run_state import RunState, Shard
 from mpishard.layout.tensors import WHOLE, ParameterSpec, Piece, cut_holding
 from mpishard.parameters.flat import FlatParameters
 
-pytestmark = pytest.mark.pairs(4)
+pytestmark = pytest.mark.pairs(2)
 
 # serialize and deserialize: any number of ranks, any strategy, and nothing but what serialize wrote.
 
@@ -114,7 +114,7 @@ def image(mesh):
         (lambda data: data + b"\0", ValueError, "cut short or padded"),
         (lambda data: b"\x89HDF\r\n\x1a\n" + bytes(5000), ValueError, "no optimizer state of mpishard"),
         (lambda data: data[:3000] + bytes([data[3000] ^ 1]) + data[3001:], ValueError, "damaged"),
-        (lambda data: data.decode("latin-1"), TypeError, "takes the bytes that serialize returned, got str"),
+        (lambda data: data.decode("latin-1"), TypeError, "bytes .*got str"),
     ],
 )
 def test_bad_bytes_on_one_rank_raise_on_all(mesh, bound, change, error, message):
@@ -148,13 +148,13 @@ def test_state_of_other_parameters(mesh, strategy):
     other = FlatParameters([ParameterSpec("layer.a", (5, 3)), *SPECS[1:]], np.float64)
     bound = strategy(AdamW(lr=0.1), mesh)
     bound.step(other, np.ones(16))
-    with pytest.raises(ValueError, match=r"of other parameters: .*\(3, 5\).*\(5, 3\); make the model"):
+    with pytest.raises(ValueError, match=r"other parameters: .*\(3, 5\).*\(5, 3\)"):
         bound.deserialize(data)
     unbound = strategy(AdamW(lr=0.1), mesh)
     unbound.deserialize(data)
     with pytest.raises(ValueError, match="of other parameters"):
         unbound.step(other, np.ones(16))
-    with pytest.raises(ValueError, match="the state is float64, but the parameters are float32"):
+    with pytest.raises(ValueError, match="state is float64, .*float32"):
         unbound.step(FlatParameters(SPECS, np.float32), np.ones(16, np.float32))
     with pytest.raises(ValueError, match="before the first step"):
         strategy(AdamW(lr=0.1), mesh).serialize()
@@ -291,9 +291,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_written(ba
     other_kind = replace(shard, kind="optimizer/momentum")
     other_dtype = replace(shard, array=shard.array.astype(np.float32))
     for wrong, message in (
-        (RunState(state.specs[1:], state.shards), "is of another model: it has 22 tensors and this model 21"),
-        (RunState(state.specs, (shard, other_kind)), "has no optimizer/momentum, but parameters, optimizer/exp_avg"),
-        (RunState(state.specs, (other_dtype,)), "parameters in float64, and this run in float32"),
+        (RunState(state.specs[1:], state.shards), "22 tensors and this model 21"),
+        (RunState(state.specs, (shard, other_kind)), "no optimizer/momentum, .*optimizer/exp_avg"),
+        (RunState(state.specs, (other_dtype,)), "float64, and this run in float32"),
     ):
         # One rank that is wrong is enough.
         asked = wrong if base.rank == base.size - 1 else state
@@ -311,7 +311,7 @@ def test_a_piece_that_one_rank_cannot_read_raises_on_all(base, folder):
     if base.rank == 0:
         (contents.folder / pieces_file(base.size - 1)).write_bytes(b"")
     base.world.barrier()
-    with pytest.raises(ValueError, match=r"pieces-.*are not those of this checkpoint"):
+    with pytest.raises(ValueError, match="pieces-.*not those"):
         fill(contents, optimizer.state.capture(), base.world, base.world)
 
 
@@ -431,7 +431,7 @@ def test_one_array_with_two_orders_is_refused(mesh):
     one, two = Piece("a", ((0, 2),), 0), Piece("b", ((0, 2),), 2)
     array = np.arange(4.0)
     moved = (replace(one, start=2), replace(two, start=0))
-    with pytest.raises(ValueError, match="share memory, but elements lie elsewhere"):
+    with pytest.raises(ValueError, match="elements lie elsewhere"):
         reshard(mesh.world, Shard("x", array, (one, two), ()), Shard("x", array, moved, ()))
     with pytest.raises(ValueError, match="share memory"):
         reshard(mesh.world, Shard("x", array, (one,), ()), Shard("x", array[1:], (one,), ()))
@@ -457,7 +457,7 @@ def test_problems_are_everybodys(mesh):
         assert not target.array.any()
     with pytest.raises(ValueError, match="no rank has a source"):
         reshard(mesh.world, None, target)
-    with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="bucket_bytes .*got 0"):
         reshard(mesh.world, source, target, bucket_bytes=0 if last else 8)
 
 
@@ -486,7 +486,7 @@ def test_states_of_other_models_and_kinds(mesh):
     state = RunState(specs, (shard,), {"steps": 1})
     with pytest.raises(ValueError, match=r"a is \(2, 3\) there and \(3, 2\) here"):
         reshard_state(mesh.world, state, replace(state, specs=(ParameterSpec("a", (3, 2)),)) if last else state)
-    with pytest.raises(ValueError, match="the target has optimizer/exp_avg, but the source only parameters"):
+    with pytest.raises(ValueError, match="optimizer/exp_avg, .*only parameters"):
         reshard_state(mesh.world, state, replace(state, shards=(shard, slot)))
     with pytest.raises(ValueError, match="no rank has a state"):
         reshard_state(mesh.world, None, state)

@@ -83,9 +83,9 @@ def test_errors_are_on_all_ranks(mesh, folder):
     with pytest.raises(TypeError, match="context_length='ten'"):
         TokenData(TokenFile(folder / "a.bin"), "ten" if mesh.rank == last else 10, mesh=mesh)
     if mesh.size > 1:
-        with pytest.raises(ValueError, match=rf"the digest of the tokens of sources\[0\] is .* on rank {last}: give"):
+        with pytest.raises(ValueError, match=rf"digest .*sources\[0\] is .* on rank {last}"):
             TokenData(TextFile(folder / "a.bin", lambda text: [int(mesh.rank == last)] * 30), 10, mesh=mesh)
-        with pytest.raises(ValueError, match=rf"the dtype of sources\[0\] is <u2 on rank.* 0.*, <i2 on rank {last}: "):
+        with pytest.raises(ValueError, match=rf"dtype of sources\[0\] is <u2 on rank.* 0.*, <i2 on rank {last}"):
             TokenData(TokenFile(folder / "a.bin", "<i2" if mesh.rank == last else "<u2"), 10, mesh=mesh)
         with pytest.raises(ValueError, match=f"context_length is 10 on rank.* 0.*, 11 on rank {last}"):
             TokenData(TokenFile(folder / "a.bin"), 11 if mesh.rank == last else 10, mesh=mesh)
@@ -95,6 +95,6 @@ def test_a_token_outside_of_the_vocabulary_is_found_by_some_rank(mesh, folder):
     values = np.arange(1000) % 50
     values[[777, 778]] = 50  # in the share of one rank, on up to 8 of them
     source = write(mesh, folder / "a.bin", values)
-    with pytest.raises(ValueError, match=r"a\.bin: token 50 at position 777, but vocabulary_size=50"):
+    with pytest.raises(ValueError, match=r"a\.bin: token 50 at position 777"):
         TokenData(source, 10, vocabulary_size=50, mesh=mesh)
     assert len(TokenData(source, 10, vocabulary_size=51, mesh=mesh)) == 99

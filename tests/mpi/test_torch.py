@@ -105,6 +105,7 @@ def own_loss(mesh, module, name, step):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", torch_zoo.MODULES)
+@pytest.mark.pairs(14)
 @pytest.mark.quick
 def test_gradients_after_a_backward_pass_are_those_of_ddp(mesh, gloo, name, zero):
     """And what a loop makes of them is what steps, in each step another thing; several passes before a step add up."""
@@ -190,7 +191,7 @@ def test_batch_norms_over_the_ranks_are_those_of_the_whole_batch(mesh, momentum,
     torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=1e-9, atol=1e-11)
     again = copy.deepcopy(ours).eval()
     torch.testing.assert_close(again(x), theirs.eval()(x))
-    with pytest.raises(ValueError, match="more than 1 values a channel over all ranks|more than 1 value per channel"):
+    with pytest.raises(ValueError, match="more than 1 values a channel|more than 1 value per channel"):
         again.train()(x[: 1 if mesh.rank == 0 else 0])
     norms = mpishard.torch.convert_sync_batchnorm(torch.nn.Sequential(*(torch.nn.BatchNorm1d(3) for _ in "ab")), mesh)
     if mesh.size > 1:
@@ -280,7 +281,7 @@ def test_the_state_goes_to_a_file_of_pytorch(mesh, folder):
     saved = torch.load(folder / "state.pt", weights_only=True)
     again.load_state_dict(saved["model"])
     optimizer = mpishard.torch.as_distributed(again, mesh, RULE, zero=2)
-    with pytest.raises(ValueError, match="this has 'state'; give what state_dict.. of .* which has 'mpishard'"):
+    with pytest.raises(ValueError, match="this has 'state'; .*'mpishard'"):
         optimizer.load_state_dict({"state": {}} if mesh.rank == mesh.size - 1 else saved["optimizer"])
     optimizer.load_state_dict(saved["optimizer"])
     for step in (2, 3):
@@ -353,15 +354,15 @@ def test_a_state_of_pytorch_that_does_not_fit_is_refused_on_all_ranks(mesh):
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
     own, state = optimizer.state_dict(), torch.optim.AdamW(module.parameters()).state_dict()
     other = torch.optim.AdamW(list(module.parameters())[:3]).state_dict()
-    with pytest.raises(ValueError, match=r"groups of \[3\] parameters, and this optimizer of \[4\]"):
+    with pytest.raises(ValueError, match=r"\[3\] parameters, .*\[4\]"):
         optimizer.load_state_dict(other)
-    with pytest.raises(ValueError, match="all ranks must have the same state"):
+    with pytest.raises(ValueError, match="same state"):
         optimizer.load_state_dict(other if mesh.rank else state)
-    with pytest.raises(ValueError, match="all ranks must have the same arguments of load_state_dict, but format is"):
+    with pytest.raises(ValueError, match="load_state_dict, but format is"):
         optimizer.load_state_dict(own if mesh.rank else state)
-    with pytest.raises(ValueError, match="format='jax' must be 'mpishard' or 'torch'"):
+    with pytest.raises(ValueError, match="format='jax'"):
         optimizer.state_dict(format="jax")
-    with pytest.raises(ValueError, match="all ranks must have the same arguments of state_dict, but format is"):
+    with pytest.raises(ValueError, match="arguments of state_dict, but format is"):
         optimizer.state_dict(format="mpishard" if mesh.rank else "torch")
 
 
@@ -419,7 +420,7 @@ def test_a_module_that_was_let_go_is_trained_again(mesh, zero, how):
         if optimizer is not None and how == "close":
             optimizer.close()
             optimizer.close()
-            with pytest.raises(ValueError, match="the module was let go.*call as_distributed again"):
+            with pytest.raises(ValueError, match="module was let go"):
                 optimizer.step()
         if optimizer is not None and how == "circle":
             optimizer.register_step_pre_hook(lambda *_, own=optimizer: own.zero_grad)
@@ -596,7 +597,7 @@ def test_a_run_goes_on_with_its_buffers(mesh, folder, alone, strategy):
     other = smooth()
     other.register_buffer("more", torch.zeros(3))
     optimizer = mpishard.torch.as_distributed(other, mesh, RULE)
-    with pytest.raises(ValueError, match="buffer 'more' has 3 float32 here, and it has none"):
+    with pytest.raises(ValueError, match="buffer 'more' has 3 float32"):
         optimizer.load_checkpoint(folder)
 
 
@@ -668,17 +669,17 @@ def test_a_module_stays_divided_between_two_problems(mesh, alone):
         task = problem(module, steps=3, **divided(ZeRO3Optimizer, mesh))
         result = optimizer.optimize(task, progress=False)
         assert np.allclose(result.loss_history, alone[first : first + 3], atol=1e-5)
-    with pytest.raises(ValueError, match="has divided this module into the units .* give the same shard_units"):
+    with pytest.raises(ValueError, match="into the units .*shard_units"):
         problem(module, mesh=mesh, shard_units="auto")
-    with pytest.raises(ValueError, match=r"another optimizer or problem trains this module.*summon_full_parameters"):
+    with pytest.raises(ValueError, match="trains this module.*summon_full_parameters"):
         problem(module)
 
 
 def test_what_divides_a_problem_is_checked(mesh):
     for arguments in ({"mesh": mesh}, {"shard_units": "auto"}, {"materialize": print}):
-        with pytest.raises(ValueError, match="give mesh and shard_units, or none of them"):
+        with pytest.raises(ValueError, match="mesh and shard_units"):
             problem(smooth(), **arguments)
-    with pytest.raises(TypeError, match="mesh=3 must be a Mesh"):
+    with pytest.raises(TypeError, match="mesh=3"):
         problem(smooth(), mesh=3, shard_units="auto")
     if mesh.size > 1:
         with pytest.raises(ValueError, match="shard_units"):
@@ -686,7 +687,7 @@ def test_what_divides_a_problem_is_checked(mesh):
             problem(torch.nn.Sequential(torch.nn.Linear(3, 3)), mesh=mesh, shard_units=units)
     module = smooth()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3)
-    with pytest.raises(ValueError, match=r"another optimizer or problem trains this module.*call close\(\)"):
+    with pytest.raises(ValueError, match="trains this module.*close"):
         problem(module)
     optimizer.close()
     problem(module)
@@ -697,15 +698,16 @@ def test_what_divides_a_problem_is_checked(mesh):
 STEPS = 2
 # Under zero=2 and 3 gradients leave in the backward pass: PyTorch cannot look at them, a second pass needs `no_sync`.
 REFUSED = {
-    "clipped by torch": "p.grad is not available.*call optimizer.clip_grad_norm_",
-    "gan": "a second backward pass reached parameter.*within optimizer.no_sync",
-    "scaler": r"p.grad is not available.*GradScaler give it loss_scale='dynamic', and call optimizer.scale\(loss\)",
+    "clipped by torch": "p.grad .*optimizer.clip_grad_norm_",
+    "gan": "second backward pass .*optimizer.no_sync",
+    "scaler": "p.grad .*loss_scale='dynamic', .*optimizer.scale",
 }
 alone_of_zoo = functools.cache(torch_zoo.train)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", torch_zoo.MODULES)
+@pytest.mark.pairs(14)
 @pytest.mark.quick
 def test_steps_are_those_of_one_process_with_the_whole_batch(shared_mesh, capsys, name, zero):
     for way in torch_zoo.WAYS if name != "compiled" else ["plain"]:  # compiling takes seconds
@@ -752,7 +754,7 @@ def test_steps_and_norms_are_those_of_fsdp2(mesh, gloo, name):
                 with optimizer.no_sync() if number < step else contextlib.nullcontext():
                     own_loss(mesh, module, name, step + number).backward()
             torch.testing.assert_close(optimizer.clip_grad_norm_(max_norm), found[step], rtol=1e-9, atol=0)
-            with pytest.raises(ValueError, match="norm_type=1: ranks divide the gradients, and measure their 2-norm"):
+            with pytest.raises(ValueError, match="norm_type=1"):
                 optimizer.clip_grad_norm_(max_norm, 1)
             optimizer.step()
         optimizer.close()

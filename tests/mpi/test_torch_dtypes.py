@@ -93,6 +93,7 @@ def take_steps(mesh, module, optimizer, steps):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.pairs(5)
 @pytest.mark.quick
 def test_steps_are_those_of_masters_by_hand(mesh, kind, zero):
     """Each step from our rounded parameters, so that a rounding that falls the other way does not add up."""
@@ -215,7 +216,7 @@ def test_masters_go_to_other_ranks_and_stages(mesh, comm, folder, kind):
             again.close()
         if kind == "bfloat16":
             again = mpishard.torch.as_distributed(make(kind).float(), fewer, RULE)
-            with pytest.raises(ValueError, match="the master of .* has the shape .* there, and of none here"):
+            with pytest.raises(ValueError, match="master of .*shape .*none here"):
                 again.load_state_dict(state)
             again.load_checkpoint(folder)
             torch.testing.assert_close(masters_of(again), masters, rtol=0, atol=0)
@@ -228,7 +229,7 @@ def test_ranks_that_load_states_of_two_formats_are_refused_before_masters_are_ga
     of_torch = torch.optim.AdamW(module.parameters()).state_dict()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, **units_under(3))
     own = optimizer.state_dict()
-    with pytest.raises(ValueError, match="all ranks must have the same arguments of load_state_dict, but format is"):
+    with pytest.raises(ValueError, match="load_state_dict, but format is"):
         optimizer.load_state_dict(own if mesh.rank else of_torch)
 
 
@@ -270,13 +271,13 @@ def test_what_has_no_masters_is_refused_on_all_ranks(mesh):
     if mesh.rank == mesh.size - 1:
         module.second.to(torch.float8_e4m3fn)
     before = [p.data_ptr() for p in module.parameters()]
-    with pytest.raises(TypeError, match="'second.weight' is float8_e4m3fn; use module.float"):
+    with pytest.raises(TypeError, match="'second.weight' is float8_e4m3fn"):
         mpishard.torch.as_distributed(module, mesh, RULE)
     assert [p.data_ptr() for p in module.parameters()] == before
     assert module.first.weight.grad_dtype == torch.bfloat16
     if mesh.size > 1:
         module = make("bfloat16" if mesh.rank else "float16")
-        with pytest.raises(ValueError, match="must have the same arguments of as_distributed"):
+        with pytest.raises(ValueError, match="arguments of as_distributed"):
             mpishard.torch.as_distributed(module, mesh, RULE)
-    with pytest.raises(ValueError, match="Muon: none of the 1 tensors that matrices"):
+    with pytest.raises(ValueError, match="Muon: .*1 tensors that matrices"):
         mpishard.torch.as_distributed(make("complex"), mesh, mpishard.Muon(lr=0.1, matrices="between", rest=RULE))

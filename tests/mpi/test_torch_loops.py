@@ -319,7 +319,7 @@ def test_workers_that_skip_steps_alone_take_no_optimizer_that_counts(mesh):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_optimizer_that_looks_at_all_tensors_is_not_divided(mesh, zero):
     module = doubles()
-    with pytest.raises(ValueError, match="Growing cannot be divided over ranks: its step changes .*'d'., .*zero=0"):
+    with pytest.raises(ValueError, match="Growing .*'d'.*zero=0"):
         mpishard.torch.as_distributed(module, mesh, Growing(module.parameters()), zero=zero)
 
 
@@ -422,10 +422,10 @@ SCHEDULED = mpishard.SGD(lr=lambda step: 1 / step)
 @pytest.mark.parametrize(
     ("rule", "change", "message"),
     [
-        (mpishard.SGD(lr=0.1), {"lr": -1.0}, r"param_groups\[0\]: SGD: lr=-1.0 must be"),
-        (mpishard.SGD(lr=0.1), {"momentum": 0.9}, r"\[0\] of the SGD was changed, and needs momentum_buffer now"),
-        (mpishard.SGD(lr=0.1), {"weight_decay": "much"}, r"param_groups\[0\]: SGD: weight_decay='much' must be"),
-        (SCHEDULED, {"lr": 0.125}, "was set to 0.125, but the SGD has a schedule, .* give the rule a number"),
+        (mpishard.SGD(lr=0.1), {"lr": -1.0}, r"param_groups\[0\]: SGD: lr=-1.0"),
+        (mpishard.SGD(lr=0.1), {"momentum": 0.9}, r"\[0\] of the SGD .*momentum_buffer"),
+        (mpishard.SGD(lr=0.1), {"weight_decay": "much"}, r"param_groups\[0\]: SGD: weight_decay='much'"),
+        (SCHEDULED, {"lr": 0.125}, "0.125, but the SGD has a schedule"),
     ],
 )
 def test_values_that_a_rule_cannot_have_are_refused_on_all_ranks(mesh, rule, change, message):
@@ -465,7 +465,7 @@ def test_values_of_one_rank_are_refused_on_all(mesh, given, name, other):
     if mesh.rank == 0:
         optimizer.param_groups[0][name] = other
     shown = str(other).replace("(", r"\(").replace(")", r"\)")
-    way_out = "if it is a value of param_groups, set it there"
+    way_out = "value of param_groups"
     with pytest.raises(ValueError, match=rf"{name} of param_groups\[0\] is {shown} on rank 0, [^;]*: .*{way_out}"):
         optimizer.step()
     assert np.array_equal(optimizer.parameters.flat, before)
@@ -601,9 +601,7 @@ def test_a_rank_without_a_pass_is_refused_unless_a_count_divides(mesh, zero):
         before = optimizer.parameters.flat.copy()
         if mesh.rank != last:
             backward(mesh, module, 0)
-        message = (
-            rf"a backward pass is made on ranks? .*, not made on rank {last}: .*mpishard.torch.join, or step\(count="
-        )
+        message = rf"backward pass is made on ranks? .*, not made on rank {last}: .*mpishard.torch.join"
         for _ in range(2 if count is None else 1):  # the second time, too
             with pytest.raises(ValueError, match=message) if count is None else contextlib.nullcontext():
                 optimizer.step(count=count)
@@ -620,7 +618,7 @@ def test_clipping_on_one_rank_is_refused_on_all(mesh, zero):
     optimizer = mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=0.1), zero=zero)
     before = optimizer.parameters.gather()
     backward(mesh, module, 0)
-    with pytest.raises(ValueError, match=r"clip_grad_norm_ is max_norm=0.5 norm_type=2 on rank 0, not called on rank"):
+    with pytest.raises(ValueError, match="max_norm=0.5 norm_type=2 on rank 0, not called on rank"):
         if mesh.rank == 0:
             optimizer.clip_grad_norm_(0.5)
         optimizer.step()
@@ -650,8 +648,8 @@ def test_gradients_that_one_rank_alone_changes_are_refused_on_all(comm, zero, de
         for change, factor, others in [(clip, 1e-3, None), (replace, 2.0, None), *[(clip, 1e-3, 1e-4)] * debug]:
             backward(mesh, module, 0)
             count = len(list(module.parameters())) if change is clip else 1
-            changed = rf"since the backward pass is changed in {count} parameters .* on rank 0, unchanged on rank"
-            message = changed if others is None else "its values is float64 .* on rank 0, "
+            changed = rf"changed in {count} parameters .* on rank 0, unchanged"
+            message = changed if others is None else "float64 .* on rank 0, "
             with pytest.raises(ValueError, match=message):
                 if mesh.rank == 0 or others is not None:
                     change(module, factor if mesh.rank == 0 else others)
@@ -687,7 +685,7 @@ def test_parts_of_the_sums_cannot_be_dropped(mesh, zero):
         backward(mesh, module, 0)
     module[3].weight.grad = None
     backward(mesh, module, 1)
-    with pytest.raises(ValueError, match="'3.weight' was dropped after the backward pass"):
+    with pytest.raises(ValueError, match="'3.weight' was dropped"):
         optimizer.step()
 
 
@@ -807,7 +805,7 @@ def test_what_a_loop_makes_of_the_gradients_is_what_all_ranks_step(mesh, same_on
 def test_what_join_cannot_do_is_refused_on_all_ranks(mesh):
     module = smooth()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE)
-    with pytest.raises(RuntimeError, match=r"ranks \[0\] have run out of batches, and throw_on_early_termination=True"):
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] .*throw_on_early_termination=True"):
         with mpishard.torch.join(optimizer, throw_on_early_termination=True):
             for _ in range(min(1, mesh.rank)):
                 backward(mesh, module, 0)
@@ -822,7 +820,7 @@ def test_what_join_cannot_do_is_refused_on_all_ranks(mesh):
     local = LocalSGDOptimizer(RULE, ShardingConfiguration(mesh), sync_every=3)
     normed = mpishard.torch.convert_sync_batchnorm(make("convolutional")[0], mesh)
     for module, rule, message in (
-        (smooth(), local, "join is for steps that all ranks take together"),
+        (smooth(), local, "join is for steps"),
         (normed, RULE, "batch norms that sum over ranks"),
     ):
         refused = mpishard.torch.as_distributed(module, mesh, rule)
@@ -834,7 +832,7 @@ def test_what_join_cannot_do_is_refused_on_all_ranks(mesh):
 def test_ranks_that_do_different_things_are_told(mesh):
     module = smooth()
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
-    message = r"must do the same, but ranks .*0.* call step, ranks \[\d.*\] call zero_grad"
+    message = r"ranks .*0.* call step, ranks \[\d.*\] call zero_grad"
     with pytest.raises(RuntimeError, match=message), mpishard.torch.join(optimizer):
         backward(mesh, module, 0)
         if mesh.rank == mesh.size - 1:

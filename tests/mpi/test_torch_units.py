@@ -318,7 +318,7 @@ def test_parameters_are_looked_at_and_changed(mesh):
         (lambda: optimizer.load_checkpoint("nowhere"), "be undone at its end"),
         (lambda: optimizer.save_checkpoint("nowhere"), "save the values from before it"),
     ):
-        message = rf"_?[a-z]+\(\) within summon_full_parameters would {loss}: leave"
+        message = rf"\(\) within summon_full_parameters would {loss}"
         with pytest.raises(ValueError, match=message), mpishard.torch.summon_full_parameters(module):
             each()
     mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).half())
@@ -339,7 +339,7 @@ def test_parameters_are_looked_at_and_changed(mesh):
     halves.close()
     assert np.array_equal(mixed[1].bias.detach(), before["1.bias"] + 1)
     whole = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="for a module that as_distributed has made"):
+    with pytest.raises(ValueError, match="module that as_distributed has made"):
         mpishard.torch.summon_full_parameters(whole)
     mpishard.torch.as_distributed(whole, mesh, RULE)
 
@@ -376,7 +376,7 @@ def test_freed_parameters_refuse_what_needs_values(mesh, on_meta):
     options = {"shard_units": torch.nn.Linear, **(fill if on_meta else {})}
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, **options)
     x = torch.ones(1, 2)
-    message = r"^parameter '0.weight' has no values here: under zero=3 .* its unit '0' .*summon_full_parameters\("
+    message = "^parameter '0.weight' .*zero=3 .*unit '0' .*summon_full_parameters"
     for what, use in values_asked_for(module, p).items():
         with pytest.raises(RuntimeError, match=message):
             use()
@@ -386,12 +386,12 @@ def test_freed_parameters_refuse_what_needs_values(mesh, on_meta):
     assert sum(each.numel() for each in module.parameters()) == 12 and p.is_leaf and p.grad is None
     assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, module.parameters()))
     assert torch.equal(torch.zeros_like(p), p.new_zeros(2, 2))
-    with pytest.raises(RuntimeError, match=r"to save it, call save_checkpoint\(\)"):
+    with pytest.raises(RuntimeError, match="save_checkpoint"):
         pickle.dumps(p)
     with mpishard.torch.summon_full_parameters(module):
         assert type(p) is Tagged and torch.equal(p, torch.ones(2, 2))
         for saves in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"cannot be copied or pickled: to save it, call save_checkpoint\(\)"):
+            with pytest.raises(TypeError, match="cannot be copied or pickled: .*save_checkpoint"):
                 saves(module)
     fails = module[1].register_forward_hook(lambda *_: p.sum())
     with pytest.raises(RuntimeError, match=message):
@@ -426,13 +426,13 @@ def test_uses_without_a_call_of_their_unit_say_so(mesh):
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE, zero=3, shard_units=torch.nn.Linear)
     for training in (True, False):
         module.train(training)
-        with pytest.raises(RuntimeError, match=r"without calling its unit 'self_attn\.out_proj', make the module that"):
+        with pytest.raises(RuntimeError, match=r"its unit 'self_attn\.out_proj'"):
             module(torch.ones(1, 3, 4))
     with pytest.raises(RuntimeError, match="without calling the module itself"):
         module.norm1(torch.ones(1, 3, 4))
     del optimizer
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"has no values: under zero=3 .* collected as garbage; call its close\(\)"):
+    with pytest.raises(RuntimeError, match="collected as garbage; .*close"):
         module(torch.ones(1, 3, 4))
 
 
@@ -569,7 +569,7 @@ def test_units_may_return_objects_and_are_refused_where_no_tensor_is_found(mesh)
             optimizer.step()
         if zero:
             module[1].wrap = lambda _: None
-            with pytest.raises(TypeError, match="the unit '1' returned None, in which there is no tensor"):
+            with pytest.raises(TypeError, match="unit '1' returned None"):
                 module(x)
             assert held_bytes(module) == 0
             with torch.no_grad():
@@ -579,7 +579,7 @@ def test_units_may_return_objects_and_are_refused_where_no_tensor_is_found(mesh)
     assert_same_parameters(*modules)
     with contextlib.closing(mpishard.torch.as_distributed(module[0], mesh, RULE, zero=3)):
         for transform in (torch.func.vmap(module[0]), lambda x: torch.func.jvp(module[0], (x,), (x,))):
-            with pytest.raises(RuntimeError, match="the module was called within a transform .* zero=2"):
+            with pytest.raises(RuntimeError, match="within a transform .*zero=2"):
                 transform(x)
 
 
@@ -701,11 +701,11 @@ def test_what_divided_parameters_cannot_do_is_refused(mesh):
     for arguments, kind, message in (
         ({"shard_units": "size"}, ValueError, 'must be "auto", a class'),
         ({"shard_units": torch.nn.Conv2d}, ValueError, "no submodule Conv2d"),
-        ({"shard_units": torch.nn.ModuleList}, ValueError, "'blocks' is a ModuleList and has no forward pass"),
-        ({"zero": 2, "shard_units": Block}, ValueError, "shard_units and materialize are for zero=3"),
+        ({"shard_units": torch.nn.ModuleList}, ValueError, "'blocks' is a ModuleList"),
+        ({"zero": 2, "shard_units": Block}, ValueError, "shard_units and materialize .*zero=3"),
         ({"shard_units": 3}, TypeError, "shard_units must be"),
         ({"shard_units": module.blocks}, TypeError, "shard_units must be"),
-        ({"materialize": 5}, TypeError, "materialize must be a function of a submodule, got 5"),
+        ({"materialize": 5}, TypeError, "materialize .*got 5"),
     ):
         with pytest.raises(kind, match=message):
             mpishard.torch.as_distributed(module, mesh, RULE, **{"zero": 3, **arguments})
@@ -715,12 +715,12 @@ def test_what_divided_parameters_cannot_do_is_refused(mesh):
         torch.autograd.grad(module(tokens).sum(), module.blocks[0].up.bias, create_graph=True)
     optimizer.zero_grad()
     assert held_bytes(module) == 0
-    with pytest.raises(ValueError, match=r"another optimizer or problem trains this module.*close\(\)"):
+    with pytest.raises(ValueError, match="trains this module.*close"):
         mpishard.torch.as_distributed(module, mesh, RULE, zero=1)
-    with pytest.raises(ValueError, match="under zero=3 all ranks make every forward pass"):
+    with pytest.raises(ValueError, match="all ranks make every forward pass"):
         mpishard.torch.join(optimizer).__enter__()
     del optimizer
-    with pytest.raises(ValueError, match=r"'tokens.weight' has no values: under zero=3.*close\(\)"):
+    with pytest.raises(ValueError, match="'tokens.weight' has no values: .*close"):
         mpishard.torch.as_distributed(module, mesh, RULE)
 
 
@@ -728,7 +728,7 @@ def test_what_divided_parameters_cannot_do_is_refused(mesh):
 def test_a_module_that_is_refused_keeps_its_values(mesh):
     """Rules that differ are found when the parameters are divided already."""
     module = fresh()
-    with pytest.raises(ValueError, match="all ranks must have the same settings, but lr"):
+    with pytest.raises(ValueError, match="settings, but lr"):
         mpishard.torch.as_distributed(module, mesh, mpishard.SGD(lr=1.0 + mesh.rank), zero=3)
     assert_same_parameters(module, fresh(), atol=0.0)
     mpishard.torch.as_distributed(module, mesh, RULE)
@@ -764,9 +764,9 @@ def backward(mesh, module, step=0):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda module: module.double(), "memory of parameter '1.weight' was replaced after the module was made"),
+        (lambda module: module.double(), "parameter '1.weight' was replaced"),
         (lambda module: module[3].requires_grad_(False), "parameter '3.weight' was frozen after"),
-        (lambda module: module.append(torch.nn.Linear(5, 2)), "'4.weight' is new, '4.bias' is new; change it before"),
+        (lambda module: module.append(torch.nn.Linear(5, 2)), "'4.weight' is new, '4.bias' is new"),
         (lambda module: module.__setitem__(3, torch.nn.Linear(8, 5)), "'3.weight' is another Parameter"),
     ],
 )
@@ -788,12 +788,12 @@ def test_a_module_that_was_changed_is_refused_on_all_ranks(mesh, change, message
 @pytest.mark.parametrize(
     ("wrong", "kind", "message"),
     [
-        ({"module": smooth().half()}, ValueError, "must have the same arguments of as_distributed, but"),
-        ({"module": convolutional()}, ValueError, "arguments of as_distributed, but parameters is"),
-        ({"zero": 4}, ValueError, "zero=4 must be 0, 1, 2 or 3"),
+        ({"module": smooth().half()}, ValueError, "arguments of as_distributed, but"),
+        ({"module": convolutional()}, ValueError, "as_distributed, but parameters is"),
+        ({"zero": 4}, ValueError, "zero=4"),
         ({"zero": 3, "shard_units": torch.nn.LSTM}, ValueError, "the module has no submodule LSTM"),
-        ({"buffers": "mean"}, ValueError, "buffers='mean' must be one of broadcast, average, local"),
-        ({"rule": torch.optim.LBFGS}, TypeError, "the step of LBFGS needs 'closure'"),
+        ({"buffers": "mean"}, ValueError, "buffers='mean'"),
+        ({"rule": torch.optim.LBFGS}, TypeError, "LBFGS needs 'closure'"),
     ],
     ids=["dtype", "module", "zero", "units", "buffers", "rule"],
 )
@@ -847,7 +847,7 @@ def test_gradients_that_were_changed_are_refused_on_all_ranks(mesh, same_on_all,
             backward(mesh, module, 1)
             if mesh.rank == mesh.size - 1:
                 change(module[3].weight)
-            with pytest.raises(ValueError, match=f"'3.weight' was {how} after the backward pass.* {way_out}"):
+            with pytest.raises(ValueError, match=f"'3.weight' was {how} .*{way_out}"):
                 optimizer.step()
             assert np.array_equal(optimizer.parameters.flat, before)
             optimizer.zero_grad()
@@ -865,7 +865,7 @@ def test_gradients_without_a_backward_pass_are_refused(mesh, zero):
     loss = loss_of(module, *images(), samples_of(mesh, 0))
     for p, gradient in zip(module.parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True):
         p.grad = gradient
-    with pytest.raises(ValueError, match=r"'1.weight' was assigned after the backward pass.* call backward\(\)"):
+    with pytest.raises(ValueError, match="'1.weight' was assigned .*call backward"):
         optimizer.step()
     assert all(p.grad is None for p in module.parameters())
 
@@ -907,7 +907,7 @@ def test_a_buffer_of_two_names_of_which_one_is_another_tensor(mesh):
     module.register_buffer("again", module.seen)
     optimizer = mpishard.torch.as_distributed(module, mesh, RULE)
     backward(mesh, module)  # it has assigned `seen` anew
-    with pytest.raises(ValueError, match="buffer 'seen' had a second name.*'again', and one of them is another tensor"):
+    with pytest.raises(ValueError, match="'seen' .*'again'"):
         optimizer.step()
 
 
@@ -926,7 +926,7 @@ def test_gradients_that_have_left_cannot_be_used(mesh):
                 lambda module: module[1].weight.grad.mul_(0.5),
                 lambda module: module[1].weight.grad.norm(),
             ) * uses:
-                with pytest.raises(RuntimeError, match="under zero=2 and 3, .*clip_grad_norm_.*max_gradient_norm"):
+                with pytest.raises(RuntimeError, match="zero=2 and 3, .*max_gradient_norm"):
                     use(module)
             optimizer.step()
         assert all(p.grad is None for p in module.parameters())

@@ -257,12 +257,12 @@ def failing(parameters, samples):
 @pytest.mark.parametrize(
     ("function", "error", "words"),
     [
-        (broken(np.nan), FloatingPointError, "after step 2 is not finite: nan of validation samples 2, 3;"),
-        (broken(np.inf), FloatingPointError, "after step 2 is not finite: inf of validation samples 2, 3;"),
-        (changing, ValueError, "the function changes the parameters that it is given"),
+        (broken(np.nan), FloatingPointError, "after step 2 .*nan of validation samples 2, 3"),
+        (broken(np.inf), FloatingPointError, "after step 2 .*inf of validation samples 2, 3"),
+        (changing, ValueError, "changes the parameters"),
         (failing, (KeyError, RuntimeError), "no such sample"),
-        (lambda *_: None, TypeError, "must return the summed loss of its samples as one number, got None"),
-        (lambda *_: np.zeros(2), TypeError, "as one number, got a ndarray"),
+        (lambda *_: None, TypeError, "loss .*got None"),
+        (lambda *_: np.zeros(2), TypeError, "got a ndarray"),
     ],
     ids=["nan", "inf", "changes", "raises", "none", "array"],
 )
@@ -274,15 +274,15 @@ def test_what_a_function_does_wrong_is_raised_on_all_ranks(mesh, function, error
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        (lambda: {"evaluate": Evaluation(validation, 17, every=0)}, ValueError, "every=0 must be a whole number"),
+        (lambda: {"evaluate": Evaluation(validation, 17, every=0)}, ValueError, "every=0"),
         (lambda: {"evaluate": Evaluation(validation, 0, every=1)}, ValueError, "Evaluation: samples=0"),
-        (lambda: {"evaluate": Evaluation(17, 17, every=1)}, TypeError, "function must be callable, got int"),
-        (lambda: {"evaluate": validation}, TypeError, "evaluate must be an Evaluation.*got function"),
+        (lambda: {"evaluate": Evaluation(17, 17, every=1)}, TypeError, "function .*got int"),
+        (lambda: {"evaluate": validation}, TypeError, "evaluate .*got function"),
         (lambda: {"evaluate": Evaluation.for_model(tuple, 17, every=1)}, TypeError, "needs a model with loss"),
-        (lambda: {"stop_early": EarlyStopping(2)}, ValueError, "stop_early needs validation losses; give evaluate="),
-        (lambda: {"stop_early": 2}, TypeError, "stop_early must be EarlyStopping"),
-        (lambda: {"stop_early": EarlyStopping(0)}, ValueError, "patience=0 must"),
-        (lambda: {"stop_early": EarlyStopping(1, min_delta=-1)}, ValueError, "min_delta=-1 must"),
+        (lambda: {"stop_early": EarlyStopping(2)}, ValueError, "stop_early .*evaluate="),
+        (lambda: {"stop_early": 2}, TypeError, "stop_early .*EarlyStopping"),
+        (lambda: {"stop_early": EarlyStopping(0)}, ValueError, "patience=0"),
+        (lambda: {"stop_early": EarlyStopping(1, min_delta=-1)}, ValueError, "min_delta=-1"),
     ],
 )
 def test_what_cannot_be_evaluated(mesh, given, error, words):
@@ -292,9 +292,9 @@ def test_what_cannot_be_evaluated(mesh, given, error, words):
 
 def test_a_best_checkpoint_needs_validation_losses(mesh, folder):
     with Checkpoints(folder, mesh, best="validation loss") as checkpoints:
-        with pytest.raises(ValueError, match="best=...[)] needs validation losses"):
+        with pytest.raises(ValueError, match="best=...[)] .*validation losses"):
             optimized(mesh, checkpoints=checkpoints)
-    with pytest.raises(ValueError, match="best='loss' must be 'validation loss'"):
+    with pytest.raises(ValueError, match="best='loss'"):
         Checkpoints(folder, mesh, best="loss")
 
 
@@ -306,7 +306,7 @@ def test_what_ranks_must_have_alike(mesh):
 
 
 def test_a_method_has_line_searches_between_its_iterates(mesh):
-    with pytest.raises(ValueError, match="evaluate= is for rules: the steps of LBFGS"):
+    with pytest.raises(ValueError, match="evaluate= .*LBFGS"):
         mpishard.as_distributed(LBFGS(), mesh).optimize(
             problem(), progress=False, evaluate=Evaluation(validation, 17, every=2)
         )

@@ -117,7 +117,7 @@ def test_memory_is_the_share_and_the_units_in_use(mesh, from_the_start):
 
 
 @pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.pairs(1)
+@pytest.mark.full
 def test_a_large_table_is_in_memory_once(mesh, standin_kind):
     """A tied model whose table is most of it: blocks of other units are not as large, and a device keeps none."""
     if mesh.size > 4:
@@ -221,7 +221,7 @@ def test_parameters_are_there_between_use_and_release(mesh):
     whole = start(40, np.float64)
     whole[16:] = 6
     assert np.array_equal(parameters.gather(), whole)
-    with pytest.raises(RuntimeError, match="the unit of .a. was released, but is not in use"):
+    with pytest.raises(RuntimeError, match="unit of .a. was released"):
         parameters.release(["b"])
     parameters.use(["a"])
     parameters.release(["a"])
@@ -237,7 +237,7 @@ def test_a_gather_that_mpi_truncates_names_its_unit(mesh, monkeypatch):
 
     parameters = FlatParameters(SPECS, np.float64, units=UNITS, sharded_over=mesh.data)
     monkeypatch.setattr(mesh.data, "start_all_gather", lambda *_, **__: SimpleNamespace(wait=truncated))
-    with pytest.raises(mpishard.CollectiveMismatchError, match="gathers the unit of 'c', .*MPISHARD_DEBUG=1"):
+    with pytest.raises(mpishard.CollectiveMismatchError, match="unit of 'c', .*MPISHARD_DEBUG=1"):
         parameters.use(["c"])
 
 
@@ -278,14 +278,14 @@ def test_a_flat_array_stays_whole(mesh):
 def test_sharded_parameters_need_an_optimizer_for_them(comm, mesh):
     parameters = FlatParameters(SPECS, sharded_over=mesh.data)
     for strategy in (DDPOptimizer, ZeRO2Optimizer):
-        with pytest.raises(ValueError, match="are sharded .* needs them whole; use ZeRO3Optimizer"):
+        with pytest.raises(ValueError, match="are sharded .*ZeRO3Optimizer"):
             strategy(AdamW(), mesh).bind(parameters)
-    with Mesh(comm) as other, pytest.raises(ValueError, match="over a data axis that is not this optimizer's"):
+    with Mesh(comm) as other, pytest.raises(ValueError, match="data axis that is not this optimizer's"):
         ZeRO3Optimizer(AdamW(), other).bind(parameters)
 
 
 def test_units_name_every_tensor():
-    with pytest.raises(ValueError, match="'c' is in no unit; units must name every tensor"):
+    with pytest.raises(ValueError, match="'c' is in no unit"):
         FlatParameters(SPECS, units=[["a", "b"], ["d"]])
 
 

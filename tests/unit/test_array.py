@@ -69,7 +69,7 @@ def test_kinds(module: Any) -> None:
     assert arrays.module_of(array) is module
     for nothing in (None, 1.0, [1.0], np.float32(1), "array"):
         assert not arrays.is_array(nothing) and not arrays.is_device(nothing)
-    with pytest.raises(TypeError, match="NumPy or CuPy array, got builtins.list"):
+    with pytest.raises(TypeError, match="got builtins.list"):
         arrays.module_of([1.0])
     host = np.ones(3)
     assert arrays.to_host(host) is host
@@ -110,11 +110,11 @@ def test_staging_slices_and_shapes(module: Any) -> None:
 
 def test_staging_refuses_what_does_not_fit(module: Any) -> None:
     device = module.zeros(4, np.float64)
-    with pytest.raises(ValueError, match=r"float64\(4,\) on the device and float64\(1,\) on the host"):
+    with pytest.raises(ValueError, match=r"float64\(4,\) .*float64\(1,\)"):
         arrays.copy_to_device(np.ones(1), device)
-    with pytest.raises(ValueError, match=r"float64\(4,\) on the device and float32\(4,\) on the host"):
+    with pytest.raises(ValueError, match=r"float64\(4,\) .*float32\(4,\)"):
         arrays.copy_to_host(device, np.ones(4, np.float32))
-    with pytest.raises(TypeError, match="must be a NumPy array, got list"):
+    with pytest.raises(TypeError, match="array, got list"):
         arrays.copy_to_device([1.0] * 4, device)  # type: ignore[arg-type]
 
 
@@ -155,9 +155,9 @@ def test_the_stand_in_raises_where_copies_of_cupy_are_not_those_of_numpy() -> No
     array[...] = array
     array[:4] = array[4:]
     array.reshape(4, 2)[:, 0] = array[1:5]
-    with pytest.raises(ValueError, match="float32 and int32 at one address for one array, and copies nothing"):
+    with pytest.raises(ValueError, match="float32 and int32 at one address"):
         array.view(np.int32)[...] = array
-    with pytest.raises(ValueError, match="CUDA forbids that the two overlap"):
+    with pytest.raises(ValueError, match="the two overlap"):
         array[1:] = array[:-1]
     with pytest.raises(RuntimeError, match="non-contiguous ndarray"):
         arrays.copy_to_host(array, np.zeros((8, 2), np.float32)[:, 0])
@@ -230,30 +230,30 @@ def test_kernel_works_in_place_on_slices_and_may_read_what_it_writes(module: Any
 
 def test_kernel_refuses_what_does_not_fit(module: Any) -> None:
     p, g = module.zeros(4, np.float32), module.zeros(4, np.float32)
-    with pytest.raises(TypeError, match="relax takes the arguments p, g, rate, got 2 of them"):
+    with pytest.raises(TypeError, match="relax .*p, g, rate, got 2"):
         relax(p, g)
     with pytest.raises(TypeError, match="p is float32 and g is float64"):
         relax(p, module.zeros(4, np.float64), 0.3)
     with pytest.raises(TypeError, match="p is int64 and p is int64"):
         relax(module.zeros(4, np.int64), g, 0.3)
-    with pytest.raises(ValueError, match=r"p has shape \(4,\) and g has shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"p .*\(4,\).*g .*\(3,\)"):
         relax(p, module.zeros(3, np.float32), 0.3)
     with pytest.raises(ValueError, match=r"p has shape \(2, 2\)"):
         relax(p.reshape(2, 2), g.reshape(2, 2), 0.3)
-    with pytest.raises(TypeError, match="NumPy or CuPy array, got builtins.list"):
+    with pytest.raises(TypeError, match="got builtins.list"):
         relax([1.0], g, 0.3)
     assert np.array_equal(arrays.to_host(p), np.zeros(4))
 
 
 def test_kernel_refuses_gaps_read_only_arrays_and_several_kinds() -> None:
     p, g = np.zeros(8), np.zeros(4)
-    with pytest.raises(TypeError, match="p is a numpy.ndarray but g is a standin.DeviceArray"):
+    with pytest.raises(TypeError, match="p is a numpy.ndarray.*g is a standin.DeviceArray"):
         relax(g, standin.zeros(4), 0.3)
     with pytest.raises(ValueError, match="with gaps in memory"):
         relax(p[::2], g, 0.3)
     fixed = np.zeros(4)
     fixed.flags.writeable = False
-    with pytest.raises(ValueError, match="relax changes p, but that array is read-only"):
+    with pytest.raises(ValueError, match="relax changes p.*read-only"):
         relax(fixed, g, 0.3)
     relax(g, fixed, 0.3)
     assert np.array_equal(g, numpy_relax(np.zeros(4), np.zeros(4), 0.3))
@@ -458,9 +458,9 @@ def test_a_slab_is_used_again_for_what_fits_it(like):
     assert pool.take(100, like) is not pool.take(100, like)
 
 
-def test_large_slabs_have_few_sizes_and_little_of_them_is_not_used():
+def test_large_slabs_have_few_sizes_and_little_of_them_is_not_used(like):
     wanted = range(2**22 + 1, 2**26, 2**17)
-    sizes = [streams._rounded(size) for size in wanted]
+    sizes = [PinnedPool().take(size, like).bytes.size for size in wanted]
     assert len(set(sizes)) == 4 * 4
     assert all(size <= found < 1.25 * size for size, found in zip(wanted, sizes, strict=True))
 
@@ -493,12 +493,14 @@ def test_no_more_is_kept_than_the_limit(like, monkeypatch):
         pool.give(slab)
     assert pool.kept_bytes == 3 * 8192
     pool.give(slabs[4])  # the largest goes first
-    assert pool.kept_bytes == 3 * 8192 and not pool._kept[16384]
+    assert pool.kept_bytes == 3 * 8192 and pool.take(16000, like) is not slabs[4]
     stream = backend.new_stream(like)
     backend.start_to_device(slabs[3].bytes[:1000], like, stream)
-    pool.give(slabs[3], backend.record(like, stream))
+    copied = backend.record(like, stream)
+    pool.give(slabs[3], copied)
     assert pool.kept_bytes == 3 * 8192
-    assert any(each is slabs[3] for each in pool._kept[8192])  # the copy reads it: another has gone
+    copied.synchronize()
+    assert slabs[3] in [pool.take(8000, like) for _ in range(3)]  # the copy read it: another has gone
 
 
 def test_garbage_in_a_cycle_destroys_no_event_that_the_pool_keeps(device, monkeypatch):

@@ -104,7 +104,7 @@ def test_nothing_half_made_is_left(name, tmp_path, monkeypatch):
         make(Arrays(), tmp_path / "absent" / name)
     with monkeypatch.context() as patch:
         patch.setattr(disk, "free_bytes", lambda path: 100)
-        with pytest.raises(OSError, match="bytes are to be written and 100 are free"):
+        with pytest.raises(OSError, match="100 are free"):
             make(Arrays(), tmp_path / name)
     assert not list(tmp_path.iterdir())
     (tmp_path / name).symlink_to("nowhere")
@@ -142,12 +142,12 @@ def test_indexes_and_manifests_that_contradict(tmp_path):
     manifest = read_manifest(two)
     kept = {"index.h5": manifest.files["index.h5"], "pieces-00000.h5": manifest.files["pieces-00000.h5"]}
     (two / "manifest.json").write_bytes(replace(manifest, files=kept).encode())
-    with pytest.raises(ValueError, match=r"wants pieces of pieces-00001\.h5, which the manifest does not have"):
+    with pytest.raises(ValueError, match=r"pieces-00001\.h5, .*manifest"):
         newest_whole(two)
     (two / "index.h5").write_bytes((one / "index.h5").read_bytes())
     files = {**manifest.files, "index.h5": FileEntry(*hash_file(two / "index.h5"))}
     (two / "manifest.json").write_bytes(replace(manifest, files=files).encode())
-    with pytest.raises(ValueError, match="generation 1; the manifest next to it is of .*, generation 2"):
+    with pytest.raises(ValueError, match="generation 1.*generation 2"):
         newest_whole(two)
 
 
@@ -301,7 +301,7 @@ def test_bad_archives_are_refused(suffix, data, message, tmp_path):
 def test_an_archive_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path):
     member = npy(f"({2**24},)", data=bytes(2**26))
     (tmp_path / "x.npz").write_bytes(zipped(("w.npy", member), method=zipfile.ZIP_DEFLATED))
-    with pytest.raises(ValueError, match=r"x\.npz cannot be read as npz: its \d+ bytes unpack to 67108\d+, more than"):
+    with pytest.raises(ValueError, match=r"x\.npz .*unpack to 67108\d+"):
         Archive(tmp_path / "x.npz")
 
 

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from runs import assert_is_at, state
+from variants import full
 
 from mpishard.checkpoint import Checkpoints, disk
 from mpishard.checkpoint import save as saving
@@ -32,8 +33,11 @@ def check_load(checkpoints, step):
     assert_is_at(found, step)
 
 
-def damages(saved, before, random):
-    """``(file, bytes or None)``: what becomes of a file of the newest checkpoint, one after the other."""
+def damages(saved, before, flipped, random):
+    """``(file, bytes or None)``: what becomes of a file of the newest checkpoint, one after the other.
+
+    `flipped` bits of each file are changed, and seven times as many of all of them.
+    """
     files = sorted(saved.iterdir())
     for path in files:
         yield path, None
@@ -42,9 +46,9 @@ def damages(saved, before, random):
         data = path.read_bytes()
         yield path, data[: random.integers(len(data))]
     bits = np.cumsum([8 * path.stat().st_size for path in files])
-    flips = random.integers(0, bits[-1], 140).tolist()
+    flips = random.integers(0, bits[-1], 7 * flipped).tolist()
     for number, path in enumerate(files):  # the small ones must not be missed
-        flips += (bits[number] - 1 - random.integers(0, 8 * path.stat().st_size, 20)).tolist()
+        flips += (bits[number] - 1 - random.integers(0, 8 * path.stat().st_size, flipped)).tolist()
     for bit in flips:
         number = int(np.searchsorted(bits, bit, side="right"))
         data = bytearray(files[number].read_bytes())
@@ -55,7 +59,8 @@ def damages(saved, before, random):
         yield path, (before / path.name).read_bytes()
 
 
-def test_whatever_happens_to_a_file_the_one_before_is_loaded(run, mesh, monkeypatch):
+@pytest.mark.parametrize("flipped", [2, *full(20)])
+def test_whatever_happens_to_a_file_the_one_before_is_loaded(run, mesh, monkeypatch, flipped):
     saved, before = run / "step-00000002", run / "step-00000001"
     real = h5py.File
 
@@ -65,7 +70,7 @@ def test_whatever_happens_to_a_file_the_one_before_is_loaded(run, mesh, monkeypa
 
     count = 0
     with Checkpoints(run, mesh) as checkpoints:
-        for path, data in damages(saved, before, np.random.default_rng(0)):
+        for path, data in damages(saved, before, flipped, np.random.default_rng(0)):
             whole = path.read_bytes()
             if data is None:
                 path.unlink()
@@ -83,14 +88,15 @@ def test_whatever_happens_to_a_file_the_one_before_is_loaded(run, mesh, monkeypa
             path.write_bytes(whole)
             count += 1
         check_load(checkpoints, 2)
-    assert count == 3 + 20 + 200 + 3
+    assert count == 3 + 20 + 10 * flipped + 3
 
 
-def test_a_latest_that_is_damaged_is_told_of(run, mesh):
+@pytest.mark.parametrize("step", [7, *full(1)])  # coprime to the bits of a byte
+def test_a_latest_that_is_damaged_is_told_of(run, mesh, step):
     link = run / "latest"
     target = os.readlink(link).encode()
     with Checkpoints(run, mesh) as checkpoints:
-        for bit in range(8 * len(target)):
+        for bit in range(0, 8 * len(target), step):
             name = bytearray(target)
             name[bit // 8] ^= 1 << bit % 8
             if 0 in name:

@@ -22,7 +22,7 @@ from mpishard.backend import array as arrays
 from mpishard.checkpoint import disk, folder, pieces
 from mpishard.checkpoint.checkpoints import Measured, Pace, save_interval
 from mpishard.checkpoint.folder import Candidate, FileEntry, Manifest, decode_manifest, hash_file, read_manifest
-from mpishard.checkpoint.pieces import Readers, pieces_file, read_into
+from mpishard.checkpoint.pieces import ReadThreads, pieces_file, read_into
 from mpishard.checkpoint.save import Snapshot
 from mpishard.checkpoint.verify import examine, share_of_files
 from mpishard.comm import json_exchange
@@ -317,7 +317,7 @@ def test_content_that_nobody_writes_is_refused(checkpoint, changes):
     assert decode_manifest(resigned(checkpoint[1])) == checkpoint[1]
     with pytest.raises(ValueError, match="damaged"):
         decode_manifest(resigned(checkpoint[1], **changes))
-    with pytest.raises(ValueError, match="of version 2; this mpishard reads version 1"):
+    with pytest.raises(ValueError, match="version 2.*version 1"):
         decode_manifest(resigned(checkpoint[1], version=2))
 
 
@@ -325,7 +325,7 @@ def test_a_missing_manifest(tmp_path):
     with pytest.raises(ValueError, match=r"manifest\.json is missing"):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").symlink_to("/etc/passwd")
-    with pytest.raises(ValueError, match=r"manifest\.json cannot be read: it is a link, which is not followed"):
+    with pytest.raises(ValueError, match=r"manifest\.json .*a link"):
         read_manifest(tmp_path)
 
 
@@ -381,7 +381,7 @@ def test_many_bytes_are_shared_by_the_threads(monkeypatch, cores):
         assert item not in names
         names[item] = threading.current_thread().name
 
-    with Readers(processes=2) as reading:
+    with ReadThreads(processes=2) as reading:
         for sizes in ([50] * 40, [1] * 99, [10**6, 1, 1], [1, 1, 10**6], [0, 0], []):
             names.clear()
             reading.share(note, range(len(sizes)), sizes)
@@ -396,7 +396,7 @@ def two_threads(monkeypatch):
     monkeypatch.setattr(pieces, "own_cores", lambda: {0, 1})
     monkeypatch.setattr(pieces, "cpu_quota", lambda: 2.0)
     monkeypatch.setattr(pieces, "_LEAST_SHARE", 1)
-    return Readers()
+    return ReadThreads()
 
 
 def test_no_thread_goes_on_when_another_has_failed(monkeypatch):
@@ -437,7 +437,7 @@ def test_a_file_that_ends_too_early_is_told_of(tmp_path):
     out = np.zeros(60, np.uint8)
     read_into(file, 40, out)
     assert out.tolist() == list(range(40, 100))
-    with pytest.raises(OSError, match="ends at byte 100, 2 bytes too early"):
+    with pytest.raises(OSError, match="byte 100, 2 bytes"):
         read_into(file, 42, out)
     os.close(file)
 
@@ -552,7 +552,7 @@ def test_steps_between_saves_need_no_communication():
     assert [step for step in range(10) if save_interval(3).due(step, None)] == [3, 6, 9]
     assert not any(save_interval(None).due(step, None) for step in range(10))
     for every in (0, -1, 1.0, 0.0, -0.5, float("nan"), True, "2"):
-        with pytest.raises(ValueError, match=f"every={every!r} must be a whole number of steps of at least 1, a share"):
+        with pytest.raises(ValueError, match=f"every={every!r}"):
             save_interval(every)
 
 
@@ -634,7 +634,7 @@ def test_device_arrays_are_saved_as_host_arrays_are(monkeypatch):
             shard.array.fill(0)
             arrays.ready(shard.array)
         assert content(parts) == found == content(Snapshot().take(shards(np.copy, factor)))
-        addresses = {name: buffer.ctypes.data for name, buffer in snapshot._buffers.items()}
+        addresses = [part.values.ctypes.data for part in parts]
         assert kept in (None, addresses)
         kept = addresses
     assert not released

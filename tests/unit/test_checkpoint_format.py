@@ -125,10 +125,10 @@ def test_a_writer_with_nothing_to_write(tmp_path):
 
 def test_values_that_do_not_fit_are_not_written(tmp_path):
     for wrong in (np.zeros((2, 2)), np.zeros(3, np.int64), np.zeros(3, complex)):
-        with pytest.raises(ValueError, match=r"wanted floating-point numbers of shape \(3,\)"):
+        with pytest.raises(ValueError, match=r"floating-point .*\(3,\)"):
             write_pieces(tmp_path / "x.h5", [PieceValues("parameters", "a", ((0, 3),), wrong)], id=ID, writer=0)
         (tmp_path / "x.h5").unlink()
-    with pytest.raises(ValueError, match="compression 'zip' is not one of"):
+    with pytest.raises(ValueError, match="compression 'zip'"):
         write_pieces(tmp_path / "x.h5", [], id=ID, writer=0, compression="zip")
 
 
@@ -138,7 +138,7 @@ def test_values_that_do_not_fit_are_not_written(tmp_path):
         ({"a/b": 1}, "cannot be named 'a/b'"),
         ({"version": 1}, "cannot be named 'version'"),
         ({"tensors.json": []}, "cannot be named 'tensors.json'"),
-        ({"x": None}, "'x' is a NoneType; name it 'x.json'"),
+        ({"x": None}, "'x' is a NoneType"),
         ({"x": np.zeros((2, 2))}, "1-D"),
         ({"x": np.array(["a"])}, "of numbers"),
         ({"x": 2**64}, "64 bits"),

@@ -119,8 +119,8 @@ HOSTILE = {
     "kind in the tables": (text("kinds", {"json": "float64"}), "cannot be the kind"),
     "unknown dtype": (text("kinds", {"parameters": "object"}), "are object"),
     "dtype that is none": (text("kinds", {"parameters": ["float64"]}), "refused"),
-    "later version": (attribute("version", 3), "version 3 of the format, written by mpishard"),
-    "earlier version": (attribute("version", 1), "version 1 .* reads version 2: read it with the mpishard that"),
+    "later version": (attribute("version", 3), "version 3 of the format"),
+    "earlier version": (attribute("version", 1), "version 1 .*reads version 2"),
     "other format": (attribute("format", "x"), "format is 'x'"),
     "other id": (attribute("id", "f" * 32), "not that of its first bytes"),
     "odd id": (attribute("id", "../"), "its id '../'"),
@@ -208,7 +208,7 @@ def test_files_that_lie_elsewhere_are_refused(checkpoint_folder, tmp_path):
     refused(checkpoint_folder, "outside of its folder")
     path.unlink()
     path.symlink_to("pieces-00000.h5")
-    bad_piece(checkpoint_folder, "are not those of this checkpoint")
+    bad_piece(checkpoint_folder, "not those of this checkpoint")
 
 
 def bad_piece(folder, message, name="plain.weight"):
@@ -224,7 +224,7 @@ def test_a_file_of_another_checkpoint_is_refused(checkpoint_folder):
     for id, writer in (("f" * 32, 1), (ID, 2)):
         path.unlink()
         write_pieces(path, parts(1, 3), id=id, writer=writer)
-        bad_piece(checkpoint_folder, f"are not those of this checkpoint.*{ID}")
+        bad_piece(checkpoint_folder, f"not those of this checkpoint.*{ID}")
 
 
 def instead(path="parameters", **options):
@@ -285,7 +285,7 @@ def test_a_cover_is_right_exactly_if_every_element_is_there_once(data):
     if (seen == 1).all():
         check_cover(shape, boxes)
     else:
-        with pytest.raises(ValueError, match="leave elements out or have some twice"):
+        with pytest.raises(ValueError, match="leave elements out"):
             check_cover(shape, boxes)
 
 
@@ -449,16 +449,16 @@ def compressed_twice(h5):
 GZIP = {"compression": "gzip", "shuffle": True}
 FULL = bytes(128)
 CHUNKS = {
-    "short": (chunk(zlib.compress(FULL[:5]), **GZIP), "decodes to 5 bytes instead of 128"),
-    "long": (chunk(zlib.compress(FULL + FULL), **GZIP), "decodes to 129 bytes or more instead of 128"),
+    "short": (chunk(zlib.compress(FULL[:5]), **GZIP), "5 bytes .*128"),
+    "long": (chunk(zlib.compress(FULL + FULL), **GZIP), "129 bytes or more .*128"),
     "noise": (chunk(b"no zlib", **GZIP), "cannot be decoded"),
     "cut": (chunk(zlib.compress(np.random.default_rng(0).bytes(128))[:-9], **GZIP), "cannot be decoded"),
     "far too long": (chunk(bytes(1000), **GZIP), "too long"),
     "all filters skipped": (chunk(FULL, 3, **GZIP), "skips the filters"),
     "shuffling skipped": (chunk(zlib.compress(FULL), 1, **GZIP), "skips the filters"),
     "compression skipped": (chunk(FULL[:9], 2, **GZIP), "decodes to 9 bytes"),
-    "another compression": (in_lzf, "wanted shuffling or none, then gzip or none"),
-    "two compressions": (compressed_twice, "wanted shuffling or none, then gzip or none"),
+    "another compression": (in_lzf, "shuffling or none, then gzip"),
+    "two compressions": (compressed_twice, "shuffling or none, then gzip"),
     "never written": (never_written, "never written"),
 }
 
@@ -504,11 +504,11 @@ def test_a_disk_that_fails_after_all_was_checked_is_told_of(tmp_path, mesh, monk
     with Checkpoints(tmp_path, mesh) as checkpoints:
         checkpoints.save(state(1))
         checkpoints.save(state(2))
-        real, failing = pieces.CheckpointReader.read_ranges, ["step-00000002"]
+        real, failing = pieces.CheckpointReader.read_ranges, [2]
 
         def read(reader, ranges, out):
             ranges = list(ranges)
-            if reader._contents.folder.name in failing and ranges[0].piece.kind == RUN_KINDS[-1]:
+            if reader.facts["step"] in failing and ranges[0].piece.kind == RUN_KINDS[-1]:
                 raise ValueError("input/output error")
             real(reader, ranges, out)
 
@@ -522,8 +522,8 @@ def test_a_disk_that_fails_after_all_was_checked_is_told_of(tmp_path, mesh, monk
             if facts["step"] == 1:
                 raise ValueError("not this one")
 
-        with pytest.raises(OSError, match="not this one.*partly overwritten"):
+        with pytest.raises(OSError, match="not this one.*overwritten"):
             checkpoints.load(state(0, empty=True), check=refuse)
-        failing.append("step-00000001")
+        failing.append(1)
         with pytest.raises(OSError, match="partly overwritten"):
             checkpoints.load(state(0, empty=True))

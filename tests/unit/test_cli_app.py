@@ -28,7 +28,7 @@ def test_no_summary_is_cut(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
     commands = shown.partition("Commands:\n")[2].splitlines()
-    assert len(commands) == 19 and all(line.endswith(".") and "..." not in line for line in commands)
+    assert len(commands) == 20 and all(line.endswith(".") and "..." not in line for line in commands)
     assert max(map(len, shown.splitlines())) <= 80
 
 

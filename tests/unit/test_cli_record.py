@@ -8,10 +8,11 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
-from PIL import Image
+from matplotlib.text import Text
 from records import process_line, write, write_lines
 
 from mpishard.cli import main
@@ -34,6 +35,22 @@ def shown(capsys):
     return shown
 
 
+def labelled(figure):
+    """The axes of a figure by their labels."""
+    return {axis.get_ylabel(): axis for axis in figure.axes}
+
+
+def by_place(figure):
+    """The axes of a figure from the top left, by rows."""
+    grid = [(axis.get_subplotspec(), axis) for axis in figure.axes]
+    return [axis for _, axis in sorted(grid, key=lambda each: (each[0].rowspan.start, each[0].colspan.start))]
+
+
+def below(figure):
+    """The lines of text under the panels."""
+    return figure.get_supxlabel().splitlines()
+
+
 class TestPlot:
     @pytest.fixture
     def run(self, tmp_path):
@@ -43,9 +60,9 @@ class TestPlot:
 
     @pytest.fixture
     def drawn(self, monkeypatch):
-        """The axes of a picture that is not saved."""
+        """The figures that are not saved."""
         drawn = []
-        monkeypatch.setattr("mpishard.cli.plot.save", lambda figure, path: drawn.extend(figure.axes))
+        monkeypatch.setattr("mpishard.cli.plot.save", lambda figure, path: drawn.append(figure))
         return drawn
 
     def test_a_picture_and_its_data(self, run, shown):
@@ -55,41 +72,213 @@ class TestPlot:
         assert shown("plot", run).strip() == str(run / "run.png")
         assert (run / "run.png").read_bytes()[:8] == PNG
 
-    def test_series_beside_the_loss(self, run, shown):
-        write_lines(run / "metrics.jsonl", *({"step": s, "loss": 1 / s, "learning_rate": 0.1} for s in range(1, 6)))
-        logged = {"step": 3, "speed": 1, "held_out_loss": 0.5, "gradient norm": 2}  # names of panels, too
-        write_lines(run / "logged.jsonl", logged)
+    def test_series_beside_the_loss(self, run, drawn, shown):
+        metrics = [{"step": s, "loss": 1 / s, "learning_rate": 0.1 * s, "gradient_norm": 3 / s} for s in range(1, 6)]
+        write_lines(run / "metrics.jsonl", *metrics)
+        # Names of panels, too.
+        logged = [{"step": s, "speed": s, "held_out_loss": 0.5, "weight norm": 2.0 * s, "sent": -s} for s in (1, 3)]
+        write_lines(run / "logged.jsonl", *logged)
         shown("plot", run, "--log")
-        with Image.open(run / "run.png") as picture:
-            assert picture.height == pytest.approx(5 * 247, abs=2)  # loss, 3 small ones in 2 rows, 2 rows
+        axes = labelled(drawn[0])
+        own = ["loss", "learning rate", "gradient norm", "weight norm", "data-parallel workers"]
+        assert set(axes) == {
+            *own,
+            "speed",
+            "sent",
+            "tokens / s",
+            "ms / step, mean of ranks",
+            "bytes sent / step, all ranks",
+        }
+        assert drawn[0].get_figheight() == pytest.approx(6 * 2.47)  # the loss, 7 lines in 4 rows, and a row
+        assert [line.get_label() for line in axes["loss"].lines] == ["loss", "held out loss"]
+        logarithmic = {label for label, axis in axes.items() if axis.get_yscale() == "log"}
+        assert logarithmic == {"loss", "gradient norm", "weight norm"}
+        shown("plot", run)
+        assert {axis.get_yscale() for axis in drawn[1].axes} == {"linear"}
 
     def test_the_best_validation_loss_is_marked(self, run, drawn, shown):
         losses = {100: 0.5, 200: 0.25, 300: None, 400: 0.375}
         write_lines(run / "logged.jsonl", *({"step": step, "validation_loss": loss} for step, loss in losses.items()))
         shown("plot", run)
-        marks = [line for line in drawn[0].lines if line.get_marker() == "*"]
+        marks = [line for line in labelled(drawn[0])["loss"].lines if line.get_marker() == "*"]
         assert [line.get_label() for line in marks] == ["best, step 200"]
         assert [line.get_xydata().tolist() for line in marks] == [[[200, 0.25]]]
 
     @pytest.mark.parametrize("steps", [1, 30])
     def test_a_panel_without_values_says_so(self, steps, tmp_path, drawn, shown):
-        metrics = [{"step": step, "loss": None, "seconds": 0.5, "workers": 1} for step in range(1, steps + 1)]
-        lines = [process_line(0, 1, [0.5] * steps, axes={"data": {"bytes": 2000 * steps, "seconds": 0}})]
+        metrics = [{"step": step, "loss": None, "seconds": 0.5 * step, "workers": 1} for step in range(1, steps + 1)]
+        lines = [process_line(0, 1, [0.5], axes={"data": {"bytes": 900, "seconds": 0}})]
+        if steps > 1:
+            lines.append(process_line(0, 2, [0.5] * 29, axes={"data": {"bytes": 29 * 2000, "seconds": 0}}))
         run = write(tmp_path / "run", metrics, [lines])
-        write_lines(run / "logged.jsonl", {"step": 1, "a_name_of_a_series_that_is_long": 1})
+        write_lines(run / "logged.jsonl", {"step": 1, "a_name_of_a_series_that_is_long": None})
         shown("plot", run)
-        panels = {axis.get_ylabel(): [text.get_text() for text in axis.texts] for axis in drawn}
-        assert {label: texts for label, texts in panels.items() if texts} == {"loss": ["nothing noted"]}
-        assert "a name of a series that is\nlong" in panels and "kB sent / step, all ranks" in panels
-        assert len({axis.get_xlim() for axis in drawn}) == 1
-        for axis in drawn:  # steps are whole
+        panels = {axis.get_ylabel(): [text.get_text() for text in axis.texts] for axis in drawn[0].axes}
+        empty = {label: texts for label, texts in panels.items() if texts}
+        assert empty == dict.fromkeys(["loss", "a name of a series that is\nlong"], ["nothing noted"])
+        assert ("steps / s" in panels) == ("kB sent / step, all ranks" in panels) == (steps > 1)
+        assert len({axis.get_xlim() for axis in drawn[0].axes}) == 1
+        for axis in drawn[0].axes:  # steps are whole
             assert all(float(tick).is_integer() for tick in axis.get_xticks())
+
+    def test_a_constant_series_is_a_line_of_text(self, tmp_path, drawn, shown):
+        metrics = [
+            {"step": s, "loss": 0.5, "learning_rate": 0.1, "gradient_norm": None if s == 2 else 1.0, "workers": 4}
+            for s in range(1, 4)
+        ]
+        sent = {"data": {"bytes": 2000, "seconds": 0}, "world": {"bytes": 0, "seconds": 0}}
+        twice = {axis: each | {"bytes": 2 * each["bytes"]} for axis, each in sent.items()}
+        lines = [process_line(0, 1, [0.25] * 2, axes=twice), process_line(0, 3, [0.25], axes=sent)]  # of 2 ranks
+        run = write(tmp_path / "run", [each | {"seconds": 0.25} for each in metrics], [lines])
+        write_lines(run / "logged.jsonl", {"step": 2, "accuracy": 0.75}, {"step": 3, "a": 1}, {"step": 1, "a": 2})
+        shown("plot", run)
+        said = ["learning rate: 0.1", "accuracy: 0.75 at step 2", "steps / s: 4", "data-parallel workers: 4"]
+        assert below(drawn[0]) == [*said, "sent / step, all ranks: data axis 4.00 kB, world axis 0 B"]
+        assert set(labelled(drawn[0])) == {"loss", "gradient norm", "a", "ms / step, mean of ranks"}
+        shown("plot", run, "--panels", "workers,sent")
+        assert list(labelled(drawn[1])) == ["data-parallel workers", "kB sent / step, all ranks"]
+        assert below(drawn[1]) == []
+
+    @pytest.fixture
+    def minimisation(self, tmp_path):
+        """The record of a minimisation, of 2 ranks at first and then of 3, in a folder of this name."""
+
+        def made(name, scale=1.0, method="LBFGSB"):
+            metrics = [
+                {"step": s, "loss": scale / s, "learning_rate": 1 / s, "gradient_norm": 5 / s, "workers": 1}
+                | {"iteration": s // 2, "accepted_loss": 2 * scale / s, "seconds": 0.1 * s}
+                for s in range(1, 9)
+            ]
+            lines = [process_line(0, 1, [0.5] * 4), process_line(0, 5, [0.5] * 4) | {"ranks": 3}]
+            return write(tmp_path / name, metrics, [lines], [{"optimizer": "minimize", "rule": {"rule": method}}])
+
+        return made
+
+    def test_a_minimisation_is_told_in_its_own_words(self, minimisation, drawn, shown):
+        shown("plot", minimisation("run"), "--log")
+        axes = labelled(drawn[0])
+        own = {"value", "step length", "norm of the gradient", "iterations", "evaluations / s", "ranks"}
+        assert set(axes) == own | {"ms / evaluation, mean of\nranks", "bytes sent / evaluation, all\nranks"}
+        assert [line.get_label() for line in axes["value"].lines] == ["value", "value at the last iterate"]
+        assert axes["ranks"].lines[0].get_ydata().tolist() == [2] * 4 + [3] * 4
+        assert {axis.get_xlabel() for axis in axes.values()} == {"evaluation"}
+        assert {each for each in axes if axes[each].get_yscale() == "log"} == {"value", "norm of the gradient"}
+        words = " ".join(text.get_text() for text in drawn[0].findobj(Text))
+        assert not re.search(r"\b(loss|learning|workers|data-parallel|steps?)\b", words.replace("step length", ""))
+
+    def test_hessian_products_are_steps_too(self, minimisation, drawn, shown):
+        shown("plot", minimisation("run", method="TruncatedNewton"))
+        assert {axis.get_xlabel() for axis in drawn[0].axes} == {"evaluation or Hessian product"}
+        assert "evaluations and products / s" in labelled(drawn[0])
+
+    def test_panels_are_chosen_in_their_order(self, run, minimisation, drawn, shown):
+        minimised = minimisation("minimised")
+        shown("plot", minimised, "--panels", "gradient_norm, ranks,speed,value,speed")
+        assert [axis.get_ylabel() for axis in by_place(drawn[0])] == [
+            *("norm of the gradient", "ranks", "evaluations / s", "value")
+        ]
+        shown("plot", minimised, "--panels", "sent")
+        assert len(drawn[1].axes) == 1
+        has = "value, step_length, gradient_norm, iteration, speed, ranks, phases, sent"
+        assert f"minimised has no panel 'loss'; --panels takes {has}" in shown(
+            "plot", minimised, "--panels", "value,loss", code=2
+        )
+        assert "no panel ''" in shown("plot", run, "--panels", "", code=2)
+        assert "no panel 'value'; --panels takes loss, speed, workers, phases, sent" in shown(
+            "plot", run, "--panels", "value", code=2
+        )
+        assert "--json" in shown("plot", run, "--panels", "loss", "--json", code=2)
+        assert len(drawn) == 2
+
+    def test_several_runs_have_a_line_each(self, minimisation, drawn, shown, tmp_path, monkeypatch):
+        runs = [minimisation(f"weight-{scale}", scale) for scale in (1, 10, 100)]
+        write_lines(runs[1] / "logged.jsonl", {"step": 2, "rough_loss": 3}, {"step": 4, "rough_loss": 1})
+        monkeypatch.chdir(tmp_path)
+        assert shown("plot", *runs, "--log").strip() == "runs.png"
+        axes = labelled(drawn[0])
+        assert set(axes) == {
+            *("value at the last iterate", "step length", "norm of the gradient", "iterations", "rough loss"),
+            *("evaluations / s", "ranks"),
+        }
+        main = axes["value at the last iterate"]
+        assert [line.get_ydata()[0] for line in main.lines] == [2, 20, 200] and main.get_yscale() == "log"
+        assert {label: len(axis.lines) for label, axis in axes.items() if len(axis.lines) != 3} == {"rough loss": 1}
+        (legend,) = drawn[0].legends
+        assert [text.get_text() for text in legend.get_texts()] == ["weight-1", "weight-10", "weight-100"]
+        # The only line of a panel has the colour of its run.
+        colours = [line.get_color() for line in main.lines]
+        assert len(set(colours)) == 3 and axes["rough loss"].lines[0].get_color() == colours[1]
+        assert "several runs has no panel 'phases'" in shown("plot", *runs, "--panels", "phases", code=2)
+        assert "given twice" in shown("plot", runs[0], tmp_path / "x" / ".." / "weight-1", code=2)
+        found = json.loads(shown("plot", *runs, "--json"))
+        assert {name: data["metrics"]["loss"][0] for name, data in found.items()} == {
+            str(run): scale for run, scale in zip(runs, (1, 10, 100), strict=True)
+        }
+
+    def test_a_training_beside_a_minimisation(self, run, minimisation, drawn, shown):
+        """They share the words of a training, and a speed in steps; runs of one name are told apart by their paths."""
+        other = minimisation("other/run")
+        shown("plot", run, other)
+        axes = labelled(drawn[0])
+        assert {"loss", "steps / s", "data-parallel workers"} <= set(axes)
+        assert axes["loss"].lines[1].get_ydata()[0] == 1  # the loss, and not that at the last iterate
+        assert axes["data-parallel workers"].lines[1].get_ydata().tolist() == [1] * 8
+        assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [str(run), str(other)]
+
+    def test_constants_of_several_runs(self, tmp_path, drawn, shown):
+        def made(name, rate):
+            metrics = [{"step": s, "loss": rate / s, "learning_rate": rate, "workers": 2} for s in (1, 2)]
+            return write(tmp_path / name, [each | {"seconds": each["step"]} for each in metrics])
+
+        shown("plot", made("a", 0.1), made("b", 0.2))
+        assert below(drawn[0]) == ["data-parallel workers: 2"] and "learning rate" in labelled(drawn[0])
+
+    def test_marks_of_a_start_and_of_a_spare(self, tmp_path, drawn, shown):
+        """Process 1 dies in step 4 and has not written its last line; process 2, a spare, is there from step 4 on."""
+        metrics = [{"step": s, "loss": 1 / s, "seconds": s, "workers": 2, "start": 1} for s in range(1, 9)]
+        lines = [
+            [process_line(0, 1, [0.5] * 3, time=11), process_line(0, 4, [0.5] * 3, time=12)],
+            [process_line(1, 1, [0.5], time=11)],
+            [process_line(1, 4, [9, 0.5, 0.5], time=12)],
+            [process_line(rank, 6, [0.5] * 3, time=22) for rank in (0,)],
+        ]
+        starts = [{"time": 10, "resumed_steps": 0}, {"time": 20, "resumed_steps": 5}]
+        run = write(tmp_path / "run", metrics, lines, starts)
+        shown("plot", run)
+        shown("plot", run, "--panels", "speed")
+        shown("plot", run, "--panels", "phases")
+        for figure, label in zip(drawn, ("loss", "steps / s"), strict=False):
+            lines = labelled(figure)[label].lines
+            marks = {line.get_label(): line.get_xdata()[0] for line in lines if "_" not in line.get_label()}
+            assert marks == {"started again": 5, "a spare took over": 3}
+            assert {text.get_text() for text in labelled(figure)[label].get_legend().get_texts()} == set(marks)
+        assert not drawn[2].axes[0].lines
+
+    @pytest.mark.parametrize("name", ["a.pdf", "a.svg", "a.PNG"])
+    def test_the_name_of_the_output_says_its_format(self, name, run, shown, tmp_path):
+        assert shown("plot", run, "--panels", "loss", "-o", tmp_path / name).strip() == str(tmp_path / name)
+        begins = {"a.pdf": b"%PDF", "a.svg": b"<?xml", "a.PNG": PNG}[name]
+        assert (tmp_path / name).read_bytes().startswith(begins)
+
+    def test_without_matplotlib_there_are_data_and_a_hint(self, run, shown, monkeypatch):
+        class Without:
+            def find_spec(self, name, *rest):
+                if name == "matplotlib":
+                    raise ModuleNotFoundError(name, name=name)
+
+        for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "meta_path", [Without(), *sys.meta_path])
+        said = shown("plot", run, code=2)
+        assert "needs the package matplotlib: pip install 'mpishard[cli]'" in said and said.count("\n") == 1
+        assert json.loads(shown("plot", run, "--json"))["metrics"]["step"][-1] == 1000
 
     def test_of_nothing(self, tmp_path, shown):
         assert "no record of a run" in shown("plot", tmp_path, code=2)
         assert "no step yet" in shown("plot", write(tmp_path / "run"), code=2)
         without_logarithm = write(tmp_path / "other", [{"step": 1, "loss": -1.0}])
         assert "no loss above 0" in shown("plot", without_logarithm, "--log", code=2)
+        shown("plot", without_logarithm, "--log", "--panels", "workers")
 
 
 class TestTrace:

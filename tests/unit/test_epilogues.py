@@ -155,8 +155,8 @@ def fail(*_):
 @pytest.mark.parametrize(
     "name, replaced, message",
     [
-        ("create", fail, "does not start on this device .CUBLAS_STATUS"),
-        ("matmul_algo_get_heuristic", fail, "has no kernel with the epilogue for .* .CUBLAS_STATUS"),
+        ("create", fail, "does not start .*CUBLAS_STATUS"),
+        ("matmul_algo_get_heuristic", fail, "no kernel .*CUBLAS_STATUS"),
         ("matmul_algo_get_heuristic", lambda *_: None, "it finds none"),
     ],
 )

@@ -32,7 +32,7 @@ from mpishard.backend.exact import (
 )
 from mpishard.backend.exact_rows import Factor, changed_words, sorted_words, words_with
 from mpishard.backend.ranges import Range, Ranges
-from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, tree_merges, tree_sum
+from mpishard.reduction.tree_sum import TermAssignment, TreeNode, add_by_tree, tree_merges, tree_nodes, tree_sum
 
 # Dot products that do not depend on how the terms are cut, and combinations of rows.
 
@@ -395,7 +395,7 @@ def on_a_stack(parts, times, total):
             (_, stop), upper = stack.pop()
             (start, middle), lower = stack.pop()
             assert (start, stop) in every_node(total)
-            stack.append((Node(start, stop), lower + upper))
+            stack.append((TreeNode(start, stop), lower + upper))
     return stack
 
 
@@ -403,7 +403,7 @@ def on_a_stack(parts, times, total):
 def test_a_run_is_made_of_the_fewest_nodes(total, data):
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
-    found, known, place = nodes(start, stop, total), every_node(total), start
+    found, known, place = tree_nodes(start, stop, total), every_node(total), start
     for node in found:
         assert node.stop == max(end for first, end in known if first == place and end <= stop)
         place = node.stop
@@ -419,7 +419,7 @@ def test_any_deal_gives_the_bits_of_the_tree(total, ranks, in_turns):
     # Each rank adds within its run ...
     kept = []
     for rank in range(ranks):
-        leaves = [(Node(term, term + 1), terms[term]) for term in assignment.terms(rank)]
+        leaves = [(TreeNode(term, term + 1), terms[term]) for term in assignment.terms(rank)]
         kept.append(leaves if in_turns else on_a_stack(leaves, assignment.tree_merges(rank), total))
     # ... and the owner what the ranks send, exchange after exchange.
     sums = []
@@ -458,7 +458,7 @@ def test_the_sum_of_none_is_zero():
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8])
 def test_rows_of_two_buffers_add_up_in_one_pass(rows, size, dtype):
     terms = wild(rows, (rows, size), dtype, 3)
-    times = tree_merges([Node(row, row + 1) for row in range(rows)], rows)
+    times = tree_merges([TreeNode(row, row + 1) for row in range(rows)], rows)
     place = rows // 2
     gap = np.zeros(3, dtype)
     own = np.concatenate([gap, terms[place]])
@@ -473,7 +473,7 @@ def test_rows_of_two_buffers_add_up_in_one_pass(rows, size, dtype):
 
 def test_device_arrays_get_the_same_bits(device):
     terms = wild(5, (5, 300), np.float32, 3)
-    times = tree_merges([Node(row, row + 1) for row in range(5)], 5)
+    times = tree_merges([TreeNode(row, row + 1) for row in range(5)], 5)
     own, received = device.put(terms[2]), device.put(np.concatenate([terms[0], terms[1], terms[3], terms[4]]))
     out = device.put(np.zeros(300, np.float32))
     add_by_tree(own, received, [0, 300, -1, 600, 900], times, out)

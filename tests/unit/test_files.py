@@ -46,14 +46,14 @@ class TestLinks:
     def test_a_pipe_is_not_waited_for(self, tmp_path):
         os.mkfifo(tmp_path / "run")
         for use in (read_note, files.open_to_append):
-            with pytest.raises(OSError, match="it is a pipe, but must be a regular file"):
+            with pytest.raises(OSError, match="it is a pipe"):
                 use(tmp_path / "run")
 
     def test_lines_are_not_added_to_what_a_link_leads_to(self, tmp_path, secret):
         (tmp_path / "metrics.jsonl").symlink_to(secret)
         lines = JsonLinesWriter(tmp_path / "metrics.jsonl")
         lines.add({"step": 1})
-        with pytest.raises(OSError, match=r"it is a link, which is not followed: .*metrics\.jsonl"):
+        with pytest.raises(OSError, match=r"it is a link.*metrics\.jsonl"):
             lines.flush()
 
     @pytest.mark.parametrize("inner", ["processes", "tensorboard"])
@@ -61,7 +61,7 @@ class TestLinks:
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / inner).symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(OSError, match=rf"rank 0 failed at .*run/{inner}: it is a link"):
+        with pytest.raises(OSError, match=rf"rank 0 .*run/{inner}: it is a link"):
             RunRecord(tmp_path / "run", mesh).begin()
         assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -117,9 +117,9 @@ class TestWhatIsRead:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda path: path.symlink_to("/dev/zero"), "it is a device, but must be a regular file"),
-            (lambda path: path.mkdir(), "it is a folder, but must be a regular file"),
-            (lambda path: path.write_bytes(bytes(11)), "it has 11 bytes, but at most 10 are read"),
+            (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
+            (lambda path: path.mkdir(), "it is a folder"),
+            (lambda path: path.write_bytes(bytes(11)), "11 bytes, .*10"),
             (lambda path: None, "No such file"),
         ],
     )
@@ -132,7 +132,7 @@ class TestWhatIsRead:
         (tmp_path / "file").write_bytes(b"0123456789")
         (tmp_path / "link").symlink_to(tmp_path / "file")
         assert files.read(tmp_path / "link", 10) == b"0123456789"
-        with pytest.raises(OSError, match="it is a link, which is not followed"):
+        with pytest.raises(OSError, match="it is a link"):
             files.read(tmp_path / "link", links=False)
 
     @pytest.mark.parametrize(("depth", "fits"), [(100, True), (101, False), (100_000, False)])
@@ -143,7 +143,7 @@ class TestWhatIsRead:
         if fits:
             assert read_note(tmp_path / "note") == json.loads(text)
         else:
-            with pytest.raises(ValueError, match="note is not JSON: its lists and objects are more than 100 deep"):
+            with pytest.raises(ValueError, match="note is not JSON: .*100 deep"):
                 read_note(tmp_path / "note")
             assert parsed("[" + "[[1]]," * 1000 + "2]")[-1] == 2  # many lists side by side
 
@@ -192,7 +192,7 @@ class TestOthers:
             group.gr_name = own
             stranger = SimpleNamespace(st_uid=os.geteuid() + 1, st_gid=0, st_mode=0o40755)
             monkeypatch.setattr(os, "stat", lambda path: stranger)
-            with pytest.raises(RuntimeWarning, match="belongs to user .*, who may write into it"):
+            with pytest.raises(RuntimeWarning, match="who may write into it"):
                 files.warn_of_writers(tmp_path)
 
 
@@ -206,7 +206,7 @@ class TestTheStartOfARun:
 
     @pytest.mark.parametrize("every", [None, 1000])
     def test_a_folder_that_cannot_hold_checkpoints_is_found_before_a_step(self, tmp_path, mesh, secret, every):
-        refused = r"^\[Errno 20\] checkpoints cannot be saved: rank 0 failed .*give the path"
+        refused = r"^\[Errno 20\] checkpoints cannot be saved: rank 0"
         with Checkpoints(secret / "run", mesh, every=every) as checkpoints, pytest.raises(OSError, match=refused):
             self.optimize(mesh, checkpoints=checkpoints)
         with Checkpoints(secret / "run", mesh, every=every, on_error="warn") as checkpoints:
@@ -222,12 +222,12 @@ class TestTheStartOfARun:
                 return {"fault": saving.Fault(rank, str(path), "No space left", "OSError", errno.ENOSPC).plain}
 
             monkeypatch.setattr(saving, "_write_a_little", full)
-            with pytest.raises(OSError, match="cannot be saved: .*: No space left; make room"):
+            with pytest.raises(OSError, match="cannot be saved: .*No space left"):
                 checkpoints.rehearse()
         assert os.listdir(tmp_path / "run") == []
 
     def test_a_record_that_cannot_be_written_says_that_it_is_the_record(self, mesh, secret):
-        refused = "the record of the run cannot be written: rank 0 failed at .*secret.*: Not a d"
+        refused = "record .*rank 0 .*secret.*: Not a d"
         with pytest.raises(OSError, match=refused):
             self.optimize(mesh, record=RunRecord(secret / "run", mesh))
 

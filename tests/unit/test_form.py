@@ -244,6 +244,7 @@ def helper():
 # What editors and type checkers know of the public names.
 
 
+@pytest.mark.full
 def test_mypy_takes_right_uses_and_finds_wrong_ones() -> None:
     pytest.importorskip("mypy", reason="mypy is not installed (extra: test)")
     command = [sys.executable, "-m", "mypy", "--config-file", "setup.cfg", "tests/helpers/typed_uses.py"]

@@ -49,8 +49,11 @@ class Recorder:
 
 
 @pytest.fixture(autouse=True)
-def choice_of_before(monkeypatch):
-    monkeypatch.setattr(choice, "_active", Choice())
+def choice_of_before():
+    before = choice.active()
+    choice.activate(Choice())
+    yield
+    choice.activate(before)
 
 
 def placed(shape, dtype, random, *, transposed=False, interleaved=False, pad=0, shift=0):
@@ -151,13 +154,13 @@ def test_a_choice_is_what_its_text_tells():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fast", "there is no library 'fast'; choose from numpy, mkl, onednn, or kind by kind, as float32.plain=mkl"),
-        ("float32.plain=mkl,float32.plain=numpy", "a kind of product is named twice"),
-        ("float32.plain=fast", "there is no library 'fast'"),
-        ("float16.plain=mkl", "'float16.plain' is none of bfloat16, "),
-        ("float32=mkl,float32.plain=mkl", "a kind of product is named twice"),
-        ("float16=mkl", "'float16' is none of bfloat16, float32, float64, bfloat16.plain"),
-        ("float32.plain=onednn", "onednn multiplies bfloat16 only"),
+        ("fast", "no library 'fast'; .*onednn"),
+        ("float32.plain=mkl,float32.plain=numpy", "named twice"),
+        ("float32.plain=fast", "no library 'fast'"),
+        ("float16.plain=mkl", "'float16.plain' .*bfloat16, "),
+        ("float32=mkl,float32.plain=mkl", "named twice"),
+        ("float16=mkl", "'float16' .*bfloat16.plain"),
+        ("float32.plain=onednn", "onednn .*bfloat16"),
         ("=", "'' is none of"),
     ],
 )
@@ -186,7 +189,7 @@ def test_a_file_that_is_no_library_is_told_and_not_taken(monkeypatch, tmp_path):
     for cached in (libraries.installed, libraries.load, libraries.loadable):
         monkeypatch.setattr(libraries, cached.__name__, cached.__wrapped__)
     monkeypatch.setattr(libraries, "installed", lambda: {MKL: tmp_path / "libmkl_rt.so.3"})
-    with pytest.warns(UserWarning, match=r"libmkl_rt\.so\.3 cannot be used for matrix products: "):
+    with pytest.warns(UserWarning, match=r"libmkl_rt\.so\.3"):
         assert libraries.loadable() == {}
 
 

@@ -215,14 +215,14 @@ def test_results_stay_whole_and_of_one_kind(tools: Any, tmp_path: Path, monkeypa
 def test_what_is_missing_is_named_before_any_part(tools: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tools, "NEEDED", ("numpy", "no_such_package"))
     monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path), "--module", "numpy"])
-    with pytest.raises(SystemExit, match="not installed: no_such_package; install them, or add a folder"):
+    with pytest.raises(SystemExit, match="not installed: no_such_package"):
         tools.main()
     (tmp_path / "cupy.py").write_text("raise RuntimeError('cudaErrorInsufficientDriver: too old')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tools, "NEEDED", ())
     monkeypatch.setattr(tools, "is_there", lambda name: True)
     monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path / "out"), "--only", "training"])
-    with pytest.raises(SystemExit, match="CuPy finds no GPU .RuntimeError: cudaErrorInsufficientDriver: too old"):
+    with pytest.raises(SystemExit, match="no GPU .*cudaErrorInsufficientDriver: too old"):
         tools.main()
     (tmp_path / "cupy.py").write_text(
         "class cuda:\n    class runtime:\n        getDeviceCount = lambda: 1\n\n"
@@ -249,10 +249,11 @@ def test_ctrl_c_ends_what_runs(tools: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     assert "waited for" not in texts
     ended: list[int | None] = []
-    command = ["-c", "import time; time.sleep(50)"]
+    begun = tmp_path / "begun"
+    command = ["-c", f"open({str(begun)!r}, 'w'); import time; time.sleep(50)"]
     sleeper = threading.Thread(target=lambda: ended.append(launcher.run(command, 0, 60)[0]))
     sleeper.start()
-    while not launcher._running and sleeper.is_alive():
+    while not begun.exists() and sleeper.is_alive():
         sleeper.join(0.01)
     launcher.end()
     sleeper.join()

@@ -124,9 +124,9 @@ def test_views_are_the_flat_buffers():
 
 
 def test_bad_parameters():
-    with pytest.raises(ValueError, match="two parameters of stage 0 are named 'w'"):
+    with pytest.raises(ValueError, match="stage 0 .*'w'"):
         FlatParameters([ParameterSpec("w", (2,)), ParameterSpec("w", (3,))])
-    with pytest.raises(ValueError, match="the specs name 2 elements, but the flat array has 3"):
+    with pytest.raises(ValueError, match="specs name 2 .*has 3"):
         FlatParameters.over(np.zeros(3), [ParameterSpec("w", (2,))])
     with pytest.raises(ValueError, match="minimum_parameter_group_size is 0"):
         make_buckets(specs(3), 0)
@@ -261,9 +261,9 @@ def test_names_take_what_is_added_to_them():
     for value in (1.0, 2.0):
         for name in ("t0", "t1"):
             recorder.gradients[name] += value
-    with pytest.raises(TypeError, match=r"gradients\['t0'\] = ... forgets .*; write gradients\['t0'\] \+= ..."):
+    with pytest.raises(TypeError, match=r"forgets .*gradients\['t0'\] \+="):
         recorder.gradients["t0"] = np.ones(2)
-    with pytest.raises(TypeError, match=r"added to by name, gradients\['t0'\] \+= ..."):
+    with pytest.raises(TypeError, match=r"by name, gradients\['t0'\] \+="):
         recorder.gradients += np.ones(5)
     recorder.gradients.end_pass()
     assert recorder.got == [(1, [3.0] * 3), (0, [3.0] * 2)]

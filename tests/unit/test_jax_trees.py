@@ -41,7 +41,7 @@ def test_a_tree_and_back():
     copy = tree_of(alone)
     alone.flat[...] = 0
     assert copy.tolist() == [1, 1, 1]
-    with pytest.raises(TypeError, match="tree_of needs parameters that were made of a pytree, got a FlatParameters"):
+    with pytest.raises(TypeError, match="tree_of .*got a FlatParameters"):
         tree_of(FlatParameters.over(np.zeros(3)))
 
 
@@ -114,16 +114,16 @@ def deleted():
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: {"a": jnp.ones(2), "n": jnp.arange(3)}, TypeError, "must be float32 or float64, but 'n' is int32"),
-        (lambda: {"c": jnp.ones(2, "complex64")}, TypeError, "'c' is complex64; keep what is not trained"),
+        (lambda: {"a": jnp.ones(2), "n": jnp.arange(3)}, TypeError, "'n' is int32"),
+        (lambda: {"c": jnp.ones(2, "complex64")}, TypeError, "'c' is complex64"),
         (lambda: {"k": jax.random.key(0)}, TypeError, "'k' is key<fry>"),
         (lambda: {"h": jnp.ones(2, "bfloat16")}, TypeError, "'h' is bfloat16"),
-        (lambda: {"a": np.ones(2, "f"), "b": np.ones(2)}, TypeError, "dtype, but 'a' is float32 and 'b' is float64"),
-        (lambda: {"a": {"b": 1.0}}, TypeError, "parameter 'a.b' is a float, and must be an array of JAX or NumPy"),
+        (lambda: {"a": np.ones(2, "f"), "b": np.ones(2)}, TypeError, "'a' is float32 and 'b' is float64"),
+        (lambda: {"a": {"b": 1.0}}, TypeError, "parameter 'a.b' is a float"),
         (lambda: [jnp.ones(1), "text"], TypeError, "parameter '1' is a str"),
-        (lambda: {"a": None}, ValueError, "no parameters: this dict has no leaves"),
+        (lambda: {"a": None}, ValueError, "dict has no leaves"),
         (lambda: {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, ValueError, "two parameters have the name 'a.b'"),
-        (lambda: {"a": np.ones(2)}, ValueError, "float64, and JAX makes float32 of them: begin with jax.config.update"),
+        (lambda: {"a": np.ones(2)}, ValueError, "float64, and JAX makes float32"),
         (deleted, ValueError, "parameter 'a' was deleted"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_tree_that_cannot_be_trained(make, kind, message):
 
 
 def test_a_tree_under_jit_has_no_values():
-    with pytest.raises(TypeError, match="parameter 'a' has no values under jit, grad or vmap"):
+    with pytest.raises(TypeError, match="parameter 'a' .*under jit"):
         jax.jit(parameters_of)({"a": jnp.ones(2)})
 
 
@@ -152,19 +152,19 @@ aux = jax.value_and_grad(lambda p, x: (squares(p, x), x), has_aux=True)
 @pytest.mark.parametrize(
     ("function", "batch", "kind", "message"),
     [
-        (squares, lambda samples: (X[samples],), TypeError, "must return a value and its gradient, as jax.value_and"),
-        (pair(jnp.ones(2), W), lambda samples: (X,), TypeError, r"one real number, got float32 of shape \(2,\)"),
+        (squares, lambda samples: (X[samples],), TypeError, "a value and its gradient"),
+        (pair(jnp.ones(2), W), lambda samples: (X,), TypeError, r"one real number, got float32 .*\(2,\)"),
         (pair(jnp.int32(1), W), lambda samples: (X,), TypeError, "one real number, got int32"),
-        (aux, lambda samples: (X,), TypeError, "got a tuple .has_aux=True has no place here"),
-        (pair(1.0, {"v": W["w"]}), lambda samples: (X,), ValueError, "of the parameters: 'w' missing; 'v' unknown"),
-        (pair(1.0, [W["w"]]), lambda samples: (X,), ValueError, "structure of the parameters: 'w' missing; '0' unkno"),
-        (pair(1.0, {"w": jnp.ones(2)}), lambda samples: (X,), TypeError, r"'w' is float32 of shape \(2,\), and its"),
+        (aux, lambda samples: (X,), TypeError, "got a tuple .has_aux=True"),
+        (pair(1.0, {"v": W["w"]}), lambda samples: (X,), ValueError, "'w' missing; 'v' unknown"),
+        (pair(1.0, [W["w"]]), lambda samples: (X,), ValueError, "'w' missing; '0' unkno"),
+        (pair(1.0, {"w": jnp.ones(2)}), lambda samples: (X,), TypeError, r"'w' is float32 of shape \(2,\)"),
         (pair(1.0, {"w": jnp.ones(3, "float16")}), lambda samples: (X,), TypeError, "'w' is float16 of shape"),
         (pair(1.0, {"w": 1.0}), lambda samples: (X,), TypeError, "the gradient of 'w' is float"),
-        (jax.value_and_grad(squares), lambda samples: X, TypeError, "must return a tuple of arguments, got a ndarray"),
-        (None, lambda samples: (X,), TypeError, "value_and_grad must be a function, got NoneType"),
-        (squares, windows(np.zeros(3, np.uint8), 1).batch, ValueError, "samples=4, but the data has 2: give"),
-        (squares, (X := np.ones((4, 3), "f"),), TypeError, "batch must be a function, got tuple"),
+        (jax.value_and_grad(squares), lambda samples: X, TypeError, "tuple of arguments, got a ndarray"),
+        (None, lambda samples: (X,), TypeError, "value_and_grad .*got NoneType"),
+        (squares, windows(np.zeros(3, np.uint8), 1).batch, ValueError, "samples=4, .*data has 2"),
+        (squares, (X := np.ones((4, 3), "f"),), TypeError, "batch .*got tuple"),
     ],
 )
 def test_functions_that_are_no_problems(function, batch, kind, message):
@@ -311,19 +311,15 @@ REFUSED = {
     "clip": (
         lambda optax: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         ValueError,
-        r"clip_by_global_norm, scale_by_adam.* depends on others; ShardingConfiguration.mesh, max_gradient_norm=...",
+        "clip_by_global_norm, scale_by_adam.*max_gradient_norm=",
     ),
-    "lamb": (lambda optax: optax.lamb(1e-3), ValueError, "scale_by_trust_ratio.* others; mpishard.LAMB has"),
-    "masked": (
-        lambda optax: optax.adamw(1e-3, mask={"w": True, "b": False}),
-        ValueError,
-        r"optax's masked chooses tensors: give the tree too, rule_of\(transformation, tree=tree\)",
-    ),
-    "factored": (lambda optax: optax.scale_by_factored_rms(), ValueError, "keeps depends on the shapes of tensors"),
+    "lamb": (lambda optax: optax.lamb(1e-3), ValueError, "scale_by_trust_ratio.*mpishard.LAMB"),
+    "masked": (lambda optax: optax.adamw(1e-3, mask={"w": True, "b": False}), ValueError, "masked .*tree=tree"),
+    "factored": (lambda optax: optax.scale_by_factored_rms(), ValueError, "depends on the shapes"),
     "finite": (lambda optax: optax.apply_if_finite(optax.sgd(1.0), 3), ValueError, 'nonfinite_gradients="skip"'),
-    "noise": (lambda optax: optax.add_noise(0.1, 0.5, 1), ValueError, "depends on others; use transformations of"),
-    "line": (lambda optax: optax.lbfgs(), TypeError, "cannot take a step of a flat array: TypeError: .*'value'"),
-    "none": (lambda optax: optax.adamw, TypeError, "such as optax.adamw.1e-3., got the function adamw"),
+    "noise": (lambda optax: optax.add_noise(0.1, 0.5, 1), ValueError, "depends on others"),
+    "line": (lambda optax: optax.lbfgs(), TypeError, "flat array: TypeError: .*'value'"),
+    "none": (lambda optax: optax.adamw, TypeError, "got the function adamw"),
 }
 TREE = {"w": np.ones((2, 3), "f")}
 REFUSED_WITH_A_TREE = {
@@ -369,7 +365,7 @@ def test_masks_choose_tensors(name, optax):
             wanted = optax.apply_updates(wanted, updates)
             found = optimizer.step(slopes)
     assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted))
-    with pytest.raises(ValueError, match="rule_of got another tree than the one that is trained: only one has 'x'"):
+    with pytest.raises(ValueError, match="rule_of got another tree .*'x'"):
         rule_of(transformation, tree=tree()).by_tensor(["layers.0.b", "layers.0.w", "x"])
 
 
@@ -387,9 +383,9 @@ def test_a_rule_says_what_it_is(optax):
     assert np.allclose(2 * (1 - values), 1 - fast, atol=1e-6)
     other = rule_of(optax.adamw(schedule, b1=0.7))
     assert other.configuration()["transformation"] != found["transformation"]
-    with pytest.raises(ValueError, match="give a weight_decay, which OptaxRule does not have"):
+    with pytest.raises(ValueError, match="weight_decay, .*OptaxRule"):
         rule_of(optax.sgd(0.1), groups=[ParameterGroup("b", weight_decay=0.0)])
-    with pytest.raises(ValueError, match=r"optax.ema alone keeps 'ema', and so does ema_decay: take it in a chain"):
+    with pytest.raises(ValueError, match="'ema', .*ema_decay"):
         rule_of(optax.ema(0.9), ema_decay=0.5)
     assert rule_of(optax.chain(optax.ema(0.9)), ema_decay=0.5).slots == ("0_ema",)
     rule = rule_of(optax.sgd(0.1))

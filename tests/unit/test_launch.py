@@ -28,7 +28,7 @@ from mpishard.launch.job_notes import Ended, Failure, Heal, Notes
 from mpishard.launch.launchers import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 from mpishard.launch.processes import Leftovers
 from mpishard.launch.restart_policy import JobHistory, JobOutcome, Policy, Start, Stop, decide
-from mpishard.launch.signals import deferred
+from mpishard.launch.signals import ctrl_c_deferred
 
 # A launcher that does not fit the MPI starts several worlds of one rank, which a mesh refuses to train in.
 
@@ -60,7 +60,7 @@ def test_worlds_of_one_rank_are_refused(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for comm in (None, MPI.COMM_WORLD):
-        with pytest.raises(ValueError, match=f"alone in its MPI_COMM_WORLD: {launcher} started 4 ranks.*{way_out}"):
+        with pytest.raises(ValueError, match=f"MPI_COMM_WORLD: {launcher} started 4 .*{way_out}"):
             mpishard.Mesh(comm)
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         assert mesh.size == 1
@@ -116,7 +116,7 @@ def test_hosts_that_answer(shell):
 def test_hosts_that_nothing_reaches(shell):
     check_shell(parse_hosts("a,b"), f"{shell} -o option")
     check_shell(parse_hosts("localhost"), "/nowhere/ssh")
-    with pytest.raises(ValueError, match="/nowhere/ssh .* does not exist; .* --remote-shell"):
+    with pytest.raises(ValueError, match="/nowhere/ssh .*--remote-shell"):
         check_shell(parse_hosts("localhost,a"), "/nowhere/ssh -q")
 
 
@@ -190,10 +190,11 @@ def test_segments_that_a_dead_process_of_the_job_had(tmp_path, monkeypatch):
             path.write_bytes(bytes(4096))
         mapped = [sys.executable, "-I", "-S", "-c", MAP, *map(str, (mpich, open_mpi, users))]
         leftovers = Leftovers()
-        leftovers._next = 0.0
         with subprocess.Popen(mapped, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdout.readline()
-            leftovers.look()
+            with monkeypatch.context() as later:
+                later.setattr(time, "monotonic", lambda: float("inf"))
+                leftovers.look()
             leftovers.remove(0)
             assert all(path.exists() for path in paths)
             process.kill()
@@ -218,11 +219,11 @@ def python_takes_ctrl_c() -> Iterator[None]:
 
 def test_it_waits_for_the_end_of_a_start() -> None:
     went_on = False
-    with pytest.raises(KeyboardInterrupt), deferred():
+    with pytest.raises(KeyboardInterrupt), ctrl_c_deferred():
         signal.raise_signal(signal.SIGINT)
         went_on = True
     assert went_on and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(ValueError, match="another"), deferred():
+    with pytest.raises(ValueError, match="another"), ctrl_c_deferred():
         raise ValueError("another")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -230,7 +231,7 @@ def test_it_waits_for_the_end_of_a_start() -> None:
 def test_who_takes_it_already_gets_it_at_once() -> None:
     seen: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    with deferred():
+    with ctrl_c_deferred():
         signal.raise_signal(signal.SIGINT)
         assert seen == [signal.SIGINT]
 

@@ -20,6 +20,8 @@ from mpishard.layout.boxes import (
     inside,
     intersect,
     nested_split,
+    run_lengths,
+    run_of,
     split,
     subtract,
     whole_box,
@@ -36,6 +38,8 @@ def test_split_is_even_and_complete(size, parts):
     assert (offsets[0], offsets[-1], len(lengths)) == (0, size, parts)
     assert max(lengths) - min(lengths) <= 1
     assert sorted(lengths, reverse=True) == lengths
+    assert run_lengths(offsets) == lengths
+    assert [run_of(lengths, number) for number in range(parts)] == [slice(*run) for run in pairwise(offsets)]
 
 
 @given(st.integers(0, 100), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
@@ -250,25 +254,25 @@ def tied(*other, **options):
     [
         (lambda: split(-1, 2), "cannot split"),
         (lambda: split(3, 0), "cannot split"),
-        (lambda: nested_split(10, 3, 4), "4 slices cannot be shared by 3 ranks; choose a number of ranks that divides"),
-        (lambda: ModelParallelRank(0, 3).box(SLICED), "'w': 4 slices cannot be shared by 3 ranks"),
+        (lambda: nested_split(10, 3, 4), "4 slices .*3 ranks"),
+        (lambda: ModelParallelRank(0, 3).box(SLICED), "'w': 4 slices .*3 ranks"),
         (
             lambda: transfers([(Piece("w", ((0, 2), (0, 2)), 0),)], [(Piece("w", ((0, 4), (0, 2)), 0),)]),
-            r"no rank of the source layout holds \(\(2, 4\), \(0, 2\)\) of tensor 'w'",
+            r"\(\(2, 4\), \(0, 2\)\) of tensor 'w'",
         ),
         (
             lambda: transfers([(Piece("w", ((0, 4),), 0),)], [(Piece("w", ((0, 2), (0, 2)), 0),)]),
-            "'w' has 1 dimensions in the source layout and 2 in the target",
+            "'w' has 1 .*2 in the target",
         ),
-        (lambda: tied((4, 3), 1), r"shape \(4, 2\), .* stage 0 to one of shape \(4, 3\), .* be the same"),
-        (lambda: tied((4, 2), 1, tensor_dim=0), "split along None, on stage 0 to .* split along 0"),
-        (lambda: tied((4, 2), 1, slices=2), "must be the same, in `partial` and `slices` too"),
-        (lambda: tied((4, 2)), "two parameters of stage 0 are named 'table'"),
+        (lambda: tied((4, 3), 1), r"\(4, 2\), .*stage 0 .*\(4, 3\)"),
+        (lambda: tied((4, 2), 1, tensor_dim=0), "split along None, .*split along 0"),
+        (lambda: tied((4, 2), 1, slices=2), "`partial` and `slices`"),
+        (lambda: tied((4, 2)), "stage 0 .*'table'"),
         (lambda: ParameterSpec("", (3,)), "name"),
         (lambda: ParameterSpec("w", (3, -1)), "negative"),
         (lambda: ParameterSpec("w", (3, 2), tensor_dim=2), "has no dimension 2 to split"),
         (lambda: ParameterSpec("w", (3, 2), tensor_dim=-1), "has no dimension -1"),
-        (lambda: ParameterSpec("w", (3, 2), tensor_dim=0, partial=True), "only those of replicas .* can be partial"),
+        (lambda: ParameterSpec("w", (3, 2), tensor_dim=0, partial=True), "replicas .*partial"),
     ],
 )
 def test_what_contradicts_itself_is_refused(make, message):

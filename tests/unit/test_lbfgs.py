@@ -91,7 +91,7 @@ def test_another_stage_with_and_without_history() -> None:
 
 def test_a_state_with_another_history_is_refused() -> None:
     minimizer, other = (begun(LBFGS(history=pairs), np.ones(10)) for pairs in (10, 3))
-    with pytest.raises(ValueError, match="history is of 3 pairs, but history=10"):
+    with pytest.raises(ValueError, match="3 pairs, .*history=10"):
         minimizer.restore({**minimizer.to_metadata(), "history": other.to_metadata()["history"]})
 
 
@@ -279,7 +279,7 @@ def test_a_state_without_products_of_steps_is_refused() -> None:
         tell(minimizer, problem)
     metadata = minimizer.to_metadata()
     del metadata["history"]["ss"]
-    with pytest.raises(ValueError, match="of a release without the generalised Cauchy point"):
+    with pytest.raises(ValueError, match="generalised Cauchy point"):
         begun(LBFGSB(history=3), problem.start, limits).restore(metadata)
 
 

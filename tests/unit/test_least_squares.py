@@ -281,7 +281,7 @@ def test_what_it_shows(capfd):
 
 
 WRONG = [
-    ({"fun": 3}, TypeError, "fun=3 must be a function"),
+    ({"fun": 3}, TypeError, "fun=3"),
     ({"jac": "4-point"}, ValueError, "2-point"),
     ({"method": "dogbox"}, ValueError, "'trf' or 'lm'"),
     ({"method": "lm", "bounds": (0, 3)}, ValueError, "takes no bounds"),
@@ -304,22 +304,22 @@ WRONG = [
     ({"fun": lambda x: np.array([np.nan, 1.0])}, ValueError, "not finite at x0"),
     ({"fun": lambda x: x[:, None] * x}, ValueError, "one dimension"),
     ({"fun": lambda x: ["a", "b"]}, TypeError, "real numbers"),
-    ({"jac": lambda x: np.ones((3, 2))}, ValueError, r"\(3, 2\).*2 residuals of 2 unknowns"),
+    ({"jac": lambda x: np.ones((3, 2))}, ValueError, r"\(3, 2\).*2 residuals of 2"),
     ({"jac": lambda x: np.full((2, 2), np.inf)}, ValueError, "column 0"),
     ({"tr_solver": "lsmr"}, ValueError, "'exact' or 'cg'"),
     ({"tr_solver": "cg", "method": "lm"}, ValueError, "not for method='lm'"),
-    ({"tr_solver": "exact", "preconditioner": 1.0}, ValueError, "preconditioner is not for tr_solver='exact'"),
+    ({"tr_solver": "exact", "preconditioner": 1.0}, ValueError, "preconditioner .*tr_solver='exact'"),
     ({"preconditioner": 1.0, "x_scale": 2.0}, ValueError, "give one of them"),
     ({"tr_options": {"damp": 1}}, ValueError, "forcing"),
-    ({"tr_options": {}, "method": "lm"}, ValueError, "tr_options is not for method='lm'"),
+    ({"tr_options": {}, "method": "lm"}, ValueError, "tr_options .*method='lm'"),
     ({"tr_options": 3}, TypeError, "tr_options"),
     ({"tr_options": {"forcing": 2}}, ValueError, "forcing"),
-    ({"elastic": True, "method": "lm"}, ValueError, "method='trf' takes it; method='lm' continues .* by checkpoints="),
-    ({"samples": 3, "tr_solver": "exact"}, ValueError, "tr_solver='exact' continues after a death by checkpoints="),
-    ({"samples": 3}, ValueError, "needs elastic=True; .* fun return the part of its rank"),
+    ({"elastic": True, "method": "lm"}, ValueError, "method='lm' .*checkpoints="),
+    ({"samples": 3, "tr_solver": "exact"}, ValueError, "tr_solver='exact' .*checkpoints="),
+    ({"samples": 3}, ValueError, "needs elastic=True"),
     ({"elastic": True}, ValueError, "mesh"),
     ({"resume": True}, ValueError, "for a mesh"),
-    ({"jac": lambda x: Operator(np.ones((2, 2))), "x_scale": "jac"}, ValueError, "x_scale='jac' needs the columns"),
+    ({"jac": lambda x: Operator(np.ones((2, 2))), "x_scale": "jac"}, ValueError, "x_scale='jac'"),
     ({"jac": lambda x: Operator(np.ones((2, 2))), "method": "lm"}, ValueError, "needs the elements"),
     ({"jac": lambda x: Operator(np.ones((3, 2)))}, ValueError, "returned the shape"),
     ({"fun": lambda x: np.array([np.nan, 1.0]), "tr_solver": "cg"}, ValueError, "not finite at x0"),
@@ -335,7 +335,7 @@ def test_bad_input_raises_one_clear_error(change, error, text):
 
 
 def test_the_number_of_residuals_stays():
-    with pytest.raises(ValueError, match="returned 3 residuals, but 2 at x0"):
+    with pytest.raises(ValueError, match="3 residuals, but 2"):
         least_squares(lambda x: np.ones(2 if (x == 1).all() else 3), [1.0])
 
 
@@ -368,11 +368,11 @@ def test_a_start_that_is_a_tree():
     for solver in ("exact", "cg"):
         found = least_squares(residuals, start, blocks, tr_solver=solver)
         assert np.allclose([found.x["offset"], *found.x["decay"]], [0.5, 2, 0.7], atol=1e-6)
-    with pytest.raises(ValueError, match=r"jac of .decay. has the shape .50,., but there are 50 residuals"):
+    with pytest.raises(ValueError, match="jac of .decay. .*50,.*50 residuals"):
         least_squares(residuals, start, lambda x: {**blocks(x), "decay": np.ones(50)})
-    with pytest.raises(ValueError, match="bounds must have the structure of x0"):
+    with pytest.raises(ValueError, match="bounds .*structure of x0"):
         least_squares(residuals, start, bounds=([0, 0, 0], 1))
-    with pytest.raises(TypeError, match="least_squares takes real numbers"):
+    with pytest.raises(TypeError, match="least_squares .*real numbers"):
         least_squares(residuals, {"offset": 1j, "decay": np.ones(2)})
 
 
@@ -534,21 +534,21 @@ def test_the_end_is_said():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"constraints": 3}, TypeError, "constraints=3 must be a function"),
-        ({"adjoint": None}, TypeError, "adjoint=None must be a function"),
-        ({"constraints": lambda x: "a"}, TypeError, "constraints must return real numbers, got 'a'"),
-        ({"constraints": lambda x: np.zeros(1 + bool(x[1]))}, ValueError, "returned 2 numbers, but 1 at x0"),
-        ({"adjoint": lambda x, v: v}, ValueError, "the product of adjoint has 1 elements of shape .*, but x0 has 2"),
-        ({"multipliers": [1, 2]}, ValueError, "there are 2 multipliers, but 1 constraints"),
-        ({"multipliers": [math.nan]}, ValueError, "multipliers must be finite"),
-        ({"penalty": 0}, ValueError, "penalty=0 must be"),
-        ({"maxiter": 0}, ValueError, "maxiter=0 must be"),
-        ({"method": "trust-ncg"}, ValueError, "needs products with the Hessian; 'L-BFGS-B' and 'CG' do not"),
-        ({"options": {"gtol": 1}}, ValueError, "gtol= is that of the last one"),
+        ({"constraints": 3}, TypeError, "constraints=3"),
+        ({"adjoint": None}, TypeError, "adjoint=None"),
+        ({"constraints": lambda x: "a"}, TypeError, "constraints .*got 'a'"),
+        ({"constraints": lambda x: np.zeros(1 + bool(x[1]))}, ValueError, "2 numbers, but 1"),
+        ({"adjoint": lambda x, v: v}, ValueError, "adjoint has 1 elements .*x0 has 2"),
+        ({"multipliers": [1, 2]}, ValueError, "2 multipliers, but 1"),
+        ({"multipliers": [math.nan]}, ValueError, "multipliers .*finite"),
+        ({"penalty": 0}, ValueError, "penalty=0"),
+        ({"maxiter": 0}, ValueError, "maxiter=0"),
+        ({"method": "trust-ncg"}, ValueError, "Hessian; 'L-BFGS-B' and 'CG'"),
+        ({"options": {"gtol": 1}}, ValueError, "gtol="),
         ({"reduction": "sum"}, ValueError, "for a mesh; give mesh="),
-        ({"elastic": True}, TypeError, "takes no elastic=, as minimize does: save x, multipliers and penalty"),
-        ({"checkpoints": None}, TypeError, "augmented_lagrangian takes no checkpoints="),
-        ({"tol": 1}, TypeError, "augmented_lagrangian got an unexpected keyword argument 'tol'"),
+        ({"elastic": True}, TypeError, "takes no elastic="),
+        ({"checkpoints": None}, TypeError, "takes no checkpoints="),
+        ({"tol": 1}, TypeError, "augmented_lagrangian .*'tol'"),
     ],
 )
 def test_arguments_that_are_refused(change, error, words):

@@ -173,11 +173,11 @@ def test_the_shortest_step_ends_the_search() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (MoreThuente, {"maxls": 0}, "maxls=0 must be a whole number of at least 1"),
+        (MoreThuente, {"maxls": 0}, "maxls=0"),
         (MoreThuente, {"ftol": -1.0}, "ftol"),
-        (MoreThuente, {"ftol": 0.5, "gtol": 0.1}, "ftol=0.5 must be at most gtol=0.1"),
+        (MoreThuente, {"ftol": 0.5, "gtol": 0.1}, "ftol=0.5 .*gtol=0.1"),
         (HagerZhang, {"delta": 0.5}, "delta=0.5"),
-        (HagerZhang, {"delta": 0.4, "sigma": 0.1}, "delta=0.4 must be at most sigma=0.1"),
+        (HagerZhang, {"delta": 0.4, "sigma": 0.1}, "delta=0.4 .*sigma=0.1"),
     ],
 )
 def test_options_are_checked(kind: type, options: dict[str, float], words: str) -> None:
@@ -262,7 +262,7 @@ def test_states_keep_every_bit_and_refuse_what_is_none(search: LineSearch) -> No
     assert math.isnan(again.wall) and math.copysign(1, again.start.step) == -1 and math.isnan(again.start.slope)
     with pytest.raises(ValueError, match="start is missing"):
         search.restore({name: value for name, value in metadata.items() if name != "start"})
-    with pytest.raises(ValueError, match="best=.* must be of type Trial"):
+    with pytest.raises(ValueError, match="best=.*Trial"):
         search.restore({**metadata, "best": [1.0]})
-    with pytest.raises(ValueError, match="step='x' must be of type float"):
+    with pytest.raises(ValueError, match="step='x'"):
         search.restore({**metadata, "step": "x"})

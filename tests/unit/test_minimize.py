@@ -30,7 +30,7 @@ def test_the_result_has_scipys_fields_by_attribute_and_by_item():
     assert "success: True" in repr(result) and "nit" in dir(result)
     long = repr(OptimizeResult(x=np.arange(500.0).reshape(250, 2), tree={"a": np.zeros(900)}))
     assert "..." in long and len(long.splitlines()) < 10
-    with pytest.raises(AttributeError, match="has no 'hess_inv'; it has x, fun"):
+    with pytest.raises(AttributeError, match="no 'hess_inv'"):
         result.hess_inv  # noqa: B018
 
 
@@ -381,77 +381,77 @@ COMPLEX = {"fun": modes, "x0": np.zeros(2, complex)}
 REFUSED = [
     # The start, and what belongs to it.
     ({"x0": []}, ValueError, "x0 is empty"),
-    ({"x0": [0, math.nan, 0]}, ValueError, "x0 must be finite, but element 1 is nan"),
-    ({"x0": ["a"]}, TypeError, "x0 must be an array of real numbers"),
-    ({"x0": [[1, 2], [3]]}, TypeError, r"x0 must be an array of numbers, got \[\[1, 2\], \[3\]\]$"),
-    ({"x0": {}}, ValueError, "x0 is empty: there are no arrays in this dict"),
-    ({"x0": {"a": np.ones(2), "b": None}}, TypeError, "x0 of 'b' must be an array of numbers, got None"),
-    ({"x0": {"a": {"b": np.ones(2)}, "a.b": 1.0}}, ValueError, "x0 has two arrays of the name 'a.b'"),
-    ({"x0": {"a": [[1, 2], [3]]}}, TypeError, "x0 of 'a' must be an array of numbers"),
-    ({"x0": [np.ones(2), np.full(2, math.inf)]}, ValueError, r"finite, but element \(0\) of '1' is inf"),
-    ({"x0": [np.ones(1), np.ones(1, "f4")]}, TypeError, "one precision, but '0' is float64 and '1' is float32"),
-    ({"bounds": [(0, 1), (2, 1), (0, 1)]}, ValueError, r"element \(1\) of 'x' has the lower bound 2 and the upper"),
-    ({"bounds": [(0, 1)] * 4}, ValueError, "bounds have 4 entries, but x0 has 3 elements"),
-    ({"bounds": Bounds(np.zeros(4), 1)}, ValueError, r"lower bounds have the shape \(4,\), but the parameters \(3,\)"),
-    ({"bounds": [(0, "a"), (0, 1), (0, 1)]}, TypeError, "of element 0 must be numbers or None, got 'a'"),
+    ({"x0": [0, math.nan, 0]}, ValueError, "x0 .*element 1 is nan"),
+    ({"x0": ["a"]}, TypeError, "x0 .*real numbers"),
+    ({"x0": [[1, 2], [3]]}, TypeError, r"x0 .*got \[\[1, 2\], \[3\]\]$"),
+    ({"x0": {}}, ValueError, "x0 is empty: .*dict"),
+    ({"x0": {"a": np.ones(2), "b": None}}, TypeError, "x0 of 'b' .*got None"),
+    ({"x0": {"a": {"b": np.ones(2)}, "a.b": 1.0}}, ValueError, "x0 .*'a.b'"),
+    ({"x0": {"a": [[1, 2], [3]]}}, TypeError, "x0 of 'a'"),
+    ({"x0": [np.ones(2), np.full(2, math.inf)]}, ValueError, r"element \(0\) of '1' is inf"),
+    ({"x0": [np.ones(1), np.ones(1, "f4")]}, TypeError, "'0' is float64 and '1' is float32"),
+    ({"bounds": [(0, 1), (2, 1), (0, 1)]}, ValueError, r"element \(1\) of 'x' .*lower bound 2"),
+    ({"bounds": [(0, 1)] * 4}, ValueError, "bounds have 4 .*x0 has 3"),
+    ({"bounds": Bounds(np.zeros(4), 1)}, ValueError, r"lower bounds .*\(4,\), .*\(3,\)"),
+    ({"bounds": [(0, "a"), (0, 1), (0, 1)]}, TypeError, "element 0 .*got 'a'"),
     ({"bounds": "ab"}, TypeError, "must be a pair"),
     ({"bounds": 3}, TypeError, "must be a pair"),
-    ({"bounds": {"y": (0, 1)}}, ValueError, "there is no tensor 'y'; there are x"),
-    ({"inner_product": [1, 0, 1]}, ValueError, r"inner_product must be .* finite, but element \(1\) of 'x' is 0"),
-    ({"preconditioner": [1, 0, 1]}, ValueError, r"preconditioner must be .* finite, but element \(1\) of 'x' is 0"),
-    ({"mask": 1}, TypeError, "minimize got an unexpected keyword argument 'mask'"),
-    ({"x0": TREE, "bounds": {"ofset": (0, 1)}}, ValueError, "must have the structure of x0.* here 'ofset' unknown"),
-    ({"x0": TREE, "bounds": [(0, 1)] * 8}, ValueError, "bounds must have the structure of x0"),
-    ({"x0": TREE, "bounds": {"offset": 1}}, ValueError, r"of 'offset' must be a pair \(lower, upper\), got 1"),
-    ({"x0": TREE, "bounds": {"layers": [(np.zeros(3), 1), None]}}, ValueError, r"of 'layers.0' have the shape \(3,\)"),
-    ({"x0": TREE, "fixed": np.ones(8, bool)}, ValueError, "fixed must have the structure of x0"),
-    ({**PRECONDITIONED, "preconditioner": lambda x: 1.0}, ValueError, "the result of preconditioner must"),
-    ({**COMPLEX, "bounds": (0, 1)}, ValueError, "bounds are for real numbers, and x0 is"),
+    ({"bounds": {"y": (0, 1)}}, ValueError, "no tensor 'y'"),
+    ({"inner_product": [1, 0, 1]}, ValueError, r"inner_product .*element \(1\) of 'x' is 0"),
+    ({"preconditioner": [1, 0, 1]}, ValueError, r"preconditioner .*element \(1\) of 'x' is 0"),
+    ({"mask": 1}, TypeError, "minimize .*'mask'"),
+    ({"x0": TREE, "bounds": {"ofset": (0, 1)}}, ValueError, "structure of x0.*'ofset' unknown"),
+    ({"x0": TREE, "bounds": [(0, 1)] * 8}, ValueError, "bounds .*structure of x0"),
+    ({"x0": TREE, "bounds": {"offset": 1}}, ValueError, "'offset' .*got 1"),
+    ({"x0": TREE, "bounds": {"layers": [(np.zeros(3), 1), None]}}, ValueError, r"'layers.0' .*\(3,\)"),
+    ({"x0": TREE, "fixed": np.ones(8, bool)}, ValueError, "fixed .*structure of x0"),
+    ({**PRECONDITIONED, "preconditioner": lambda x: 1.0}, ValueError, "result of preconditioner"),
+    ({**COMPLEX, "bounds": (0, 1)}, ValueError, "bounds are for real numbers"),
     # What functions return.
-    (answers(1.0), TypeError, r"must return \(value, gradient\), as jac=True says; it returned a float"),
+    (answers(1.0), TypeError, r"\(value, gradient\), .*returned a float"),
     (answers(1.0, np.zeros(3), 2), TypeError, "it returned a tuple"),
-    (answers("a", np.zeros(3)), TypeError, "value as one real number, got 'a'"),
+    (answers("a", np.zeros(3)), TypeError, "one real number, got 'a'"),
     (answers(np.ones(2), np.zeros(3)), TypeError, "value as one real number"),
     (answers(1j, np.zeros(3)), TypeError, "value as one real number"),
-    (answers(1.0, np.zeros(2)), ValueError, r"the gradient has 2 elements of shape \(2,\), but x0 has 3"),
-    (answers(1.0, None), TypeError, "the gradient must be an array of real numbers, got None"),
+    (answers(1.0, np.zeros(2)), ValueError, "gradient has 2 elements .*x0 has 3"),
+    (answers(1.0, None), TypeError, "gradient .*got None"),
     (answers(1.0, np.zeros(3, complex)), TypeError, "real numbers"),
     (answers(1.0, {"x": np.zeros(3)}), TypeError, "like x0, which has no names"),
-    ({**answers(0.0, np.zeros(2)), "x0": np.zeros(2, complex)}, TypeError, "of 'x' is float64, but x0 has complex num"),
-    ({**answers(0.0, {"a": np.zeros(2)}), "x0": NAMED}, ValueError, "must have all tensors; 'b' is missing"),
-    ({**answers(0.0, {"a": np.zeros(3), "b": 0}), "x0": NAMED}, ValueError, "gradient of 'a' has 3 elements of shape"),
-    (of_trees(np.zeros(8)), ValueError, "x0 is a dictionary of 'layers', 'offset', here an array of shape .8,"),
-    (of_trees({"offset": 0.0}), ValueError, "the gradient must have the structure of x0: .* here 'layers' missing"),
-    (of_trees({"offset": 0.0, "layers": [1.0]}), ValueError, "x0 of 'layers' is a list of 2, here 1"),
+    ({**answers(0.0, np.zeros(2)), "x0": np.zeros(2, complex)}, TypeError, "'x' is float64, .*complex"),
+    ({**answers(0.0, {"a": np.zeros(2)}), "x0": NAMED}, ValueError, "'b' is missing"),
+    ({**answers(0.0, {"a": np.zeros(3), "b": 0}), "x0": NAMED}, ValueError, "gradient of 'a' has 3 elements"),
+    (of_trees(np.zeros(8)), ValueError, "'layers', 'offset', here an array .*8,"),
+    (of_trees({"offset": 0.0}), ValueError, "gradient .*structure of x0: .*'layers' missing"),
+    (of_trees({"offset": 0.0, "layers": [1.0]}), ValueError, "'layers' is a list of 2, here 1"),
     (of_trees({"offset": 0.0, "layers": [BLOCK, (0.0, [0, 0])]}), ValueError, "of .layers.1.0. has the shape"),
     (of_trees({"offset": 1j, "layers": [BLOCK, ([0.0], [0, 0])]}), TypeError, "take the real part"),
     # Functions, methods and their options.
-    ({"fun": 3}, TypeError, "fun=3 must be a function"),
-    ({"jac": None}, ValueError, "jac=None: a gradient is needed"),
+    ({"fun": 3}, TypeError, "fun=3"),
+    ({"jac": None}, ValueError, "jac=None"),
     ({"jac": "2-point"}, ValueError, "a gradient is needed"),
-    ({"hessp": 1}, TypeError, "hessp=1 must be a function"),
-    ({"constraints": {"type": "eq"}}, ValueError, "no constraints: .* is for mpishard.augmented_lagrangian"),
-    ({"callback": 1}, TypeError, "callback=1 must be a function"),
-    ({"method": "SLSQP"}, ValueError, "there is no method 'SLSQP'; there are L-BFGS-B, L-BFGS, CG"),
-    ({"method": None}, TypeError, "method=None must be one of"),
-    ({"options": {"eps": 1}}, ValueError, "Descent has no option 'eps'; its options are disp, ftol, gtol"),
+    ({"hessp": 1}, TypeError, "hessp=1"),
+    ({"constraints": {"type": "eq"}}, ValueError, "no constraints: .*augmented_lagrangian"),
+    ({"callback": 1}, TypeError, "callback=1"),
+    ({"method": "SLSQP"}, ValueError, "no method 'SLSQP'; .*L-BFGS-B"),
+    ({"method": None}, TypeError, "method=None"),
+    ({"options": {"eps": 1}}, ValueError, "Descent has no option 'eps'; .*gtol"),
     ({"options": {"bounds": 1}}, ValueError, "has no option 'bounds'"),
-    ({"options": 3}, TypeError, "options=3 must be a dictionary"),
-    ({"options": {"maxtime": -1}}, ValueError, "maxtime=-1 must be a number of at least 0"),
-    ({"tol": -1}, ValueError, "tol=-1 must be"),
-    ({"samples": 3}, ValueError, "samples= .*needs elastic=True.*reduction=.sum."),
+    ({"options": 3}, TypeError, "options=3"),
+    ({"options": {"maxtime": -1}}, ValueError, "maxtime=-1"),
+    ({"tol": -1}, ValueError, "tol=-1"),
+    ({"samples": 3}, ValueError, "samples= .*elastic=True.*reduction=.sum."),
     ({"elastic": True}, ValueError, "give mesh="),
-    ({"elastic": 2}, TypeError, "elastic=2 must be True, or a dictionary"),
-    ({"reduction": "sum"}, ValueError, "reduction='sum' is for functions on a mesh"),
-    ({"method": "L-BFGS-B", "options": {"maxcor": 0}}, ValueError, "LBFGSB: history=0 must be a whole number of at le"),
-    ({"method": "L-BFGS-B", "options": {"gtol": math.nan}}, ValueError, "LBFGSB: gtol=nan must be"),
-    ({"method": "L-BFGS-B", "options": {"norm": 2}}, ValueError, "'L-BFGS-B' has no option 'norm'.*disp, .*maxcor"),
-    ({"method": "L-BFGS", "bounds": (0, 1)}, ValueError, "takes no bounds; method='L-BFGS-B' does"),
-    ({"method": "Newton-CG"}, ValueError, "this method needs products with the Hessian: give hessp.* or hess="),
-    ({"hess": "2-point"}, TypeError, "hess='2-point' must be a function; there are no finite differences"),
-    ({"hess": hessian, "hessp": curvature}, ValueError, "hess and hessp are both the Hessian; give one"),
-    ({**NEWTON, "hess": lambda x: np.eye(2)}, ValueError, r"shape \(2, 2\), but x0 has 3 elements"),
-    ({**NEWTON, "hess": lambda x: "a"}, TypeError, "hess must return a matrix"),
+    ({"elastic": 2}, TypeError, "elastic=2"),
+    ({"reduction": "sum"}, ValueError, "reduction='sum' .*mesh"),
+    ({"method": "L-BFGS-B", "options": {"maxcor": 0}}, ValueError, "LBFGSB: history=0"),
+    ({"method": "L-BFGS-B", "options": {"gtol": math.nan}}, ValueError, "LBFGSB: gtol=nan"),
+    ({"method": "L-BFGS-B", "options": {"norm": 2}}, ValueError, "'L-BFGS-B' has no option 'norm'.*maxcor"),
+    ({"method": "L-BFGS", "bounds": (0, 1)}, ValueError, "no bounds; method='L-BFGS-B'"),
+    ({"method": "Newton-CG"}, ValueError, "Hessian: give hessp.*hess="),
+    ({"hess": "2-point"}, TypeError, "hess='2-point'"),
+    ({"hess": hessian, "hessp": curvature}, ValueError, "hess and hessp"),
+    ({**NEWTON, "hess": lambda x: np.eye(2)}, ValueError, r"\(2, 2\), but x0 has 3"),
+    ({**NEWTON, "hess": lambda x: "a"}, TypeError, "hess .*matrix"),
     ({**COMPLEX, "method": "trust-ncg", "hess": hessian}, ValueError, "real numbers, and x0 is complex"),
 ]
 
@@ -465,9 +465,9 @@ def test_what_is_refused(change, error, words):
 def test_a_part_of_split_parameters_needs_a_mesh():
     place = ModelParallelRank(tensor_rank=1, tensor_size=2)
     part = FlatParameters([ParameterSpec("field", (5, 4), tensor_dim=0)], np.float64, place=place)
-    with pytest.raises(ValueError, match="x0 is split over tensor=2 and pipeline=1 ranks.*give the mesh of its place"):
+    with pytest.raises(ValueError, match="x0 is split over tensor=2 and pipeline=1"):
         minimize(lambda p: (0.0, p.flat), part)
-    with pytest.raises(ValueError, match="hess= needs all elements of x0, which is split over ranks; give hessp="):
+    with pytest.raises(ValueError, match="hess= .*give hessp="):
         minimize(lambda p: (0.0, p.flat), part, hess=lambda p: np.eye(10))
 
 
@@ -658,16 +658,16 @@ def test_states_that_are_refused_change_nothing():
         (before[:-1], ValueError, "cut short"),
         (b"", ValueError, "no minimisation state of mpishard"),
         (3, TypeError, "takes the bytes"),
-        (others.serialize(), ValueError, "of 4 unknowns of float64, but these are 3"),
+        (others.serialize(), ValueError, "4 unknowns of float64, .*3"),
     ):
         with pytest.raises(error, match=words):
             optimizer.deserialize(wrong)
     assert optimizer.serialize() == before
     searching = ReverseCommunication("L-BFGS", np.full(4, -1.2))
     trajectory(searching, 2, rosenbrock)
-    words = "within a line search by MoreThuente, but LBFGS has the line_search HagerZhang"
+    words = "MoreThuente, but LBFGS .*HagerZhang"
     wider = ReverseCommunication("L-BFGS-B", np.zeros(4), bounds=(-2, 2))
-    with pytest.raises(ValueError, match="the state is of a run with other bounds, fixed elements"):
+    with pytest.raises(ValueError, match="other bounds, fixed elements"):
         wider.deserialize(ReverseCommunication("L-BFGS-B", np.zeros(4), bounds=(-1, 2)).serialize())
     other = ReverseCommunication("L-BFGS", np.zeros(4), options={"line_search": "hager-zhang"})
     before = other.serialize()
@@ -678,12 +678,12 @@ def test_states_that_are_refused_change_nothing():
 
 def test_what_was_not_asked_for_is_refused():
     optimizer = ReverseCommunication(Descent(), np.zeros(3))
-    with pytest.raises(RuntimeError, match=r"a Hessian product was told, but value and gradient \(tell\) is wanted"):
+    with pytest.raises(RuntimeError, match=r"Hessian product was told, .*\(tell\)"):
         optimizer.tell_product(np.zeros(3))
     with pytest.raises(RuntimeError, match="told, but not asked for"):
         optimizer.tell(1.0, np.zeros(3))
     optimizer.ask()
-    with pytest.raises(ValueError, match="the gradient has 2 elements"):
+    with pytest.raises(ValueError, match="gradient has 2 elements"):
         optimizer.tell(1.0, np.zeros(2))
     assert optimizer.progress.evaluations == 0
     optimizer.tell(*bowl(optimizer.result.x))
@@ -693,7 +693,7 @@ def test_what_was_not_asked_for_is_refused():
     optimizer.stop()
     with pytest.raises(RuntimeError, match="but nothing is wanted"):
         optimizer.tell(1.0, np.zeros(3))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+    with pytest.raises(TypeError, match="argument 'mask'"):
         ReverseCommunication(Descent(), np.zeros(3), mask=1)
 
 

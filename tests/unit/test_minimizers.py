@@ -342,13 +342,13 @@ def test_pairs_whose_largest_elements_do_not_meet() -> None:
         """Of the path on which the free elements move without end, and the others do not."""
         ends, top = Breakpoints(np.where(free, np.inf, 0.0), 0.0, lambda index: 0.0 * index), float(abs(g).max())
         point = history.cauchy_point(g * free, ends, top, 1.0)
-        return point.length, history.reduced_times(free, g * free, point, 1.0)
+        return point.length, history.subspace_step(free, g * free, point, 1.0)
 
     for turn in range(4):
         s, y = history.open()
         s[:] = random.standard_normal(size) * units
         y[:] = s / units**2 * random.uniform(1, 2, size)
-        history.measure(abs(s).max(), abs(y).max())
+        history.set_tops(abs(s).max(), abs(y).max())
         free = random.random(size) < 0.7
         of_first = found(history, free)
         again = ReducedHistory(LocalSpace(size, units), rows)
@@ -356,8 +356,8 @@ def test_pairs_whose_largest_elements_do_not_meet() -> None:
         assert found(again, free) == of_first and len(history) == min(turn + 1, m)
         order = history.order
         products = rows[order][:, None] * rows[[m + pair for pair in order]]
-        np.testing.assert_allclose(history._free.sy, np.triu((products * free).sum(axis=-1)), rtol=1e-9)
-        np.testing.assert_allclose(history._held.sy, np.triu((products * ~free).sum(axis=-1).T), rtol=1e-9)
+        np.testing.assert_allclose(history._free_gram.sy, np.triu((products * free).sum(axis=-1)), rtol=1e-9)
+        np.testing.assert_allclose(history._held_gram.sy, np.triu((products * ~free).sum(axis=-1).T), rtol=1e-9)
         sy, ss = (np.array(of)[np.ix_(order, order)] for of in (history.sy, history.ss))
         np.testing.assert_allclose(np.tril(sy), np.tril(products.sum(axis=-1)), rtol=1e-9)
         np.testing.assert_allclose(ss, (rows[order][:, None] * rows[order]).sum(axis=-1), rtol=1e-9)
@@ -386,17 +386,17 @@ def test_bounds_and_masks_of_tensors() -> None:
 @pytest.mark.parametrize(
     ("bounds", "words"),
     [
-        ((1.0, {"b": 0.5}), r"the bounds of 4 elements cross: element \(0\)"),
-        ((INF, INF), "10 elements cross: .* lower bound inf and the upper"),
+        ((1.0, {"b": 0.5}), r"4 elements cross: element \(0\)"),
+        ((INF, INF), "10 elements cross: .*lower bound inf"),
         (({"b": INF}, None), r"4 elements cross: element \(0\) of 'b'"),
         ((None, -INF), "10 elements cross"),
         ((np.full(10, np.nan), None), "contain NaN"),
         ((1.0,), "must be a pair"),
-        ({"a": 1.0}, "bounds of 'a' must be a pair"),
+        ({"a": 1.0}, "bounds of 'a' .*pair"),
         ((np.zeros(9), None), r"have the shape \(9,\)"),
         ({"a": (np.zeros((3, 2)), 1)}, r"have the shape \(3, 2\)"),
-        ({"c": (0, 1)}, "there is no tensor 'c'; there are a, b"),
-        (("low", None), "lower bounds must be numbers"),
+        ({"c": (0, 1)}, "no tensor 'c'"),
+        (("low", None), "lower bounds .*numbers"),
     ],
 )
 def test_bounds_that_do_not_fit_are_named(bounds: Any, words: str) -> None:
@@ -539,8 +539,8 @@ def test_a_state_of_something_else_is_refused(start: Start) -> None:
     [
         (LBFGS, {"lower": np.zeros(3)}, "LBFGS takes no bounds; use LBFGSB"),
         (NonlinearCG, {"upper": np.zeros(3)}, "takes no bounds; use LBFGSB"),
-        (LBFGS, {"precondition": lambda vector: -vector}, "preconditioner must be positive definite"),
-        (NonlinearCG, {"precondition": lambda vector: -vector}, "preconditioner must be positive definite"),
+        (LBFGS, {"precondition": lambda vector: -vector}, "preconditioner .*positive definite"),
+        (NonlinearCG, {"precondition": lambda vector: -vector}, "preconditioner .*positive definite"),
         (LBFGSB, {"lower": np.zeros(3), "precondition": np.copy}, "takes no function as preconditioner"),
         (TruncatedNewton, {"scaling": np.ones(3), "precondition": np.copy}, "leave one of them out"),
     ],
@@ -553,10 +553,10 @@ def test_limits_that_do_not_fit_are_refused(method: Start, limits: dict[str, Any
 @pytest.mark.parametrize(
     ("method", "option", "value", "words"),
     [
-        (LBFGS, "history", 0, "LBFGS: history=0 must be a whole number of at least 1"),
+        (LBFGS, "history", 0, "LBFGS: history=0"),
         (LBFGS, "maxls", 0, "maxls=0"),
-        (LBFGS, "line_search", "wolfe", "line_search='wolfe' must be 'more-thuente'"),
-        (LBFGS, "damping", "none", "damping='none' must be one of 'skip', 'powell'"),
+        (LBFGS, "line_search", "wolfe", "line_search='wolfe'"),
+        (LBFGS, "damping", "none", "damping='none'"),
         (LBFGS, "initial_scaling", 0.0, "initial_scaling=0.0"),
         (TruncatedNewton, "forcing", 1.0, "forcing"),
         (TruncatedNewton, "forcing", 0, "forcing"),

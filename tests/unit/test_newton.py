@@ -181,7 +181,7 @@ def test_weights_of_the_inner_product_scale_the_stop_test() -> None:
 def test_what_is_told_must_be_what_is_wanted() -> None:
     minimizer = started(TruncatedNewton(), np.ones(3), Limits())
     minimizer.begin()
-    with pytest.raises(ValueError, match="wants a gradient next, and was told a product"):
+    with pytest.raises(ValueError, match="wants a gradient .*told a product"):
         minimizer.tell_product(np.ones(3))
 
 

@@ -82,22 +82,22 @@ class NoBlock(nn.Architecture):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_layers_of_ones_own_have_names_of_their_own(stages):
-    message = "'same.attention_norm.weight' is a tensor of blocks.0, and again of blocks.1; names must be unique"
+    message = "'same.attention_norm.weight' .*blocks.0, .*blocks.1"
     with pytest.raises(ValueError, match=message):
         OneName(11, 6, 8, 2, 4).specs(stages)
-    with pytest.raises(TypeError, match="NoBlock.build_block returned None; it must be of TransformerBlock"):
+    with pytest.raises(TypeError, match="NoBlock.build_block returned None"):
         NoBlock(11, 6, 8, 2, 4).specs(stages)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0, 6, 8, 5, 4), "vocabulary_size is 0; it must be at least 1"),
+        ((0, 6, 8, 5, 4), "vocabulary_size is 0"),
         ((11, 6, 8, 0, 4), "layers is 0"),
-        ((11, 6, 8, 5, 3), "width 8 is not a multiple of 3 heads"),
-        ((11, 6, 8, 5, 0), "width 8 is not a multiple of 0 heads"),
-        ((11, 6, 8, 5, 4, False, 3), "4 attention heads cannot be cut into 3 shards; choose a number"),
-        ((11, 6, 8, 5, 4, False, 0), "shards is 0; it must be at least 1"),
+        ((11, 6, 8, 5, 3), "width 8 .*3 heads"),
+        ((11, 6, 8, 5, 0), "width 8 .*0 heads"),
+        ((11, 6, 8, 5, 4, False, 3), "4 attention heads .*3 shards"),
+        ((11, 6, 8, 5, 4, False, 0), "shards is 0"),
     ],
 )
 def test_bad_sizes(arguments, message):
@@ -111,7 +111,7 @@ def test_bad_sizes(arguments, message):
 def test_sizes_are_integers(place, what):
     sizes = [11, 6, 8, 5, 4]
     for wrong in (float(sizes[place]), str(sizes[place]), None, True):
-        with pytest.raises(TypeError, match=f"{what} is .*; it must be an integer"):
+        with pytest.raises(TypeError, match=f"{what} is .*integer"):
             nn.Architecture(*sizes[:place], wrong, *sizes[place + 1 :])
     assert nn.Architecture(*map(np.int64, sizes)) == ARCHITECTURE
 
@@ -119,15 +119,15 @@ def test_sizes_are_integers(place, what):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: ARCHITECTURE.check(tensor=3), "4 attention heads cannot be split over 3 tensor-parallel ranks"),
-        (lambda: SHARDED.check(tensor=4), "a model of 2 shards cannot be split over 4 tensor-parallel ranks; choose a"),
-        (lambda: ARCHITECTURE.check(stages=6), "6 pipeline stages, but the model has 5 layers.*fewer pipeline ranks"),
-        (lambda: ARCHITECTURE.cut(6, [1] * 7), "6 pipeline stages, but the model has 5 layers"),
-        (lambda: ARCHITECTURE.cut(2, [1] * 6), "a model of 5 layers needs 7 numbers"),
-        (lambda: ARCHITECTURE.cut(2, [1] * 6 + [-1]), "needs 7 numbers of at least 0"),
-        (lambda: ARCHITECTURE.cut(2, [1] * 6 + [np.nan]), "needs 7 numbers of at least 0"),
-        (lambda: ARCHITECTURE.cut(2, [1] * 6 + ["fast"]), "'fast'.*needs 7 numbers of at least 0"),
-        (lambda: ARCHITECTURE.cut(2, 3.0), "stage_costs are 3.0; .*needs 7 numbers of at least 0"),
+        (lambda: ARCHITECTURE.check(tensor=3), "4 attention heads .*3 tensor-parallel ranks"),
+        (lambda: SHARDED.check(tensor=4), "2 shards .*4 tensor-parallel ranks"),
+        (lambda: ARCHITECTURE.check(stages=6), "6 pipeline stages, .*5 layers.*fewer pipeline ranks"),
+        (lambda: ARCHITECTURE.cut(6, [1] * 7), "6 pipeline stages, .*5 layers"),
+        (lambda: ARCHITECTURE.cut(2, [1] * 6), "5 layers needs 7 numbers"),
+        (lambda: ARCHITECTURE.cut(2, [1] * 6 + [-1]), "7 numbers of at least 0"),
+        (lambda: ARCHITECTURE.cut(2, [1] * 6 + [np.nan]), "7 numbers of at least 0"),
+        (lambda: ARCHITECTURE.cut(2, [1] * 6 + ["fast"]), "'fast'.*7 numbers"),
+        (lambda: ARCHITECTURE.cut(2, 3.0), "stage_costs are 3.0; .*7 numbers"),
     ],
 )
 def test_what_cannot_be_cut(call, message):
@@ -259,17 +259,17 @@ def test_stages_cut_by_costs(options):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (dict(storage_dtype=np.float32), TypeError, "storage_dtype is float32; it must be float16 or bfloat16"),
-        (dict(wire_dtype="half a float"), TypeError, "wire_dtype is half a float; it must be float16 or bfloat16"),
+        (dict(storage_dtype=np.float32), TypeError, "storage_dtype is float32"),
+        (dict(wire_dtype="half a float"), TypeError, "wire_dtype is half a float"),
         (dict(wire_dtype=np.int16), TypeError, "wire_dtype is int16"),
         (dict(sharded_parameters=True), ValueError, "sharded_parameters needs a mesh"),
-        (dict(stage_costs="guessed"), ValueError, "stage_costs is 'guessed'; it must be \"measured\", numbers or None"),
-        (dict(stage_costs=[1, 2]), ValueError, "a model of 4 layers needs 6 numbers"),
-        (dict(schedule="interleaved", chunks=5), ValueError, "5 pipeline stages, but the model has 4 layers"),
+        (dict(stage_costs="guessed"), ValueError, "stage_costs is 'guessed'"),
+        (dict(stage_costs=[1, 2]), ValueError, "4 layers needs 6 numbers"),
+        (dict(schedule="interleaved", chunks=5), ValueError, "5 pipeline stages, .*4 layers"),
         (dict(schedule="interleaved"), ValueError, "chunks"),
         (dict(schedule="2f2b"), ValueError, "2f2b"),
         (dict(microbatches=0), ValueError, "0"),
-        (dict(dtype=np.float16), TypeError, "dtype is float16; parameters must be float32 or float64"),
+        (dict(dtype=np.float16), TypeError, "dtype is float16"),
         (dict(dtype=int), TypeError, "dtype is int64"),
     ],
 )
@@ -309,8 +309,8 @@ def test_every_model_takes_the_keywords_of_a_decoder():
     [
         ((8, 8, 8, 1, 2), TINY, "1 positional argument but 6"),
         ((nn.Architecture(**TINY),), TINY, "1 positional argument but 2"),
-        ((), {"vocabulary_size": 8}, "missing 4 required keyword-only arguments: 'context_length'"),
-        ((), TINY | {"head": 2}, "unexpected keyword argument 'head'"),
+        ((), {"vocabulary_size": 8}, "missing 4 .*'context_length'"),
+        ((), TINY | {"head": 2}, "argument 'head'"),
         ((), TINY | {"tied": 1}, "tied=1"),
         ((), TINY | {"recompute": 1}, "recompute=1"),
         ((), TINY | {"dtype": "float16"}, "dtype is float16"),

@@ -370,7 +370,7 @@ def test_bad_numbers_are_not_hidden(bad, columns):
 
 def test_wrong_arrays_are_refused():
     x, bias = standin.zeros((4, 8), np.float32), standin.zeros(8, np.float32)
-    with pytest.raises(ValueError, match=r"add_bias takes C-contiguous arrays, got one of shape \(4, 8\) with strides"):
+    with pytest.raises(ValueError, match=r"add_bias .*\(4, 8\) with strides"):
         device_kernels.add_bias(x, bias, standin.zeros((4, 16), np.float32)[:, ::2])
-    with pytest.raises(TypeError, match="add_bias takes bias as float32, got float64"):
+    with pytest.raises(TypeError, match="bias as float32, got float64"):
         device_kernels.add_bias(x, standin.zeros(8), x)

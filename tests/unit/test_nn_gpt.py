@@ -190,15 +190,15 @@ GOOD = np.zeros((2, 4), int)
 @pytest.mark.parametrize(
     "tokens, targets, error, message",
     [
-        (GOOD + VOCABULARY, GOOD, ValueError, "tokens range from 11 to 11.*valid tokens are 0 to 10"),
+        (GOOD + VOCABULARY, GOOD, ValueError, "tokens range from 11 to 11.*0 to 10"),
         (GOOD - 1, GOOD, ValueError, "tokens range from -1 to -1"),
-        (GOOD, GOOD - 1, ValueError, "targets range from -1 to -1.*vocabulary_size is 11"),
+        (GOOD, GOOD - 1, ValueError, "targets range from -1.*vocabulary_size is 11"),
         (np.zeros((1, CONTEXT + 1), int), np.zeros((1, CONTEXT + 1), int), ValueError, "of 141.*context_length is 140"),
-        (GOOD, GOOD[:, 1:], ValueError, r"tokens have shape \(2, 4\), but targets \(2, 3\)"),
-        (GOOD * 1.0, GOOD, TypeError, "tokens must be integers, got float64"),
-        (GOOD, GOOD > 0, TypeError, "targets must be integers, got bool"),
-        (GOOD[0], GOOD[0], ValueError, r"tokens must have shape \(batch, length\), got \(4,\)"),
-        (GOOD[:, :0], GOOD[:, :0], ValueError, r"tokens of shape \(2, 0\) are sequences of no token"),
+        (GOOD, GOOD[:, 1:], ValueError, r"tokens .*\(2, 4\), .*targets \(2, 3\)"),
+        (GOOD * 1.0, GOOD, TypeError, "tokens .*got float64"),
+        (GOOD, GOOD > 0, TypeError, "targets .*got bool"),
+        (GOOD[0], GOOD[0], ValueError, r"tokens .*got \(4,\)"),
+        (GOOD[:, :0], GOOD[:, :0], ValueError, r"tokens of shape \(2, 0\)"),
     ],
 )
 def test_bad_tokens(tokens, targets, error, message):

@@ -66,9 +66,12 @@ def test_without_a_dtype_it_is_the_plain_product():
 
 
 @pytest.fixture(autouse=True)
-def numpys_library(monkeypatch):
+def numpys_library():
     """The choice before a mesh is made."""
-    monkeypatch.setattr(choice, "_active", choice.Choice())
+    before = choice.active()
+    choice.activate(choice.Choice())
+    yield
+    choice.activate(before)
 
 
 @pytest.fixture(params=["rounded", *(name for name in libraries.installed() if libraries.multiplies_bfloat16())])
@@ -136,11 +139,34 @@ def test_numpy_is_slow_and_says_so_once():
 
 
 @pytest.mark.parametrize(
+    ("half", "multiplies", "installed", "chosen", "way_out"),
+    [
+        ("bfloat16", False, [], "", "AVX512_BF16"),
+        ("float16", True, ["onednn"], "", "compute_dtype='bfloat16'"),
+        ("bfloat16", True, [], "", r"mpishard\[fast\]"),
+        ("bfloat16", True, ["mkl"], "", r"mpishard\[fast\]"),  # which is slow on processors of others than Intel
+        ("bfloat16", True, ["onednn"], "numpy", "MPISHARD_PRODUCTS=numpy .* bfloat16=onednn"),
+        ("bfloat16", True, ["onednn"], "", "mesh="),
+    ],
+)
+def test_slow_products_come_with_what_is_fast_on_this_processor(
+    half, multiplies, installed, chosen, way_out, monkeypatch
+):
+    monkeypatch.setattr(gemm, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(libraries, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(libraries, "loadable", lambda: dict.fromkeys(installed, "1.0"))
+    monkeypatch.setattr(libraries, "is_intel", lambda: False)
+    monkeypatch.setenv("MPISHARD_PRODUCTS", chosen)
+    with pytest.warns(UserWarning, match=f"compute_dtype={half} .*: .*{way_out}"):
+        nn.GPT(**SIZES, compute_dtype=half)
+
+
+@pytest.mark.parametrize(
     "options, message",
     [
-        (dict(compute_dtype=np.float32), "compute_dtype is float32; it must be float16 or bfloat16"),
-        (dict(compute_dtype=np.int16), "compute_dtype is int16; it must be float16 or bfloat16"),
-        (dict(compute_dtype=np.float16, dtype=np.float64), "needs float32 weights, but dtype is float64"),
+        (dict(compute_dtype=np.float32), "compute_dtype is float32"),
+        (dict(compute_dtype=np.int16), "compute_dtype is int16"),
+        (dict(compute_dtype=np.float16, dtype=np.float64), "dtype is float64"),
     ],
 )
 def test_what_is_no_half_precision(options, message):

@@ -253,21 +253,21 @@ def test_rotary_scores_depend_on_the_distance_only(pairing):
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: nn.Rotary(pairing="halves"), ValueError, "no pairing 'halves' of channels; choose one of half-split"),
-        (lambda: nn.Rotary(-1.0), ValueError, "theta of rotary positions=-1.0 must be a finite number above 0"),
-        (lambda: nn.Rotary(scaling=2.0), TypeError, "scaling=2.0 must be a RopeScaling"),
-        (lambda: nn.RopeScaling("yarn"), ValueError, "no rope scaling 'yarn'; choose one of linear, llama3, longrope"),
+        (lambda: nn.Rotary(pairing="halves"), ValueError, "pairing 'halves' .*half-split"),
+        (lambda: nn.Rotary(-1.0), ValueError, "theta of rotary positions=-1.0"),
+        (lambda: nn.Rotary(scaling=2.0), TypeError, "scaling=2.0"),
+        (lambda: nn.RopeScaling("yarn"), ValueError, "rope scaling 'yarn'; .*llama3"),
         (lambda: nn.RopeScaling("llama3", 8.0), ValueError, "llama3 needs original_context"),
-        (lambda: nn.RopeScaling("llama3", 8.0, 64, 4.0, 1.0), ValueError, "low_frequency_factor=4 must be below"),
+        (lambda: nn.RopeScaling("llama3", 8.0, 64, 4.0, 1.0), ValueError, "low_frequency_factor=4"),
         (
             lambda: attention(rotary=nn.Rotary(scaling=nn.RopeScaling("longrope", 2.0, 8, short_factors=(1.0,)))),
             ValueError,
-            "1 short_factors and 0 long_factors, but heads have 1 pairs",
+            "1 short_factors and 0 long_factors, .*1 pairs",
         ),
         (lambda: attention(head_width=3, rotary=nn.Rotary()), ValueError, "3 channels; .* make it even"),
-        (lambda: attention(key_value_heads=3), ValueError, "4 heads of queries cannot share 3 heads of keys"),
-        (lambda: nn.CausalSelfAttention("a", 8, 3), ValueError, "width 8 is not a multiple of 3 heads"),
-        (lambda: nn.CausalSelfAttention("a", 8, 0), ValueError, "width 8 is not a multiple of 0 heads"),
+        (lambda: attention(key_value_heads=3), ValueError, "4 heads of queries .*3 heads of keys"),
+        (lambda: nn.CausalSelfAttention("a", 8, 3), ValueError, "width 8 .*3 heads"),
+        (lambda: nn.CausalSelfAttention("a", 8, 0), ValueError, "width 8 .*0 heads"),
     ],
 )
 def test_attention_that_cannot_be(make, error, message):

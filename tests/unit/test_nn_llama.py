@@ -97,14 +97,14 @@ def test_sizes_of_its_own():
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (dict(key_value_heads=3), ValueError, "4 heads of queries cannot share 3 heads of keys and values evenly"),
-        (dict(key_value_heads=2, shards=4), ValueError, "2 heads of keys and values cannot be cut into 4 shards"),
+        (dict(key_value_heads=3), ValueError, "4 heads of queries .*3 heads of keys"),
+        (dict(key_value_heads=2, shards=4), ValueError, "2 heads of keys .*4 shards"),
         (dict(head_width=5), ValueError, "5 channels; .* make it even"),
-        (dict(width=23), ValueError, "width 23 is not a multiple of 4 heads; give head_width"),
-        (dict(rotary=1e4), TypeError, "rotary=10000.0 must be a Rotary"),
-        (dict(hidden=0), ValueError, "hidden=0 must be a whole number of at least 1"),
-        (dict(bias=1), TypeError, "bias=1 must be True or False"),
-        (dict(theta=3.0), TypeError, "unexpected keyword argument 'theta'"),
+        (dict(width=23), ValueError, "width 23 .*4 heads; give head_width"),
+        (dict(rotary=1e4), TypeError, "rotary=10000.0"),
+        (dict(hidden=0), ValueError, "hidden=0"),
+        (dict(bias=1), TypeError, "bias=1"),
+        (dict(theta=3.0), TypeError, "argument 'theta'"),
     ],
 )
 def test_bad_sizes(options, error, message):
@@ -174,11 +174,11 @@ class TestDropout:
         np.testing.assert_allclose(ends[1], ends[0], rtol=1e-11, atol=1e-11)
 
     def test_samples_that_are_missing(self):
-        with pytest.raises(ValueError, match="the masks of dropout=0.3 follow from .* samples="):
+        with pytest.raises(ValueError, match="dropout=0.3 .*samples="):
             model(dropout=0.3).loss_and_gradient(*batch())
-        with pytest.raises(ValueError, match=r"samples has shape \(2,\), but there are 3 sequences"):
+        with pytest.raises(ValueError, match=r"samples .*\(2,\), .*3 sequences"):
             model(dropout=0.3).loss_and_gradient(*batch(), [1, 2])
-        with pytest.raises(ValueError, match="dropout=1.0 must be a number of at least 0 and below 1"):
+        with pytest.raises(ValueError, match="dropout=1.0"):
             model(dropout=1.0)
 
 
@@ -280,7 +280,7 @@ def test_another_copy_of_a_tied_head_is_refused(folder):
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    message = r"has lm_head.weight with other values than transformer.wte.weight, but config.json ties them: give it"
+    message = "lm_head.weight .*transformer.wte.weight, .*config.json"
     with pytest.raises(ValueError, match=message):
         nn.import_pretrained(folder)
     config(tie_word_embeddings=False)(folder)
@@ -298,9 +298,9 @@ def test_options_may_follow(folder, tmp_path):
     fields = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert (fields["bos_token_id"], fields["eos_token_id"]) == (3, [1, 2])
     for options, message in [
-        (dict(context_length=3), "takes no context_length=: .* config.json, which has n_positions=5; batches may have"),
-        (dict(architecture=model.architecture), "takes no architecture=: the architecture is that of config.json"),
-        (dict(layer=3), r"import_pretrained\(\) got an unexpected keyword argument 'layer'"),
+        (dict(context_length=3), "context_length=: .*n_positions=5"),
+        (dict(architecture=model.architecture), "takes no architecture="),
+        (dict(layer=3), "import_pretrained.*'layer'"),
     ]:
         with pytest.raises(TypeError, match=message):
             nn.import_pretrained(folder, **options)
@@ -348,29 +348,29 @@ BAD = [
         "config.json is not JSON: its lists",
     ),
     (config(x=json.loads("[" * 500 + "]" * 500)), ValueError, "config.json is not JSON: its lists"),
-    (weights(**{"h.1.\x1b[2Jadapter": np.zeros(3)}), ValueError, r"the weights have h\.1\.\\x1b\[2Jadapter, for which"),
-    (index(**{"\x1b[2J": "model.safetensors"}), ValueError, r"names \\x1b\[2J, which the files do not have"),
-    (config(model_type="mamba"), ValueError, "model_type='mamba'; the known ones are gpt2, llama, qwen2, qwen3"),
+    (weights(**{"h.1.\x1b[2Jadapter": np.zeros(3)}), ValueError, r"h\.1\.\\x1b\[2Jadapter"),
+    (index(**{"\x1b[2J": "model.safetensors"}), ValueError, r"names \\x1b\[2J"),
+    (config(model_type="mamba"), ValueError, "model_type='mamba'; .*qwen3"),
     (config(n_embd=None), ValueError, "config.json has no n_embd"),
-    (config(n_head=3), ValueError, "width 8 is not a multiple of 3 heads"),
-    (config(n_layer="2"), TypeError, "layers is '2'; it must be an integer"),
-    (config(n_layer=3), ValueError, "the weights lack transformer.h.2.ln_1.weight, .* and 7 more"),
-    (config(n_layer=1), ValueError, "the weights have transformer.h.1..* has no place"),
-    (config(vocab_size=12), ValueError, r"wte.weight has the shape \(11, 8\), but config.json asks for \(12, 8\)"),
-    (config(activation_function="relu"), ValueError, "activation_function='relu'; models here have 'gelu_new' or"),
-    (config(n_inner=12), ValueError, r"n_inner=12; models here have 4 \* n_embd = 32"),
+    (config(n_head=3), ValueError, "width 8 .*3 heads"),
+    (config(n_layer="2"), TypeError, "layers is '2'"),
+    (config(n_layer=3), ValueError, "lack transformer.h.2.ln_1.weight, .*7 more"),
+    (config(n_layer=1), ValueError, "weights have transformer.h.1."),
+    (config(vocab_size=12), ValueError, r"wte.weight .*\(11, 8\), .*\(12, 8\)"),
+    (config(activation_function="relu"), ValueError, "activation_function='relu'"),
+    (config(n_inner=12), ValueError, "n_inner=12; .*= 32"),
     (config(scale_attn_by_inverse_layer_idx=True), ValueError, "scale_attn_by_inverse_layer_idx=True"),
     (config(quantization_config={"bits": 4}), ValueError, "quantization_config"),
-    (config(tie_word_embeddings=False), ValueError, "the weights lack lm_head.weight"),
-    (weights(**{"h.1.ln_2.bias": None}), ValueError, "the weights lack transformer.h.1.ln_2.bias"),
-    (weights(**{"h.1.adapter": np.zeros(3)}), ValueError, "the weights have h.1.adapter, for which"),
-    (weights(**{"wpe.weight": np.zeros((5, 8), np.int8)}), ValueError, "wpe.weight is I8; weights must be F64"),
-    (weights(**{"wpe.weight": np.zeros((4, 8))}), ValueError, r"wpe.weight has the shape \(4, 8\)"),
-    (cut, ValueError, "model.safetensors is no safetensors file, or damaged"),
+    (config(tie_word_embeddings=False), ValueError, "lack lm_head.weight"),
+    (weights(**{"h.1.ln_2.bias": None}), ValueError, "lack transformer.h.1.ln_2.bias"),
+    (weights(**{"h.1.adapter": np.zeros(3)}), ValueError, "weights have h.1.adapter"),
+    (weights(**{"wpe.weight": np.zeros((5, 8), np.int8)}), ValueError, "wpe.weight is I8"),
+    (weights(**{"wpe.weight": np.zeros((4, 8))}), ValueError, r"wpe.weight .*\(4, 8\)"),
+    (cut, ValueError, "model.safetensors .*damaged"),
     (lambda folder: (folder / "model.safetensors").unlink(), ValueError, "has neither model.safetensors nor"),
     (index(wte="../model.safetensors"), ValueError, "has no weight_map"),
     (index(wte="absent.safetensors"), FileNotFoundError, "absent.safetensors"),
-    (index(wte="model.safetensors"), ValueError, "names wte, which the files do not have"),
+    (index(wte="model.safetensors"), ValueError, "names wte"),
 ]
 
 
@@ -385,20 +385,17 @@ def test_a_bad_folder_is_refused_in_one_line(folder, change, kind, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(attention_bias=True), "attention_bias=True; models here have False only"),
-        (dict(hidden_act="gelu"), "hidden_act='gelu'; models here have 'silu' only"),
+        (dict(attention_bias=True), "attention_bias=True"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'; .*'silu'"),
         (dict(intermediate_size=None), "config.json has no intermediate_size"),
         (dict(num_key_value_heads=1), "k_proj.weight has the shape"),
         (dict(rope_scaling={"type": "yarn", "factor": 2.0}), "there is no rope scaling 'yarn'"),
         (dict(rope_parameters={"partial_rotary_factor": 0.5}), "asks for rotary positions"),
-        (
-            dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}),
-            "llama3 without original_max_position_embeddings, low",
-        ),
-        (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "rope scaling linear without factor; give"),
+        (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "llama3 .*original_max_position_embeddings"),
+        (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "linear without factor"),
         (dict(rope_scaling={"factor": 2.0}), "there is no rope scaling 'None'"),
         (dict(rope_parameters={"rope_type": "default", "rope_theta": 0}), "theta of rotary positions.* 0"),
-        (dict(model_type="qwen2"), "the weights lack model.layers.0.self_attn.q_proj.bias"),
+        (dict(model_type="qwen2"), "lack model.layers.0.self_attn.q_proj.bias"),
         (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window=True"),
     ],
 )
@@ -427,7 +424,7 @@ def test_a_model_that_transformers_does_not_have_is_not_exported(tmp_path):
 def test_what_is_there_already_is_not_overwritten(folder):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     model = nn.import_pretrained(folder)
-    with pytest.raises(FileExistsError, match="exists, and is not an empty folder"):
+    with pytest.raises(FileExistsError, match="not an empty folder"):
         nn.export_pretrained(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
@@ -435,14 +432,14 @@ def test_what_is_there_already_is_not_overwritten(folder):
 
 def test_bad_arguments_are_named(folder, tmp_path):
     model = nn.import_pretrained(folder)
-    with pytest.raises(TypeError, match="dtype='int8' must be one of float64"):
+    with pytest.raises(TypeError, match="dtype='int8'"):
         nn.export_pretrained(model, tmp_path / "x", dtype="int8")
     with pytest.raises(ValueError, match="file_bytes"):
         nn.export_pretrained(model, tmp_path / "x", file_bytes=0)
-    with pytest.raises(TypeError, match="needs a model of mpishard.nn, got 3"):
+    with pytest.raises(TypeError, match="model of mpishard.nn, got 3"):
         nn.export_pretrained(3, tmp_path / "x")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         nn.import_pretrained(tmp_path / "absent")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'heads_'"):
+    with pytest.raises(TypeError, match="argument 'heads_'"):
         nn.import_pretrained(folder, heads_=2)
     assert not (tmp_path / "x").exists()

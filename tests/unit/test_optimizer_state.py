@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
+from variants import full
 
 from mpishard import (
     SGD,
@@ -123,7 +124,7 @@ def test_arrays_of_an_earlier_capture_outlive_a_rebuild(mesh: Mesh) -> None:
 def test_without_parameters_there_is_no_state(mesh: Mesh) -> None:
     optimizer = DDPOptimizer(Adam(lr=0.1), mesh)
     for use in (optimizer.state.capture, optimizer.serialize):
-        with pytest.raises(ValueError, match="there is no optimizer state before the first step"):
+        with pytest.raises(ValueError, match="no optimizer state before"):
             use()
     assert (optimizer.parameters, optimizer.state.nbytes, optimizer.state.gradient_bytes) == (None, 0, 0)
     optimizer.state.consolidate()
@@ -215,19 +216,20 @@ def mutated(data, other, random):
     return bytes(data)
 
 
-def test_mutated_images_are_refused_or_read_as_they_were():
+@pytest.mark.parametrize("images", [1_000, *full(10_000)])
+def test_mutated_images_are_refused_or_read_as_they_were(images):
     whole = state()
     data = encode(whole)
     changed = {which: {name: -slot for name, slot in getattr(whole, which).items()} for which in ("slots", "others")}
     other = encode(state(steps=8, **changed))
     random = np.random.default_rng(0)
     refused = 0
-    for _ in range(10_000):
+    for _ in range(images):
         try:
             assert same(decode(mutated(data, other, random)), whole)
         except ValueError:
             refused += 1
-    assert refused > 9_000
+    assert refused > 0.9 * images
 
 
 def forged(change):
@@ -323,7 +325,7 @@ for name, values in ATTRIBUTES.items():
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_forged_images_are_refused(change):
-    with pytest.raises(ValueError, match="no optimizer state that this mpishard understands") as caught:
+    with pytest.raises(ValueError, match="optimizer state that this mpishard") as caught:
         decode(forged(change))
     assert len(str(caught.value)) < 1000
 
@@ -425,24 +427,24 @@ def group(*names: str, **values: float) -> ParameterGroup:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: group("a"), ValueError, "has no own value; give weight_decay or lr_factor"),
+        (lambda: group("a"), ValueError, "weight_decay or lr_factor"),
         (lambda: group(lr_factor=1), ValueError, "name no tensor"),
         (lambda: group("a", "", lr_factor=1), ValueError, "name no tensor"),
         (lambda: ParameterGroup(3, lr_factor=1), TypeError, "must be texts"),  # type: ignore[arg-type]
-        (lambda: group("a", lr_factor=-1), ValueError, r"ParameterGroup\('a'\): lr_factor=-1 must be a finite"),
+        (lambda: group("a", lr_factor=-1), ValueError, r"ParameterGroup\('a'\): lr_factor=-1"),
         (lambda: group("a", weight_decay="0"), TypeError, "weight_decay='0'"),  # type: ignore[arg-type]
-        (lambda: SGD(groups=["a"]), TypeError, "SGD: groups=.* must be a list of ParameterGroup"),  # type: ignore[list-item]
+        (lambda: SGD(groups=["a"]), TypeError, "SGD: groups=.*ParameterGroup"),  # type: ignore[list-item]
         (lambda: SGD(groups=group("a", lr_factor=1)), TypeError, "must be a list"),  # type: ignore[arg-type]
-        (lambda: Bare(0.1, groups=[group("a", weight_decay=1)]), ValueError, "weight_decay, which Bare does not have"),
+        (lambda: Bare(0.1, groups=[group("a", weight_decay=1)]), ValueError, "weight_decay, .*Bare"),
         (
             lambda: SGD(groups=[group("*.biases", weight_decay=0)]).by_tensor(NAMES),
             ValueError,
-            "'[*].biases' matches none of the tensors token.weight, block.norm",
+            "'[*].biases' .*token.weight, block.norm",
         ),
         (
             lambda: Adam(groups=[group("*norm*", weight_decay=0), group("block.*", weight_decay=0.2)]).by_tensor(NAMES),
             ValueError,
-            "'block.norm.weight' is in two parameter groups that differ: weight_decay is 0.0 in .* and 0.2 in ",
+            "'block.norm.weight' .*weight_decay is 0.0 .*0.2",
         ),
     ],
 )
@@ -455,7 +457,7 @@ def test_groups_are_checked_where_a_rule_meets_parameters() -> None:
     wrong = SGD(lr=0.1, groups=[ParameterGroup("weights", lr_factor=2)])
     with Mesh(MPI.COMM_SELF) as mesh:
         parameters = FlatParameters.over(np.zeros(3))
-        with pytest.raises(ValueError, match="'weights' matches none of the tensors parameters"):
+        with pytest.raises(ValueError, match="'weights' .*parameters"):
             DDPOptimizer(wrong, mesh).step(parameters, np.ones(3))
         optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
         optimizer.step(parameters, np.ones(3))
@@ -505,17 +507,17 @@ def test_values_half_way_and_short_representations() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: constant(-0.1), "constant: peak=-0.1 must be a finite number of at least 0"),
-        (lambda: constant(math.inf), "peak=inf must be a finite number"),
-        (lambda: cosine("0.1", 10), "peak='0.1' must be a finite number of at least 0"),  # type: ignore[arg-type]
-        (lambda: cosine(0.1, 10, floor=0.2), "cosine: floor=0.2 is above peak=0.1"),
-        (lambda: cosine(0.1, 10, floor=-0.2), "floor=-0.2 must be a finite number of at least 0"),
-        (lambda: cosine(0.1, 10, warmup=10), "steps=10 must be above warmup=10"),
-        (lambda: linear(0.1, 0), "steps=0 must be above warmup=0"),
-        (lambda: linear(0.1, 10.5), "steps=10.5 must be a whole number"),  # type: ignore[arg-type]
-        (lambda: linear(0.1, 10, warmup=-1), "warmup=-1 must be a whole number of at least 0"),
-        (lambda: warmup(0.1, 0), "warmup: steps=0 must be a whole number of at least 1"),
-        (lambda: inverse_square_root(0.1, warmup=0), "warmup=0 must be a whole number of at least 1"),
+        (lambda: constant(-0.1), "constant: peak=-0.1"),
+        (lambda: constant(math.inf), "peak=inf"),
+        (lambda: cosine("0.1", 10), "peak='0.1'"),  # type: ignore[arg-type]
+        (lambda: cosine(0.1, 10, floor=0.2), "floor=0.2 .*peak=0.1"),
+        (lambda: cosine(0.1, 10, floor=-0.2), "floor=-0.2"),
+        (lambda: cosine(0.1, 10, warmup=10), "steps=10 .*warmup=10"),
+        (lambda: linear(0.1, 0), "steps=0 .*warmup=0"),
+        (lambda: linear(0.1, 10.5), "steps=10.5"),  # type: ignore[arg-type]
+        (lambda: linear(0.1, 10, warmup=-1), "warmup=-1"),
+        (lambda: warmup(0.1, 0), "warmup: steps=0"),
+        (lambda: inverse_square_root(0.1, warmup=0), "warmup=0"),
     ],
 )
 def test_nonsense_is_refused(make: Callable[[], Schedule], message: str) -> None:

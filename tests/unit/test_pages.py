@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "tests/README.md", "slurm/README.md"]
+PAGES = ["README.md", "packaging/README.md", "tests/README.md", "slurm/README.md"]
 PAGES += sorted(str(each.relative_to(ROOT)) for each in (ROOT / "docs").rglob("*.md") if "_build" not in each.parts)
 WALKS = [page for page in PAGES if page.startswith("docs/contributing/walk-")]
 PACKAGE = ROOT / "mpishard"
 MAP = "docs/contributing/map.md"
 
-FILE = re.compile(r"(?<![\w/.-])((?:mpishard|tests|benchmarks|examples|slurm|docs)/(?!_build)[\w/.-]*\w)")
+FILE = re.compile(r"(?<![\w/.-])((?:mpishard|tests|benchmarks|examples|packaging|slurm|docs)/(?!_build)[\w/.-]*\w)")
 FILE_ALONE = re.compile(r"`((?:\w+/)*\w+\.py)`")  # in the map from mpishard/ on, in tests/README.md below tests/
 MODULE = re.compile(r"`(mpishard(?:\.\w+)+)")
 NAME = re.compile(r"`(\w+(?:\.\w+)*)`")

@@ -79,8 +79,17 @@ MODEL = f"mpishard.nn.GPT({SIZES}, mesh=mpishard.Mesh()), mpishard.Checkpoints"
             "mpishard.nn.GPT, mpishard.ZeRO1Optimizer, mpishard.AdamW",
             ["mpishard.minimizers.descent", "mpishard.nn.pretrained"],
         ),
+        (
+            "mpishard.l_curve([1, 2, 3], [1, 1, 1], [1, 1, 1]), mpishard.inverse.LCurve",
+            ["mpi4py.MPI", "numba", "matplotlib"],
+        ),
     ],
-    ids=["a compiler before the first step", "HDF5 without checkpoints", "methods and published weights"],
+    ids=[
+        "a compiler before the first step",
+        "HDF5 without checkpoints",
+        "methods and published weights",
+        "MPI and pictures for the corner of an L-curve",
+    ],
 )
 def test_what_needs_not(code: str, unused: list[str]) -> None:
     assert seen_after(f"import mpishard; {code}")[1].isdisjoint(unused)
@@ -164,7 +173,7 @@ def test_type_checkers_and_python_find_the_same_names(name: str) -> None:
         assert module != f"{name}.{each}", "once imported, a module hides the name of the package"
     further = ["__version__"] if package is mpishard else []
     assert sorted(modules) == sorted(package.__all__) and sorted(dir(package)) == sorted([*modules, *further])
-    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Missing'"):
+    with pytest.raises(AttributeError, match=f"'{name}' .*'Missing'"):
         _ = package.Missing
 
 
@@ -176,7 +185,7 @@ def test_without_a_framework_a_message_says_what_to_install(
     for public in package.__all__:
         monkeypatch.delitem(vars(package), public, raising=False)
     monkeypatch.setitem(sys.modules, name, None)
-    message = rf"mpishard.{name}.rule_of needs {called}: pip install 'mpishard\[{name}\]'"
+    message = rf"mpishard.{name}.rule_of needs {called}: .*mpishard\[{name}\]"
     with pytest.raises(ModuleNotFoundError, match=message):
         _ = package.rule_of
     assert dir(package) == package.__all__

@@ -24,7 +24,7 @@ def test_every_extra_that_is_named_can_be_installed() -> None:
     for page in pages:
         for extras in re.findall(r"(?:mpishard|[\s'\"]\.)\[([\w,-]+)\]", page.read_text()):
             named |= {(extra, page.name) for extra in extras.split(",")}
-    assert {"mkl", "mpich"} <= {extra for extra, _ in named}
+    assert {"cli", "mpich"} <= {extra for extra, _ in named}
     assert not [each for each in named if each[0] not in PROJECT["optional-dependencies"]]
 
 

@@ -182,11 +182,11 @@ def test_muon_has_the_matrices_and_another_rule_the_rest() -> None:
     assert plain["matrices"] == "a.*; head.*" and plain["rest_rule"] == "AdamW"
     assert all(isinstance(value, int | float | str) for value in plain.values())
     assert not Muon(matrices="w", eps=0.0).orthogonalized(np.zeros((2, 3))).any()
-    with pytest.raises(ValueError, match="none of the 1 tensors that matrices=.*has two dimensions"):
+    with pytest.raises(ValueError, match="1 tensors that matrices=.*two dimensions"):
         Muon(matrices="a.bias").by_shape(shapes)
-    with pytest.raises(ValueError, match="'b.*' matches none of the tensors embed, "):
+    with pytest.raises(ValueError, match="'b.*' .*embed, "):
         Muon(matrices="b.*").by_shape(shapes)
-    with pytest.raises(ValueError, match="needs a whole matrix, got parameters of shape"):
+    with pytest.raises(ValueError, match="whole matrix, got"):
         rule.update(np.zeros(4), np.zeros(4), [np.zeros(4)] * 2, 1)
 
 
@@ -353,7 +353,7 @@ def test_arguments_that_do_not_fit_change_nothing(rule: Rule) -> None:
         rule.update(parameters, ones[1:], slots, 1)
     with pytest.raises(TypeError, match="p is float64 and g is float32"):
         rule.update(parameters, ones.astype(np.float32), slots, 1)
-    with pytest.raises(ValueError, match="steps count from 1, got step 0"):
+    with pytest.raises(ValueError, match="steps .*got step 0"):
         rule.update(parameters, ones, slots, 0)
     assert np.array_equal([parameters, *slots], [start(np.float64), *state(rule, SIZE, np.float64)])
 
@@ -371,7 +371,7 @@ def test_schedules_set_the_rate_of_every_step(kind: Callable[..., Rule]) -> None
 
 def test_schedules_may_not_return_nonsense() -> None:
     for bad in (-1.0, math.nan, math.inf, None, "0.1", True):
-        with pytest.raises(ValueError, match=rf"SGD: lr\(3\) must be a number of at least 0 and finite, got {bad!r}"):
+        with pytest.raises(ValueError, match=rf"SGD: lr\(3\) .*got {bad!r}"):
             SGD(lr=lambda step, bad=bad: bad).scalars(3)
 
 
@@ -389,42 +389,34 @@ def test_rules_are_values(kind: type[Rule]) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: SGD(lr=-0.1), ValueError, "SGD: lr=-0.1 must be a finite number of at least 0"),
-        (lambda: AdamW(lr=math.nan), ValueError, "AdamW: lr=nan must be a finite number"),
-        (lambda: AdamW(lr=math.inf), ValueError, "AdamW: lr=inf must be a finite number"),
-        (lambda: SGD(lr="0.1"), TypeError, "SGD: lr='0.1' must be a finite number of at least 0"),
-        (lambda: SGD(lr=True), TypeError, "SGD: lr=True must be a finite number"),
-        (lambda: SGD(momentum=-1), ValueError, "SGD: momentum=-1 must be a finite number of at least 0"),
-        (lambda: SGD(momentum=0.9, weight_decay=-1), ValueError, "weight_decay=-1 must be"),
-        (lambda: SGD(nesterov=True), ValueError, "nesterov needs a momentum above 0"),
+        (lambda: SGD(lr=-0.1), ValueError, "SGD: lr=-0.1"),
+        (lambda: AdamW(lr=math.nan), ValueError, "AdamW: lr=nan"),
+        (lambda: AdamW(lr=math.inf), ValueError, "AdamW: lr=inf"),
+        (lambda: SGD(lr="0.1"), TypeError, "SGD: lr='0.1'"),
+        (lambda: SGD(lr=True), TypeError, "SGD: lr=True"),
+        (lambda: SGD(momentum=-1), ValueError, "SGD: momentum=-1"),
+        (lambda: SGD(momentum=0.9, weight_decay=-1), ValueError, "weight_decay=-1"),
+        (lambda: SGD(nesterov=True), ValueError, "nesterov .*momentum"),
         (lambda: SGD(momentum=0.9, dampening=0.1, nesterov=True), ValueError, "dampening of 0"),
-        (lambda: SGD(momentum=0.9, nesterov="no"), TypeError, "SGD: nesterov='no' must be True or False"),
-        (
-            lambda: Adam(betas=(1.0, 0.9)),
-            ValueError,
-            r"Adam: betas\[0\]=1.0 must be a number of at least 0 and below 1",
-        ),
-        (lambda: Adam(betas=(0.9, -0.1)), ValueError, r"Adam: betas\[1\]=-0.1 must be"),
-        (lambda: Adam(betas=(False, 0.9)), TypeError, r"Adam: betas\[0\]=False must be a number"),
-        (lambda: AdamW(betas=0.9), TypeError, "AdamW: betas=0.9 must be two numbers"),
-        (lambda: AdamW(betas=(0.9,)), TypeError, r"AdamW: betas=\(0.9,\) must be two numbers"),
-        (lambda: Adam(amsgrad=1), TypeError, "Adam: amsgrad=1 must be True or False"),
-        (lambda: LAMB(eps=None), TypeError, "LAMB: eps=None must be a finite number"),
-        (lambda: RMSprop(alpha=1.0), ValueError, "RMSprop: alpha=1.0 must be a number of at least 0 and below 1"),
-        (lambda: Adagrad(lr_decay=-1), ValueError, "Adagrad: lr_decay=-1 must be"),
-        (lambda: Adagrad(initial_accumulator_value=-1), ValueError, "initial_accumulator_value=-1 must be"),
-        (lambda: Muon(matrices="w", momentum=1.0), ValueError, "momentum=1.0 must be"),
-        (lambda: Muon(matrices="w", ns_steps=0), ValueError, "ns_steps=0 must be"),
-        (lambda: Muon(matrices="w", ns_steps=100), ValueError, "ns_steps=100 must be below 100"),
+        (lambda: SGD(momentum=0.9, nesterov="no"), TypeError, "SGD: nesterov='no'"),
+        (lambda: Adam(betas=(1.0, 0.9)), ValueError, r"Adam: betas\[0\]=1.0"),
+        (lambda: Adam(betas=(0.9, -0.1)), ValueError, r"Adam: betas\[1\]=-0.1"),
+        (lambda: Adam(betas=(False, 0.9)), TypeError, r"Adam: betas\[0\]=False"),
+        (lambda: AdamW(betas=0.9), TypeError, "AdamW: betas=0.9"),
+        (lambda: AdamW(betas=(0.9,)), TypeError, r"AdamW: betas=\(0.9,\)"),
+        (lambda: Adam(amsgrad=1), TypeError, "Adam: amsgrad=1"),
+        (lambda: LAMB(eps=None), TypeError, "LAMB: eps=None"),
+        (lambda: RMSprop(alpha=1.0), ValueError, "RMSprop: alpha=1.0"),
+        (lambda: Adagrad(lr_decay=-1), ValueError, "Adagrad: lr_decay=-1"),
+        (lambda: Adagrad(initial_accumulator_value=-1), ValueError, "initial_accumulator_value=-1"),
+        (lambda: Muon(matrices="w", momentum=1.0), ValueError, "momentum=1.0"),
+        (lambda: Muon(matrices="w", ns_steps=0), ValueError, "ns_steps=0"),
+        (lambda: Muon(matrices="w", ns_steps=100), ValueError, "ns_steps=100"),
         (lambda: Muon(matrices="w", ns_coefficients=(1.0, 2.0)), TypeError, "must be three numbers"),
-        (lambda: Muon(matrices="w", adjust_lr_fn="other"), ValueError, 'adjust_lr_fn=.* must be None, "original" or'),
-        (lambda: Muon(matrices="w", rest="AdamW"), TypeError, "rest=.* must be a rule such as"),
-        (
-            lambda: Muon(matrices="w", rest=LAMB()),
-            ValueError,
-            "must be an element-wise rule that keeps state from zero",
-        ),
-        (lambda: Muon(matrices="w", rest=SGD()), ValueError, "must be an element-wise rule that keeps state from zero"),
+        (lambda: Muon(matrices="w", adjust_lr_fn="other"), ValueError, 'adjust_lr_fn=.*"original"'),
+        (lambda: Muon(matrices="w", rest="AdamW"), TypeError, "rest=.*rule"),
+        (lambda: Muon(matrices="w", rest=LAMB()), ValueError, "element-wise rule"),
+        (lambda: Muon(matrices="w", rest=SGD()), ValueError, "element-wise rule"),
         (lambda: Muon(matrices="w", rest=AdamW(ema_decay=0.5)), ValueError, "give ema_decay to Muon"),
         (lambda: Muon(matrices=()), ValueError, "name no tensor"),
     ],
@@ -534,7 +526,7 @@ def made_with(module: Any) -> Iterator[Callable[[], object]]:
 @pytest.mark.parametrize("module", ["cupy", None, 3])
 def test_what_makes_no_arrays_is_refused(module: Any) -> None:
     for make in made_with(module):
-        with pytest.raises(TypeError, match=f"module is {module!r}; it must be the module numpy or cupy itself"):
+        with pytest.raises(TypeError, match=f"module is {module!r}"):
             make()
 
 
@@ -544,7 +536,7 @@ def test_arrays_on_another_gpu_are_refused(take: Any, monkeypatch: pytest.Monkey
     array = standin.zeros(3)
     take(array)
     monkeypatch.setattr(standin.StandIn, "device_number", lambda self, array: 1)
-    with pytest.raises(ValueError, match=r"on GPU 1, but this thread computes on GPU 0: begin with cupy"):
+    with pytest.raises(ValueError, match="GPU 1, .*GPU 0"):
         take(array)
 
 
@@ -554,7 +546,7 @@ def test_cupy_without_a_gpu_is_named_with_the_way_out() -> None:
 
     runtime = SimpleNamespace(getDevice=get_device)
     module = SimpleNamespace(__name__="cupy", zeros=np.zeros, cuda=SimpleNamespace(runtime=runtime))
-    match = r"needs a GPU, and CuPy finds none \(cudaErrorInsufficientDriver: too old\); `mpishard info` shows"
+    match = "cudaErrorInsufficientDriver: too old.*`mpishard info`"
     for make in made_with(module):
         with pytest.raises(RuntimeError, match=match):
             make()

@@ -130,12 +130,12 @@ def test_peak_live():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (("2f2b", 2, 2), r"unknown schedule '2f2b'; choose one of gpipe, 1f1b, interleaved, zb-h1"),
-        (("1f1b", 0, 2), r"stages must be at least 1, got 0"),
-        (("1f1b", 2, 0), r"microbatches must be at least 1, got 0"),
-        (("1f1b", 2, 2, -1), r"chunks must be at least 1, got -1"),
-        (("interleaved", 2, 2), r"needs at least 2 chunks a rank, got 1; with 1 it is '1f1b'"),
-        (("zb-h1", 2, 2, 3), r"'zb-h1' has 1 chunk a rank, got 3; 'interleaved' takes more"),
+        (("2f2b", 2, 2), "schedule '2f2b'; .*zb-h1"),
+        (("1f1b", 0, 2), "stages .*got 0"),
+        (("1f1b", 2, 0), "microbatches .*got 0"),
+        (("1f1b", 2, 2, -1), "chunks .*got -1"),
+        (("interleaved", 2, 2), "at least 2 chunks .*got 1; .*'1f1b'"),
+        (("zb-h1", 2, 2, 3), "'zb-h1' .*got 3"),
     ],
 )
 def test_what_cannot_be_made(call, message):
@@ -145,9 +145,9 @@ def test_what_cannot_be_made(call, message):
 
 @pytest.mark.parametrize("stages", [2.0, True, "2", None])
 def test_sizes_are_integers(stages):
-    with pytest.raises(TypeError, match="stages must be an integer"):
+    with pytest.raises(TypeError, match="stages .*integer"):
         make_schedule("1f1b", stages, 2)
-    with pytest.raises(TypeError, match="stages must be an integer"):
+    with pytest.raises(TypeError, match="stages .*integer"):
         forward_only(stages, 2)
     assert make_schedule("1f1b", np.int64(2), np.int32(3)) == make_schedule("1f1b", 2, 3)
 
@@ -157,14 +157,14 @@ def test_sizes_are_integers(stages):
     [
         (("F0 F1 B0", "F0 F1 B0 B1"), r"rank 0: B1 \(or I and W\) is missing"),
         (("F0 F1 B0 B1", "F0 B0"), r"rank 1: F1 is missing"),
-        (("F0 F1 F0 B0 B1",), r"rank 0: F0 is run twice, as actions 0 and 2"),
-        (("F0 B1 F1 B0",), r"rank 0: B1 comes before F1, which it needs"),
-        (("F0 W0 I0 F1 B1",), r"rank 0: W0 comes before I0, which it needs"),
+        (("F0 F1 F0 B0 B1",), "rank 0: F0 .*actions 0 and 2"),
+        (("F0 B1 F1 B0",), "rank 0: B1 .*before F1"),
+        (("F0 W0 I0 F1 B1",), "rank 0: W0 .*before I0"),
         (("F0 F1 I0 W0 I1",), r"rank 0: W1 is missing"),
         (("F0 F1 I0 W0 B0 B1",), r"rank 0: B0 and I0 do the same work"),
-        (("F0 F1 F2 B0 B1",), r"microbatch=2, chunk=0\) is out of range: there are 2 micro-batches"),
-        (("F0 F1.1 B0 B1",), r"chunk=1\) is out of range: there are 1 chunks"),
-        (("F0 F1 X0",), r"'X' is no kind of action; kinds are F, B, I, W"),
+        (("F0 F1 F2 B0 B1",), r"microbatch=2, chunk=0\) .*2 micro-batches"),
+        (("F0 F1.1 B0 B1",), r"chunk=1\) .*1 chunks"),
+        (("F0 F1 X0",), "'X' .*F, B, I, W"),
     ],
 )
 def test_programs_that_are_no_schedule(programs, message):
@@ -173,7 +173,7 @@ def test_programs_that_are_no_schedule(programs, message):
 
 
 def test_a_program_for_every_rank():
-    with pytest.raises(ValueError, match="schedule 'mine' has 1 programs for 2 stages"):
+    with pytest.raises(ValueError, match="'mine' has 1 programs for 2"):
         Schedule("mine", 2, 1, 1, (actions("F0 B0"),))
 
 
@@ -185,7 +185,7 @@ def test_whole_and_split_backwards_can_be_mixed():
 
 
 def test_few_microbatches_are_warned_of():
-    with pytest.warns(UserWarning, match=r"2 micro-batches for 4 pipeline stages: .*'1f1b' the bubble is 60% "):
+    with pytest.warns(UserWarning, match="2 micro-batches for 4 .*'1f1b' .*60%"):
         warn_if_bubbly(make_schedule("1f1b", 4, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -306,7 +306,7 @@ def test_a_circle_of_messages():
         "rank 0 in B0 waits for the gradient that rank 1 makes in B0; "
         "rank 1 in F1 waits for the activation that rank 0 makes in F1"
     )
-    with pytest.raises(ValueError, match="deadlocks with non-blocking synchronous sends: rank 0 in B0 waits"):
+    with pytest.raises(ValueError, match="deadlocks .*rank 0 in B0"):
         simulate(schedule)
 
 
@@ -358,10 +358,10 @@ def test_no_transfer_within_a_rank_and_no_time_at_all():
 @pytest.mark.parametrize(
     ("times", "error", "message"),
     [
-        ({"forward": -1}, ValueError, "forward must be finite and at least 0, got -1"),
-        ({"transfer": float("nan")}, ValueError, "transfer must be finite and at least 0, got nan"),
-        ({"backward": [1, 2, 3]}, ValueError, r"backward has 3 times for 4 virtual stages \(2 stages x 2 chunks\)"),
-        ({"backward": [1, 2, 3, "4"]}, TypeError, "backward must be a number or a sequence of numbers, got '4'"),
+        ({"forward": -1}, ValueError, "forward .*got -1"),
+        ({"transfer": float("nan")}, ValueError, "transfer .*got nan"),
+        ({"backward": [1, 2, 3]}, ValueError, "backward has 3 times for 4"),
+        ({"backward": [1, 2, 3, "4"]}, TypeError, "backward .*got '4'"),
     ],
 )
 def test_bad_times(times, error, message):

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import suite
+from variants import full
 
 from mpishard.pipeline import schedule
 
@@ -85,7 +86,7 @@ def test_green_and_red(text: str, again: bool, tmp_path: Path) -> None:
     assert not found.flaky and ("once more" in found.all) == again, found.all
 
 
-@pytest.mark.parametrize("options", [(), XDIST], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [(), *full(XDIST)], ids=["alone", "xdist"])
 def test_green_the_second_time(options: tuple[str, ...], tmp_path: Path) -> None:
     found = ended(tmp_path, FIRST_RED + LATER, *options)
     assert found.code == 0, found.all
@@ -94,6 +95,7 @@ def test_green_the_second_time(options: tuple[str, ...], tmp_path: Path) -> None
     assert len(found.flaky) == 1 and mpi and message == "AssertionError: too", found.flaky
 
 
+@pytest.mark.full
 def test_what_hangs_twice_is_red_in_time(tmp_path: Path) -> None:
     found = ended(tmp_path, HANGS + LATER)
     assert found.code != 0 and not found.flaky and "test_hangs" in found.all, found.all
@@ -103,8 +105,8 @@ def test_what_hangs_twice_is_red_in_time(tmp_path: Path) -> None:
     ("text", "options", "name"),
     [
         (FIRST_HANGS, (), "tests/test_one.py::test_first_hangs"),
-        (FIRST_DIES, XDIST, "tests/test_one.py::test_first_dies"),
-        (ENDS_BADLY, (), "the end of the suite"),
+        pytest.param(FIRST_DIES, XDIST, "tests/test_one.py::test_first_dies", marks=pytest.mark.full),
+        pytest.param(ENDS_BADLY, (), "the end of the suite", marks=pytest.mark.full),
     ],
     ids=["hangs", "crashes", "ends badly"],
 )

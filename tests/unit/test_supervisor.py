@@ -357,7 +357,7 @@ def test_families(tmp_path, says, family):
     path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o700)
     assert find_launcher(str(path)) == Launcher(str(path), family)
-    with pytest.raises(ValueError, match="launcher /nowhere/mpirun does not exist"):
+    with pytest.raises(ValueError, match="/nowhere/mpirun"):
         find_launcher("/nowhere/mpirun")
 
 

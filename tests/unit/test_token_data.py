@@ -117,17 +117,17 @@ def test_samples_that_are_not_there(tmp_path, mixed):
     sources = [token_file(tmp_path / f"{name}.bin", np.arange(101) % 50) for name in "ab"]
     data = TokenData(Mixture(sources, [0.6, 0.4], samples=20) if mixed else sources, 10)
     for sample in (20, -1, 10**6):
-        with pytest.raises(IndexError, match=f"sample {sample} does not exist: the data has 20, from 0 to 19"):
+        with pytest.raises(IndexError, match=f"sample {sample} .*0 to 19"):
             data.batch(np.array([3, sample]))
     assert [rows.shape for rows in data.batch([])] == [(0, 10)] * 2
     for samples in (np.array([0.5]), 3, np.array([[1]]), np.array([True])):
-        with pytest.raises(TypeError, match="must be a one-dimensional array of sample indices"):
+        with pytest.raises(TypeError, match="array of sample indices"):
             data.batch(samples)
-    message = "samples=21, but the data has 20: give samples=len.data., or less"
+    message = "samples=21, .*has 20"
     for batch in (data.batch, ReadAhead(data.batch), windows(np.zeros(201, np.uint8), 10).batch):
         with pytest.raises(ValueError, match=message):
             training(batch, 21)
-    with pytest.raises(ValueError, match="samples=21, but the data has 20"):
+    with pytest.raises(ValueError, match="samples=21, .*has 20"):
         evaluated(training(data.batch), data.batch, 21)
 
 
@@ -135,15 +135,15 @@ def test_a_batch_that_is_none_is_named():
     rows = np.zeros((20, 11), np.int64)
     good = training(lambda samples: (rows[samples, :-1], rows[samples, 1:]))
     for problem, batch in ((training(lambda samples: None), None), (good, lambda samples: None)):
-        with pytest.raises(TypeError, match=r"arguments of the model's loss, as \(tokens, targets\), got None"):
+        with pytest.raises(TypeError, match=r"\(tokens, targets\), got None"):
             evaluated(problem, batch, 4)
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((50, 9), "samples have context_length=10 tokens, but the model's context_length is 9: make the data with"),
-        ((49, 10), "the data is for vocabulary_size=50, but the model's is 49: give the model at least as large"),
+        ((50, 9), "context_length=10 .*context_length is 9"),
+        ((49, 10), "vocabulary_size=50, .*49"),
     ],
 )
 def test_data_that_a_model_cannot_take(tmp_path, sizes, message):
@@ -170,13 +170,13 @@ FILES = [TokenFile("a"), TokenFile("b")]
 @pytest.mark.parametrize(
     ("sources", "weights", "kind", "message"),
     [
-        (FILES, [0.5, 0.6], ValueError, r"sum to 1.1, not to 1: as fractions they would be \[0.4545, 0.5455\]"),
-        (FILES, [1.5, -0.5], ValueError, r"weights\[1\]=-0.5 must be a finite number above 0"),
-        (FILES, [1.0, 0.0], ValueError, r"weights\[1\]=0.0 must be"),
-        (FILES, [1.0, float("nan")], ValueError, r"weights\[1\]=nan must be"),
+        (FILES, [0.5, 0.6], ValueError, r"sum to 1.1, .*\[0.4545, 0.5455\]"),
+        (FILES, [1.5, -0.5], ValueError, r"weights\[1\]=-0.5"),
+        (FILES, [1.0, 0.0], ValueError, r"weights\[1\]=0.0"),
+        (FILES, [1.0, float("nan")], ValueError, r"weights\[1\]=nan"),
         (FILES, [1.0], ValueError, "1 weights for 2 sources"),
-        (FILES, None, TypeError, r"weights=None must be.* a list: Mixture\(\[first, second\], \[0.7, 0.3\]\)"),
-        (FILES[0], [1.0], TypeError, r"sources=TokenFile.* must.* a list: Mixture\(\[first, second\], \[0.7, 0.3\]\)"),
+        (FILES, None, TypeError, "weights=None .*list: Mixture"),
+        (FILES[0], [1.0], TypeError, "sources=TokenFile.*list: Mixture"),
     ],
 )
 def test_wrong_mixtures(sources, weights, kind, message):
@@ -188,7 +188,7 @@ def test_wrong_mixtures(sources, weights, kind, message):
 def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
     data = TokenData(token_file(tmp_path / "a.bin", np.arange(5000), header=bytes(10)), 10)
     os.truncate(tmp_path / "a.bin", 2010)
-    with pytest.raises(OSError, match=r"a\.bin cannot be read .* 2010 bytes, and had 10010"):
+    with pytest.raises(OSError, match=r"a\.bin .*2010 bytes, .*10010"):
         data.batch(np.array([450]))
 
 
@@ -197,22 +197,18 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path):
     [
         (lambda at: TokenData(TokenFile(at / "none.bin"), 10), FileNotFoundError, "none.bin does not exist"),
         (lambda at: TokenData(TokenFile(at), 10), IsADirectoryError, "is a folder"),
-        (lambda at: TokenData(TokenFile(at / "odd.bin"), 10), ValueError, "has 2001 bytes of tokens, no multiple of"),
+        (lambda at: TokenData(TokenFile(at / "odd.bin"), 10), ValueError, "2001 bytes of tokens"),
         (lambda at: TokenData(TokenFile(at / "odd.bin", offset=2001), 10), ValueError, "has 2001 bytes, so no token"),
         (lambda at: TokenData(TokenFile(at / "empty.bin"), 10), ValueError, "empty.bin has 0 bytes"),
-        (lambda at: TokenData([TokenFile(at / "short.bin")], 10), ValueError, "has 10 tokens: a sample of.* needs 11"),
+        (lambda at: TokenData([TokenFile(at / "short.bin")], 10), ValueError, "10 tokens: .*11"),
         (lambda at: TokenData(str(at / "odd.bin"), 10), TypeError, "must be such as TokenFile"),
         (lambda at: TokenData([at / "odd.bin"], 10), TypeError, "is no source of tokens"),
         (lambda at: TokenData([], 10), ValueError, "sources is empty"),
-        (lambda at: TokenData(TokenFile(at / "short.bin"), 9, mesh=3), TypeError, "mesh=3 must be"),
-        (
-            lambda at: TokenData(TokenFile(at / "short.bin"), 9, vocabulary_size=0),
-            ValueError,
-            "vocabulary_size=0 must be a whole number of at least 1",
-        ),
+        (lambda at: TokenData(TokenFile(at / "short.bin"), 9, mesh=3), TypeError, "mesh=3"),
+        (lambda at: TokenData(TokenFile(at / "short.bin"), 9, vocabulary_size=0), ValueError, "vocabulary_size=0"),
         (lambda at: TokenData(TokenFile(at / "short.bin"), 9, padding=0), ValueError, "bin has no index of documents"),
-        (lambda at: TokenFile("a.bin", "float32"), TypeError, "dtype='float32' must be an integer type"),
-        (lambda at: TokenFile(3), TypeError, "path=3 must be a path"),
+        (lambda at: TokenFile("a.bin", "float32"), TypeError, "dtype='float32'"),
+        (lambda at: TokenFile(3), TypeError, "path=3"),
         (lambda at: TokenFile("a.bin", offset=-1), ValueError, "offset=-1"),
     ],
 )
@@ -229,7 +225,7 @@ def test_tokens_outside_of_the_vocabulary(tmp_path, dtype, wrong, check):
     values = np.full(500, 49, dtype)
     values[321] = wrong
     source = token_file(tmp_path / "a.bin", values, dtype)
-    with pytest.raises(ValueError, match=rf"a.bin: token {wrong} at position 321, but vocabulary_size=50 has tokens"):
+    with pytest.raises(ValueError, match=f"token {wrong} at position 321, .*vocabulary_size=50"):
         TokenData(source, 10, vocabulary_size=50, check=check).batch(np.array([3, 32]))
 
 
@@ -255,7 +251,7 @@ def test_order_is_by_path_and_skips_what_is_not_library(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name};")
     library_at(monkeypatch, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"21 bytes of Python source in .* 100000 are needed"):
+    with pytest.raises(FileNotFoundError, match="21 bytes .*100000"):
         standard_library_text()
     monkeypatch.setattr(module, "LEAST", 1)
     assert standard_library_text().tobytes() == b"a/b/c.py;a/z.py;b.py;"
@@ -286,14 +282,14 @@ def test_windows_are_views_shifted_by_one():
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: windows(np.zeros(10, np.uint8), 0), ValueError, "windows of 0 bytes from a text of 10"),
-        (lambda: windows(np.zeros(10, np.uint8), 10), ValueError, "windows of 10 bytes from a text of 10"),
-        (lambda: windows(np.zeros((2, 2)), 1), TypeError, "1-D array of uint8, not 2-D of float64"),
-        (lambda: windows(np.zeros(10, np.uint8), 1).split(1.0), ValueError, "leaves one side of 9 windows empty"),
+        (lambda: windows(np.zeros(10, np.uint8), 0), ValueError, "windows of 0 .*text of 10"),
+        (lambda: windows(np.zeros(10, np.uint8), 10), ValueError, "windows of 10 .*text of 10"),
+        (lambda: windows(np.zeros((2, 2)), 1), TypeError, "uint8, not 2-D of float64"),
+        (lambda: windows(np.zeros(10, np.uint8), 1).split(1.0), ValueError, "9 windows"),
         (lambda: standard_library_text(0), ValueError, "limit_bytes is 0"),
-        (lambda: ReadAhead(3), TypeError, "batch=3 must be a function of sample indices"),
-        (lambda: ReadAhead(lambda samples: (), max_bytes=-1), ValueError, "max_bytes=-1 must be a whole number of at"),
-        (lambda: TextFile("a.txt", 3), TypeError, "tokenize=3 must be a function"),
+        (lambda: ReadAhead(3), TypeError, "batch=3"),
+        (lambda: ReadAhead(lambda samples: (), max_bytes=-1), ValueError, "max_bytes=-1"),
+        (lambda: TextFile("a.txt", 3), TypeError, "tokenize=3"),
         (lambda: TextFile("a.txt", list, ""), ValueError, "separator is empty"),
     ],
 )
@@ -408,7 +404,7 @@ def test_megatron_packed_and_by_document(tmp_path, code, dtype, ending):
     inputs, targets = each.batch(np.arange(4))
     assert inputs.tolist() == [[0, 1, 2, 99], [99] * 4, [3, 4, 5, 6], [20, 99, 99, 99]]
     assert targets.tolist() == [[1, 2, 99, 99], [99] * 4, [4, 5, 6, 7], [99] * 4]
-    with pytest.raises(ValueError, match="padding=50 is no token of vocabulary_size=50"):
+    with pytest.raises(ValueError, match="padding=50 .*vocabulary_size=50"):
         TokenData(source, 4, vocabulary_size=50, padding=50)
 
 
@@ -416,13 +412,13 @@ def test_megatron_packed_and_by_document(tmp_path, code, dtype, ending):
     ("parts", "message"),
     [
         ({"magic": b"MMIDIDX\x00\x01"}, r"m\.idx is no index of Megatron-LM"),
-        ({"cut": 20}, r"m\.idx has 20 bytes: it is cut short in its header"),
-        ({"cut": -1}, r"m\.idx has 133 bytes, but 5 sequences and 5 document entries take 134: it is cut short"),
-        ({"short": -2}, r"m\.bin has 40 bytes, but its index m\.idx is of 42: one of them is cut short"),
-        ({"code": 7}, "version 1 with dtype code 7; known are"),
-        ({"places": [0, 6, 8, 30, 40]}, r"m\.idx: sequence 2 does not begin where the last one ended"),
-        ({"lengths": [3, -1, 13, 5, 1]}, r"m\.idx: sequence 1 does not begin"),
-        ({"documents": [0, 1, 2, 4]}, r"m\.idx: its documents are not the 5 sequences in their order"),
+        ({"cut": 20}, r"m\.idx has 20 bytes: .*header"),
+        ({"cut": -1}, r"m\.idx has 133 bytes, .*take 134"),
+        ({"short": -2}, r"m\.bin has 40 bytes, .*m\.idx is of 42"),
+        ({"code": 7}, "version 1 with dtype code 7"),
+        ({"places": [0, 6, 8, 30, 40]}, r"m\.idx: sequence 2"),
+        ({"lengths": [3, -1, 13, 5, 1]}, r"m\.idx: sequence 1"),
+        ({"documents": [0, 1, 2, 4]}, r"m\.idx: its documents .*5 sequences"),
         ({"documents": [0, 2, 1, 5]}, "its documents are not"),
         ({"documents": []}, "it is cut short or corrupt"),
     ],
@@ -461,47 +457,47 @@ def test_arrays_on_disk(tmp_path, make):
     inputs, targets = data.batch(np.array([48, 3]))
     assert np.array_equal(inputs, [stream[4800:4900], stream[300:400]]) and targets[0, 0] == stream[4801]
     largest = int(stream.max())
-    message = f"token {largest} at position {stream.argmax()}, but vocabulary_size={largest}"
+    message = f"token {largest} at position {stream.argmax()}, .*vocabulary_size={largest}"
     with pytest.raises(ValueError, match=message):
         TokenData(source, 100, vocabulary_size=largest)
-    with pytest.raises(ValueError, match="has no index of documents, so they cannot be samples"):
+    with pytest.raises(ValueError, match="no index of documents"):
         TokenData(source, 100, padding=0)
 
 
 @pytest.mark.parametrize("make", [hdf5, zarr_array])
 @pytest.mark.parametrize("values", [np.ones(5), np.ones((2, 3), int)], ids=["float", "matrix"])
 def test_arrays_that_are_no_tokens(tmp_path, make, values):
-    with pytest.raises(ValueError, match="tokens are a one-dimensional array of integers"):
+    with pytest.raises(ValueError, match="one-dimensional array of integers"):
         TokenData(make(tmp_path, values), 2)
 
 
 @pytest.mark.parametrize(
     ("file", "name", "kind", "message"),
     [
-        ("a.h5", "ids", ValueError, r"has no data set 'ids' of tokens: /ids is missing; it has \['group'\]"),
-        ("a.h5", "group", ValueError, "has no data set 'group' of tokens: it is a group; it has"),
-        ("a.h5", "group/ids/x", ValueError, "has no data set 'group/ids/x' of tokens: .*; it has"),
-        ("a.h5", "", ValueError, "has no data set '' of tokens: .*; it has"),
-        ("b.h5", "ids", OSError, "is no HDF5 file, or is cut short"),
+        ("a.h5", "ids", ValueError, r"'ids' .*/ids is missing; .*\['group'\]"),
+        ("a.h5", "group", ValueError, "'group' of tokens: it is a group"),
+        ("a.h5", "group/ids/x", ValueError, "'group/ids/x' of tokens"),
+        ("a.h5", "", ValueError, "data set ''"),
+        ("b.h5", "ids", OSError, "no HDF5 file"),
         ("c.h5", "ids", FileNotFoundError, "does not exist"),
     ],
 )
 def test_wrong_hdf5_files(tmp_path, file, name, kind, message):
     data = hdf5(tmp_path, [1, 2]).path.read_bytes()
     (tmp_path / "b.h5").write_bytes(data[:700])
-    with pytest.raises(kind, match=rf"{file} {message}"):
+    with pytest.raises(kind, match=rf"{file} .*{message}"):
         TokenData(HDF5Tokens(tmp_path / file, name), 1)
 
 
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [
-        (2**40, {"chunks": (2**28,)}, "its chunks are 536870912 bytes; this mpishard reads chunks of at most 67108864"),
-        (2**40, {"chunks": (2**16,)}, "it has 1 of its 16777216 chunks"),
-        (2**40, {}, "some of its values were never written"),
-        (10, {"external": [("/dev/zero", 0, 20)]}, "the values lie in a file outside"),
-        (10, "virtual", "the values are those of another, virtual data set"),
-        (10, "link", "/tokens is a link to elsewhere"),
+        (2**40, {"chunks": (2**28,)}, "536870912 bytes; .*67108864"),
+        (2**40, {"chunks": (2**16,)}, "1 of its 16777216 chunks"),
+        (2**40, {}, "never written"),
+        (10, {"external": [("/dev/zero", 0, 20)]}, "in a file outside"),
+        (10, "virtual", "virtual data set"),
+        (10, "link", "link to elsewhere"),
     ],
 )
 def test_hdf5_tokens_are_all_in_their_file(tmp_path, size, options, message):
@@ -518,7 +514,7 @@ def test_hdf5_tokens_are_all_in_their_file(tmp_path, size, options, message):
             tokens = file.create_dataset("tokens", (size,), np.uint16, **options)
             if options == {"chunks": (2**16,)}:
                 tokens[:10] = 1
-    with pytest.raises(ValueError, match=rf"a\.h5 has no data set 'tokens' of tokens: {message}"):
+    with pytest.raises(ValueError, match=rf"a\.h5 .*'tokens' .*{message}"):
         TokenData(HDF5Tokens(tmp_path / "a.h5"), 4)
 
 
@@ -531,22 +527,22 @@ def test_a_damaged_hdf5_file_is_named(tmp_path):
     data = bytearray((tmp_path / "a.h5").read_bytes())
     data[place : place + 64] = bytes(64)
     (tmp_path / "a.h5").write_bytes(data)
-    with pytest.raises(OSError, match=r"a\.h5:group/ids cannot be read at positions 0 to 5000: "):
+    with pytest.raises(OSError, match=r"a\.h5:group/ids .*0 to 5000"):
         TokenData(source, 100, vocabulary_size=50)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunks": (2**28,)}, "its chunks are 536870912 bytes; this mpishard reads chunks of at most 67108864"),
-        ({"chunks": (2**20,)}, "it has 1 of its 1048576 files of chunks"),
-        ({"chunks": (2**20,), "shards": (2**24,)}, "it has 1 of its 65536 files of chunks"),
+        ({"chunks": (2**28,)}, "536870912 bytes; .*67108864"),
+        ({"chunks": (2**20,)}, "1 of its 1048576 files"),
+        ({"chunks": (2**20,), "shards": (2**24,)}, "1 of its 65536 files"),
     ],
 )
 def test_zarr_tokens_are_all_in_their_folder(tmp_path, options, message):
     zarr = pytest.importorskip("zarr", reason="zarr is not installed (extra: zarr)")
     zarr.create_array(str(tmp_path / "a.zarr"), shape=(2**40,), dtype="u2", **options)
-    with pytest.raises(ValueError, match=rf"a\.zarr: {message}"):
+    with pytest.raises(ValueError, match=rf"a\.zarr: .*{message}"):
         TokenData(ZarrTokens(tmp_path / "a.zarr"), 4)
     with pytest.raises(ValueError, match="is no Zarr array"):
         TokenData(ZarrTokens(tmp_path), 1)
@@ -570,7 +566,7 @@ def test_texts(tmp_path):
         TokenData(TextFile(path, tokenize), 4, vocabulary_size=26)
     for data, kind, message in (
         (b"abc\xff", ValueError, r"a\.txt is no text in UTF-8"),
-        (b"abc", TypeError, r"tokenize returned array.* for a text of .*a\.txt, not a list of integers"),
+        (b"abc", TypeError, r"tokenize returned array.*a\.txt"),
         (b"", ValueError, r"a\.txt has no token"),
     ):
         path.write_bytes(data)

@@ -33,7 +33,7 @@ def parameter(*shape, **options):
     return torch.nn.Parameter(torch.zeros(*shape, **options))
 
 
-BATCH_NORM = r".1. is a torch.nn.SyncBatchNorm, which sums over .* torch.distributed.*call mpishard.torch.convert_sync"
+BATCH_NORM = ".1. is a torch.nn.SyncBatchNorm, .*mpishard.torch.convert_sync"
 
 
 def transposed():
@@ -48,16 +48,16 @@ def sharing():
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: torch.nn.Linear, TypeError, "needs a torch.nn.Module, got the class Linear"),
-        (lambda: np.zeros(3), TypeError, "needs a torch.nn.Module, got a ndarray"),
-        (lambda: torch.nn.ReLU(), ValueError, "this ReLU has no parameter to train: it has none"),
-        (lambda: module().requires_grad_(False), ValueError, "all of its 2 parameters are frozen"),
-        (lambda: module(c=parameter(2, dtype=torch.complex32)), TypeError, ".*complex128, but .c. is complex32; use"),
-        (lambda: module().to(torch.float8_e5m2), TypeError, "'weight' is float8_e5m2; use module.float.., and a lower"),
-        (lambda: module(m=parameter(2, device="meta")), ValueError, "'m' is on the device meta and has no values"),
-        (lambda: torch.nn.LazyLinear(3), ValueError, "'weight' is not initialized: run one batch"),
-        (transposed, ValueError, r"'t' is not contiguous: shape \(2, 3\), strides \(1, 2\)"),
-        (sharing, ValueError, "'one' and 'other' are two that share memory"),
+        (lambda: torch.nn.Linear, TypeError, "torch.nn.Module, got the class Linear"),
+        (lambda: np.zeros(3), TypeError, "torch.nn.Module, got a ndarray"),
+        (lambda: torch.nn.ReLU(), ValueError, "ReLU has no parameter to train"),
+        (lambda: module().requires_grad_(False), ValueError, "2 parameters are frozen"),
+        (lambda: module(c=parameter(2, dtype=torch.complex32)), TypeError, "complex128, but .c. is complex32"),
+        (lambda: module().to(torch.float8_e5m2), TypeError, "'weight' is float8_e5m2"),
+        (lambda: module(m=parameter(2, device="meta")), ValueError, "'m' is on the device meta"),
+        (lambda: torch.nn.LazyLinear(3), ValueError, "'weight' is not initialized"),
+        (transposed, ValueError, r"'t' is not contiguous: .*\(2, 3\), .*\(1, 2\)"),
+        (sharing, ValueError, "'one' and 'other' .*share memory"),
         (lambda: torch.nn.Sequential(module(), torch.nn.SyncBatchNorm(2)), ValueError, BATCH_NORM),
         (
             lambda: torch.nn.Sequential(torch.nn.Embedding(3, 2, max_norm=1)),
@@ -75,7 +75,7 @@ def test_a_module_that_cannot_be_trained_is_unchanged(make, kind, message):
 
 def test_an_older_pytorch_sums_no_gradients_of_another_dtype(monkeypatch):
     monkeypatch.setattr(module_state, "_HAS_GRAD_DTYPE", False)
-    with pytest.raises(TypeError, match="'weight' is bfloat16, whose gradients are summed in float32: that needs a Py"):
+    with pytest.raises(TypeError, match="'weight' is bfloat16"):
         ModuleTensors.of(module().bfloat16())
     assert ModuleTensors.of(module(c=parameter(2, dtype=torch.complex64))).trained
 
@@ -117,9 +117,9 @@ def test_buffers_of_all_dtypes_are_saved(dtype):
 @pytest.mark.parametrize(
     ("losses", "kind", "message"),
     [
-        (lambda module, samples: 1.0, TypeError, "must return a tensor, got a float"),
+        (lambda module, samples: 1.0, TypeError, "tensor, got a float"),
         (lambda module, samples: module(torch.ones(4, 3)).mean(), ValueError, r"of shape \(4,\), got shape \(\)"),
-        (None, TypeError, "losses must be a function of the module and sample indices, got NoneType"),
+        (None, TypeError, "losses .*got NoneType"),
     ],
 )
 def test_losses_are_one_for_each_sample(losses, kind, message):
@@ -176,15 +176,13 @@ def test_options_that_change_what_is_packed_are_refused():
         backward(made)
         optimizer.step()
         theirs.param_groups[0]["how"] = ""
-        with pytest.raises(
-            ValueError, match=r"\[0\] of this Odd was changed, and keeps no state now in place of kept; set"
-        ):
+        with pytest.raises(ValueError, match=r"\[0\] of this Odd .*in place of kept"):
             optimizer.step()
         optimizer.close()
         complex_one = torch.nn.Linear(2, 2, dtype=torch.complex64)
         mpishard.torch.as_distributed(complex_one, mesh, torch.optim.NAdam(complex_one.parameters())).close()
         for rule in (torch.optim.NAdam(complex_one.parameters()), rule_of(torch.optim.Adafactor, 0.1)):
-            with pytest.raises(ValueError, match="'weight' is complex, and torch.optim..* needs whole tensors; give"):
+            with pytest.raises(ValueError, match="'weight' is complex, .*whole tensors"):
                 mpishard.torch.as_distributed(complex_one, mesh, rule, zero=1)
 
 
@@ -245,11 +243,11 @@ class Averaging(Global):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (Global, {"counts": "group", "most": 1e4}, "Global cannot be divided .* depends on others.*'k'.*zero=0"),
-        (Global, {"counts": "attribute"}, "its step changes its attribute 'taken'.*zero=0"),
-        (Global, {"counts": "tensor"}, "its step changes param_groups.0..'parts'.*zero=0"),
-        (Averaging, {"counts": "group"}, r"Averaging cannot be divided .* eval\(\) changes parameters.*zero=0"),
-        (Global, {"counts": "blocks"}, "of 8 elements it keeps 'codes'.*zero=0"),  # which the first step shows
+        (Global, {"counts": "group", "most": 1e4}, "Global .*'k'.*zero=0"),
+        (Global, {"counts": "attribute"}, "attribute 'taken'.*zero=0"),
+        (Global, {"counts": "tensor"}, "param_groups.0..'parts'.*zero=0"),
+        (Averaging, {"counts": "group"}, r"Averaging .*eval\(\) changes parameters.*zero=0"),
+        (Global, {"counts": "blocks"}, "8 elements .*'codes'.*zero=0"),  # which the first step shows
     ],
 )
 def test_optimizers_whose_steps_cannot_be_divided(kind, options, message):
@@ -265,16 +263,16 @@ def test_optimizers_whose_steps_cannot_be_divided(kind, options, message):
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: rule_of(Global, 0.1, counts="group"), ValueError, "Global cannot be a rule, .* changes 'k' of its"),
-        (lambda: rule_of(Global, 0.1, counts="tensor"), ValueError, "its step changes param_groups.0..'parts'"),
-        (lambda: rule_of(Global, 0.1, counts="attribute"), ValueError, "its step changes its attribute 'taken'"),
-        (lambda: rule_of(Global, 0.1, most=1e4), ValueError, "depends on others.*give the optimizer itself .* zero=0"),
-        (lambda: rule_of(Odd, 0.1, how="global"), ValueError, "Odd cannot be divided over ranks: .* depends on others"),
-        (lambda: rule_of(Odd, 0.1, how="flags"), ValueError, "it keeps 'kept' besides, which is no array of real"),
-        (lambda: rule_of(Odd, 0.1, how="square"), ValueError, "keeps more than 1 times the elements of some matrices"),
-        (lambda: rule_of(torch.optim.LBFGS, 0.1), TypeError, "the step of LBFGS needs 'closure'"),
+        (lambda: rule_of(Global, 0.1, counts="group"), ValueError, "Global cannot be a rule, .*'k'"),
+        (lambda: rule_of(Global, 0.1, counts="tensor"), ValueError, "param_groups.0..'parts'"),
+        (lambda: rule_of(Global, 0.1, counts="attribute"), ValueError, "attribute 'taken'"),
+        (lambda: rule_of(Global, 0.1, most=1e4), ValueError, "depends on others.*zero=0"),
+        (lambda: rule_of(Odd, 0.1, how="global"), ValueError, "Odd .*depends on others"),
+        (lambda: rule_of(Odd, 0.1, how="flags"), ValueError, "keeps 'kept'"),
+        (lambda: rule_of(Odd, 0.1, how="square"), ValueError, "more than 1 times"),
+        (lambda: rule_of(torch.optim.LBFGS, 0.1), TypeError, "LBFGS needs 'closure'"),
         (lambda: rule_of(torch.optim.RAdam, 0.1, beta=0.9), TypeError, "RAdam has no argument 'beta'"),
-        (lambda: rule_of(torch.nn.Linear, 0.1), TypeError, "needs a class of torch.optim such as"),
+        (lambda: rule_of(torch.nn.Linear, 0.1), TypeError, "class of torch.optim"),
         (lambda: rule_of(torch.optim.RAdam, -1.0), ValueError, "lr"),
     ],
 )
@@ -286,8 +284,8 @@ def test_optimizers_that_are_no_rules(make, kind, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda groups: groups.pop(), "parameter 'bias' of the module is not in the optimizer"),
-        (lambda groups: groups[1].update(amsgrad=True), "keeps .*, max_exp_avg_sq, and param_groups.0. exp"),
+        (lambda groups: groups.pop(), "'bias' .*not in the optimizer"),
+        (lambda groups: groups[1].update(amsgrad=True), "max_exp_avg_sq, and param_groups.0. exp"),
         (lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1))), "has 1 parameters that the"),
         (lambda groups: groups[0].pop("lr"), "has no learning rate 'lr'"),
     ],
@@ -410,16 +408,8 @@ def test_what_a_loaded_state_changes_is_said(capsys):
     ("change", "zero", "message"),
     [
         (lambda theirs: theirs.add_param_group({"params": [parameter(1)]}), 0, r"of \[1, 1, 1\] .*, and had \[1, 1\]"),
-        (
-            lambda theirs: theirs.param_groups[1].update(lr=float("nan")),
-            0,
-            r"lr of param_groups\[1\] .* finite, got nan",
-        ),
-        (
-            lambda theirs: theirs.param_groups[1].update(amsgrad=True),
-            1,
-            "needs max_exp_avg_sq now, which did not exist",
-        ),
+        (lambda theirs: theirs.param_groups[1].update(lr=float("nan")), 0, r"lr of param_groups\[1\] .*got nan"),
+        (lambda theirs: theirs.param_groups[1].update(amsgrad=True), 1, "needs max_exp_avg_sq"),
         (lambda theirs: theirs.load_state_dict(theirs.state_dict()), 0, "has got a state of its own"),
         (
             lambda theirs: theirs.state[theirs.param_groups[0]["params"][0]].update(step=1),
@@ -447,14 +437,14 @@ def test_an_optimizer_takes_no_step_by_itself():
         settings = optimizer.optimizer.settings
         assert optimizer.param_groups is theirs.param_groups
         assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults is theirs.defaults
-        with pytest.raises(RuntimeError, match="cannot be added .* call close.., make a torch optimizer with all gr"):
+        with pytest.raises(RuntimeError, match="cannot be added .*close"):
             optimizer.add_param_group({"params": [parameter(1)]})
-        with pytest.raises(TypeError, match="belongs to its mesh and cannot be copied or pickled; save its state_dict"):
+        with pytest.raises(TypeError, match="cannot be copied or pickled; .*state_dict"):
             copy.deepcopy(optimizer)
         backward(made)
-        with pytest.raises(RuntimeError, match="but the last one within optimizer.no_sync.., or call optimizer.step"):
+        with pytest.raises(RuntimeError, match="optimizer.no_sync.*optimizer.step"):
             backward(made)
-        with pytest.raises(RuntimeError, match="mpishard takes the steps of this AdamW: call step.. of the optimizer"):
+        with pytest.raises(RuntimeError, match="steps of this AdamW: call step"):
             theirs.step()
         assert not settings.changed
         theirs.param_groups[1]["lr"] = 0.5
@@ -512,12 +502,12 @@ def test_streams_of_the_user_get_what_ranks_have_spread(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda made: setattr(made, "seen", torch.zeros(2)), r"'seen' was float32 \(1,\) on .* is float32 \(2,\)"),
-        (lambda made: setattr(made, "seen", torch.zeros(1, dtype=torch.int64)), r"is int64 \(1,\) on cpu now; change"),
+        (lambda made: setattr(made, "seen", torch.zeros(2)), r"'seen' .*\(1,\) .*\(2,\)"),
+        (lambda made: setattr(made, "seen", torch.zeros(1, dtype=torch.int64)), r"int64 \(1,\) on cpu now"),
         (lambda made: delattr(made, "seen"), "buffer 'seen' is gone"),
-        (lambda made: made.register_buffer("more", torch.zeros(1)), "'more' is new .*, or register it with persistent"),
-        (lambda made: setattr(made.weight, "data", made.weight.data.view(3, 2)), "memory of parameter 'weight' was"),
-        (lambda made: setattr(made.weight, "data", made.weight.data.view(torch.int32)), "of parameter 'weight' was"),
+        (lambda made: made.register_buffer("more", torch.zeros(1)), "'more' is new .*persistent"),
+        (lambda made: setattr(made.weight, "data", made.weight.data.view(3, 2)), "parameter 'weight' was"),
+        (lambda made: setattr(made.weight, "data", made.weight.data.view(torch.int32)), "parameter 'weight' was"),
     ],
 )
 def test_a_module_that_was_changed_is_refused(change, message):
@@ -539,7 +529,7 @@ def test_gradients_of_another_dtype_wait_for_the_error_of_the_step():
         optimizer = mpishard.torch.as_distributed(made, mesh, mpishard.SGD(lr=0.1))
         made.double()
         made(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
-        with pytest.raises(ValueError, match=r"memory of parameter 'weight' was replaced .* as module.to"):
+        with pytest.raises(ValueError, match="parameter 'weight' was replaced"):
             optimizer.step()
 
 

@@ -78,7 +78,7 @@ def test_policies(policy, sizes, factor):
 
 @pytest.mark.parametrize("policy", ["cubic", None])
 def test_other_policies_are_refused(policy):
-    with pytest.raises(ValueError, match="is none of 'constant', 'linear', 'square_root'"):
+    with pytest.raises(ValueError, match="'constant', 'linear', 'square_root'"):
         Scaling(policy, 1)
 
 
@@ -134,11 +134,11 @@ def test_what_a_checkpoint_keeps_and_another_training_loop_does_not(facts, losse
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"samples_consumed": -1}, "samples_consumed=-1, which must be a whole number of at least 0"),
+        ({"samples_consumed": -1}, "samples_consumed=-1"),
         ({"samples_consumed": "x"}, "samples_consumed=x"),
-        ({"first_workers": 0}, "first_workers=0, which must be a whole number of at least 1"),
+        ({"first_workers": 0}, "first_workers=0"),
         ({"steps": 1.5}, "steps=1.5"),
-        ({"samples_consumed": 8, "loss": np.zeros(6)}, "the state has 6 losses of 5 steps"),
+        ({"samples_consumed": 8, "loss": np.zeros(6)}, "6 losses of 5 steps"),
     ],
 )
 def test_wrong_numbers_are_refused(facts, message):
@@ -181,31 +181,36 @@ class Ranks:
 
 
 @pytest.fixture
-def history():
-    return LossHistory(Ranks(2))
+def ranks():
+    return Ranks(2)
 
 
-def test_steps_in_which_ranks_meet(history):
+@pytest.fixture
+def history(ranks):
+    return LossHistory(ranks)
+
+
+def test_steps_in_which_ranks_meet(history, ranks):
     for loss in (np.array([3.0]), np.array([1.0, 2.0, 4.0])):
         history.append(history.mean_over_ranks(loss, 4))
     history.reduce()
     history.to_array()[0] = 5  # of a copy
     assert history.to_array().tolist() == [1.5, 3.5]
-    assert history._axis.calls == 2  # nothing was left to reduce
+    assert ranks.calls == 2  # nothing was left to reduce
 
 
-def test_steps_in_between_are_reduced_at_their_places(history):
+def test_steps_in_between_are_reduced_at_their_places(history, ranks):
     history.restore(np.array([9.0]))
     for loss, shown in ((1.0, 0.5), (2.0, 1.0)):
         mean = history.mean_of_rank(np.array([loss]), 4)
         assert mean == shown
         history.append(mean)
-    history._axis.size = 3  # others had more
+    ranks.size = 3  # others had more
     history.append(history.mean_over_ranks(np.array([4.0]), 4))
     for _ in range(2):
         history.reduce()
         assert history.to_array().tolist() == [9.0, 0.75, 1.5, 3.0]
-    assert (len(history), history._axis.calls) == (4, 2)
+    assert (len(history), ranks.calls) == (4, 2)
 
 
 # Terms are cut into runs that cost about the same.

@@ -321,7 +321,7 @@ def test_a_fault_in_the_words_of_a_refusal_is_told_whole(line, frames, tmp_path,
     inside, between = tmp_path / "inside.py", tmp_path / "between.py"
     inside.write_text(f"def refuse(what):\n    {line}\n")
     between.write_text("def check(refuse):\n    refuse([])\n")
-    monkeypatch.setattr("mpishard.launch.script._PACKAGE", str(tmp_path))
+    monkeypatch.setattr("mpishard.launch.script.PACKAGE", str(tmp_path))
     functions: dict = {}
     for path in (inside, between):
         exec(compile(path.read_text(), path, "exec"), functions)

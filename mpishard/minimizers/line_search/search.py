@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from mpishard.arguments import integer
+from mpishard.arguments import integer, shown
 
 _FAR = 10  # steps, each longer than the one before, after which a value that still falls has no limit
 NOT_FINITE_LIMIT = 10  # times in a row that a search shortens its step where value or slope are not finite
@@ -117,8 +117,8 @@ class LineSearchState:
             try:
                 values[field.name] = _READERS[str(field.type)](metadata[field.name])
             except (TypeError, ValueError):
-                shown = f"{field.name}={metadata[field.name]!r}"
-                raise ValueError(f"{cls.__name__}: {shown} must be of type {field.type}") from None
+                found = f"{field.name}={metadata[field.name]!r}"
+                raise ValueError(f"{cls.__name__}: {found} must be of type {field.type}") from None
         return cls(**values)
 
 
@@ -273,6 +273,13 @@ class LineSearch(ABC, Generic[State]):
             where = f"step {trial.step:g} (value {trial.value:g}, slope {trial.slope:g})"
             return failed(state, f"the function is still not finite at {where} after {count} such steps")
         return replace(state, step=step), Verdict.EVALUATE
+
+
+def check_line_search(owner: str, given: Any, known: Iterable[str]) -> None:
+    """Raise ValueError unless this is a line search or a known name; `owner` is the method with this option."""
+    names = tuple(known)
+    if not isinstance(given, LineSearch) and given not in names:
+        raise ValueError(f"{owner}: line_search={shown(given)} must be {', '.join(map(repr, names))} or a line search")
 
 
 def failed(state: State, reason: str) -> tuple[State, Verdict]:
