@@ -8,6 +8,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.launch.job_notes import raised_by_all
 from mpishard.layout.boxes import run_lengths, split
 
 Array = Any
@@ -23,8 +24,8 @@ class Rearrangement:
 
     def __init__(self, axis: Axis, world: Axis, numbers: np.ndarray, total: int) -> None:
         self._axis = axis
-        outside = numbers[(numbers < 0) | (numbers >= total)]
-        world.raise_if_any(_wrong(outside[0], f"is not one of 0 to {total - 1}") if outside.size else None)
+        outside = np.sort(numbers[(numbers < 0) | (numbers >= total)])
+        _raise_first(world, outside[:1], f"is not one of 0 to {total - 1}")
         offsets = np.array(split(total, axis.size))
         ranks = np.searchsorted(offsets, numbers, side="right") - 1
         # The places of this rank's values, ordered by the rank that owns their numbers.
@@ -39,13 +40,8 @@ class Rearrangement:
         first, self.size = int(offsets[axis.rank]), run_lengths(offsets.tolist())[axis.rank]
         self._places = arrived - first
         times = np.bincount(self._places, minlength=self.size)
-        wrong = np.flatnonzero(times != 1)
-        problem = None
-        if wrong.size:
-            problem = _wrong(
-                first + wrong[0], "is missing" if not times[wrong[0]] else "is on two ranks, or twice on one"
-            )
-        world.raise_if_any(problem)
+        _raise_first(world, first + np.flatnonzero(times == 0)[:1], "is missing")
+        _raise_first(world, first + np.flatnonzero(times > 1)[:1], "is there twice")
 
     def by_number(self, values: Array) -> Array:
         """This rank's run of the values, of which it has given those of its numbers; a new flat array.  Collective."""
@@ -64,5 +60,9 @@ class Rearrangement:
         return self._axis.all_to_all(packed, arrived, sent, received, label="fields")
 
 
-def _wrong(number: Any, how: str) -> ValueError:
-    return ValueError(f"ids must have each number once, but {int(number)} {how}")
+def _raise_first(world: Axis, number: np.ndarray, how: str) -> None:
+    """Raise ValueError on all ranks for the first number that is wrong on any, of at most one on each.  Collective."""
+    least = np.array([*number, np.iinfo(np.int64).max][:1], np.int64)
+    (first,) = world.all_reduce(least, op="min", label="ids").tolist()
+    if first != np.iinfo(np.int64).max:
+        raise raised_by_all(ValueError(f"ids must have each number once, but {first} {how}"), world.size)

@@ -405,7 +405,7 @@ class Tikhonov(RegularizationTerm):
 
     Parameters
     ----------
-    weight, spacing, reference, mask, shape, name, mesh, exchange : as for `RegularizationTerm`
+    weight, spacing, reference, mask, shape, name, mesh, partition, exchange : as for `RegularizationTerm`
         Of any term.
     order : {1, 0, 2}
         The order of the differences.
@@ -452,7 +452,7 @@ class SmoothedTotalVariation(RegularizationTerm):
 
     Parameters
     ----------
-    weight, spacing, reference, mask, shape, name, mesh, exchange : as for `RegularizationTerm`
+    weight, spacing, reference, mask, shape, name, mesh, partition, exchange : as for `RegularizationTerm`
         Of any term.
     epsilon : float
         Gradients that are much smaller are smoothed as by `Tikhonov`; above 0.
@@ -533,7 +533,7 @@ def regularized(
         What is added.
     mesh : Mesh, optional
         The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
-        axis, unless the term has a mesh or an `exchange`.  Then making the function is collective over this axis, if a
+        axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over this axis, if a
         term has an array of weights.
     reduction : {None, "sum"}
         That of `minimize`: with ``"sum"`` one data rank adds the terms.

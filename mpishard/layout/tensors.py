@@ -35,12 +35,12 @@ class ParameterSpec:
         Whether the tensor ranks compute terms of the gradient of a replicated tensor, to be summed, and not all of it.
     copies : tuple of int
         Further stages that hold and use the tensor (a tie).  The gradients of its stages are summed.
-    parts : tuple of Box
-        The box of each tensor rank, a ``(start, stop)`` pair for each dimension, where the application has cut the
-        tensor; every element is in one of them, and a box may be empty.  Default: not cut, or evenly by `tensor_dim`.
     slices : int
         Into how many slices the split dimension is cut, whatever the tensor size is: each tensor rank holds a run of
         them, see `mpishard.layout.boxes.nested_split`.  1: one a rank, cut for this tensor size.
+    parts : tuple of Box
+        The box of each tensor rank, a ``(start, stop)`` pair for each dimension, where the application has cut the
+        tensor; every element is in one of them, and a box may be empty.  Default: not cut, or evenly by `tensor_dim`.
 
     Raises
     ------
