@@ -533,8 +533,8 @@ def regularized(
         What is added.
     mesh : Mesh, optional
         The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
-        axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over this axis, if a
-        term has an array of weights.
+        axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over
+        this axis, if a term has an array of weights.
     reduction : {None, "sum"}
         That of `minimize`: with ``"sum"`` one data rank adds the terms.
 
