@@ -320,10 +320,10 @@ class Unknowns:
 
     An array is copied: float32 and float64 stay, other real numbers become float64. So are the arrays of a tree, see
     `Tree`, and what a Partition has on this rank. A FlatParameters is changed in place. Raises TypeError unless `x0`
-    has arrays of numbers, ValueError if it is empty or has NaN or infinite elements.
+    has arrays of numbers, ValueError if it is empty, unless it may be, or has NaN or infinite elements.
     """
 
-    def __init__(self, x0: Any) -> None:
+    def __init__(self, x0: Any, may_be_empty: bool = False) -> None:
         self.parameters: Any = x0 if has_names(x0) else None
         self.tree: Tree | None = None
         self.specs: tuple[ParameterSpec, ...]  # of the whole tensors; an array is one tensor "x"
@@ -352,7 +352,7 @@ class Unknowns:
         self.given_size = self.size  # the number of elements that the user sees on this rank
         if any(field.rearrangement is not None for field in self._fields):
             self.flat = arrays.joined([field.owned for field in self._fields])
-        if not self.total:
+        if not (self.total or may_be_empty):
             raise ValueError("x0 is empty: there is nothing to minimize; give it at least one element")
         host = arrays.to_host(self.flat)
         if not np.isfinite(host).all():

@@ -584,7 +584,8 @@ def regularized(
         if samples and 0 not in samples[0]:  # the terms come with the first sample
             value, given = function(x, *samples)
             return value, given
-        unknowns = Unknowns(x)  # a copy, unless x has names: the function may change the point that it is given
+        # A copy, unless x has names: the function may change the point that it is given.  A rank may have no values.
+        unknowns = Unknowns(x, may_be_empty=True)
         value, given = function(x, *samples)
         gradient = unknowns.vector("the gradient", given).copy()
         for pair in pairs:

@@ -277,7 +277,7 @@ WRONG = {
     "a box that overlaps": (lambda n: {"shape": (4 * n,), "box": ((0, 4),)}, "twice"),
     "another shape": (lambda n: {"shape": (5 * n,), "box": ((0, 4),)}, "shape"),
     "a box of another size": (lambda n: {"shape": (4 * n,), "box": ((0, 5),)}, "box.*4"),
-    "no box": (lambda n: {"shape": (4 * n,)}, "box=None"),
+    "no box": (lambda n: {"shape": (4 * n,), "box": None}, "box=None"),
     "no numbers": (lambda n: {"local": ["a", "b"]}, "real numbers"),
     "another precision": (lambda n: {"local": np.zeros(4, np.float32)}, "float32"),
 }
@@ -353,7 +353,7 @@ def test_iterations_do_not_depend_on_the_mesh_with_its_mass_matrix(method):
             found = minimize(fun, np.ones(nodes), method=method, inner_product=product, options=options)
             counts[name, nodes] = found.nit
             assert name == "none" or found.success
-    assert counts["riesz", 80] <= counts["riesz", 20] + 2
+    assert counts["riesz", 80] < 1.3 * counts["riesz", 20]
     assert counts["none", 80] > 1.5 * counts["none", 20]
 
 
