@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -266,6 +267,17 @@ def opening(mesh: Any, call: str) -> AbstractContextManager[dict[str, Any]]:
     return agreement.opening(world, call)
 
 
+def sum_of(values: Any) -> float:
+    """The sum of numbers, rounded once, so that their order does not matter; not finite if one is not."""
+    numbers = np.asarray(values, np.float64)
+    if not np.isfinite(numbers).all():
+        return math.nan
+    try:
+        return math.fsum(numbers.tolist())
+    except OverflowError:
+        return math.inf
+
+
 def on_any(world: Axis | OneRank, flag: bool) -> bool:
     """Return True if the flag is set on any rank. Collective."""
     return bool(world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
@@ -405,6 +417,11 @@ class Unknowns:
         """Let the user see the values of `flat` from now on.  Collective as `arranged`."""
         self.shown = self.as_given(self.flat)
 
+    def take(self, given: Array) -> None:
+        """Take these values, a flat vector in the order that the user sees.  Collective as `arranged`."""
+        self.flat[...] = self.arranged(given)
+        self.show()
+
     @property
     def size(self) -> int:
         """The number of elements on this rank."""
@@ -421,31 +438,46 @@ class Unknowns:
         return self.place.tensor_size * self.place.pipeline_size > 1
 
     @property
+    def is_partition(self) -> bool:
+        """Return True for a Partition, or a tree of them."""
+        return bool(self._fields)
+
+    @property
     def is_cut_by_application(self) -> bool:
         """Return True if options about elements are for those of this rank, as the parts are the application's."""
-        return bool(self._fields) or any(spec.parts for spec in self.specs)
+        return self.is_partition or any(spec.parts for spec in self.specs)
+
+    @property
+    def option_specs(self) -> tuple[ParameterSpec, ...]:
+        """The tensors for whose elements options are given: the whole ones, or this rank's parts."""
+        if not self.is_cut_by_application:
+            return self.specs
+        return (ParameterSpec("x", self._shape),) if self.tree is None else self.tree.specs
 
     def options(self, bounds: Any, **elements: Any) -> dict[str, Any]:
         """The options of elements as methods take them, with bounds as the pair of `pair_of_bounds`.
 
         Raises TypeError or ValueError for other forms.
         """
-        tree, cut = self.tree, self.is_cut_by_application
+        tree = self.tree
         found: dict[str, Any] = {}
-        specs = [ParameterSpec("x", self._shape)] if tree is None else list(tree.specs)
         for name, option in elements.items():
             if isinstance(option, RieszMap):
                 found[name] = RieszMap(self._operator(name, option.apply), self._operator(name, option.solve))
             elif callable(option):
                 found[name] = self._operator(name, option)
             else:
-                found[name] = option if tree is None else tree.by_name(name, option)
-                if cut and option is not None:
-                    found[name] = OfThisRank(found[name], specs, self.arranged)
+                found[name] = self.for_method(option if tree is None else tree.by_name(name, option))
         if tree is not None and bounds is not None:
             bounds = tree.bounds(bounds)
-        pair = pair_of_bounds(bounds, self.given_size if cut else self.total)
-        return {**found, "bounds": OfThisRank(pair, specs, self.arranged) if cut and pair is not None else pair}
+        pair = pair_of_bounds(bounds, self.given_size if self.is_cut_by_application else self.total)
+        return {**found, "bounds": self.for_method(pair)}
+
+    def for_method(self, option: Any) -> Any:
+        """An option about the elements of `option_specs` as methods take it."""
+        if option is None or not self.is_cut_by_application:
+            return option
+        return OfThisRank(option, self.option_specs, self.arranged)
 
     def _operator(self, name: str, function: Callable[[Any], Any]) -> Callable[[Array], Array]:
         """A user's operator as one of flat vectors in the order of the specs: whole ones, or this rank's elements."""
@@ -468,12 +500,15 @@ class Unknowns:
 
     def check_no_partition(self, what: str) -> None:
         """Raise ValueError if these are a Partition, for `what`, which takes none."""
-        if self._fields:
-            raise ValueError(f"{what} takes whole fields and slabs, and x0 is a Partition: give minimize() it")
+        if self.is_partition:
+            raise ValueError(
+                f"{what} takes whole fields, and x0 is a Partition, whose ranks must stay: leave {what} out; "
+                "checkpoints= and resume=True go on after a death"
+            )
 
     def check_not_split(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
-        if self._fields:
+        if self.is_partition:
             raise ValueError("x0 is a Partition of a mesh: give this mesh, mesh=mesh")
         if self.is_split:
             place = self.place
