@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, world_of
+from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, sum_of, world_of
 from mpishard.inverse.minimization import files_given, run_loop
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again
@@ -163,12 +163,13 @@ def augmented_lagrangian(
             if not callable(function):
                 raise TypeError(f"{name}={shown(function)} must be a function")
         unknowns = Unknowns(x0)
+        if mesh is None:
+            unknowns.check_not_split()
         given = {} if options is None else options
         if isinstance(given, Mapping) and "gtol" in given:
             raise ValueError("options={'gtol': ...} is chosen for each minimisation; gtol= is that of the last one")
         if isinstance(method, str) and isinstance(given, Mapping):
             given = {"ftol": 0.0, **given}
-        unknowns.check_no_partition("augmented_lagrangian")
         chosen, loop = make_method(method, given, None, unknowns.total, **unknowns.options(bounds, **known))
         if chosen.needs_products:
             raise ValueError(f"method={shown(method)} needs products with the Hessian; 'L-BFGS-B' and 'CG' do not")
@@ -275,6 +276,8 @@ class _Multipliers:
         self.unknowns = unknowns
         self.world = world
         self._sums = reduction == "sum"
+        # The terms of all constraints are rounded once: the partition is no part of the result.
+        self._sums_here = self._sums and unknowns.is_cut_by_application
         self.penalty = 1.0
         self.multipliers: np.ndarray = np.empty(0)
         self.constr: np.ndarray = np.empty(0)  # at the unknowns
@@ -305,7 +308,22 @@ class _Multipliers:
         return constr
 
     def value_and_gradient(self, x: Any) -> tuple[float, Any]:
-        """The augmented Lagrangian, on a mesh with "sum" this rank's part of it. Not collective."""
+        """The augmented Lagrangian, on a mesh with "sum" this rank's part of it. Collective for a Partition alone."""
+        value, terms, gradient = 0.0, np.empty(0), None
+        problem: BaseException | None = None
+        try:
+            value, terms, gradient = self._value_and_terms(x)
+        except (Exception, SystemExit) as error:  # the others wait for this rank
+            problem = error
+        total = self._total(value, terms) if self._sums_here else math.nan
+        if problem is not None:
+            raise problem
+        if math.isfinite(total):
+            return total if self.world.rank == 0 else 0.0, gradient
+        return value + sum_of(terms), gradient
+
+    def _value_and_terms(self, x: Any) -> tuple[float, np.ndarray, Any]:
+        """The user's function, the terms of the constraints on this rank, and the gradient of both. Not collective."""
         unknowns = self.unknowns  # whose values are those of x
         value, gradient = self._functions.value_and_gradient(x)
         constr = self._of_point()
@@ -313,8 +331,12 @@ class _Multipliers:
         product = self._adjoint(unknowns.shown_to_user(), multipliers, *self._args)
         flat = unknowns.vector("the gradient", gradient) - unknowns.vector("the product of adjoint", product)
         terms = constr * (0.5 * self.penalty * constr - self.multipliers)
-        added = math.fsum(terms) if np.isfinite(terms).all() else math.nan
-        return value + added, unknowns.like_x0(flat)
+        return value, terms, unknowns.like_x0(flat)
+
+    def _total(self, value: float, terms: np.ndarray) -> float:
+        """The values of all ranks, and the terms of all, as one process adds them up."""
+        values, parts = zip(*self.world.allgather_object((value, _exact_parts(terms))), strict=True)
+        return sum_of(values) + sum_of([part for each in parts for part in each])
 
     def measure(self) -> None:
         """Evaluate the constraints at the unknowns."""
@@ -337,9 +359,7 @@ class _Multipliers:
         with raised_on_all(self.world):
             value, _ = self._functions.value_and_gradient(self.unknowns.shown_to_user())
         values = self.world.allgather_object(value)
-        if not self._sums:
-            return float(values[0])
-        return math.fsum(values) if np.isfinite(values).all() else math.nan
+        return sum_of(values) if self._sums else float(values[0])
 
     def intermediate(self, iterations: int, evaluations: int) -> OptimizeResult:
         """The result after a minimisation, for the callback. Not collective."""
@@ -351,6 +371,16 @@ class _Multipliers:
             nit=iterations,
             nfev=evaluations,
         )
+
+
+def _exact_parts(numbers: np.ndarray) -> list[float]:
+    """A few numbers whose sum is exactly that of many; the last one is not finite if one of many is not."""
+    parts: list[float] = []
+    rest = sum_of(numbers)
+    while rest:
+        parts.append(rest)
+        rest = sum_of(np.append(numbers, np.negative(parts))) if math.isfinite(rest) else 0.0
+    return parts
 
 
 def _reals(what: str, given: Any) -> np.ndarray:
