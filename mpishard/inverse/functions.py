@@ -14,7 +14,7 @@ import numpy as np
 from mpishard.arguments import returned, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact_gram import SparseRows
-from mpishard.comm.errors import OneRank, raised_on_all
+from mpishard.comm.errors import OneRank, known_to_all, raised_on_all
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_tree, tree_of
 from mpishard.layout.tensors import WHOLE, ParameterSpec
@@ -30,6 +30,7 @@ _DIGITS = 52  # of float64
 TERMS = "mpishard_terms"  # the attribute of a function to which `regularized` adds terms: its reduction
 
 
+@known_to_all
 class EvaluationFailed(Exception):
     """Raised by a function that has no value at a point, as where its solver diverges: the step is shortened then.
 

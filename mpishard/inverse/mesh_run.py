@@ -24,6 +24,7 @@ from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
 from mpishard.inverse.functions import EvaluationFailed, Unknowns, digits_of, failure_in_words, on_any, sum_of
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
+from mpishard.launch.job_notes import ECHO
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
 from mpishard.layout.tensors import ParameterSpec, Piece
@@ -138,19 +139,20 @@ class MeshRanks:
         None if the evaluation has failed on any rank (`EvaluationFailed`), which it may. Raises on all ranks if any has
         another problem, or if they differ.
         """
-        flat, failure = None, ""
+        flat, failed, reason = None, False, ""
         if may_fail and isinstance(problem, EvaluationFailed):
-            failure, problem = f"{problem}" or type(problem).__name__, None
+            reason = "" if hasattr(problem, ECHO) else f"{problem}" or type(problem).__name__
+            failed, problem = True, None
         elif problem is None:
             try:
                 flat = self._unknowns.vector(what, given)
             except (TypeError, ValueError) as error:
                 problem = error
-        numbers = [self._interrupts.came, bool(failure), digits_of(given), *self._comparison.hashes(flat)]
+        numbers = [self._interrupts.came, failed, digits_of(given), *self._comparison.hashes(flat)]
         values, facts = exchange(self.world, problem, value, numbers)
         self.interrupted = bool(facts[:, 0].any())
         if facts[:, 1].any():
-            reasons = self.world.allgather_object(failure)
+            reasons = self.world.allgather_object(reason)
             rank = next(rank for rank, reason in enumerate(reasons) if reason)
             self.culprits = failure_in_words(self.minimizer, reasons[rank], rank if self.world.size > 1 else None)
             return None

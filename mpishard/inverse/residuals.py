@@ -383,6 +383,8 @@ class GaussNewtonFunctions:
     def __init__(self, functions: ResidualFunctions, loss: Loss, world: Axis | OneRank, unknowns: Unknowns) -> None:
         self._functions, self._loss, self._world, self._unknowns = functions, loss, world, unknowns
         self._parts = unknowns.is_split
+        # Of ranks that share the unknowns, whose functions may wait for each other: after each one all must agree.
+        self._meeting = world if self._parts else None
         self._kept: OrderedDict[bytes, dict[bytes, _Linearized]] = OrderedDict()
 
     def value_and_gradient(self, x: Any, *samples: Array) -> tuple[float, Any]:
@@ -403,7 +405,9 @@ class GaussNewtonFunctions:
         direction = self._unknowns.vector("the direction", direction)
         with raised_on_all(self._world):
             here = self._linearized(x, key, *samples)
-            rows, factors = here.weighted(here.of_hessian * here.times(direction), size_on_rank(x))
+            with raised_on_all(self._meeting):
+                along = here.times(direction)
+            rows, factors = here.weighted(here.of_hessian * along, size_on_rank(x))
         return self._unknowns.like_x0(self._sum(rows, factors))
 
     def _rounded(self, gradient: Array) -> Array:
@@ -441,8 +445,11 @@ class GaussNewtonFunctions:
         while len(self._kept) > _POINTS:
             self._kept.popitem(last=False)
         if which not in here:
-            f = self._functions.residuals(x, *samples)
-            here[which] = _Linearized(f, self._functions.jacobian(x, f, *samples), self._loss)
+            with raised_on_all(self._meeting):
+                f = self._functions.residuals(x, *samples)
+            with raised_on_all(self._meeting):
+                found = _Linearized(f, self._functions.jacobian(x, f, *samples), self._loss)
+            here[which] = found
         return here[which]
 
     def column_scale(self, x: Array) -> Array:
