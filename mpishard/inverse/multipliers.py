@@ -73,7 +73,8 @@ def augmented_lagrangian(
     Parameters
     ----------
     fun, x0 : as for `minimize`
-        The function and the start, which need not meet the constraints.
+        The function and the start, which need not meet the constraints.  With a `Partition` all arrays of points and
+        gradients are of this rank's part, also those of `adjoint` and of the result.
     constraints : callable
         ``constraints(x, *args)`` returns c, an array of as many numbers in each call.
     adjoint : callable
@@ -107,7 +108,8 @@ def augmented_lagrangian(
         None: `fun`, `constraints` and `adjoint` return the same on all ranks.  ``"sum"``: `fun` its part of value and
         gradient, as for `minimize`; `constraints` some of the constraints, on each rank others, any number, also none;
         and `adjoint` the product with their v, which is summed over the ranks.  With an `x0` that is split over the
-        tensor axis `adjoint` returns this rank's slices, as the gradient.
+        tensor axis, or a `Partition`, `adjoint` returns this rank's part, as the gradient: what the constraints of all
+        ranks of its group contribute.
     record : RunRecord, optional
         As for `minimize`.
     **elements
@@ -278,6 +280,8 @@ class _Multipliers:
         self._sums = reduction == "sum"
         # The terms of all constraints are rounded once: the partition is no part of the result.
         self._sums_here = self._sums and unknowns.is_cut_by_application
+        # Of ranks that share the unknowns, whose functions may wait for each other: after each one all must agree.
+        self._meeting = world if unknowns.is_split or self._sums_here else None
         self.penalty = 1.0
         self.multipliers: np.ndarray = np.empty(0)
         self.constr: np.ndarray = np.empty(0)  # at the unknowns
@@ -308,30 +312,25 @@ class _Multipliers:
         return constr
 
     def value_and_gradient(self, x: Any) -> tuple[float, Any]:
-        """The augmented Lagrangian, on a mesh with "sum" this rank's part of it. Collective for a Partition alone."""
-        value, terms, gradient = 0.0, np.empty(0), None
-        problem: BaseException | None = None
-        try:
-            value, terms, gradient = self._value_and_terms(x)
-        except (Exception, SystemExit) as error:  # the others wait for this rank
-            problem = error
-        total = self._total(value, terms) if self._sums_here else math.nan
-        if problem is not None:
-            raise problem
-        if math.isfinite(total):
-            return total if self.world.rank == 0 else 0.0, gradient
-        return value + sum_of(terms), gradient
+        """The augmented Lagrangian, on a mesh with "sum" this rank's part of it.
 
-    def _value_and_terms(self, x: Any) -> tuple[float, np.ndarray, Any]:
-        """The user's function, the terms of the constraints on this rank, and the gradient of both. Not collective."""
+        Collective if the unknowns are split or cut by the application, and only then.
+        """
         unknowns = self.unknowns  # whose values are those of x
-        value, gradient = self._functions.value_and_gradient(x)
-        constr = self._of_point()
+        with raised_on_all(self._meeting):
+            value, gradient = self._functions.value_and_gradient(x)
+            flat = unknowns.vector("the gradient", gradient)
+        with raised_on_all(self._meeting):
+            constr = self._of_point()
         multipliers = self.multipliers - self.penalty * constr
-        product = self._adjoint(unknowns.shown_to_user(), multipliers, *self._args)
-        flat = unknowns.vector("the gradient", gradient) - unknowns.vector("the product of adjoint", product)
+        with raised_on_all(self._meeting):
+            product = self._adjoint(unknowns.shown_to_user(), multipliers, *self._args)
+            flat = flat - unknowns.vector("the product of adjoint", product)
         terms = constr * (0.5 * self.penalty * constr - self.multipliers)
-        return value, terms, unknowns.like_x0(flat)
+        total = self._total(value, terms) if self._sums_here else math.nan
+        if math.isfinite(total):
+            return total if self.world.rank == 0 else 0.0, unknowns.like_x0(flat)
+        return value + sum_of(terms), unknowns.like_x0(flat)
 
     def _total(self, value: float, terms: np.ndarray) -> float:
         """The values of all ranks, and the terms of all, as one process adds them up."""
