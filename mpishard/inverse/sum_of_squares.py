@@ -98,12 +98,15 @@ def least_squares(
     fun : callable
         ``fun(x, *args, **kwargs)`` returns the residuals, an array of one dimension.  On a mesh those of this rank: any
         number, which may differ between ranks, and be 0; as many in each call.  All ranks call it for the same points.
-    x0 : array, FlatParameters, or dict, list or tuple of arrays
+    x0 : array, FlatParameters, Partition, or dict, list or tuple of arrays
         The start.  An array is copied and seen as flat, in float64; ranks start from that of rank 0, with a warning if
         theirs differ.  A dictionary, list or tuple of arrays, also nested, is taken as by `minimize`; `jac` then
         returns such a structure of blocks ``(residuals, *shape)``, or a matrix whose columns are in the order of the
         arrays.  A FlatParameters is for ``"cg"``, is changed in place, and may be split over the tensor axis: then
-        products of the Jacobian take and give this rank's slices.
+        products of the Jacobian take and give this rank's slices.  A `Partition`, alone or several in a structure, is
+        for ``"cg"``, too: `fun` and `jac` get arrays of this rank's part, and bounds, `x_scale`, `preconditioner` and
+        arrays of the result are of it.  ``matvec(v)`` takes this part as a flat vector, the arrays end to end, and
+        ``rmatvec(u)`` gives it, with what the residuals of other ranks of the group contribute.  All ranks call both.
     jac : {"2-point", "3-point", "cs"} or callable
         ``jac(x, *args, **kwargs)`` returns the derivatives of the residuals of this rank, of shape (residuals,
         unknowns): an array; sparse rows, as SciPy's; or an operator with ``shape``, ``matvec(v)`` and ``rmatvec(u)``,
