@@ -19,7 +19,7 @@ from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Unknowns, has_names
+from mpishard.inverse.functions import EvaluationFailed, Unknowns, has_names
 from mpishard.inverse.trees import is_tree
 
 if TYPE_CHECKING:
@@ -283,14 +283,21 @@ class Rows:
         self.f: Array = np.empty(0)  # this rank's residuals at the point of the last cost
         self.accepted: Array = self.f  # and at the point of the last products
         self.jacobian: Array = np.empty((0, 0))  # this rank's rows there, weighted by the loss
+        self._has_begun = False  # the residuals at the start are known
         exact.expect_dots(np.dtype(np.float64))
 
     def cost(self, x: Array) -> float:
-        """Infinite or NaN where the residuals of a rank are not finite.  Collective."""
-        with raised_on_all(self.world):
-            self.f = self._functions.residuals(x)
-            with np.errstate(all="ignore"):
-                values = self._loss.values(self.f)
+        """Infinite or NaN where the residuals of a rank are not finite, or have failed at a trial.  Collective."""
+        try:
+            with raised_on_all(self.world):
+                self.f = self._functions.residuals(x)
+                with np.errstate(all="ignore"):
+                    values = self._loss.values(self.f)
+        except EvaluationFailed:
+            if not self._has_begun:
+                raise
+            return math.inf
+        self._has_begun = True
         return 0.5 * sum_of_losses(self._loss, values, self._functions, self.world)
 
     def gram(self, x: Array) -> ExactGram:

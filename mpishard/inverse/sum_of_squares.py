@@ -98,6 +98,7 @@ def least_squares(
     fun : callable
         ``fun(x, *args, **kwargs)`` returns the residuals, an array of one dimension.  On a mesh those of this rank: any
         number, which may differ between ranks, and be 0; as many in each call.  All ranks call it for the same points.
+        Where it raises `mpishard.EvaluationFailed` at a trial, on any rank, the step is shortened.
     x0 : array, FlatParameters, Partition, or dict, list or tuple of arrays
         The start.  An array is copied and seen as flat, in float64; ranks start from that of rank 0, with a warning if
         theirs differ.  A dictionary, list or tuple of arrays, also nested, is taken as by `minimize`; `jac` then
