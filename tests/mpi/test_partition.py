@@ -625,15 +625,18 @@ def test_an_adjoint_is_checked(comm):
         problem = Blurred(numbers, mesh)
         operator = problem.jacobian(np.full(numbers.shape, 0.5))
 
-        def forward(x):
-            assert (x.shape, x.dtype) == (numbers.shape, np.float32)
-            return operator.matvec(x)
+        def check(dtype, odd=1.0):
+            def forward(x):
+                assert (x.shape, x.dtype) == (numbers.shape, dtype)
+                return operator.matvec(x)
 
-        x, y = Partition(np.zeros(numbers.shape, np.float32), mesh, **how), np.zeros(problem.size)
-        right = {"mesh": mesh, "disp": False}
-        assert mpishard.check_adjoint(forward, operator.rmatvec, x, y, **right)
-        odd = np.where(numbers == 11, 1.5, 1.0)
-        assert not mpishard.check_adjoint(forward, lambda u: odd * operator.rmatvec(u), x, y, **right)
+            x, y = Partition(np.zeros(numbers.shape, dtype), mesh, **how), np.zeros(problem.size)
+            limit = None if dtype == np.float32 else 1e-9
+            adjoint = lambda u: odd * operator.rmatvec(u)  # noqa: E731
+            return mpishard.check_adjoint(forward, adjoint, x, y, mesh=mesh, tolerance=limit, disp=False)
+
+        assert check(np.float32) and check(np.float64)
+        assert not check(np.float64, np.where(numbers == 11, 1.5, 1.0))
 
 
 def half(numbers):
