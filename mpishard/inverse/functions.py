@@ -195,6 +195,17 @@ def digits_of(vector: Any) -> int:
     return min(_DIGITS, int(np.finfo(dtype).nmant)) if dtype.kind in "fc" else _DIGITS
 
 
+def sum_of_values(values: Any) -> float:
+    """The sum of numbers, rounded once, so that their order does not matter; not finite if one is not."""
+    numbers = np.asarray(values, np.float64)
+    if not np.isfinite(numbers).all():
+        return math.nan
+    try:
+        return math.fsum(numbers.tolist())
+    except OverflowError:
+        return math.inf
+
+
 def number_of(value: Any) -> float:
     """The value of a function, a number or an array of one element, as a float; else TypeError."""
     if isinstance(value, np.ndarray) and value.size == 1:
@@ -266,17 +277,6 @@ def opening(mesh: Any, call: str) -> AbstractContextManager[dict[str, Any]]:
     from mpishard.comm import agreement  # with MPI
 
     return agreement.opening(world, call)
-
-
-def sum_of(values: Any) -> float:
-    """The sum of numbers, rounded once, so that their order does not matter; not finite if one is not."""
-    numbers = np.asarray(values, np.float64)
-    if not np.isfinite(numbers).all():
-        return math.nan
-    try:
-        return math.fsum(numbers.tolist())
-    except OverflowError:
-        return math.inf
 
 
 def on_any(world: Axis | OneRank, flag: bool) -> bool:
@@ -439,14 +439,14 @@ class Unknowns:
         return self.place.tensor_size * self.place.pipeline_size > 1
 
     @property
-    def is_partition(self) -> bool:
+    def has_fields(self) -> bool:
         """Return True for a Partition, or a tree of them."""
         return bool(self._fields)
 
     @property
     def is_cut_by_application(self) -> bool:
         """Return True if options about elements are for those of this rank, as the parts are the application's."""
-        return self.is_partition or any(spec.parts for spec in self.specs)
+        return self.has_fields or any(spec.parts for spec in self.specs)
 
     @property
     def option_specs(self) -> tuple[ParameterSpec, ...]:
@@ -501,7 +501,7 @@ class Unknowns:
 
     def check_no_partition(self, what: str) -> None:
         """Raise ValueError if these are a Partition, for `what`, which takes none."""
-        if self.is_partition:
+        if self.has_fields:
             raise ValueError(
                 f"{what} takes whole fields, and x0 is a Partition, whose ranks must stay: leave {what} out; "
                 "checkpoints= and resume=True go on after a death"
@@ -509,7 +509,7 @@ class Unknowns:
 
     def check_not_split(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
-        if self.is_partition:
+        if self.has_fields:
             raise ValueError("x0 is a Partition of a mesh: give this mesh, mesh=mesh")
         if self.is_split:
             place = self.place

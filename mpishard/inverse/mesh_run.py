@@ -21,7 +21,7 @@ from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import EvaluationFailed, Unknowns, digits_of, failure_in_words, on_any, sum_of
+from mpishard.inverse.functions import EvaluationFailed, Unknowns, digits_of, failure_in_words, on_any, sum_of_values
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.job_notes import ECHO
@@ -161,7 +161,7 @@ class MeshRanks:
             check_identical("values", values)
         self._comparison.check(what, flat, facts[:, 3:])
         flat = self._unknowns.arranged(flat)
-        return flat, sum_of(values) if self._sums else float(values[0]), int(facts[:, 2].min())
+        return flat, sum_of_values(values.tolist()) if self._sums else float(values[0]), int(facts[:, 2].min())
 
     def _own_part_of_sum(self, flat: Array) -> Array:
         """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.

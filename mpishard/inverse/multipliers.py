@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, sum_of, world_of
+from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, sum_of_values, world_of
 from mpishard.inverse.minimization import files_given, run_loop
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again
@@ -330,12 +330,12 @@ class _Multipliers:
         total = self._total(value, terms) if self._sums_here else math.nan
         if math.isfinite(total):
             return total if self.world.rank == 0 else 0.0, unknowns.like_x0(flat)
-        return value + sum_of(terms), unknowns.like_x0(flat)
+        return value + sum_of_values(terms), unknowns.like_x0(flat)
 
     def _total(self, value: float, terms: np.ndarray) -> float:
         """The values of all ranks, and the terms of all, as one process adds them up."""
         values, parts = zip(*self.world.allgather_object((value, _exact_parts(terms))), strict=True)
-        return sum_of(values) + sum_of([part for each in parts for part in each])
+        return sum_of_values(values) + sum_of_values([part for each in parts for part in each])
 
     def measure(self) -> None:
         """Evaluate the constraints at the unknowns."""
@@ -358,7 +358,7 @@ class _Multipliers:
         with raised_on_all(self.world):
             value, _ = self._functions.value_and_gradient(self.unknowns.shown_to_user())
         values = self.world.allgather_object(value)
-        return sum_of(values) if self._sums else float(values[0])
+        return sum_of_values(values) if self._sums else float(values[0])
 
     def intermediate(self, iterations: int, evaluations: int) -> OptimizeResult:
         """The result after a minimisation, for the callback. Not collective."""
@@ -375,10 +375,10 @@ class _Multipliers:
 def _exact_parts(numbers: np.ndarray) -> list[float]:
     """A few numbers whose sum is exactly that of many; the last one is not finite if one of many is not."""
     parts: list[float] = []
-    rest = sum_of(numbers)
+    rest = sum_of_values(numbers)
     while rest:
         parts.append(rest)
-        rest = sum_of(np.append(numbers, np.negative(parts))) if math.isfinite(rest) else 0.0
+        rest = sum_of_values(np.append(numbers, np.negative(parts))) if math.isfinite(rest) else 0.0
     return parts
 
 

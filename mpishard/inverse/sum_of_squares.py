@@ -337,7 +337,7 @@ class _Settings:
     @property
     def cg_start(self) -> str:
         """What the start is, for messages, if it is for conjugate gradients alone; else empty."""
-        if self.unknowns.is_partition:
+        if self.unknowns.has_fields:
             return "a Partition as x0"
         return "" if self.unknowns.parameters is None else "an x0 with names"
 
@@ -353,7 +353,7 @@ class _Settings:
     @property
     def limits(self) -> bool:
         """Return True if there are bounds, those of a FlatParameters apart."""
-        if self.unknowns.is_partition:
+        if self.unknowns.has_fields:
             return not _is_unbounded(self.bounds)
         return bool(np.isfinite(self.lower).any() or np.isfinite(self.upper).any())
 
@@ -366,7 +366,7 @@ class _Settings:
 
     def with_trees(self, result: OptimizeResult) -> OptimizeResult:
         """A result with trees where it has vectors like the start, if that is a tree of whole arrays."""
-        if self.unknowns.tree is not None and not self.unknowns.is_partition:
+        if self.unknowns.tree is not None and not self.unknowns.has_fields:
             like_x0 = {name: result[name] for name in ("x", "grad", "active_mask") if name in result}
             result |= {name: self.unknowns.like_x0(vector) for name, vector in like_x0.items()}
         return result
@@ -507,7 +507,7 @@ class _ConjugateGradients:
         settings, unknowns = self.settings, self.settings.unknowns
         if not settings.cg_start:
             unknowns = Unknowns(settings.start)
-        elif unknowns.is_partition:
+        elif unknowns.has_fields:
             unknowns.take(settings.start)
         squares = GaussNewtonFunctions(functions, loss, world, unknowns)
         method = self.method
