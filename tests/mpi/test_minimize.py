@@ -16,7 +16,7 @@ from mpishard.backend import array as arrays
 from mpishard.record import Run
 from mpishard.record.reading import began_after
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 SIZE = 13
 START = np.where(np.arange(SIZE) % 2, 1.0, -1.2)

@@ -584,6 +584,7 @@ def test_reverse_communication_takes_the_steps_of_minimize():
     assert str(optimizer.result) == str(result)
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize(
     ("method", "bounds"), [("L-BFGS-B", (-1.5, 0.8)), ("L-BFGS", None), ("trust-ncg", None), (Descent(step=1e-3), None)]
 )
@@ -617,6 +618,7 @@ def test_a_run_that_has_reached_a_limit_goes_on_with_another(method, limit):
     assert result.success and result.fun < 1e-6 and result.nfev > first.result.nfev and result.nit > first.result.nit
 
 
+@pytest.mark.pairs(10)
 @pytest.mark.parametrize(
     ("method", "limit", "bounds"),
     [
