@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class EvaluationFailed(Exception):
     """Raised by a function that has no value at a point, as where its solver diverges: the step is shortened then.
 
     Any rank may raise it; for all ranks the point then has an infinite value.  At the start it is an error, and so it
-    is in a Hessian product.
+    is in a Hessian product.  ``options={"retries": n}`` of `minimize` first tries the same point again, up to n times.
     """
 
 
@@ -98,7 +98,7 @@ class Functions:
         `samples` are those whose sum is wanted, if there are any. Raises TypeError if `fun` returned something else.
         """
         # Either may change the point that it is given.
-        found = self._fun(_copy(x) if callable(self._jac) else x, *samples, *self._args)
+        found = self._fun(copy_of_point(x) if callable(self._jac) else x, *samples, *self._args)
         if callable(self._jac):
             gradient = self._jac(x, *samples, *self._args)
         elif isinstance(found, tuple | list) and len(found) == 2:
@@ -122,7 +122,7 @@ class Functions:
         return self._hessp(x, direction, *samples, *self._args)
 
 
-def _copy(x: Any) -> Any:
+def copy_of_point(x: Any) -> Any:
     """A copy of a point; parameters with names stay what they are."""
     if has_names(x):
         return x
@@ -269,6 +269,48 @@ def opening(mesh: Any, call: str) -> AbstractContextManager[dict[str, Any]]:
 def on_any(world: Axis | OneRank, flag: bool) -> bool:
     """Return True if the flag is set on any rank. Collective."""
     return bool(world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
+
+
+class Together(Protocol):
+    """Ranks that call a user's function together: an axis, the ranks of one model, or this rank alone."""
+
+    def all_reduce(self, buffer: Array, *, op: str = "sum", label: str = "") -> Array: ...
+
+
+class Attempt(NamedTuple):
+    """What the last call of a user's function has come to."""
+
+    found: Any  # None after an error
+    problem: BaseException | None  # of this rank
+    has_failed: bool  # on any of the ranks that call together, as far as they have asked each other
+
+
+class Attempts:
+    """Calls a user's function, and again up to `retries` times where it raises EvaluationFailed.
+
+    The function may be collective over `ranks`, so that all of them call it again where it fails on one. With `agrees`,
+    or with retries, each call is collective over them; `retries` are the same on all.
+    """
+
+    def __init__(self, ranks: Together, retries: int, agrees: bool = False) -> None:
+        self._ranks, self._agrees = ranks, agrees or retries > 0
+        self.retries = retries
+
+    def __call__(self, call: Callable[[], Any]) -> Attempt:
+        """The result of the call, which is made anew each time, or its error."""
+        for left in range(self.retries, -1, -1):
+            found: Any = None
+            problem: BaseException | None = None
+            try:
+                found = call()
+            except (Exception, SystemExit) as error:
+                problem = error
+            worst = 0 if problem is None else 1 if isinstance(problem, EvaluationFailed) else 2
+            if self._agrees:
+                worst = int(self._ranks.all_reduce(np.array([worst], np.int64), op="max", label="control")[0])
+            if worst != 1 or not left:
+                break
+        return Attempt(found, problem, worst > 0)
 
 
 _REASONS = "", "seconds", "callback"  # of ranks with several the last one counts

@@ -21,7 +21,14 @@ from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import EvaluationFailed, Unknowns, digits_of, failure_in_words, on_any
+from mpishard.inverse.functions import (
+    EvaluationFailed,
+    Together,
+    Unknowns,
+    digits_of,
+    failure_in_words,
+    on_any,
+)
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.signals import Interrupts
@@ -91,6 +98,11 @@ class MeshRanks:
     @property
     def minimizer(self) -> Minimizer:
         return self._state.minimization
+
+    @property
+    def together(self) -> Together:
+        """The ranks of which a function may be collective: of parts of a sum those that share a field, else all."""
+        return self._strategy.sync_group if self._sums else self.world
 
     def watching(self) -> AbstractContextManager[Any]:
         """The context in which Ctrl-C ends the loop in order."""

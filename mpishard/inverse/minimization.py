@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, reject_unknown, shown
-from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, on_any, opening
+from mpishard.inverse.functions import Attempts, Callback, Functions, Unknowns, Watch, copy_of_point, on_any, opening
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
 from mpishard.minimizers.method import Method
@@ -94,7 +94,10 @@ def minimize(
     options : dict, optional
         By SciPy's names and with its defaults: ``maxiter``, ``maxfun``, ``gtol``, ``ftol``, ``maxcor``, ``maxls`` and
         so on, as far as the method has them.  ``disp=True`` shows a table with a line an iteration,
-        ``maxtime=seconds`` ends the loop after the iteration in which this time is over.
+        ``maxtime=seconds`` ends the loop after the iteration in which this time is over.  ``retries=n``: where `fun`,
+        `jac` or a Hessian product raises `EvaluationFailed`, it is called again for the same point, up to n times, on
+        the same ranks: with ``reduction="sum"`` on those that share the field, without `mesh` or with `samples` on this
+        one, else on all.  It is the same on all ranks; ``nfev`` counts points, not calls.
     mesh : Mesh, optional
         The ranks that minimise together.
     reduction : {None, "sum"}
@@ -174,6 +177,7 @@ def minimize(
             unknowns.check_no_partition("elastic=")
         chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
+        same["retries"] = loop.retries
         same |= files_given(mesh, checkpoints, resume, record)
     ended = solve(
         functions,
@@ -283,6 +287,7 @@ def run_loop(
         files = RunFiles(ranks, checkpoints, resume, record)
     table = Table(shown=on_any(ranks.world, loop.disp) and ranks.world.rank == 0)
     watch = Watch(ranks.world, callback, loop.maxtime)
+    attempts = Attempts(ranks.together, loop.retries)
 
     def intermediate() -> OptimizeResult:
         progress, x = optimizer.progress, unknowns.shown_to_user()  # the point is still that of the last request
@@ -291,9 +296,9 @@ def run_loop(
     with ranks.watching():
         if files is not None and files.needs_check:
             best = EvaluationRequest(optimizer.gather_result().x)
-            files.check_function(*_outcome(functions, best))
+            files.check_function(*_outcome(functions, attempts, best))
         while (request := optimizer.ask()) is not None:
-            optimizer.tell_outcome(*_outcome(functions, request))
+            optimizer.tell_outcome(*_outcome(functions, attempts, request))
             progress = optimizer.progress
             if progress.accepted or (request.direction is None and progress.evaluations == 1):
                 table.row(progress)
@@ -310,11 +315,20 @@ def run_loop(
     return MinimizationOutcome(result, optimizer.progress, optimizer.stop_reason)
 
 
-def _outcome(functions: Functions, request: EvaluationRequest) -> tuple[float, Any, BaseException | None]:
+def _outcome(
+    functions: Functions, attempts: Attempts, request: EvaluationRequest
+) -> tuple[float, Any, BaseException | None]:
     """The value and the vector that are wanted, or the error of the user's function, of which all ranks learn."""
-    try:
+
+    def call() -> tuple[float, Any]:
+        # A call that fails may have changed what it was given.
+        given: Callable[[Any], Any] = copy_of_point if attempts.retries else lambda each: each
         if request.direction is None:
-            return (*functions.value_and_gradient(request.x), None)
-        return 0.0, functions.product(request.x, request.direction), None
-    except (Exception, SystemExit) as error:
-        return 0.0, None, error
+            return functions.value_and_gradient(given(request.x))
+        return 0.0, functions.product(given(request.x), given(request.direction))
+
+    value, vector = 0.0, None
+    attempt = attempts(call)
+    if attempt.problem is None:
+        value, vector = attempt.found
+    return value, vector, attempt.problem

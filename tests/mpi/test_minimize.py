@@ -575,3 +575,125 @@ def test_what_fails_everywhere_but_at_the_start_says_so(mesh):
     found = minimize(fun, np.ones(3), mesh=mesh)
     assert (found.status, found.success) == (2, False) and "always" in found.message and "was 0" in found.message
     assert np.array_equal(found.x, np.ones(3)) and len(calls) < 30
+
+
+def test_the_message_says_at_which_step_length_the_last_success_was(mesh):
+    """Of a line search whose first trial had a value, though none that is accepted, and all others failed."""
+    calls = []
+
+    def fun(x):
+        calls.append(x.copy())
+        if len(calls) > 2:
+            raise mpishard.EvaluationFailed("always")
+        return float(x @ x) + 1e3 * (len(calls) == 2), 2 * x
+
+    start = np.ones(4)
+    found = minimize(fun, start, mesh=mesh)
+    step = (start - calls[1])[0] / 2  # along the gradient, which is 2
+    assert found.status == 2 and step > 0 and len(calls) < 30
+    assert f"{step:.3g}" in found.message and "always" in found.message
+
+
+def unsteady(fun, often):
+    """A function that fails so many times at each new point before it succeeds, and the points of its calls."""
+    points = []
+
+    def called(x, *more):
+        flat = x.tobytes()
+        points.append(flat)
+        if points.count(flat) <= often:
+            x[...] = np.nan  # a call that fails may leave anything in what it was given
+            raise mpishard.EvaluationFailed("by chance")
+        return fun(x, *more)
+
+    return called, points
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("reduction", [None, "sum"])
+def test_a_shot_that_fails_by_chance_is_tried_again(mesh, reduction):
+    """With a sum on its rank alone, else on all ranks: the function may be collective."""
+
+    def part(x):
+        value, slope = rosenbrock(x)
+        return (value, slope) if reduction is None or mesh.rank == 0 else (0.0, 0 * slope)
+
+    last = mesh.rank == mesh.size - 1
+    fails, points = unsteady(part, 2) if last else (part, [])
+    calls = []
+
+    def fun(x):
+        calls.append(1)
+        return fails(x)
+
+    options = {"maxiter": 4}
+    plain = minimize(part, START, mesh=mesh, reduction=reduction, options=options)
+    found = minimize(fun, START, mesh=mesh, reduction=reduction, options=options | {"retries": 2})
+    assert np.array_equal(found.x, plain.x) and (found.nfev, found.message) == (plain.nfev, plain.message)
+    assert len(calls) == (3 * found.nfev if last or reduction is None else found.nfev)
+    fails, points = unsteady(part, 2) if last else (part, [])
+    with pytest.raises((mpishard.EvaluationFailed, RuntimeError), match="by chance"):
+        minimize(fun, START, mesh=mesh, reduction=reduction, options={"retries": 1})
+    assert len(points) == (2 if last else 0)
+
+
+def test_other_errors_are_not_tried_again(mesh):
+    calls = []
+
+    def fun(x):
+        calls.append(1)
+        if mesh.rank == mesh.size - 1:
+            raise OSError("disk full")
+        raise mpishard.EvaluationFailed("by chance")
+
+    with pytest.raises((OSError, mpishard.EvaluationFailed), match="disk full|by chance"):
+        minimize(fun, START, mesh=mesh, options={"retries": 5})
+    assert len(calls) == 1
+    for wrong in (-1, 1.5, "often"):
+        with pytest.raises((ValueError, TypeError), match="retries"):
+            minimize(rosenbrock, START, mesh=mesh, options={"retries": wrong})
+
+
+def test_hessian_products_are_tried_again(mesh):
+    fails, points = unsteady(lambda x, p: 2 * p, 1)
+    found = minimize(
+        lambda x: (float(x @ x), 2 * x), START, "Newton-CG", hessp=fails, mesh=mesh, options={"retries": 1}
+    )
+    assert found.success and found.nhev > 0 and len(points) > found.nhev
+
+
+@pytest.mark.parametrize("samples", [None, 5])
+def test_evaluations_of_an_elastic_run_fail_and_are_tried_again(mesh, samples):
+    """A failed trial counts as an infinite value, here in a line search; one that fails by chance as none."""
+
+    def of_samples(x, these=(0, 1, 2, 3, 4)):
+        factor = float(len(these))
+        return factor * float(((x - 2.9) ** 4).sum()), factor * 4 * (x - 2.9) ** 3
+
+    def beyond(at_trial):
+        def fun(x, *these):
+            return at_trial(x) if x.max() > 1.1 and x.min() < 0.9 else of_samples(x, *these)
+
+        return fun
+
+    def fails(x):
+        raise mpishard.EvaluationFailed("no convergence")
+
+    start = np.array([0.0, 0.5, 1.0])
+    options = {"mesh": mesh, "elastic": True, "samples": samples}
+    found, expected = (
+        minimize(beyond(trial), start, options={"maxiter": 5}, **options)
+        for trial in (fails, lambda x: (math.inf, np.zeros(3)))
+    )
+    assert np.array_equal(found.x, expected.x) and found.nfev == expected.nfev > 2
+    calls = []
+
+    def by_chance(x, *these):
+        calls.append(1)
+        if len(calls) % 2:
+            raise mpishard.EvaluationFailed("by chance")
+        return of_samples(x, *these)
+
+    found = minimize(by_chance, start, options={"maxiter": 5, "retries": 1}, **options)
+    expected = minimize(of_samples, start, options={"maxiter": 5}, **options)
+    assert np.array_equal(found.x, expected.x) and found.message == expected.message
