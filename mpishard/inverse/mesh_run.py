@@ -28,6 +28,7 @@ from mpishard.inverse.functions import (
     digits_of,
     failure_in_words,
     on_any,
+    sum_of_values,
 )
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
@@ -171,7 +172,7 @@ class MeshRanks:
             check_identical("values", values)
         self._comparison.check(what, flat, facts[:, 3:])
         flat = self._unknowns.arranged(flat)
-        return flat, _sum(values.tolist()) if self._sums else float(values[0]), int(facts[:, 2].min())
+        return flat, sum_of_values(values.tolist()) if self._sums else float(values[0]), int(facts[:, 2].min())
 
     def _own_part_of_sum(self, flat: Array) -> Array:
         """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
@@ -223,16 +224,6 @@ class MeshRanks:
         from mpishard.training.saving import load_checkpoint
 
         load_checkpoint(folder, self.parameters, self.optimizer)
-
-
-def _sum(values: list[float]) -> float:
-    """The sum, rounded once, so that the order of the ranks does not matter; not finite if a value is not."""
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return math.inf
 
 
 # The results that must be identical on the user's ranks, their comparison, and the error where they differ.

@@ -697,3 +697,118 @@ def test_evaluations_of_an_elastic_run_fail_and_are_tried_again(mesh, samples):
     found = minimize(by_chance, start, options={"maxiter": 5, "retries": 1}, **options)
     expected = minimize(of_samples, start, options={"maxiter": 5}, **options)
     assert np.array_equal(found.x, expected.x) and found.message == expected.message
+
+
+# Gradients by finite differences.
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """By scheme the result of finite differences on one process."""
+    given = {"bounds": (-1.5, 0.9), "options": {"maxiter": 6}}
+    return {
+        scheme: minimize(lambda x: rosenbrock(x)[0], START, jac=scheme, **given) for scheme in ("2-point", "3-point")
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("scheme", ["2-point", "3-point"])
+def test_ranks_share_the_columns_of_finite_differences(mesh, alone, scheme):
+    calls = []
+
+    def fun(x):
+        calls.append(1)
+        return rosenbrock(x)[0]
+
+    found = minimize(fun, START, jac=scheme, bounds=(-1.5, 0.9), options={"maxiter": 6}, mesh=mesh)
+    expected = alone[scheme]
+    assert np.array_equal(found.x, expected.x) and np.array_equal(found.jac, expected.jac)
+    assert (found.nit, found.nfev, found.message) == (expected.nit, expected.nfev, expected.message)
+    columns = len(range(mesh.rank, START.size, mesh.size))
+    assert len(calls) == found.nfev * (1 + {"2-point": 1, "3-point": 2}[scheme] * columns)
+
+
+def test_finite_differences_of_a_sum_over_ranks(mesh):
+    """Values are added up at each point: with parts whose sum is exact, the bits are those of one process."""
+    whole = np.round(np.sin(np.arange(5.0)), 2)
+
+    def values(x, shots):
+        return float(sum(np.rint(2.0**40 * (1 + shot) * (x - whole) ** 2).sum() for shot in shots)) * 2.0**-40
+
+    shots = range(6)[mesh.rank :: mesh.size]
+    given = {"jac": "3-point", "options": {"maxiter": 5}}
+    found = minimize(values, np.zeros(5), (shots,), mesh=mesh, reduction="sum", **given)
+    expected = minimize(values, np.zeros(5), (range(6),), **given)
+    assert np.array_equal(found.x, expected.x) and np.array_equal(found.jac, expected.jac)
+    assert np.allclose(found.x, whole, atol=1e-3)
+
+
+def test_groups_share_the_columns_of_a_whole_start(comm, alone):
+    """The function may communicate within its group: all of its ranks come for the same points."""
+    tensor = comm.size // 2 if comm.size % 2 == 0 else comm.size
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+
+        def fun(x):
+            assert len(set(mesh.tensor.comm.allgather(x.tobytes()))) == 1
+            return rosenbrock(x)[0]
+
+        found = minimize(fun, START, jac="2-point", bounds=(-1.5, 0.9), options={"maxiter": 6}, mesh=mesh)
+        assert np.array_equal(found.x, alone["2-point"].x) and found.nfev == alone["2-point"].nfev
+        named = FlatParameters([ParameterSpec("x", START.shape)], np.float64, place=mesh.place)
+        named.flat[...] = START
+        found = minimize(
+            lambda x: fun(x["x"]), named, jac="2-point", bounds=(-1.5, 0.9), options={"maxiter": 6}, mesh=mesh
+        )
+        assert np.array_equal(named["x"], alone["2-point"].x)
+
+
+def test_a_column_that_fails_on_one_rank_fails_on_all(mesh):
+    last = mesh.rank == mesh.size - 1
+    calls = []
+
+    def beyond(x):
+        calls.append(1)
+        # Where all elements are as large, as at the points of the method, it does not fail.
+        if last and x.max() > 0.4 and x.max() - x.min() > 1e-6:
+            raise mpishard.EvaluationFailed("too far")
+        return float(((x - 2) ** 4).sum())
+
+    found = minimize(beyond, np.zeros(8), jac="3-point", options={"maxiter": 2}, mesh=mesh)
+    assert found.nit > 0 and 0 < found.x.max() <= 0.4 and "too far" in found.message
+    steady, points = unsteady(beyond, 1)
+    tried = minimize(steady, np.zeros(8), jac="2-point", options={"maxiter": 1, "retries": 1}, mesh=mesh)
+    assert tried.nit == 1 and len(points) > tried.nfev
+
+    def fails(x):
+        if last and x[-1] > 0:
+            raise OSError("disk full")
+        return float(x @ x)
+
+    with pytest.raises((OSError, RuntimeError), match="disk full"):
+        # The column of the last rank, whatever the number of ranks.
+        minimize(fails, np.zeros(mesh.size), jac="2-point", mesh=mesh)
+
+
+def test_finite_differences_that_cannot_be(mesh):
+    def value(x):
+        return float(x @ x)
+
+    term = mpishard.regularized(lambda x: (value(x), 2 * x), mpishard.Tikhonov(weight=1.0))
+    for fun, given, words in (
+        (value, {"elastic": True}, "2-point.*elastic="),
+        (lambda x, these: value(x), {"elastic": True, "samples": 3}, "2-point.*samples="),
+        (term, {}, "2-point.*regularized"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            minimize(fun, np.ones(3), jac="2-point", mesh=mesh, **given)
+    with mpishard.Mesh(mesh.world.comm, tensor=mesh.size) as split:
+        part = FlatParameters([ParameterSpec("x", (8,), tensor_dim=0)], np.float64, place=split.place)
+        if mesh.size > 1:
+            with pytest.raises(ValueError, match=f"tensor={mesh.size}"):
+                minimize(value, part, jac="2-point", mesh=split)
+    if mesh.size > 1:
+        with mpishard.Mesh(mesh.world.comm, pipeline=mesh.size, data=1) as stages:
+            with pytest.raises(ValueError, match=f"pipeline={mesh.size}"):
+                minimize(value, np.ones(3), jac="2-point", mesh=stages)
+        with pytest.raises(ValueError, match="jac is (2-point|3-point) on"):
+            minimize(value, np.ones(3), jac="3-point" if mesh.rank else "2-point", mesh=mesh)
