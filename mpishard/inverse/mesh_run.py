@@ -14,7 +14,7 @@ import xxhash
 from mpishard.arguments import flag, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact import largest
-from mpishard.comm.axis import Axis
+from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
@@ -95,15 +95,14 @@ class MeshRanks:
         assert isinstance(state, MinimizationState)
         self._state = state
         self._comparison = Comparison(mesh, parameters, self._sums)
+        # The ranks of which a function may be collective: of parts of a sum those that share a field, else all.
+        self.together: Together = self.world
+        if self._sums:
+            self.together = ModelParallelGroup(mesh.tensor, mesh.pipeline, mesh.rank)
 
     @property
     def minimizer(self) -> Minimizer:
         return self._state.minimization
-
-    @property
-    def together(self) -> Together:
-        """The ranks of which a function may be collective: of parts of a sum those that share a field, else all."""
-        return self._strategy.sync_group if self._sums else self.world
 
     def watching(self) -> AbstractContextManager[Any]:
         """The context in which Ctrl-C ends the loop in order."""

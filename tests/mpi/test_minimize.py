@@ -657,7 +657,7 @@ def test_other_errors_are_not_tried_again(mesh):
 def test_hessian_products_are_tried_again(mesh):
     fails, points = unsteady(lambda x, p: 2 * p, 1)
     found = minimize(
-        lambda x: (float(x @ x), 2 * x), START, "Newton-CG", hessp=fails, mesh=mesh, options={"retries": 1}
+        lambda x: (float(x @ x), 2 * x), START, method="Newton-CG", hessp=fails, mesh=mesh, options={"retries": 1}
     )
     assert found.success and found.nhev > 0 and len(points) > found.nhev
 
