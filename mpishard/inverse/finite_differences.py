@@ -30,6 +30,7 @@ def steps_of(x: Array, epsilon: float, scheme: str) -> Array:
 
 def moves_of(scheme: str, step: float, below: float, above: float) -> tuple[float, ...]:
     """By how much an unknown moves: once for two points, twice for three.  The bounds are so far below and above it."""
+    # As SciPy; but where bounds are less than three steps apart, it may take a shorter step to both sides.
     away = 1.0 if above >= below else -1.0  # from the nearer bound
     if scheme == "2-point":
         if not -below <= step <= above:
