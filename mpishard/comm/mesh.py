@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -234,7 +234,8 @@ class Mesh:
         if cell is not None and comm.size == MPI.COMM_WORLD.size:
             data, (tensor, pipeline), space, groups = -1, cell, None, None
         self.timeout, self.debug = None, False
-        sizes, places = (comm.size, 1, 1), None
+        sizes = comm.size, 1, 1
+        places: Places | None = None
         with CaughtError() as caught:  # raised when the others know of it: they are on their way
             places = Places.of(space, groups, comm)
             if places is None:
@@ -256,7 +257,7 @@ class Mesh:
         problem = self._made(comm, sizes, problem, places)
         if isinstance(problem, OtherOrderError):
             with Family.creating():
-                ordered = comm.Split(0, problem.numbers[comm.rank])
+                ordered = cast(MPI.Intracomm, comm.Split(0, problem.numbers[comm.rank]))
             problem = self._made(ordered, sizes)
             ordered.Free()
         if problem is not None:

@@ -762,6 +762,25 @@ def test_groups_share_the_columns_of_a_whole_start(comm, alone):
         assert np.array_equal(named["x"], alone["2-point"].x)
 
 
+def test_finite_differences_resume_where_they_were(mesh, folder, alone):
+    """From the middle, and from the end of a run, where the function is evaluated again to see that it is the same."""
+    given = {"jac": "2-point", "bounds": (-1.5, 0.9), "mesh": mesh}
+    for most in (2, 4, 6):
+        with mpishard.Checkpoints(folder, mesh, every=1) as checkpoints:
+            found = minimize(
+                lambda x: rosenbrock(x)[0],
+                START,
+                options={"maxiter": most},
+                checkpoints=checkpoints,
+                resume=True,
+                **given,
+            )
+    assert np.array_equal(found.x, alone["2-point"].x) and found.nit == alone["2-point"].nit
+    with mpishard.Checkpoints(folder, mesh) as checkpoints:
+        with pytest.raises(ValueError, match="of another function"):
+            minimize(lambda x: 2 * rosenbrock(x)[0], START, checkpoints=checkpoints, resume=True, **given)
+
+
 def test_a_column_that_fails_on_one_rank_fails_on_all(mesh):
     last = mesh.rank == mesh.size - 1
     calls = []
