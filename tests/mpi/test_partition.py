@@ -460,3 +460,32 @@ def test_a_column_that_fails_on_one_rank_of_a_group_is_tried_again_by_all(comm):
         assert tried > 0 and values.calls == found.nfev * (1 + SIZE) + tried
         expected = minimize(Values(NUMBERS), np.zeros(SIZE), jac="2-point", options={"maxiter": 2})
         assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
+
+
+# Functions that fail by chance.
+
+
+def test_the_group_of_a_rank_that_fails_tries_again_together(comm):
+    """The function is collective over its group; other groups do not call it again."""
+    tensor = comm.size // 2 if comm.size % 2 == 0 else comm.size
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
+        misfit, failed = Misfit(numbers, mesh), []
+        last = mesh.data.rank == mesh.data.size - 1
+
+        def fun(x):
+            found = misfit(x)
+            mesh.tensor.comm.Barrier()
+            if last and mesh.tensor.rank == 0 and misfit.evaluations % 3 == 1:
+                failed.append(1)
+                raise mpishard.EvaluationFailed("by chance")
+            return found
+
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        given = {"mesh": mesh, "reduction": "sum", "options": {"maxiter": 5, "retries": 1}}
+        found = minimize(fun, start, **options(numbers), **given)
+        tried = mesh.tensor.comm.allreduce(len(failed))
+        assert misfit.evaluations == found.nfev + tried and (tried > 0) == last
+        expected = minimize(Misfit(NUMBERS), np.zeros(SIZE), **options(NUMBERS), options={"maxiter": 5})
+        assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
+        assert found.message == expected.message
