@@ -93,8 +93,8 @@ def misfit(by_rank: Sequence[Places | None]) -> Exception | None:
     size, count = spaces[0].size, across[0].size
     if size * count != len(places):
         return ValueError(
-            f"space has {size} ranks and groups has {count}, which makes {size * count}, but comm has {len(places)}; "
-            "groups must have one rank of each group"
+            f"ranks of space and groups must make a grid, but {size} x {count} is {size * count}, and comm has "
+            f"{len(places)}; groups must have one rank of each group"
         )
     problem = _apart("space", spaces, "groups", across) or _apart("groups", across, "space", spaces)
     if problem is not None:
