@@ -31,7 +31,7 @@ class Place(NamedTuple):
     members: int  # a hash of all its ranks
 
     @classmethod
-    def of(cls, name: str, comm: MPI.Intracomm, of_mesh: MPI.Intracomm) -> Place:
+    def of(cls, name: str, comm: Any, of_mesh: MPI.Intracomm) -> Place:
         """The place in `comm`, which the user gives as the argument `name`, of ranks of `of_mesh`.
 
         Raises ValueError or TypeError if it is no communicator of such ranks.
