@@ -14,7 +14,14 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Functions, Unknowns
+from mpishard.inverse.functions import (
+    Attempts,
+    Callback,
+    EvaluationFailed,
+    Functions,
+    Unknowns,
+    failure_in_words,
+)
 from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.io import log
@@ -84,6 +91,7 @@ class ElasticMinimization:
         self._watched = any(watched for watched, _ in given)
         self._table = Table(shown=any(disp for _, disp in given))
         self._evaluations = 0  # of the last row
+        self._failure = 0, ""  # the last evaluation that has failed on this rank, and what the result says of it
         self._elastic = ElasticOptimizer(method, mesh, **options)
         self._maxtime = loop.maxtime
         self._attempts = Attempts(mesh.world if samples is None else OneRank(), loop.retries)
@@ -121,7 +129,9 @@ class ElasticMinimization:
         assert isinstance(method, Method)
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
         gradient = self._gather(minimizer.row("base_gradient"))
-        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, unknowns.gradient_hint(reason))
+        _, failure = max(self._mesh.data.allgather_object(self._failure), key=lambda each: each[0])
+        hint = failure or unknowns.gradient_hint(reason)
+        result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, hint)
         result["jac"] = unknowns.like_x0(gradient)
         if self._mesh.rank == 0:
             self._table.end(result.message)
@@ -156,6 +166,10 @@ class ElasticMinimization:
 
         attempt = self._attempts(call)
         failed = begun and isinstance(attempt.problem, EvaluationFailed)
+        if failed and minimizer is not None:
+            rank = self._mesh.rank if self._mesh.size > 1 else None
+            words = failure_in_words(minimizer, str(attempt.problem), rank)
+            self._failure = minimizer.progress.evaluations, words
         value, vector = (math.nan, None) if attempt.problem is not None else attempt.found
         if self._samples is None:
             failed = self._compare(what, value, vector, None if failed else attempt.problem, failed)
