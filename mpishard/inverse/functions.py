@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpishard.backend.exact_gram import SparseRows
 from mpishard.comm.errors import OneRank, known_to_all, raised_on_all
 from mpishard.inverse.result import OptimizeResult, pair_of_bounds
 from mpishard.inverse.trees import CONVENTION, Tree, is_tree, tree_of
-from mpishard.layout.tensors import WHOLE, ParameterSpec
+from mpishard.layout.tensors import WHOLE, ModelParallelRank, ParameterSpec
 from mpishard.minimizers.elements import OfThisRank, OperatorOfThisRank, element_name
 from mpishard.minimizers.method import RieszMap
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Array = Any
 _DIGITS = 52  # of float64
+_DIFFERENCES = "2-point", "3-point"  # the finite differences of `minimize`
 TERMS = "mpishard_terms"  # the attribute of a function to which `regularized` adds terms: its reduction
 
 
@@ -35,7 +36,7 @@ class EvaluationFailed(Exception):
     """Raised by a function that has no value at a point, as where its solver diverges: the step is shortened then.
 
     Any rank may raise it; for all ranks the point then has an infinite value.  At the start it is an error, and so it
-    is in a Hessian product.
+    is in a Hessian product.  ``options={"retries": n}`` of `minimize` first tries the same point again, up to n times.
     """
 
 
@@ -53,16 +54,19 @@ class Functions:
 
     ``fun(x, *args)`` returns value and gradient if `jac` is True, else ``jac(x, *args)`` is the gradient;
     ``hessp(x, direction, *args)`` is the Hessian at x times a direction, ``hess(x, *args)`` the Hessian itself. `args`
-    that are no tuple are one argument. Raises TypeError if one is not callable, ValueError without a gradient.
+    that are no tuple are one argument. With `may_differ` `jac` may be the name of a finite difference, `differences`.
+    Raises TypeError if one is not callable, ValueError without a gradient.
     """
 
     def __init__(
         self,
         fun: Callable[..., Any],
-        jac: bool | Callable[..., Any],
+        jac: bool | str | Callable[..., Any],
         hessp: Callable[..., Any] | None,
         args: Any,
         hess: Callable[..., Any] | None = None,
+        *,
+        may_differ: bool = False,
     ) -> None:
         for name, function in (("fun", fun), ("hessp", hessp), ("hess", hess)):
             if not (callable(function) or (name != "fun" and function is None)):
@@ -70,9 +74,12 @@ class Functions:
                 raise TypeError(f"{name}={shown(function)} must be a function{more}")
         if hess is not None and hessp is not None:
             raise ValueError("hess and hessp are both the Hessian; give one of them")
-        if not callable(jac) and jac is not True:
+        self.differences = jac if may_differ and isinstance(jac, str) and jac in _DIFFERENCES else None
+        if not callable(jac) and jac is not True and self.differences is None:
+            more = f", or one of {', '.join(map(repr, _DIFFERENCES))} for finite differences" * may_differ
             raise ValueError(
                 f"jac={shown(jac)}: a gradient is needed; jac=True if fun returns (value, gradient), or jac=function"
+                f"{more}"
             )
         self._fun = fun
         self._jac = jac
@@ -94,13 +101,17 @@ class Functions:
                 "not count once; give both the same mesh= and reduction="
             )
 
+    def value(self, x: Any) -> float:
+        """The value at a point, of a function that returns it alone."""
+        return number_of(self._fun(x, *self._args))
+
     def value_and_gradient(self, x: Any, *samples: Any) -> tuple[float, Any]:
         """The value and the gradient at a point, the latter as the user gave it.
 
         `samples` are those whose sum is wanted, if there are any. Raises TypeError if `fun` returned something else.
         """
         # Either may change the point that it is given.
-        found = self._fun(_copy(x) if callable(self._jac) else x, *samples, *self._args)
+        found = self._fun(copy_of_point(x) if callable(self._jac) else x, *samples, *self._args)
         if callable(self._jac):
             gradient = self._jac(x, *samples, *self._args)
         elif isinstance(found, tuple | list) and len(found) == 2:
@@ -124,7 +135,7 @@ class Functions:
         return self._hessp(x, direction, *samples, *self._args)
 
 
-def _copy(x: Any) -> Any:
+def copy_of_point(x: Any) -> Any:
     """A copy of a point; parameters with names stay what they are."""
     if has_names(x):
         return x
@@ -284,6 +295,48 @@ def on_any(world: Axis | OneRank, flag: bool) -> bool:
     return bool(world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
 
 
+class Together(Protocol):
+    """Ranks that call a user's function together: an axis, the ranks of one model, or this rank alone."""
+
+    def all_reduce(self, buffer: Array, *, op: str = "sum", label: str = "") -> Array: ...
+
+
+class Attempt(NamedTuple):
+    """What the last call of a user's function has come to."""
+
+    found: Any  # None after an error
+    problem: BaseException | None  # of this rank
+    has_failed: bool  # on any of the ranks that call together, as far as they have asked each other
+
+
+class Attempts:
+    """Calls a user's function, and again up to `retries` times where it raises EvaluationFailed.
+
+    The function may be collective over `ranks`, so that all of them call it again where it fails on one. With `agrees`,
+    or with retries, each call is collective over them; `retries` are the same on all.
+    """
+
+    def __init__(self, ranks: Together, retries: int, agrees: bool = False) -> None:
+        self._ranks, self._agrees = ranks, agrees or retries > 0
+        self.retries = retries
+
+    def __call__(self, call: Callable[[], Any]) -> Attempt:
+        """The result of the call, which is made anew each time, or its error."""
+        for left in range(self.retries, -1, -1):
+            found: Any = None
+            problem: BaseException | None = None
+            try:
+                found = call()
+            except (Exception, SystemExit) as error:
+                problem = error
+            worst = 0 if problem is None else 1 if isinstance(problem, EvaluationFailed) else 2
+            if self._agrees:
+                worst = int(self._ranks.all_reduce(np.array([worst], np.int64), op="max", label="control")[0])
+            if worst != 1 or not left:
+                break
+        return Attempt(found, problem, worst > 0)
+
+
 _REASONS = "", "seconds", "callback"  # of ranks with several the last one counts
 
 
@@ -440,8 +493,21 @@ class Unknowns:
 
     @property
     def has_fields(self) -> bool:
-        """Return True for a Partition, or a tree of them."""
+        """Return True if these are of Partitions."""
         return bool(self._fields)
+
+    def check_differences(self) -> None:
+        """Raise ValueError if these are split over ranks so that finite differences cannot move each element once."""
+        if self.is_split and not self._fields and any(spec.is_split or spec.partial for spec in self.specs):
+            raise ValueError(
+                f"finite differences take a whole x0, or a Partition, but tensors of this one are split over "
+                f"tensor={self.place.tensor_size} ranks, or partial: give one of these, or jac=True"
+            )
+
+    def held_whole_by(self, place: ModelParallelRank) -> None:
+        """Let these whole unknowns be those of a rank at this place, where all ranks of a group have them."""
+        if self.parameters is None and not self._fields:
+            self.place = place
 
     @property
     def is_cut_by_application(self) -> bool:

@@ -14,14 +14,22 @@ import xxhash
 from mpishard.arguments import flag, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact import largest
-from mpishard.comm.axis import Axis
+from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import EvaluationFailed, Unknowns, digits_of, failure_in_words, on_any, sum_of_values
+from mpishard.inverse.functions import (
+    EvaluationFailed,
+    Together,
+    Unknowns,
+    digits_of,
+    failure_in_words,
+    on_any,
+    sum_of_values,
+)
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.job_notes import ECHO
@@ -88,6 +96,10 @@ class MeshRanks:
         assert isinstance(state, MinimizationState)
         self._state = state
         self._comparison = Comparison(mesh, parameters, self._sums)
+        # The ranks of which a function may be collective: of parts of a sum those that share a field, else all.
+        self.together: Together = self.world
+        if self._sums:
+            self.together = ModelParallelGroup(mesh.tensor, mesh.pipeline, mesh.rank)
 
     @property
     def minimizer(self) -> Minimizer:

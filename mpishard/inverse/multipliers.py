@@ -184,6 +184,7 @@ def augmented_lagrangian(
         watcher = Callback(callback)
         same |= {"method": type(chosen), "reduction": reduction, "penalty": penalty, "gtol": gtol, "ctol": ctol}
         same |= {"maxiter": maxiter, "multipliers": multipliers is not None, **files_given(mesh, None, False, record)}
+        same["retries"] = loop.retries
     run.begin(multipliers)
 
     here, quiet = Functions(run.value_and_gradient, True, None, ()), Callback(None)

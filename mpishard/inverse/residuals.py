@@ -19,6 +19,7 @@ from mpishard.backend import exact, exact_gram
 from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
+from mpishard.inverse.finite_differences import DIFFERENCES, moves_of, slope_of, steps_of
 from mpishard.inverse.functions import EvaluationFailed, Unknowns, has_names
 from mpishard.inverse.trees import is_tree
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
 
 Array = Any
-DIFFERENCES = {"2-point": 1 / 2, "3-point": 1 / 3, "cs": 1 / 2}  # powers of the rounding error for the step
 _EPSILON = float(np.finfo(np.float64).eps)
 _POINTS = 2  # whose Jacobians are kept: the last iterate and a trial
 
@@ -196,11 +196,9 @@ class ResidualFunctions:
 
     def _differences(self, x: Array, f: Array, *samples: Array) -> Array:
         """The Jacobian by finite differences inside of the bounds."""
-        power = DIFFERENCES[self._jac]
-        sign = np.where(x < 0, -1.0, 1.0)
-        steps = self.epsilon**power * sign * np.maximum(1.0, abs(x))
+        steps = steps_of(x, self.epsilon, self._jac)
         if self._steps is not None:
-            given = self._steps * sign * abs(x)
+            given = self._steps * np.where(x < 0, -1.0, 1.0) * abs(x)
             steps = np.where((x + given) - x == 0, steps, given)
         jacobian = np.empty((len(f), x.size))
         for k in range(x.size):
@@ -213,21 +211,9 @@ class ResidualFunctions:
             point[k] += abs(step) * 1j
             found = np.asarray(self._fun(point, *samples, *self._args, **self._kwargs))
             return found.reshape(-1).imag / abs(step)
-        below, above = float(x[k] - self._lower[k]), float(self._upper[k] - x[k])
-        away = 1.0 if above >= below else -1.0  # from the nearer bound
-        if self._jac == "2-point":
-            if not -below <= step <= above:
-                step = -step if abs(step) <= max(below, above) else away * max(below, above)
-            found, moved = self._moved(x, k, step, *samples)
-            return (found - f) / moved
-        step = abs(step)
-        if step <= min(below, above):
-            (after, one), (before, other) = self._moved(x, k, step, *samples), self._moved(x, k, -step, *samples)
-            return (after - before) / (one - other)
-        step = away * min(step, 0.5 * max(below, above))
-        (near, one), (far, two) = self._moved(x, k, step, *samples), self._moved(x, k, 2 * step, *samples)
-        # The slope at 0 of the parabola through three points.
-        return (near - f) / one * (two / (two - one)) - (far - f) / two * (one / (two - one))
+        moves = moves_of(self._jac, step, float(x[k] - self._lower[k]), float(self._upper[k] - x[k]))
+        found, distances = zip(*(self._moved(x, k, move, *samples) for move in moves), strict=True)
+        return slope_of(f, found, distances)
 
     def _moved(self, x: Array, k: int, step: float, *samples: Array) -> tuple[Array, float]:
         """The residuals where one unknown has moved, and the distance."""

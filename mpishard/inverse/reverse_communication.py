@@ -421,7 +421,7 @@ class OneProcess:
     def __init__(self, method: Method, unknowns: Unknowns) -> None:
         flat = unknowns.flat
         unknowns.check_not_split()
-        self.world = OneRank()
+        self.world = self.together = OneRank()
         self._method = method
         self._unknowns = unknowns
         self._rows = arrays.zeros((len(method.slots), unknowns.size), flat.dtype, like=flat)

@@ -14,7 +14,7 @@ from mpishard.inverse.mesh_run import LeastSquaresFiles
 from mpishard.minimizers.least_squares import Options, State
 from mpishard.record import Run
 
-pytestmark = pytest.mark.pairs(2)
+pytestmark = pytest.mark.pairs(1)
 
 CURVE, FIELD = Curve(), Diffusion()
 BUNDLE = Bundle(points=12, cameras=4, views=3)

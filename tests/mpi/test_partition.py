@@ -826,3 +826,103 @@ def test_a_riesz_map_that_is_none_is_refused(mesh):
         minimize(fun, np.ones(20), bounds=(0, None), inner_product=riesz, mesh=mesh)
     with pytest.raises(TypeError, match="apply=3"):
         mpishard.RieszMap(3, riesz.solve)
+
+
+# Gradients by finite differences.
+
+
+class Values:
+    """Half the sum of ``w (x - wanted)^2``, whose bits do not depend on who adds it up."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.w, self.wanted, self.calls = STIFFNESS[numbers], WANTED[numbers], 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return float(np.rint(2.0**40 * self.w * (x - self.wanted) ** 2).sum()) * 2.0**-41
+
+
+@pytest.fixture(scope="module")
+def by_differences():
+    """By scheme the result on one process."""
+    given = options(NUMBERS) | {"options": {"maxiter": 3}}
+    return {scheme: minimize(Values(NUMBERS), np.zeros(SIZE), jac=scheme, **given) for scheme in ("2-point", "3-point")}
+
+
+@pytest.mark.parametrize("kind, scheme", [("runs", "2-point"), ("ids", "3-point"), ("boxes", "2-point")])
+def test_finite_differences_of_a_partition(comm, by_differences, kind, scheme):
+    """Each rank has its part of the value, or the group that of all its ranks: then groups share the columns."""
+    expected = by_differences[scheme]
+    for tensor in {comm.size, comm.size // 2 if comm.size % 2 == 0 else 1}:
+        with mpishard.Mesh(comm, tensor=tensor) as mesh:
+            numbers, how = numbers_of(kind, mesh.tensor.rank, tensor)
+            values = Values(numbers)
+
+            def of_group(x):
+                return mesh.tensor.comm.allreduce(values(x))  # noqa: B023
+
+            def part(x):
+                return values(x) if mesh.data.rank == 0 else 0.0  # noqa: B023
+
+            for fun, reduction in ((of_group, None), (part, "sum")):
+                values.calls = 0
+                start = Partition(np.zeros(numbers.shape), mesh, **how)
+                given = options(numbers) | {"options": {"maxiter": 3}}
+                found = minimize(fun, start, jac=scheme, mesh=mesh, reduction=reduction, **given)
+                assert found.x.shape == found.jac.shape == numbers.shape
+                assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
+                assert (found.nit, found.nfev, found.message) == (expected.nit, expected.nfev, expected.message)
+                if reduction is None:
+                    points = {"2-point": 1, "3-point": 2}[scheme]
+                    columns = len(range(mesh.data.rank, SIZE, mesh.data.size))
+                    assert values.calls == found.nfev * (1 + points * columns)
+
+
+def test_a_column_that_fails_on_one_rank_of_a_group_is_tried_again_by_all(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, comm.size)
+        values, failed = Values(numbers), []
+
+        def fun(x):
+            value = mesh.tensor.comm.allreduce(values(x))  # all of them must come here
+            if mesh.rank == comm.size - 1 and values.calls % 7 == 0:
+                failed.append(1)
+                raise mpishard.EvaluationFailed("by chance")
+            return value
+
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        given = {"jac": "2-point", "mesh": mesh, "options": {"maxiter": 2, "retries": 1}}
+        found = minimize(fun, start, **given)
+        tried = mesh.tensor.comm.allreduce(len(failed))
+        assert tried > 0 and values.calls == found.nfev * (1 + SIZE) + tried
+        expected = minimize(Values(NUMBERS), np.zeros(SIZE), jac="2-point", options={"maxiter": 2})
+        assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
+
+
+# Functions that fail by chance.
+
+
+def test_the_group_of_a_rank_that_fails_tries_again_together(comm):
+    """The function is collective over its group; other groups do not call it again."""
+    tensor = comm.size // 2 if comm.size % 2 == 0 else comm.size
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
+        misfit, failed = Misfit(numbers, mesh), []
+        last = mesh.data.rank == mesh.data.size - 1
+
+        def fun(x):
+            found = misfit(x)
+            mesh.tensor.comm.Barrier()
+            if last and mesh.tensor.rank == 0 and misfit.evaluations % 3 == 1:
+                failed.append(1)
+                raise mpishard.EvaluationFailed("by chance")
+            return found
+
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        given = {"mesh": mesh, "reduction": "sum", "options": {"maxiter": 5, "retries": 1}}
+        found = minimize(fun, start, **options(numbers), **given)
+        tried = mesh.tensor.comm.allreduce(len(failed))
+        assert misfit.evaluations == found.nfev + tried and (tried > 0) == last
+        expected = minimize(Misfit(NUMBERS), np.zeros(SIZE), **options(NUMBERS), options={"maxiter": 5})
+        assert np.array_equal(whole(mesh.tensor.comm, found.x, numbers), expected.x)
+        assert found.message == expected.message
