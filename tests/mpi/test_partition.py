@@ -498,6 +498,24 @@ def test_a_function_with_constraints_may_fail_on_any_rank(comm):
         assert found.nfev == expected.nfev
 
 
+def test_all_groups_try_a_function_with_constraints_again(comm, constrained_alone):
+    tensor = 2 if comm.size % 2 == 0 else 1
+    with mpishard.Mesh(comm, tensor=tensor) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, tensor)
+        problem, calls = Equation(numbers, mesh), []
+
+        def fun(x):
+            calls.append(x)
+            if comm.rank == comm.size - 1 and len(calls) in (1, 4):
+                raise mpishard.EvaluationFailed("by chance")
+            return Equation.fun(problem, x)
+
+        problem.fun = fun
+        found = constrained(problem, mesh, how, options={"maxiter": 9, "retries": 1})
+        assert meets_the_constraints_as_alone(mesh.tensor.comm, found, numbers, constrained_alone)
+        assert len(calls) == found.nfev + 2
+
+
 # One rank gives something else, or its functions do: an error on all of them.
 
 
