@@ -14,16 +14,10 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.inverse.functions import (
-    Attempts,
-    Callback,
-    EvaluationFailed,
-    Functions,
-    Unknowns,
-    failure_in_words,
-)
+from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Functions, failure_in_words
 from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
 from mpishard.minimizers.method import Method, Minimizer, Wanted
 from mpishard.parameters.flat import FlatParameters

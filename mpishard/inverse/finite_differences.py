@@ -11,7 +11,8 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank
-from mpishard.inverse.functions import Attempts, Functions, Unknowns, on_any, sum_of_values
+from mpishard.inverse.functions import Attempts, Functions, on_any, sum_of_values
+from mpishard.inverse.unknowns import Unknowns
 
 if TYPE_CHECKING:
     from mpishard.comm.mesh import Mesh

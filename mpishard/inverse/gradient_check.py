@@ -21,7 +21,8 @@ from mpishard.comm.axis import Axis, rank_in_job
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Functions, Unknowns, is_part, opening, world_of
+from mpishard.inverse.functions import Functions, opening, world_of
+from mpishard.inverse.unknowns import Unknowns, is_part
 from mpishard.layout.boxes import whole_box
 from mpishard.lazy import of_extra
 from mpishard.parameters.flat import FlatParameters

@@ -21,15 +21,8 @@ from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import (
-    EvaluationFailed,
-    Together,
-    Unknowns,
-    digits_of,
-    failure_in_words,
-    on_any,
-    sum_of_values,
-)
+from mpishard.inverse.functions import EvaluationFailed, Together, digits_of, failure_in_words, on_any, sum_of_values
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
 from mpishard.launch.job_notes import ECHO

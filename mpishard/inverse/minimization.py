@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpishard.arguments import integer, reject_unknown, shown
 from mpishard.inverse.finite_differences import FiniteDifferences
-from mpishard.inverse.functions import Attempts, Callback, Functions, Unknowns, Watch, copy_of_point, on_any, opening
+from mpishard.inverse.functions import Attempts, Callback, Functions, Watch, on_any, opening
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, make_method
 from mpishard.inverse.reverse_communication import EvaluationRequest, OneProcess, ReverseCommunication
+from mpishard.inverse.unknowns import Unknowns, copy_of_point
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def minimize(
     fun : callable
         ``fun(x, *args)`` returns the value and the gradient, or with another `jac` the value.  On a mesh all ranks call
         it for the same point; see `reduction`.
-    x0 : array, FlatParameters, or dict, list or tuple of arrays
+    x0 : array, FlatParameters, Partition, or dict, list or tuple of arrays or of Partitions
         The start.  An array is copied and seen as flat; `fun` gets a flat copy of each point.  A FlatParameters is
         changed in place; `fun` gets it, to read its tensors by name, and may return the gradient by name, too.  Ranks
         start from the values of rank 0, with a warning if theirs differ.  A dictionary, list or tuple of arrays, also
@@ -63,7 +64,7 @@ def minimize(
         structure and return it, the result has it, and options of elements are given in it or as one number, bounds as
         one pair.  Its arrays have the paths to them as names, such as ``layers.0.weight``.  Complex arrays count as
         pairs of real numbers: the gradient by ``z = a + ib`` is ``df/da + i df/db``, as that of PyTorch; that of JAX is
-        its conjugate.
+        its conjugate.  With a `Partition` all arrays, those of options and of the result, too, are of this rank's part.
     args : tuple
         Further arguments of `fun`, `jac`, `hess` and `hessp`.
     method : str or Method

@@ -13,10 +13,11 @@ import numpy as np
 from mpishard.arguments import integer, number, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import OneRank, raised_on_all
-from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, sum_of_values, world_of
+from mpishard.inverse.functions import Callback, Functions, Watch, opening, sum_of_values, world_of
 from mpishard.inverse.minimization import files_given, run_loop
 from mpishard.inverse.result import MinimizationOutcome, OptimizeResult, make_method
 from mpishard.inverse.reverse_communication import ReverseCommunication, begin_again
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:

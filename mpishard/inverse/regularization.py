@@ -22,7 +22,7 @@ from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.inverse.functions import TERMS, Unknowns, has_names, world_of
+from mpishard.inverse.functions import TERMS, world_of
 from mpishard.inverse.stencils import (
     difference_mask,
     exchange_halo,
@@ -32,6 +32,7 @@ from mpishard.inverse.stencils import (
     second,
     second_adjoint,
 )
+from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.layout.tensors import ParameterSpec
 from mpishard.parameters.partition import Partition
 

@@ -20,8 +20,9 @@ from mpishard.backend.exact import largest
 from mpishard.backend.exact_gram import ExactGram, SparseRows
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.inverse.finite_differences import DIFFERENCES, moves_of, slope_of, steps_of
-from mpishard.inverse.functions import EvaluationFailed, Unknowns, has_names
+from mpishard.inverse.functions import EvaluationFailed
 from mpishard.inverse.trees import is_tree
+from mpishard.inverse.unknowns import Unknowns, has_names
 
 if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
@@ -209,11 +210,11 @@ class ResidualFunctions:
         if self._jac == "cs":
             point = x.astype(np.complex128)
             point[k] += abs(step) * 1j
-            found = np.asarray(self._fun(point, *samples, *self._args, **self._kwargs))
-            return found.reshape(-1).imag / abs(step)
+            values = np.asarray(self._fun(point, *samples, *self._args, **self._kwargs))
+            return values.reshape(-1).imag / abs(step)
         moves = moves_of(self._jac, step, float(x[k] - self._lower[k]), float(self._upper[k] - x[k]))
-        found, distances = zip(*(self._moved(x, k, move, *samples) for move in moves), strict=True)
-        return slope_of(f, found, distances)
+        moved, distances = zip(*(self._moved(x, k, move, *samples) for move in moves), strict=True)
+        return slope_of(f, moved, distances)
 
     def _moved(self, x: Array, k: int, step: float, *samples: Array) -> tuple[Array, float]:
         """The residuals where one unknown has moved, and the distance."""

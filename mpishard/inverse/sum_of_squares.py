@@ -14,10 +14,11 @@ import numpy as np
 
 from mpishard.arguments import integer, mapping, number, shown
 from mpishard.comm.errors import OneRank
-from mpishard.inverse.functions import Callback, Functions, Unknowns, Watch, opening, world_of
+from mpishard.inverse.functions import Callback, Functions, Watch, opening, world_of
 from mpishard.inverse.minimization import ElasticArguments, elastic_options, files_given, solve
 from mpishard.inverse.residuals import GaussNewtonFunctions, Loss, ResidualFunctions, Rows
 from mpishard.inverse.result import LoopOptions, OptimizeResult, pair_of_bounds
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.elements import whole_bounds, whole_elements
 from mpishard.minimizers.least_squares import (
     Options,
