@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mpishard.elastic.auto_layouts import AutoLayouts
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.inverse import (
+        EvaluationFailed,
         OptimizeResult,
         ReverseCommunication,
         SmoothedTotalVariation,
@@ -58,10 +59,11 @@ if TYPE_CHECKING:
     )
     from mpishard.launch.signals import Signals
     from mpishard.layout.tensors import ParameterSpec
-    from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
+    from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, RieszMap, TruncatedNewton
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Muon, ParameterGroup, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters
+    from mpishard.parameters.partition import Partition
     from mpishard.record import RunRecord
     from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
     from mpishard.training.saving import load_checkpoint, save_checkpoint
@@ -82,6 +84,7 @@ __all__ = [
     "EarlyStopping",
     "ElasticOptimizer",
     "Evaluation",
+    "EvaluationFailed",
     "FlatParameters",
     "HybridShardedModel",
     "HybridShardedOptimizer",
@@ -95,9 +98,11 @@ __all__ = [
     "OptimizeResult",
     "ParameterGroup",
     "ParameterSpec",
+    "Partition",
     "RMSprop",
     "Request",
     "ReverseCommunication",
+    "RieszMap",
     "RunRecord",
     "ShardedModel",
     "ShardingConfiguration",
@@ -149,13 +154,15 @@ _MODULES = {
     "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
-    "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov augmented_lagrangian "
-    "backward_in_time check_adjoint check_gradient l_curve least_squares map_runs minimize regularized",
+    "inverse": "EvaluationFailed OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
+    "augmented_lagrangian backward_in_time check_adjoint check_gradient l_curve least_squares map_runs minimize "
+    "regularized",
     "layout.tensors": "ParameterSpec",
-    "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
+    "minimizers": "LBFGS LBFGSB NonlinearCG RieszMap TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",
+    "parameters.partition": "Partition",
     "record": "RunRecord",
     "training": "OptimizationProblem OptimizationResult TrainingState",
     "training.saving": "load_checkpoint save_checkpoint",

@@ -6,8 +6,9 @@ those that this rank updates.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,15 @@ from mpishard.data_parallel.strategies import Strategy, ZeRO1
 from mpishard.data_parallel.validation import check_copies, check_method
 from mpishard.io import log
 from mpishard.layout.run_state import SLOT, whole_fact
-from mpishard.minimizers.elements import preconditioned, whole_limits
+from mpishard.layout.tensors import cut_holding
+from mpishard.minimizers.elements import (
+    OperatorOfThisRank,
+    applied,
+    check_inverse,
+    of_this_rank,
+    operators,
+    whole_limits,
+)
 from mpishard.minimizers.method import (
     ELEMENTS,
     FAILURES,
@@ -54,21 +63,68 @@ _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
 _ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
 
-def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array], Array] | None) -> Limits:
-    """This rank's part of the options of a method; `precondition` is a function of this rank's elements.
+def limits_of(
+    method: Method,
+    strategy: Strategy,
+    precondition: Callable[[Array], Array] | None,
+    solve: Callable[[Array], Array] | None,
+) -> Limits:
+    """This rank's part of the options of a method; the functions are of this rank's elements.  Collective.
 
-    Raises ValueError or TypeError if an option does not fit the parameters; the message names the tensor or the
-    element.
+    Raises ValueError or TypeError on all ranks if an option does not fit the parameters; the message names the tensor
+    or the element.
+    """
+    parameters, ranges = strategy.parameters, strategy.ownership.own
+    with raised_on_all(strategy.mesh.world):
+        given = whole_limits(method, parameters.specs, parameters.dtype)
+    local = of_this_rank(method)
+
+    def own(option: np.ndarray | None) -> Array | None:
+        if option is None:
+            return None
+        found = cut_full(option, parameters, ranges) if local is None else _ranges(local.arranged(option), ranges)
+        return arrays.on_device_of(found, parameters.like)
+
+    lower, upper, fixed, weights, scaling = map(own, given)
+    return Limits(lower, upper, fixed, weights, scaling, precondition, solve)
+
+
+def _ranges(flat: Array, ranges: Sequence[tuple[int, int]]) -> Array:
+    """Ranges of a flat array, end to end."""
+    return arrays.joined([flat[:0], *(flat[start:stop] for start, stop in ranges)])
+
+
+def hash_of_elements(strategy: Strategy, limits: Limits) -> int:
+    """A hash of options about elements that is the same however the elements are cut.  Collective.
+
+    It is the sum over all elements of a hash of the element's number and what the options say of it.
     """
     parameters = strategy.parameters
+    starts = itertools.accumulate((spec.size for spec in parameters.specs), initial=0)
+    first = {spec.name: (spec, start) for spec, start in zip(parameters.specs, starts, strict=False)}
+    numbers, counted = [np.empty(0, np.uint64)], [np.empty(0, bool)]
+    for piece in cut_holding(parameters.pieces, strategy.ownership.own):
+        spec, start = first[piece.name]
+        within = np.ravel_multi_index(np.ix_(*(np.arange(*ends) for ends in piece.box)), spec.shape).reshape(-1)
+        numbers.append((within + start).astype(np.uint64))
+        counted.append(np.full(piece.size, parameters.place.is_primary(spec)))
+    number, counts = np.concatenate(numbers), np.concatenate(counted)
+    total = np.zeros(1, np.uint64)  # an array, whose sums wrap
+    for place, option in enumerate((limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling)):
+        if option is not None:
+            values = (np.asarray(arrays.to_host(option), np.float64) + 0.0).view(np.uint64)
+            words = _mixed(_mixed(number + np.uint64(place << 56)) ^ values)
+            total += words[counts].sum(dtype=np.uint64, keepdims=True)
+    found = total.view(np.int64)
+    strategy.sync_group.all_reduce(found, label="control")
+    return int(found.view(np.uint64)[0])
 
-    def own(whole: np.ndarray | None) -> Array | None:
-        if whole is None:
-            return None
-        return arrays.on_device_of(cut_full(whole, parameters, strategy.ownership.own), parameters.like)
 
-    lower, upper, fixed, weights, scaling = map(own, whole_limits(method, parameters.specs, parameters.dtype))
-    return Limits(lower, upper, fixed, weights, scaling, precondition)
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """Scramble words of 64 bits: the finalizer of MurmurHash3 (Appleby, 2011)."""
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        words = (words ^ (words >> np.uint64(33))) * np.uint64(factor)
+    return words ^ (words >> np.uint64(33))
 
 
 class ShardedSpace(Space):
@@ -118,6 +174,7 @@ class MinimizationState(OptimizerState):
         super().__init__(optimizer)
         self._batches = 0  # iterations so far, each of which has had a batch of its own; stages continue the count
         self._moved = 0  # elements of the start that were outside of their bounds, until that is said
+        self._hash: int | None = None  # of the options about elements, where each rank has those of its part
         self._minimizer: Minimizer | None = None
         self._strategy: Strategy
         self._rows: Array  # the slots, one below the other, the point last
@@ -392,9 +449,24 @@ class MinimizationState(OptimizerState):
         self._space = ShardedSpace(strategy)
         self._gradient = arrays.empty(strategy.ownership.size, like.dtype, like=like)
         *_, point = self._rows
+        function, riesz = operators(self._method)
+        limits = limits_of(
+            self._method,
+            strategy,
+            None if function is None else self._operator("preconditioner", function),
+            None if riesz is None else self._operator("solve of RieszMap", riesz.solve),
+        )
+        if riesz is not None:
+            ones = arrays.zeros(strategy.ownership.size, like.dtype, like=like) + like.dtype.type(1)
+            product = self._operator("solve of RieszMap", riesz.solve)(
+                self._operator("apply of RieszMap", riesz.apply)(ones)
+            )
+            with raised_on_all(self._optimizer.world):
+                check_inverse(product)
         with raised_on_all(self._optimizer.world):
-            limits = limits_of(self._method, strategy, self._own_preconditioner())
             self._minimizer = self._method.make(self._space, self._rows[:-1], point, limits)
+        if of_this_rank(self._method) is not None:
+            self._hash = hash_of_elements(strategy, limits)
         for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
             part[...] = own
         self._moved = self._minimizer.begin()
@@ -440,21 +512,22 @@ class MinimizationState(OptimizerState):
     @property
     def _element_options(self) -> str:
         """A hash of the options about elements."""
+        if self._hash is not None:
+            return f"{self._hash:x}"
         options = self.options()
         return f"{fingerprint({name: options.get(name, '') for name in _ABOUT_ELEMENTS}):x}"
 
-    def _own_preconditioner(self) -> Any:
-        """The preconditioner as a function of this rank's elements; None if the method has none."""
-        function = self._method.preconditioner
-        if not callable(function):
-            return None
+    def _operator(self, what: str, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        """A user's operator, named `what`, as one of this rank's elements."""
 
-        def precondition(vector: Array) -> Array:
+        def own_part(vector: Array) -> Array:
+            is_local = isinstance(function, OperatorOfThisRank)
+            given = self.whole(vector) if is_local else self._space.whole(vector)
             with raised_on_all(self._optimizer.world):  # of the user's function: all ranks must learn of it
-                found = preconditioned(function, self._space.whole(vector))
-            return self._space.own(found)
+                found = applied(what, function, given)
+            return _ranges(found, self._strategy.ownership.own) if is_local else self._space.own(found)
 
-        return precondition
+        return own_part
 
 
 def _different_losses(strategy: Strategy, loss: float) -> ValueError:

@@ -332,7 +332,7 @@ class TensorCopies:
         for spec, piece in tensors:
             start = piece.start - tensors[0][1].start
             values = flat[start : start + piece.size]
-            if spec.tensor_dim is None and self._mesh.tensor.size > 1:
+            if not spec.is_split and self._mesh.tensor.size > 1:
                 self._mesh.tensor.broadcast(values, label="parameters")
             if spec.name in self._ties:
                 axis, owner = self._ties[spec.name]
@@ -346,7 +346,7 @@ class TensorCopies:
         unsplit, digests = hashlib.sha256(), []
         for spec, piece in self._tensors:
             values = flat[piece.start : piece.start + piece.size].data
-            if spec.tensor_dim is None:
+            if not spec.is_split:
                 unsplit.update(values)
             if spec.name in self._ties:
                 digests.append(((spec.name, data, tensor), hashlib.sha256(values).digest()))

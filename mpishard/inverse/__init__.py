@@ -5,9 +5,10 @@ Output: a result with the fields of SciPy, the same on any number of ranks.
 
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
-SciPy's names.  Beside it: ``sum_of_squares`` and ``residuals``, least squares; ``elastic_minimization``;
-``multipliers``, constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``,
-parts of users' functions, and ``gradient_check``, which tests these.
+SciPy's names; ``finite_differences`` are for functions without a gradient.  Beside it: ``sum_of_squares`` and
+``residuals``, least squares; ``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and
+``parameter_choice``, many runs; ``regularization`` and ``time_steps``, parts of users' functions, and
+``gradient_check``, which tests these.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
@@ -18,6 +19,7 @@ from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
     from mpishard.inverse.ensemble import map_runs
+    from mpishard.inverse.functions import EvaluationFailed
     from mpishard.inverse.gradient_check import AdjointCheck, GradientCheck, check_adjoint, check_gradient
     from mpishard.inverse.minimization import minimize
     from mpishard.inverse.multipliers import augmented_lagrangian
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdjointCheck",
+    "EvaluationFailed",
     "EvaluationRequest",
     "GradientCheck",
     "LCurve",
@@ -54,6 +57,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
         {
             "multipliers": "augmented_lagrangian",
             "ensemble": "map_runs",
+            "functions": "EvaluationFailed",
             "gradient_check": "AdjointCheck GradientCheck check_adjoint check_gradient",
             "sum_of_squares": "least_squares",
             "minimization": "minimize",

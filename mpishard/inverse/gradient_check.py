@@ -21,7 +21,8 @@ from mpishard.comm.axis import Axis, rank_in_job
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
-from mpishard.inverse.functions import Functions, Unknowns, opening, world_of
+from mpishard.inverse.functions import Functions, opening, world_of
+from mpishard.inverse.unknowns import Unknowns, is_part
 from mpishard.layout.boxes import whole_box
 from mpishard.lazy import of_extra
 from mpishard.parameters.flat import FlatParameters
@@ -44,6 +45,11 @@ class Part:
     product: Callable[[Array], Any] | None = None  # this rank's term of the Hessian times a direction
     counts: bool = True  # the vectors of this rank count; False where other ranks have the same
     value_counts: bool = True  # likewise for the value
+    arrange: Callable[[Array], Array] | None = None  # brings their vectors to the order of `point`; collective
+
+    def arranged(self, vector: Array) -> np.ndarray:
+        """A vector of `call` or `product` in the order of `point`, on the host in float64.  Collective."""
+        return np.array(arrays.to_host(vector if self.arrange is None else self.arrange(vector)), np.float64)
 
 
 def _part(function: Any, x: Any, jac: Any, hessp: Any, mesh: Mesh | None, reduction: str | None, samples: Any) -> Part:
@@ -62,20 +68,24 @@ def _part(function: Any, x: Any, jac: Any, hessp: Any, mesh: Mesh | None, reduct
 
 def _part_of_function(functions: Functions, x: Any, mesh: Mesh | None, summed: bool) -> Part:
     unknowns = Unknowns(x)
-    specs = None if unknowns.tree is None else unknowns.specs
-    point = FlatParameters.over(unknowns.flat, specs) if unknowns.parameters is None else unknowns.parameters
+    specs = None if unknowns.tree is None and not unknowns.is_split else unknowns.specs
+    point = unknowns.parameters
+    if point is None:
+        point = FlatParameters.over(unknowns.flat, specs, unknowns.place)
 
     def call() -> tuple[Any, Any]:
+        unknowns.show()
         value, gradient = functions.value_and_gradient(unknowns.shown_to_user())
         return value, unknowns.vector("the gradient", gradient)
 
     def product(direction: Array) -> Any:
-        found = functions.product(unknowns.shown_to_user(), unknowns.like_x0(direction))
+        unknowns.show()
+        found = functions.product(unknowns.shown_to_user(), unknowns.like_x0(unknowns.as_given(direction)))
         return unknowns.vector("the Hessian product", found)
 
     axis = world_of(mesh)
     first = mesh is None or mesh.data.rank == 0
-    return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0)
+    return Part(point, call, axis, axis, product, summed or first, summed or axis.rank == 0, unknowns.arranged)
 
 
 def _part_of_problem(problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
@@ -162,9 +172,10 @@ class Line:
             try:
                 _set_values(part.point.flat, moved)
                 value, gradient = part.call()
-                value, gradient = returned(value), np.array(arrays.to_host(gradient), np.float64)
+                value = returned(value)
             finally:
                 _set_values(part.point.flat, self._start)
+        gradient = part.arranged(gradient)
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return LineEvaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
 
@@ -175,8 +186,8 @@ class Line:
             assert part.product is not None
             vector = arrays.empty(part.point.size, self.dtype, like=part.point.like)
             _set_values(vector, direction.astype(self.dtype))
-            product = np.array(arrays.to_host(part.product(vector)), np.float64)
-        return product * self._counted
+            product = part.product(vector)
+        return part.arranged(product) * self._counted
 
     def dots(self, *pairs: tuple[np.ndarray, np.ndarray]) -> list[float]:
         """Dot products of this rank's terms with vectors, summed over ranks."""
@@ -668,8 +679,9 @@ def check_adjoint(
     ----------
     forward, adjoint : callable
         ``forward(x) -> A x`` and ``adjoint(y) -> A' y``, which must be linear.
-    x, y : array
-        What shapes and dtypes they take; the values do not matter.  float32 or float64.
+    x, y : array or Partition
+        What shapes and dtypes they take; the values do not matter.  float32 or float64.  With a `Partition` they take
+        arrays of this rank's part of a field, and each group of the mesh has a field of its own here.
     mesh : Mesh, optional
         The ranks that have parts of the vectors.
     tolerance : float, optional
@@ -727,6 +739,7 @@ def check_adjoint(
 
 def _random(like: Any, seed: int, name: str) -> Array:
     """Random numbers of the shape, dtype and device of an array; dtypes other than float32 become float64."""
+    like = like.local if is_part(like) else like
     shape = np.shape(like)
     dtype = np.float32 if getattr(like, "dtype", None) == np.float32 else np.float64
     values = uniform_in_box(seed, name, shape, whole_box(shape)).astype(dtype)

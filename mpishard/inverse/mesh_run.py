@@ -14,16 +14,18 @@ import xxhash
 from mpishard.arguments import flag, shown
 from mpishard.backend import array as arrays
 from mpishard.backend.exact import largest
-from mpishard.comm.axis import Axis
+from mpishard.comm.axis import Axis, ModelParallelGroup
 from mpishard.comm.errors import raised_on_all
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import take_restart
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import warn_if_initial_parameters_differ
-from mpishard.inverse.functions import Unknowns, digits_of, on_any
+from mpishard.inverse.functions import EvaluationFailed, Together, digits_of, failure_in_words, on_any, sum_of_values
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
 from mpishard.launch.exit_codes import note_run
+from mpishard.launch.job_notes import ECHO
 from mpishard.launch.signals import Interrupts
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard, brief
 from mpishard.layout.tensors import ParameterSpec, Piece
@@ -42,7 +44,7 @@ _NUMBERS = ("cost", "optimality", "radius", "multiplier", "iterations", "nfev", 
 def parameters_of(unknowns: Unknowns) -> FlatParameters:
     """The unknowns by name, on the same memory."""
     named: FlatParameters | None = unknowns.parameters
-    return FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
+    return FlatParameters.over(unknowns.flat, unknowns.specs, unknowns.place) if named is None else named
 
 
 def broadcast_start(mesh: Mesh, start: np.ndarray) -> None:
@@ -64,7 +66,8 @@ class MeshRanks:
         self.mesh, self.world = mesh, mesh.world
         self.value = math.nan  # of the last evaluation
         self.interrupted = False  # Ctrl-C came on any rank before the last evaluation, inside of `watching`
-        self.culprits = ""  # the ranks whose value or gradient is not finite, if that has ended it and ranks differ
+        # The ranks whose value or gradient is not finite, if that has ended it and ranks differ; or the last failure.
+        self.culprits = ""
         self._unknowns = unknowns
         self._interrupts = Interrupts(speaks=mesh.rank == 0)
         self._sums = reduction == "sum"
@@ -86,6 +89,10 @@ class MeshRanks:
         assert isinstance(state, MinimizationState)
         self._state = state
         self._comparison = Comparison(mesh, parameters, self._sums)
+        # The ranks of which a function may be collective: of parts of a sum those that share a field, else all.
+        self.together: Together = self.world
+        if self._sums:
+            self.together = ModelParallelGroup(mesh.tensor, mesh.pipeline, mesh.rank)
 
     @property
     def minimizer(self) -> Minimizer:
@@ -98,10 +105,11 @@ class MeshRanks:
     def publish(self, vector: Array) -> None:
         """Make a vector of the minimizer the values of the unknowns, on all ranks."""
         self._state.publish(vector)
+        self._unknowns.show()
 
     def gather(self, vector: Array) -> Array:
-        """A vector of the minimizer as a new flat array like the unknowns of this rank."""
-        return self._state.whole(vector)
+        """A vector of the minimizer as a new flat array, in the order that the user sees."""
+        return self._unknowns.as_given(self._state.whole(vector))
 
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
@@ -110,7 +118,14 @@ class MeshRanks:
 
         `what` names the vector, a gradient or a Hessian product. Raises on all ranks if any has a problem.
         """
-        flat, total, digits = self.combined(what, value, vector, problem)
+        may_fail = self.minimizer.wanted is Wanted.GRADIENT and self.minimizer.progress.evaluations > 0
+        found = self.combined(what, value, vector, problem, may_fail)
+        if found is None:
+            self.value = math.inf
+            point = self.minimizer.point
+            self._state.tell_value(math.inf, arrays.zeros(point.size, point.dtype, like=point))
+            return
+        flat, total, digits = found
         own = self._own_part_of_sum(flat) if self._sums else self._state.own_part(flat)
         if self.minimizer.wanted is Wanted.PRODUCT:
             self._state.tell_product(own)
@@ -121,25 +136,37 @@ class MeshRanks:
         if self.minimizer.stop_reason == "not finite":
             self._find_culprits(what.removeprefix("the "), value, flat, total, own)
 
-    def combined(self, what: str, value: float, given: Any, problem: BaseException | None) -> tuple[Array, float, int]:
+    def combined(
+        self, what: str, value: float, given: Any, problem: BaseException | None, may_fail: bool = False
+    ) -> tuple[Array, float, int] | None:
         """This rank's vector, the value of all ranks, and the fewest `digits_of` their vectors.
 
-        Raises on all ranks if any has a problem, or if they differ.
+        None if the evaluation has failed on any rank (`EvaluationFailed`), which it may. Raises on all ranks if any has
+        another problem, or if they differ.
         """
-        flat = None
-        if problem is None:
+        flat, failed, reason = None, False, ""
+        if may_fail and isinstance(problem, EvaluationFailed):
+            reason = "" if hasattr(problem, ECHO) else f"{problem}" or type(problem).__name__
+            failed, problem = True, None
+        elif problem is None:
             try:
                 flat = self._unknowns.vector(what, given)
             except (TypeError, ValueError) as error:
                 problem = error
-        numbers = [self._interrupts.came, digits_of(given), *self._comparison.hashes(flat)]
+        numbers = [self._interrupts.came, failed, digits_of(given), *self._comparison.hashes(flat)]
         values, facts = exchange(self.world, problem, value, numbers)
-        assert flat is not None
         self.interrupted = bool(facts[:, 0].any())
+        if facts[:, 1].any():
+            reasons = self.world.allgather_object(reason)
+            rank = next(rank for rank, reason in enumerate(reasons) if reason)
+            self.culprits = failure_in_words(self.minimizer, reasons[rank], rank if self.world.size > 1 else None)
+            return None
+        assert flat is not None
         if not self._sums:
             check_identical("values", values)
-        self._comparison.check(what, flat, facts[:, 2:])
-        return flat, _sum(values.tolist()) if self._sums else float(values[0]), int(facts[:, 1].min())
+        self._comparison.check(what, flat, facts[:, 3:])
+        flat = self._unknowns.arranged(flat)
+        return flat, sum_of_values(values.tolist()) if self._sums else float(values[0]), int(facts[:, 2].min())
 
     def _own_part_of_sum(self, flat: Array) -> Array:
         """This rank's part of the sum of vectors over the data axis, and over the copies of tensors that are partial.
@@ -193,16 +220,6 @@ class MeshRanks:
         load_checkpoint(folder, self.parameters, self.optimizer)
 
 
-def _sum(values: list[float]) -> float:
-    """The sum, rounded once, so that the order of the ranks does not matter; not finite if a value is not."""
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return math.inf
-
-
 # The results that must be identical on the user's ranks, their comparison, and the error where they differ.
 
 
@@ -221,7 +238,7 @@ class Comparison:
         self._replicas: list[Piece] = [
             piece
             for spec, piece in pieces
-            if mesh.tensor.size > 1 and spec.tensor_dim is None and not (sums and spec.partial)
+            if mesh.tensor.size > 1 and not spec.is_split and not (sums and spec.partial)
         ]
         self._is_due = True
 
@@ -419,7 +436,9 @@ class RunFiles:
         This rank's `value` and `gradient` are at the best iterate of the checkpoint.
         """
         saved = self._value
-        _, value, _ = self._ranks.combined("the gradient", value, gradient, problem)
+        found = self._ranks.combined("the gradient", value, gradient, problem)
+        assert found is not None
+        _, value, _ = found
         if not abs(value - saved) <= SAME_FUNCTION * max(abs(value), abs(saved)):
             raise ValueError(
                 f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -21,102 +22,21 @@ from mpishard.backend import exact
 from mpishard.comm.axis import Axis
 from mpishard.comm.errors import OneRank, raised_on_all
 from mpishard.comm.mesh import Mesh
-from mpishard.inverse.functions import TERMS, Unknowns, has_names, world_of
+from mpishard.inverse.functions import TERMS, world_of
+from mpishard.inverse.stencils import (
+    difference_mask,
+    exchange_halo,
+    exchange_rows,
+    forward,
+    forward_adjoint,
+    second,
+    second_adjoint,
+)
+from mpishard.inverse.unknowns import Unknowns, has_names
 from mpishard.layout.tensors import ParameterSpec
+from mpishard.parameters.partition import Partition
 
 Array = Any
-
-
-# Differences of neighbours on a grid, with a zero where there is no neighbour, and their adjoints.
-
-
-def along(dim: int, start: int | None, stop: int | None) -> tuple[slice, ...]:
-    """The index of a range in one dimension and of everything in those before it."""
-    return (*(slice(None),) * dim, slice(start, stop))
-
-
-def forward(field: Array, dim: int, spacing: float) -> Array:
-    """The next element less this one, over the spacing; 0 for the last."""
-    out = arrays.module_of(field).zeros_like(field)
-    out[along(dim, None, -1)] = (field[along(dim, 1, None)] - field[along(dim, None, -1)]) / spacing
-    return out
-
-
-def forward_adjoint(flow: Array, dim: int, spacing: float) -> Array:
-    """The transpose of `forward`."""
-    inner = flow[along(dim, None, -1)] / spacing
-    out = arrays.module_of(flow).zeros_like(flow)
-    out[along(dim, None, -1)] -= inner
-    out[along(dim, 1, None)] += inner
-    return out
-
-
-def second(field: Array, dim: int, spacing: float) -> Array:
-    """Next less twice this plus previous element, over the square of the spacing; 0 for the first and the last."""
-    out = arrays.module_of(field).zeros_like(field)
-    if field.shape[dim] > 2:
-        middle = field[along(dim, 1, -1)]
-        sides = field[along(dim, 2, None)] + field[along(dim, None, -2)]
-        out[along(dim, 1, -1)] = (sides - 2.0 * middle) / (spacing * spacing)
-    return out
-
-
-def second_adjoint(flow: Array, dim: int, spacing: float) -> Array:
-    """The transpose of `second`."""
-    out = arrays.module_of(flow).zeros_like(flow)
-    if flow.shape[dim] > 2:
-        inner = flow[along(dim, 1, -1)] / (spacing * spacing)
-        out[along(dim, None, -2)] += inner
-        out[along(dim, 1, -1)] -= 2.0 * inner
-        out[along(dim, 2, None)] += inner
-    return out
-
-
-def difference_mask(mask: Array, dim: int, order: int) -> Array:
-    """The mask of the differences of this order: 1 where all elements count that a difference takes, else 0."""
-    out = mask.copy()
-    if order >= 1 and mask.shape[dim] > 1:
-        out[along(dim, None, -1)] *= mask[along(dim, 1, None)]
-    if order == 2 and mask.shape[dim] > 1:
-        out[along(dim, 1, None)] *= mask[along(dim, None, -1)]
-    return out
-
-
-# Rows of the neighbours of a slab, for fields that are cut along their first dimension over the tensor axis.
-
-_TAG = 7
-
-
-def exchange_rows(axis: Axis, slab: Array, rows: int) -> tuple[Array | None, Array | None]:
-    """The last rows of the slab before and the first rows of the slab after. Collective over the axis.
-
-    The ranks of the axis have the slabs in order, each of at least `rows` rows, unless a rank is the only one;
-    ValueError on all ranks if one has fewer. Returns new arrays; None without a neighbour.
-    """
-    if axis.size == 1 or not rows:
-        return None, None
-    with raised_on_all(axis):
-        if len(slab) < rows:
-            raise ValueError(
-                f"rank {axis.rank} of {axis.size} on the tensor axis has {len(slab)} rows of the field, and its "
-                f"neighbours need {rows} of them; take fewer tensor ranks"
-            )
-    module = arrays.module_of(slab)
-    sent = []
-    found: list[Array | None] = []
-    for other, own in ((axis.rank - 1, slab[:rows]), (axis.rank + 1, slab[-rows:])):
-        if 0 <= other < axis.size:
-            sent.append(axis.start_send(module.ascontiguousarray(own).reshape(-1), other, _TAG, label="halo"))
-    for other in (axis.rank - 1, axis.rank + 1):
-        if not 0 <= other < axis.size:
-            found.append(None)
-            continue
-        buffer = arrays.empty(rows * int(np.prod(slab.shape[1:])), slab.dtype, like=slab)
-        axis.recv(buffer, other, _TAG, label="halo")
-        found.append(buffer.reshape(rows, *slab.shape[1:]))
-    for request in sent:
-        request.wait()
-    return found[0], found[1]
 
 
 # The terms.
@@ -146,6 +66,9 @@ class RegularizationTerm(ABC):
         The field is cut along its first dimension over the tensor axis, a slab a rank.  Methods are collective over
         this axis then, as is making a term with an array of weights; arrays are parts of this rank, and the value is
         that of the whole field, on every rank.  Default: that of `regularized`, if the field is cut.
+    partition : Partition, optional
+        The start of a field that the application has cut in boxes of a grid; or in any way, for a term without
+        differences.  Methods and arrays are then as with a `mesh`.
     exchange : callable, optional
         For a field that is cut in another way along its first dimension: ``exchange(slab) -> (before, after)`` returns
         the neighbours' `halo` rows next to this slab, or None at an end.  The value is that of the slab.
@@ -163,6 +86,7 @@ class RegularizationTerm(ABC):
     shape: tuple[int, ...] | None = None
     name: str | None = None
     mesh: Mesh | None = None
+    partition: Partition | None = None
     exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
@@ -172,6 +96,15 @@ class RegularizationTerm(ABC):
         object.__setattr__(self, "spacing", tuple(number("spacing", step, above=0) for step in steps))
         if self.mesh is not None and (self.exchange is not None or not isinstance(self.mesh, Mesh)):
             raise TypeError(f"mesh={shown(self.mesh)} must be a Mesh, and be given without exchange")
+        if self.partition is not None:
+            if not isinstance(self.partition, Partition) or self.mesh is not None or self.exchange is not None:
+                given = shown(self.partition)
+                raise TypeError(f"partition={given} must be a Partition, and be given without mesh and exchange")
+            if self.halo and not self.partition.is_grid:
+                raise ValueError(
+                    f"{type(self).__name__} takes differences on a grid, and the partition has none: make it with "
+                    "shape= and box=, or take order=0"
+                )
         if np.ndim(self.weight):
             smallest, largest = _range(self.weight)
             with raised_on_all(self._axis):
@@ -180,13 +113,15 @@ class RegularizationTerm(ABC):
 
     @property
     def _axis(self) -> Axis | OneRank:
-        """The axis along which the field is cut."""
+        """The ranks that share the field."""
+        if self.partition is not None:
+            return self.partition.ranks
         return OneRank() if self.mesh is None else self.mesh.tensor
 
     @property
     @abstractmethod
     def halo(self) -> int:
-        """Rows of the neighbours that a slab needs on each side."""
+        """Rows of the neighbours that a slab needs on each side; cells, that a box needs."""
 
     @abstractmethod
     def _density(self, differences: list[Array]) -> Array:
@@ -279,7 +214,7 @@ class _Cells:
     def __init__(self, term: RegularizationTerm, x: Array, field: Array) -> None:
         self._term = term
         self._x = x
-        self._before = 0
+        self._own: tuple[slice | EllipsisType, ...] = (...,)  # where this rank's cells lie in the extended field
         self.shape: tuple[int, ...] = field.shape
         self.spacing: list[float] = list(term.spacing) * (field.ndim // len(term.spacing))
         self.volume: float = prod(self.spacing)
@@ -294,19 +229,23 @@ class _Cells:
     def extended(self, field: Array) -> Array:
         """A field with the rows of the neighbours."""
         term = self._term
+        if term.partition is not None and term.halo:
+            field, self._own = exchange_halo(term.partition, field, term.halo)
+            return field
         if term.mesh is not None:
             before, after = exchange_rows(term.mesh.tensor, field, term.halo)
         elif term.exchange is not None and term.halo:
             before, after = term.exchange(field)
         else:
             return field
-        self._before = 0 if before is None else len(before)
+        first = 0 if before is None else len(before)
+        self._own = (slice(first, first + self.shape[0]),)
         rows = [part for part in (before, field, after) if part is not None]
         return arrays.module_of(field).concatenate(rows)
 
     def own(self, field: Array) -> Array:
         """A field without the rows of the neighbours."""
-        return field[self._before : self._before + self.shape[0]]
+        return field[self._own]
 
     def differences(self, field: Array) -> list[Array]:
         """Differences of the term's order in each dimension; 0 where they do not count."""
@@ -346,7 +285,7 @@ class Tikhonov(RegularizationTerm):
 
     Parameters
     ----------
-    weight, spacing, reference, mask, shape, name, mesh, exchange : as for `RegularizationTerm`
+    weight, spacing, reference, mask, shape, name, mesh, partition, exchange : as for `RegularizationTerm`
         Of any term.
     order : {1, 0, 2}
         The order of the differences.
@@ -393,7 +332,7 @@ class SmoothedTotalVariation(RegularizationTerm):
 
     Parameters
     ----------
-    weight, spacing, reference, mask, shape, name, mesh, exchange : as for `RegularizationTerm`
+    weight, spacing, reference, mask, shape, name, mesh, partition, exchange : as for `RegularizationTerm`
         Of any term.
     epsilon : float
         Gradients that are much smaller are smoothed as by `Tikhonov`; above 0.
@@ -474,8 +413,8 @@ def regularized(
         What is added.
     mesh : Mesh, optional
         The mesh of `minimize`: for ``reduction="sum"``, and for fields of a FlatParameters that are cut over its tensor
-        axis, unless the term has a mesh or an `exchange`.  Then making the function is collective over this axis, if a
-        term has an array of weights.
+        axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over
+        this axis, if a term has an array of weights.
     reduction : {None, "sum"}
         That of `minimize`: with ``"sum"`` one data rank adds the terms.
 
@@ -525,7 +464,8 @@ def regularized(
         if samples and 0 not in samples[0]:  # the terms come with the first sample
             value, given = function(x, *samples)
             return value, given
-        unknowns = Unknowns(x)  # a copy, unless x has names: the function may change the point that it is given
+        # A copy, unless x has names: the function may change the point that it is given.  A rank may have no values.
+        unknowns = Unknowns(x, may_be_empty=True)
         value, given = function(x, *samples)
         gradient = unknowns.vector("the gradient", given).copy()
         for pair in pairs:
@@ -568,13 +508,21 @@ def regularized(
 
 def _over(term: RegularizationTerm, mesh: Mesh | None) -> RegularizationTerm:
     """The term for a field that is cut over the tensor axis of the mesh, unless it says itself how it is cut."""
-    known = mesh is None or term.mesh is not None or term.exchange is not None
+    known = mesh is None or any(each is not None for each in (term.mesh, term.partition, term.exchange))
     return term if known else replace(term, mesh=mesh)
 
 
 def _fitting(x: Any, term: RegularizationTerm, on_mesh: RegularizationTerm) -> RegularizationTerm:
     """The term for a whole field, or `on_mesh` for one that is cut over tensor ranks; ValueError if it does not fit."""
-    if not has_names(x) or x.place.tensor_size == 1:
+    if not has_names(x):
+        shared = on_mesh.mesh is not None and on_mesh.mesh.tensor.size > 1 and term.exchange is None
+        if shared and term.halo:
+            raise ValueError(
+                f"{type(term).__name__} takes differences, and those across the cuts of a Partition would be missing; "
+                "give it partition="
+            )
+        return on_mesh if shared else term
+    if x.place.tensor_size == 1:
         return term
     spec, place, kind = _spec(x, term), x.place, type(term).__name__
     mesh = on_mesh.mesh
@@ -603,7 +551,7 @@ def _tensor_rank(x: Any, term: RegularizationTerm) -> int:
     """The tensor rank that has this field; 0 if that is not known."""
     if has_names(x):
         return int(x.place.tensor_rank)
-    return 0 if term.mesh is None else term.mesh.tensor.rank
+    return term._axis.rank
 
 
 def _is_partial(x: Any, term: RegularizationTerm) -> bool:

@@ -22,9 +22,10 @@ import numpy as np
 from mpishard.arguments import printable, reject_unknown, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.errors import CaughtError, OneRank
-from mpishard.inverse.functions import Unknowns, digits_of, number_of, opening
+from mpishard.inverse.functions import EvaluationFailed, digits_of, failure_in_words, number_of, opening
 from mpishard.inverse.result import OptimizeResult, make_method, result_of
-from mpishard.minimizers.elements import preconditioned, whole_limits
+from mpishard.inverse.unknowns import Unknowns
+from mpishard.minimizers.elements import applied, check_inverse, operators, whole_limits
 from mpishard.minimizers.method import (
     ELEMENTS,
     Limits,
@@ -409,12 +410,12 @@ class OneProcess:
     """
 
     interrupted = False
-    culprits = ""
+    culprits = ""  # the last failure of an evaluation
 
     def __init__(self, method: Method, unknowns: Unknowns) -> None:
         flat = unknowns.flat
         unknowns.check_not_split()
-        self.world = OneRank()
+        self.world = self.together = OneRank()
         self._method = method
         self._unknowns = unknowns
         self._rows = arrays.zeros((len(method.slots), unknowns.size), flat.dtype, like=flat)
@@ -438,6 +439,12 @@ class OneProcess:
         return vector
 
     def tell(self, what: str, value: float, vector: Any, problem: BaseException | None) -> None:
+        may_fail = self.minimizer.wanted is Wanted.GRADIENT and self.minimizer.progress.evaluations > 0
+        if may_fail and isinstance(problem, EvaluationFailed):
+            self.culprits = failure_in_words(self.minimizer, str(problem))
+            point = self.minimizer.point
+            self.minimizer.tell(math.inf, arrays.zeros(point.size, point.dtype, like=point))
+            return
         self.world.raise_if_any(problem)
         flat = self._unknowns.vector(what, vector)
         if self.minimizer.wanted is Wanted.PRODUCT:
@@ -474,8 +481,13 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
 
     on_host = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
     lower, upper, fixed, weights, scaling = map(on_device, on_host)
-    function = partial(preconditioned, method.preconditioner) if callable(method.preconditioner) else None
-    return Limits(lower, upper, fixed, weights, scaling, function)
+    function, riesz = operators(method)
+    precondition = None if function is None else partial(applied, "preconditioner", function)
+    solve = None if riesz is None else partial(applied, "solve of RieszMap", riesz.solve)
+    if riesz is not None and solve is not None:
+        ones = on_device(np.ones(unknowns.size, unknowns.flat.dtype))
+        check_inverse(solve(applied("apply of RieszMap", riesz.apply, ones)))
+    return Limits(lower, upper, fixed, weights, scaling, precondition, solve)
 
 
 def _hash(limits: Limits) -> str:

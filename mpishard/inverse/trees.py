@@ -86,6 +86,7 @@ class Tree:
         self.dtype = _common_dtype(
             [(name, value, array.dtype) for (name, value), (_, array) in zip(values, found, strict=True)]
         )
+        self.values: list[Any] = [value for _, value in values]  # as they were given
         self.leaves: list[Leaf] = []
         start = 0
         for name, array in found:

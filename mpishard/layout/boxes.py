@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from math import prod
 from types import EllipsisType
 
 Box = tuple[tuple[int, int], ...]
+# Each dimension that is cut doubles the number of corners of a box.
+_MOST_CORNERS = 2**22
 
 
 def split(size: int, parts: int) -> list[int]:
@@ -131,3 +135,53 @@ def run_start(box: Box, outer: Box) -> int | None:
         start += (first - begin) * stride
         stride *= end - begin
     return start
+
+
+def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
+    """Raise ValueError unless boxes cover each element of a tensor exactly once.
+
+    A box is a signed sum of the orthants at its corners, and two sums of orthants are equal only if their terms are.
+    So all corners must cancel, except those of the whole tensor.  The time is linear in the number of boxes.
+    """
+    whole = whole_box(shape)
+    boxes = list(boxes)
+    if 0 in shape:
+        if boxes:
+            raise ValueError("it has pieces of a tensor without elements")
+        return
+    if not boxes:
+        raise ValueError("no piece covers any of its elements")
+    if _end_to_end(whole, boxes):
+        return
+    for box in boxes:
+        if len(box) != len(shape) or any(not 0 <= a < b <= extent for (a, b), extent in zip(box, shape, strict=True)):
+            raise ValueError(f"a piece {box} lies outside of its shape {tuple(shape)}")
+    cut = [dim for dim in range(len(shape)) if any(box[dim] != whole[dim] for box in boxes)]
+    if len(boxes) << len(cut) > _MOST_CORNERS:
+        raise ValueError(
+            f"its {len(boxes)} pieces are cut along {len(cut)} dimensions and have more than {_MOST_CORNERS} corners; "
+            "make it a tensor of fewer dimensions"
+        )
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, sign in (*((box, 1) for box in boxes), (whole, -1)):
+        for choice in itertools.product((0, 1), repeat=len(cut)):
+            corners[tuple(box[dim][end] for dim, end in zip(cut, choice, strict=True))] += sign * (-1) ** sum(choice)
+    wrong = [corner for corner, count in corners.items() if count]
+    if wrong:
+        where = ", ".join(str(start) for start in min(wrong))
+        raise ValueError(f"its pieces leave elements out or have some twice, near [{where}] of dimensions {cut}")
+
+
+def _end_to_end(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Return True if boxes are runs of the row-major elements of a tensor, end to end: ranks cut tensors so."""
+    runs = []
+    for box in boxes:
+        if len(box) != len(whole) or any(not 0 <= a < b <= end for (a, b), (_, end) in zip(box, whole, strict=True)):
+            return False
+        start = run_start(box, whole)
+        if start is None:
+            return False
+        runs.append((start, start + box_size(box)))
+    runs.sort()
+    ends = [0, *(stop for _, stop in runs)]
+    return [start for start, _ in runs] == ends[:-1] and ends[-1] == box_size(whole)

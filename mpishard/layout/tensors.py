@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mpishard.arguments import entries, flag, integer, shown
-from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, nested_split, whole_box
+from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, check_cover, nested_split, whole_box
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class ParameterSpec:
     slices : int
         Into how many slices the split dimension is cut, whatever the tensor size is: each tensor rank holds a run of
         them, see `mpishard.layout.boxes.nested_split`.  1: one a rank, cut for this tensor size.
+    parts : tuple of Box
+        The box of each tensor rank, a ``(start, stop)`` pair for each dimension, where the application has cut the
+        tensor; every element is in one of them, and a box may be empty.  Default: not cut, or evenly by `tensor_dim`.
 
     Raises
     ------
@@ -45,7 +48,7 @@ class ParameterSpec:
         If an argument is not of the type above.
     ValueError
         If the name is empty or cannot stand in a file, an extent or stage is negative, `slices` is below 1, there is no
-        dimension `tensor_dim`, or a split tensor is `partial`.
+        dimension `tensor_dim`, a split tensor is `partial`, or `parts` leave an element out or have one twice.
     """
 
     name: str
@@ -55,6 +58,7 @@ class ParameterSpec:
     partial: bool = False
     copies: tuple[int, ...] = ()
     slices: int = 1
+    parts: tuple[Box, ...] = ()
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -78,6 +82,24 @@ class ParameterSpec:
                 f"parameter {self.name!r} is split along {self.tensor_dim}, so every tensor rank has gradients of its "
                 "own; only those of replicas (tensor_dim=None) can be partial"
             )
+        if self.parts:
+            self._check_parts()
+
+    def _check_parts(self) -> None:
+        if self.tensor_dim is not None or self.partial or self.slices > 1 or self.copies:
+            raise ValueError(
+                f"parameter {self.name!r} has parts, the box of each rank, and so neither tensor_dim, partial, slices "
+                "nor copies: leave these out"
+            )
+        try:
+            check_cover(self.shape, [box for box in self.parts if box_size(box)])
+        except ValueError as error:
+            raise ValueError(f"parameter {self.name!r}: {error}") from None
+
+    @property
+    def is_split(self) -> bool:
+        """True if each tensor rank has its own part of the tensor; False if all of them hold it whole."""
+        return self.tensor_dim is not None or bool(self.parts)
 
     @property
     def size(self) -> int:
@@ -92,7 +114,7 @@ class ParameterSpec:
 
 def _cut(spec: ParameterSpec) -> tuple[object, ...]:
     """The properties that must be equal in all uses of a tied tensor."""
-    return spec.shape, spec.tensor_dim, spec.partial, spec.slices
+    return spec.shape, spec.tensor_dim, spec.partial, spec.slices, spec.parts
 
 
 def _check_name(name: object) -> None:
@@ -171,10 +193,18 @@ class ModelParallelRank:
         return self.pipeline_rank in self.holders(spec)
 
     def box(self, spec: ParameterSpec) -> Box:
-        """This tensor rank's part of a tensor, a run of its `slices`; all of it if the tensor is not split.
+        """This tensor rank's part of a tensor: one of its `parts`, or a run of its `slices`; else all of it.
 
-        Raises ValueError if `slices` is above 1 and no multiple of the tensor size.
+        Raises ValueError if there is another number of `parts` than of tensor ranks, or `slices` is above 1 and no
+        multiple of that.
         """
+        if spec.parts:
+            if len(spec.parts) != self.tensor_size:
+                raise ValueError(
+                    f"parameter {spec.name!r} is cut for {len(spec.parts)} ranks, and the mesh has "
+                    f"tensor={self.tensor_size}; build the domain for the ranks of this mesh"
+                )
+            return spec.parts[self.tensor_rank]
         if spec.tensor_dim is None:
             return spec.box
         try:
@@ -187,7 +217,7 @@ class ModelParallelRank:
 
     def is_primary(self, spec: ParameterSpec) -> bool:
         """Return True if this rank's copy of the tensor is the primary one: the first of its copies and ties."""
-        return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
+        return self.runs(spec.stage) and (spec.is_split or self.tensor_rank == 0)
 
     def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
         """The local layout of this rank: its parts of the model's tensors, end to end in their order.

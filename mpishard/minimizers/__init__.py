@@ -15,11 +15,11 @@ from mpishard.lazy import names_when_used
 if TYPE_CHECKING:
     from mpishard.minimizers.lbfgs import LBFGS
     from mpishard.minimizers.lbfgsb import LBFGSB
-    from mpishard.minimizers.method import Method
+    from mpishard.minimizers.method import Method, RieszMap
     from mpishard.minimizers.newton import TruncatedNewton
     from mpishard.minimizers.nonlinear_cg import NonlinearCG
 
-__all__ = ["LBFGS", "LBFGSB", "Method", "NonlinearCG", "TruncatedNewton"]
+__all__ = ["LBFGS", "LBFGSB", "Method", "NonlinearCG", "RieszMap", "TruncatedNewton"]
 
 if not TYPE_CHECKING:  # a type checker has the names from above
     __getattr__ = names_when_used(
@@ -27,7 +27,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
         {
             "lbfgs": "LBFGS",
             "lbfgsb": "LBFGSB",
-            "method": "Method",
+            "method": "Method RieszMap",
             "newton": "TruncatedNewton",
             "nonlinear_cg": "NonlinearCG",
         },

@@ -53,6 +53,10 @@ class Descent(Minimizer):
         self._gradient_top = self._direction_top = 0.0
         self._met_wall = False  # a line search since the last steepest descent has ended at a wall
 
+    @property
+    def longest_finite_step(self) -> float:
+        return super().longest_finite_step if self._search is None else self._search.farthest
+
     def begin(self) -> int:
         self.progress, self.stop_reason, self.wanted, self._search = Progress(), "", Wanted.GRADIENT, None
         self._met_wall = False
@@ -247,17 +251,17 @@ class Descent(Minimizer):
 
     def _measure(self) -> tuple[float, float, float]:
         """The largest elements of the base, of its gradient, and of its projected gradient."""
-        weights, bounded = self.limits.weights, self.bounds.any
+        bounded, riesz = self.bounds.any, self.limits.riesz(self.base_gradient)
         vectors = [self.base] if self.method.xtol else []
-        riesz = self.base_gradient if weights is None else self.base_gradient / weights
-        if weights is not None:
+        if riesz is not None:
             vectors.append(riesz)
         if bounded:
-            vectors.append(self.bounds.projected_gradient(self.base, riesz, self._direction))
+            measured = self.base_gradient if riesz is None else riesz
+            vectors.append(self.bounds.projected_gradient(self.base, measured, self._direction))
         more = self._further_vectors()
         found = iter(self.space.largest(*vectors, *more) if vectors or more else ())
         base_top = next(found) if self.method.xtol else 0.0
-        riesz_top = self._gradient_top if weights is None else next(found)
+        riesz_top = self._gradient_top if riesz is None else next(found)
         projected_top = next(found) if bounded else riesz_top
         self._take_further_tops(list(found))
         return base_top, riesz_top, projected_top

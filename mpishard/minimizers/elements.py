@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,32 @@ import numpy as np
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.layout.tensors import ParameterSpec
-from mpishard.minimizers.method import Method
+from mpishard.minimizers.method import Method, RieszMap
 
 Array = Any
+
+
+@dataclass(frozen=True)
+class OfThisRank:
+    """An option about elements that is given for those of this rank, which has a part of the parameters.
+
+    `specs` are what it is given for, and `arranged` brings a flat array of these to the order of the parameters,
+    collectively.  Ranks differ in all of these.
+    """
+
+    value: Any = field(compare=False)
+    specs: Sequence[ParameterSpec] = field(compare=False)
+    arranged: Callable[[Array], Array] = field(compare=False)
+
+
+class OperatorOfThisRank:
+    """An operator of this rank's elements of a vector, in the order of the parameters.  Collective."""
+
+    def __init__(self, function: Callable[[Array], Array]) -> None:
+        self._function = function
+
+    def __call__(self, vector: Array) -> Array:
+        return self._function(vector)
 
 
 class WholeLimits(NamedTuple):
@@ -26,20 +50,33 @@ class WholeLimits(NamedTuple):
 
 
 def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype) -> WholeLimits:
-    """The options of a method over all elements, without a preconditioner that is a function.
+    """The options of a method over all elements, or over those of this rank, without a preconditioner of a function.
 
     Raises ValueError or TypeError that names the tensor or element if an option does not fit the parameters.
     """
-    bounds = getattr(method, "bounds", None)
+    local = of_this_rank(method)
+    specs = specs if local is None else local.specs
+    bounds, fixed, weights, preconditioner = (
+        option.value if isinstance(option, OfThisRank) else option for option in _options(method)
+    )
     lower, upper = (None, None) if bounds is None else whole_bounds(bounds, specs, dtype)
-    fixed = whole_elements("fixed", method.fixed, specs, np.dtype(bool), missing=False)
-    weights = _positive("inner_product", method.inner_product, specs, dtype)
-    if callable(method.preconditioner):
+    fixed = whole_elements("fixed", fixed, specs, np.dtype(bool), missing=False)
+    weights = None if isinstance(weights, RieszMap) else _positive("inner_product", weights, specs, dtype)
+    if callable(preconditioner):
         return WholeLimits(lower, upper, fixed, weights, None)
-    scaling = _positive("preconditioner", method.preconditioner, specs, dtype)
+    scaling = _positive("preconditioner", preconditioner, specs, dtype)
     if scaling is None and weights is not None:
         scaling = 1 / weights
     return WholeLimits(lower, upper, fixed, weights, scaling)
+
+
+def of_this_rank(method: Method) -> OfThisRank | None:
+    """An option of a method that is given for the elements of this rank, if there is one; then all are."""
+    return next((option for option in _options(method) if isinstance(option, OfThisRank)), None)
+
+
+def _options(method: Method) -> tuple[Any, Any, Any, Any]:
+    return getattr(method, "bounds", None), method.fixed, method.inner_product, method.preconditioner
 
 
 def whole_bounds(
@@ -143,13 +180,29 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
 
 
-def preconditioned(function: Callable[[Array], Array], vector: Array) -> Array:
-    """The result of a user's preconditioner for a vector of all elements, which it gets as a copy.
+def operators(method: Method) -> tuple[Callable[[Array], Array] | None, RieszMap | None]:
+    """The preconditioner of a method that is a function, and its inner product that is no diagonal."""
+    product, function = method.inner_product, method.preconditioner
+    riesz = product if isinstance(product, RieszMap) else None
+    if callable(function):
+        return function, riesz
+    return (riesz.solve if riesz is not None and function is None else None), riesz
 
-    Raises ValueError if the result has another shape.
+
+def applied(what: str, function: Callable[[Array], Array], vector: Array) -> Array:
+    """The result of a user's operator for a vector of all elements, which it gets as a copy.
+
+    `what` names it in messages. Raises ValueError if the result has another shape.
     """
     found = function(vector.copy())
     if getattr(found, "shape", None) != vector.shape:
-        what = getattr(found, "shape", type(found).__name__)
-        raise ValueError(f"preconditioner returned {what} for a vector of shape {vector.shape}; return one as long")
+        returned = getattr(found, "shape", type(found).__name__)
+        raise ValueError(f"{what} returned {returned} for a vector of shape {vector.shape}; return one as long")
     return found
+
+
+def check_inverse(riesz_of_ones: Array) -> None:
+    """Raise ValueError unless ``solve(apply(1))`` of a RieszMap is 1 to a tenth."""
+    off = float(abs(riesz_of_ones - 1).max()) if riesz_of_ones.size else 0.0
+    if not off < 0.1:
+        raise ValueError(f"RieszMap: solve(apply(x)) must be x, and for x = 1 is off by {off:.3g}; are they swapped?")

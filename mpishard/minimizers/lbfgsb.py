@@ -93,11 +93,7 @@ class LBFGSB(LBFGS):
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> QuasiNewton:
         if limits.lower is None and limits.upper is None:
             return super().make(space, vectors, point, limits)
-        if limits.precondition is not None:
-            raise ValueError(
-                "LBFGSB with bounds takes no function as preconditioner, since its steps would leave the free "
-                "elements; give a diagonal"
-            )
+        limits.expect_no_operators("LBFGSB")
         return BoundedQuasiNewton(self, space, vectors, point, limits)
 
 

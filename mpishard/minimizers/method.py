@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import integer, number, printable
+from mpishard.arguments import integer, number, printable, shown
 from mpishard.io import log
 from mpishard.minimizers.space import LocalSpace, Space
 
@@ -44,10 +44,10 @@ class Method(ABC):
     fixed : array of bool, mapping or None
         True for elements that keep their value: a flat array as long as the parameters, or by tensor name an array of
         its shape or True.
-    inner_product : float, array, mapping or None
+    inner_product : float, array, mapping, RieszMap or None
         Positive weights w of the inner product ``sum(w * a * b)``, such as the diagonal of a mass matrix: one number, a
         flat array, or by tensor name.  Gradients are partial derivatives g; what descends is their Riesz map ``g / w``,
-        whose largest element `gtol` bounds.  Default: 1.
+        whose largest element `gtol` bounds.  A `RieszMap` for one that is no diagonal, without bounds.  Default: 1.
     preconditioner : float, array, mapping, callable or None
         Initial inverse Hessian: a positive diagonal, as for `inner_product`, or a function of a flat array, symmetric
         and positive definite, called on all ranks.  Default: the inverse of `inner_product`.
@@ -67,7 +67,7 @@ class Method(ABC):
     maxiter: int = 15000
     maxfun: int = 15000
     fixed: Elements = None
-    inner_product: Elements = None
+    inner_product: Elements | RieszMap = None
     preconditioner: Elements | Callable[[Array], Array] = None
 
     def __post_init__(self) -> None:
@@ -134,6 +134,37 @@ class Method(ABC):
         return plain
 
 
+@dataclass(frozen=True)
+class RieszMap:
+    """An inner product that is no diagonal, such as the mass matrix M of finite elements: ``(a, b) = a' M b``.
+
+    As `inner_product` of a method it makes ``M^-1 g`` of partial derivatives g: steps descend along it, and `gtol`
+    bounds its largest element.  The number of iterations then does not depend on how the mesh is refined.
+
+    Parameters
+    ----------
+    apply : callable
+        ``apply(x)`` returns M x, ``solve(g)`` the x with ``M x = g``; both take and return what a `preconditioner`
+        does: whole vectors, or this rank's part of a `Partition`, where they may be collective over the ranks that
+        share the field.  M is symmetric and positive definite.
+    solve : callable
+        The inverse of `apply`.
+
+    Raises
+    ------
+    TypeError
+        If one is not callable.
+    """
+
+    apply: Callable[[Array], Array]
+    solve: Callable[[Array], Array]
+
+    def __post_init__(self) -> None:
+        for name in ("apply", "solve"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"RieszMap: {name}={shown(getattr(self, name))} must be a function of a vector")
+
+
 # The user's options about the elements of the point on this rank: bounds, fixed elements, and their scale.
 
 
@@ -145,7 +176,8 @@ class Limits:
     product ``sum(weights * a * b)``; stop tests then look at ``gradient / weights``. The initial inverse Hessian comes
     in one of two forms, up to a factor that the method chooses. `scaling` is its diagonal p, which is positive.
     ``precondition(vector)`` is its product with a vector of this rank's elements, and collective; it must be symmetric
-    and positive definite.
+    and positive definite. `solve` in place of `weights` is the Riesz map of an inner product that is no diagonal,
+    collective, too.
     """
 
     lower: Array | None = None
@@ -154,10 +186,27 @@ class Limits:
     weights: Array | None = None
     scaling: Array | None = None
     precondition: Callable[[Array], Array] | None = None
+    solve: Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
         if self.scaling is not None and self.precondition is not None:
             raise ValueError("a scaling and a precondition were given; leave one of them out")
+
+    def riesz(self, gradient: Array) -> Array | None:
+        """The Riesz map of a gradient, by which it is measured; None if that is the gradient.  Collective."""
+        if self.solve is not None:
+            return self.solve(gradient)
+        return None if self.weights is None else gradient / self.weights
+
+    def expect_no_operators(self, method: str) -> None:
+        """Raise ValueError if there are bounds, and an inner product or preconditioner that is no diagonal."""
+        if self.lower is None and self.upper is None:
+            return
+        what = "RieszMap as inner_product" if self.solve is not None else "function as preconditioner"
+        if self.solve is not None or self.precondition is not None:
+            raise ValueError(
+                f"{method} with bounds takes no {what}, since its steps would leave the free elements; give a diagonal"
+            )
 
     def expect_no_bounds(self, method: str) -> None:
         """Raise ValueError if there are bounds, for a method without them."""
@@ -237,6 +286,11 @@ class Minimizer(ABC):
     def best(self) -> Array:
         """The last accepted iterate, also while a line search continues elsewhere; not a copy."""
         return self.point if self.stop_reason else self.row("base")
+
+    @property
+    def longest_finite_step(self) -> float:
+        """The longest step of the last line search at which value and gradient were finite, 0 if none was."""
+        return self.progress.step_length
 
     @property
     def direction(self) -> Array:

@@ -366,6 +366,8 @@ class TruncatedNewton(Method):
         return _SLOTS
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> TruncatedNewtonMinimizer:
+        if limits.solve is not None:
+            limits.expect_no_operators("TruncatedNewton")
         return TruncatedNewtonMinimizer(self, space, vectors, point, limits)
 
 
@@ -454,10 +456,10 @@ class TruncatedNewtonMinimizer(Minimizer):
 
     def _riesz(self, gradient: Array) -> list[Array]:
         """The vectors of stop tests in addition to the gradient: its Riesz map, and the projection of that."""
-        weights = self.limits.weights
-        riesz = gradient if weights is None else gradient / weights
+        riesz = self.limits.riesz(gradient)
         if not self.bounds.any:
-            return [] if weights is None else [riesz]
+            return [] if riesz is None else [riesz]
+        riesz = gradient if riesz is None else riesz
         return [riesz, self.bounds.projected_gradient(self.point, riesz, empty(riesz.size, riesz.dtype, riesz))]
 
     def _judge(self, value: float, gradient_top: float, step_top: float) -> bool:

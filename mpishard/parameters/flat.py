@@ -191,7 +191,7 @@ class TensorLayout:
         """
 
         def key(spec: ParameterSpec) -> object:
-            return self.unit_of[spec.name] if by_unit else spec.stage, copies_apart and spec.tensor_dim is None
+            return self.unit_of[spec.name] if by_unit else spec.stage, copies_apart and not spec.is_split
 
         if not ties_apart:
             return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
@@ -312,7 +312,9 @@ class FlatParameters:
             self._bind(module.zeros(self.size, dtype), None)
 
     @classmethod
-    def over(cls, flat: Array, specs: Sequence[ParameterSpec] | None = None) -> FlatParameters:
+    def over(
+        cls, flat: Array, specs: Sequence[ParameterSpec] | None = None, place: ModelParallelRank = WHOLE
+    ) -> FlatParameters:
         """Named views of an existing flat array, which is not copied.
 
         Parameters
@@ -321,6 +323,8 @@ class FlatParameters:
             Contiguous, float32 or float64, of NumPy or CuPy.
         specs : sequence of ParameterSpec, optional
             Names and shapes, in order; default: one tensor named ``"parameters"``.
+        place : ModelParallelRank
+            As for the constructor; the array has what this rank holds.
 
         Returns
         -------
@@ -333,7 +337,7 @@ class FlatParameters:
             If the array is not as described, or the specs do not have its size.
         """
         check_flat("parameters", flat)
-        layout = TensorLayout([ParameterSpec("parameters", (flat.size,))] if specs is None else specs)
+        layout = TensorLayout([ParameterSpec("parameters", (flat.size,))] if specs is None else specs, place)
         if layout.size != flat.size:
             raise ValueError(f"the specs name {layout.size} elements, but the flat array has {flat.size}")
         self = cls.__new__(cls)

@@ -22,9 +22,9 @@ from runs import assert_is_at, state
 from mpishard import AdamW, DDPOptimizer, LocalSGDOptimizer, Mesh, OptimizationProblem, load_checkpoint, save_checkpoint
 from mpishard.checkpoint import Checkpoints, pieces
 from mpishard.checkpoint.folder import MANIFEST, FileEntry, Manifest, hash_file, read_manifest
-from mpishard.checkpoint.index import check_cover, read_index
+from mpishard.checkpoint.index import read_index
 from mpishard.checkpoint.pieces import pieces_file, write_pieces
-from mpishard.layout.boxes import boxes_of_range
+from mpishard.layout.boxes import boxes_of_range, check_cover
 from mpishard.parameters.flat import FlatParameters
 
 # Files of a checkpoint that others may have written: nothing but what mpishard writes is taken for one.
