@@ -119,6 +119,10 @@ class ElasticOptimizer:
         `current_workers` count ranks.  If `optimizer` was made with a mesh of tensor or pipeline ranks, that is the
         layout for its number of ranks until another one is asked for; a mesh of data ranks alone is changed before the
         first step.
+    rebuild : callable, optional
+        ``rebuild(mesh)``, for functions that have made something of the communicators of the mesh, such as a domain
+        that the ranks of `mesh.tensor` share: called on all workers, also those that have joined, after these
+        communicators were made anew, before the next step.  It may communicate.
 
     Raises
     ------
@@ -171,6 +175,7 @@ class ElasticOptimizer:
         | AutoLayouts
         | Literal["auto"]
         | None = None,
+        rebuild: Callable[[Mesh], object] | None = None,
     ) -> None:
         mesh = _mesh_of(optimizer, config)
         with opening(mesh.world, "ElasticOptimizer") as same:
@@ -199,6 +204,9 @@ class ElasticOptimizer:
                 raise ValueError(f"min_workers={min_workers} and max_workers={max_workers} must be 1 <= min <= max")
             if not (discover is None or callable(discover) or isinstance(discover, str | os.PathLike)):
                 raise TypeError(f"discover={discover!r} must be a function, or the path of a file")
+            if not (rebuild is None or callable(rebuild)):
+                raise TypeError(f"rebuild={shown(rebuild)} must be a function of the mesh")
+            self._rebuild = rebuild
             self._choice = None if layouts is None else MeshChoice(layouts, min_workers)
             there = self.current_workers
             if min_workers > there and not is_joining():
@@ -228,6 +236,7 @@ class ElasticOptimizer:
                 **self._settings,
                 "discover": discover is not None,
                 "layouts": layouts,
+                "rebuild": rebuild is not None,
             }
             same |= {"failure_timeout": self.failure_timeout}
 
@@ -389,7 +398,14 @@ class ElasticOptimizer:
             if heals_in_place():
                 stack.enter_context(monitor)
             elastic_options = ElasticOptions(
-                self._target, requests, monitor, self.respawn, self.scaling, choice=self._choice, build=build
+                self._target,
+                requests,
+                monitor,
+                self.respawn,
+                self.scaling,
+                choice=self._choice,
+                build=build,
+                rebuild=self._rebuild,
             )
             joins = is_joining()
             if joins:  # it waits for the run while the loop is made; others have the time limit there

@@ -170,6 +170,7 @@ class ElasticOptions:
     scaling: str  # the policy of `Scaling`
     choice: MeshChoice | None = None  # None: the tensor and pipeline sizes stay
     build: Callable[[Mesh], Objective[Any]] | None = None  # makes the problem for a mesh; given with `choice`
+    rebuild: Callable[[Mesh], object] | None = None  # makes what functions have made of the communicators of the mesh
 
 
 @dataclass(frozen=True)
@@ -359,11 +360,14 @@ class Resizing:
         if comm is not None:
             if sizes is not None:
                 self._fit_model()
+            if run.options.rebuild is not None:
+                run.options.rebuild(optimizer.mesh)
             optimizer.state.rebuild(run.training.runner.parameters)
             run.training.runner.attach()
             empty = optimizer.state.capture()
-        if optimizer.config.hierarchical or sizes is not None:
-            agreements.agree_on_membership()  # the same: sums by nodes and ties have their own communicators
+        if optimizer.config.hierarchical or sizes is not None or run.options.rebuild is not None:
+            # The same: sums by nodes, ties and what is rebuilt have their own communicators.
+            agreements.agree_on_membership()
         return comm is not None, empty
 
     def _fit_model(self) -> None:

@@ -9,12 +9,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.comm.errors import OneRank
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_state import MinimizationState
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.inverse.functions import Attempts, Callback, EvaluationFailed, Functions, failure_in_words
+from mpishard.inverse.functions import (
+    Attempts,
+    Callback,
+    EvaluationFailed,
+    Functions,
+    failure_in_words,
+    sum_of_values,
+)
 from mpishard.inverse.mesh_run import check_identical, digest, exchange, parameters_of
 from mpishard.inverse.result import LoopOptions, MinimizationOutcome, OptimizeResult, Table, result_of
 from mpishard.inverse.unknowns import Unknowns
@@ -55,8 +61,9 @@ class ElasticMinimization:
     """A minimisation by ranks that come and go. Collective over the mesh, its creation too.
 
     With `samples`, of which the function is a sum, `functions` take them as an argument after the point or the
-    direction; None: each rank computes the whole function. `options` are of `ElasticOptimizer`. Raises ValueError or
-    TypeError on all ranks if an option of any is invalid.
+    direction; None: each rank computes the whole function. The ranks that share a Partition get the same samples, and
+    return one value, or with `reduction` "sum" their parts of it. `options` are of `ElasticOptimizer`. Raises
+    ValueError or TypeError on all ranks if an option of any is invalid.
     """
 
     def __init__(
@@ -66,19 +73,21 @@ class ElasticMinimization:
         method: Method,
         mesh: Mesh,
         samples: int | None,
+        reduction: str | None,
         options: dict[str, Any],
         callback: Callback,
         loop: LoopOptions,
     ) -> None:
-        if mesh.size > mesh.data.size:
+        if mesh.size > mesh.data.size and not unknowns.has_fields:
             raise ValueError(
-                f"elastic= needs a mesh with a data axis alone, got {mesh.sizes}; where fields are cut over the tensor "
-                "axis, ElasticOptimizer(method, mesh).optimize(OptimizationProblem(...)) is elastic"
+                f"elastic= needs a mesh with a data axis alone, or a Partition as x0, got {mesh.sizes}; where other "
+                "fields are cut, ElasticOptimizer(method, mesh).optimize(OptimizationProblem(...)) is elastic"
             )
         self._functions = functions
         self._unknowns = unknowns
         self._mesh = mesh
         self._samples = samples
+        self._sums = reduction == "sum"
         self._callback = callback
         self._parameters = parameters_of(unknowns)
         given = mesh.world.allgather_object((callback.is_given, loop.disp))
@@ -88,7 +97,8 @@ class ElasticMinimization:
         self._failure = 0, ""  # the last evaluation that has failed on this rank, and what the result says of it
         self._elastic = ElasticOptimizer(method, mesh, **options)
         self._maxtime = loop.maxtime
-        self._attempts = Attempts(mesh.world if samples is None else OneRank(), loop.retries)
+        self._together = mesh.world if samples is None else mesh.tensor  # they call the function for the same samples
+        self._attempts = Attempts(self._together, loop.retries)
 
     def run(self, checkpoints: Any, resume: bool, record: Any) -> MinimizationOutcome:
         """Take steps until the method, the callback or a signal ends the minimisation.
@@ -123,7 +133,8 @@ class ElasticMinimization:
         assert isinstance(method, Method)
         progress, unknowns, reason = minimizer.progress, self._unknowns, found.stop_reason
         gradient = self._gather(minimizer.row("base_gradient"))
-        _, failure = max(self._mesh.data.allgather_object(self._failure), key=lambda each: each[0])
+        unknowns.show()
+        _, failure = max(self._mesh.world.allgather_object(self._failure), key=lambda each: each[0])
         hint = failure or unknowns.gradient_hint(reason)
         result = result_of(unknowns.shown_to_user(), gradient, reason, method, progress, hint)
         result["jac"] = unknowns.like_x0(gradient)
@@ -141,7 +152,7 @@ class ElasticMinimization:
         self, parameters: FlatParameters, direction: FlatParameters, samples: np.ndarray, products: Any
     ) -> None:
         """The product of the problem."""
-        along = self._unknowns.like_x0(direction.flat.copy())
+        along = self._unknowns.like_x0(self._unknowns.as_given(direction.flat.copy()))
 
         def product(x: Any, *these: np.ndarray) -> tuple[float, Any]:
             return 0.0, self._functions.product(x, along, *these)
@@ -149,7 +160,14 @@ class ElasticMinimization:
         self._add("the Hessian product", product, samples, products)
 
     def _add(self, what: str, function: Callable[..., tuple[float, Any]], samples: np.ndarray, sums: Any) -> float:
-        """Add the vector of samples to the sums by name; return their value. `function` returns both."""
+        """Add the vector of samples to the sums by name; return their value. `function` returns both.
+
+        Collective over the ranks that call the function together, of whom only ranks of a Partition may have no
+        samples here.
+        """
+        if self._samples is not None and not len(samples):
+            return 0.0
+        self._unknowns.show()
         minimizer = self._elastic.optimizer.minimizer
         begun = minimizer is not None and minimizer.wanted is Wanted.GRADIENT and minimizer.progress.evaluations > 0
         which = () if self._samples is None else (samples,)
@@ -165,34 +183,42 @@ class ElasticMinimization:
             words = failure_in_words(minimizer, str(attempt.problem), rank)
             self._failure = minimizer.progress.evaluations, words
         value, vector = (math.nan, None) if attempt.problem is not None else attempt.found
-        if self._samples is None:
-            failed = self._compare(what, value, vector, None if failed else attempt.problem, failed)
-            if not len(samples):  # another rank has the one sample
-                return 0.0
-        elif attempt.problem is not None and not failed:
-            raise attempt.problem
+        value, failed = self._agreed(what, value, vector, None if failed else attempt.problem, failed)
+        if not len(samples):  # other ranks have the one sample
+            return 0.0
         if failed:  # as if the function were infinite here
             return math.inf
         assert vector is not None
+        vector = self._unknowns.arranged(vector)
         for piece in self._parameters.pieces:
             sums[piece.name] += vector[piece.start : piece.start + piece.size].reshape(piece.shape)
         return float(value)
 
-    def _compare(
+    def _agreed(
         self, what: str, value: float, vector: Array | None, problem: BaseException | None, failed: bool
-    ) -> bool:
-        """Raise on all ranks if the function has a problem on one, or gives different results: only one of them counts.
+    ) -> tuple[float, bool]:
+        """The value of the ranks that share the unknowns, and whether the evaluation has `failed` on any rank.
 
-        All are compared each time, since ranks may have joined at different times. Returns True if the evaluation has
-        `failed` on any rank, which it may.
+        Raises on all ranks that call together if one has a problem, or if their results differ: of ranks that all
+        compute the whole function only some count. All are compared each time, since ranks may have joined at different
+        times.
         """
-        world = self._mesh.world
-        values, facts = exchange(world, problem, value, [0 if vector is None else digest(vector), failed])
+        together, sharers, whole = self._together, self._mesh.tensor.size, self._samples is None
+        if together.size == 1:
+            if problem is not None:
+                raise problem
+            return value, failed
+        numbers = [0 if vector is None or not whole else digest(vector), failed]
+        values, facts = exchange(together, problem, value, numbers)
         if facts[:, 1].any():
-            return True
-        check_identical("values", values, _HOW_TO_SUM)
-        check_identical(f"values of {what}", facts[:, 0], _HOW_TO_SUM)
-        return False
+            return math.inf, True
+        if self._sums:
+            return sum_of_values(values), False
+        check_identical("values", values, _HOW_TO_SUM if whole else "say reduction='sum'")
+        if whole:
+            of_groups = [digest(parts) for parts in np.ascontiguousarray(facts[:, 0]).reshape(-1, sharers)]
+            check_identical(f"values of {what}", np.repeat(of_groups, sharers), _HOW_TO_SUM)
+        return value, False
 
     # -- after an evaluation ------------------------------------------------------------------------------------------
 
@@ -203,10 +229,10 @@ class ElasticMinimization:
         return minimizer
 
     def _gather(self, vector: Array) -> Array:
-        """A vector of the minimisation as a new flat array like the parameters.  Collective over the workers."""
+        """A vector of the minimisation as a new flat array, in the order that the user sees.  Collective."""
         state = self._elastic.optimizer.state
         assert isinstance(state, MinimizationState)
-        return state.whole(vector)
+        return self._unknowns.as_given(state.whole(vector))
 
     def _after_evaluation(self, state: TrainingState[Any]) -> bool:
         """The callback of the run: returns True to stop. Collective over the workers."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
-_ELASTIC_OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout", "respawn")
+_ELASTIC_OPTIONS = ("min_workers", "max_workers", "folder", "discover", "failure_timeout", "respawn", "rebuild")
 
 
 def minimize(
@@ -121,13 +121,15 @@ def minimize(
         samples whose numbers are in this int64 array; so do ``jac``, ``hess(x, samples, *args)`` and ``hessp(x,
         direction, samples, *args)``.  They are dealt out to the ranks by what they have cost, and again when ranks come
         or go; a call gets one of them, or with more than 64 a 64th part; with fewer samples than ranks some ranks have
-        none to compute.
+        none to compute.  With a `Partition` they are dealt out evenly to the groups of ranks that share it: `fun`
+        returns the value that its group has, the same on all ranks of the group, or with ``reduction="sum"`` this
+        rank's part of it.
     elastic : bool or mapping
         With a mesh: True, or a dictionary of the options ``min_workers``, ``max_workers``, ``folder``, ``discover``,
-        ``failure_timeout`` and ``respawn`` of `ElasticOptimizer`, makes a run that outlives its ranks, with the bits of
-        an undisturbed one.  Without `samples` each rank computes the whole function.  `callback` is called on all
-        ranks; an error in it, or in `fun` with samples, is the end of its rank alone.  ``maxtime`` ends the loop after
-        an evaluation.
+        ``failure_timeout``, ``respawn`` and ``rebuild`` of `ElasticOptimizer`, makes a run that outlives its ranks,
+        with the bits of an undisturbed one.  Without `samples` each rank, or each group that shares a `Partition`,
+        computes the whole function.  `callback` is called on all ranks; an error in it, or in `fun` with samples, is
+        the end of its rank alone.  ``maxtime`` ends the loop after an evaluation.
     checkpoints : Checkpoints, optional
         With a mesh: save the minimisation there after every N evaluations and Hessian products, also in the
         middle of a line search, and at the end.
@@ -176,16 +178,14 @@ def minimize(
         watcher = Callback(callback)
         functions = Functions(fun, jac, hessp, args, hess, may_differ=True)
         functions.check_terms(reduction)
-        workers = elastic_options(elastic, samples, reduction, mesh)
         unknowns = Unknowns(x0)
+        workers = elastic_options(elastic, samples, reduction, mesh, unknowns)
         if functions.differences is not None:
             _check_differences(functions, unknowns, workers is not None, mesh)
         if hess is not None and unknowns.is_split:
             raise ValueError(
                 "hess= needs all elements of x0, which is split over ranks; give hessp= of this rank's part"
             )
-        if workers is not None:
-            unknowns.check_no_partition("elastic=")
         chosen, loop = make_method(method, options, tol, unknowns.total, **unknowns.options(bounds, **known))
         same |= {"method": type(chosen), "reduction": reduction, "samples": samples, "elastic": elastic}
         same |= {"retries": loop.retries, "jac": functions.differences}
@@ -231,7 +231,9 @@ class ElasticArguments(NamedTuple):
     samples: int | None
 
 
-def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> ElasticArguments | None:
+def elastic_options(
+    elastic: Any, samples: Any, reduction: Any, mesh: Any, unknowns: Unknowns
+) -> ElasticArguments | None:
     """Check the arguments of `minimize` that make a run elastic; None for a run that is not.
 
     Raises TypeError or ValueError if arguments are invalid or do not fit together.
@@ -251,10 +253,11 @@ def elastic_options(elastic: Any, samples: Any, reduction: Any, mesh: Any) -> El
         raise ValueError(f"elastic= has no option {unknown[0]!r}; its options are {', '.join(_ELASTIC_OPTIONS)}")
     if mesh is None:
         raise ValueError("elastic= is for ranks that come and go; give mesh=mpishard.Mesh()")
-    if reduction is not None:
+    if reduction is not None and not (unknowns.has_fields and reduction == "sum" and samples is not None):
+        more = ", or with a Partition as x0 both" * (reduction == "sum")
         raise ValueError(
             f"reduction={shown(reduction)} is for ranks that stay, each with its own part; with elastic= give "
-            "samples=N and fun(x, samples), and the samples of a rank that dies go to the others"
+            f"samples=N and fun(x, samples){more}, and the samples of a rank that dies go to the others"
         )
     return ElasticArguments(options, None if samples is None else integer("samples", samples, least=1))
 
@@ -288,7 +291,9 @@ def solve(
     if elastic is not None and mesh is not None:
         from mpishard.inverse.elastic_minimization import ElasticMinimization
 
-        run = ElasticMinimization(functions, unknowns, method, mesh, elastic.samples, elastic.options, callback, loop)
+        run = ElasticMinimization(
+            functions, unknowns, method, mesh, elastic.samples, reduction, elastic.options, callback, loop
+        )
         return run.run(checkpoints, resume, record)
     optimizer = ReverseCommunication(method, unknowns, mesh=mesh, reduction=reduction)
     differences = None

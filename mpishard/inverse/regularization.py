@@ -416,7 +416,7 @@ def regularized(
         axis, unless the term has a mesh, a `partition` or an `exchange`.  Then making the function is collective over
         this axis, if a term has an array of weights.
     reduction : {None, "sum"}
-        That of `minimize`: with ``"sum"`` one data rank adds the terms.
+        That of `minimize`: with ``"sum"`` one data rank adds the terms, with `samples` that of the first one.
 
     Returns
     -------
@@ -456,12 +456,11 @@ def regularized(
                 "leave mesh= out of the term"
             )
     summed = mesh is not None and reduction == "sum"
-    if summed and mesh is not None and mesh.data.rank:
-        return function
     pairs = [(term, _over(term, mesh)) for term in chosen]
 
     def for_minimize(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
-        if samples and 0 not in samples[0]:  # the terms come with the first sample
+        # The terms come with the first sample, or of parts of a sum with the first data rank.
+        if 0 not in samples[0] if samples else mesh is not None and summed and mesh.data.rank:
             value, given = function(x, *samples)
             return value, given
         # A copy, unless x has names: the function may change the point that it is given.  A rank may have no values.

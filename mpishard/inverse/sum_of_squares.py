@@ -497,9 +497,12 @@ class _ConjugateGradients:
             **elements,
             **given,
         )
-        workers = elastic_options(elastic, samples, None, mesh)
-        if workers is not None:
-            unknowns.check_no_partition("elastic=")
+        workers = elastic_options(elastic, samples, None, mesh, unknowns)
+        if workers is not None and unknowns.has_fields and samples is None:
+            raise ValueError(
+                "elastic= with a Partition as x0 needs samples=N, fun(x, samples) and jac(x, samples), whose samples "
+                "the groups share"
+            )
         return cls(settings, method, by_columns, mesh, workers, checkpoints, resume, record)
 
     def run(self, functions: ResidualFunctions, loss: Loss, callback: Callback) -> OptimizeResult:

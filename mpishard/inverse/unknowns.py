@@ -224,14 +224,6 @@ class Unknowns:
         wrong = reason == "line search" and self.tree is not None and self.tree.complex_leaf is not None
         return f"x0 is complex, and {CONVENTION}" if wrong else ""
 
-    def check_no_partition(self, what: str) -> None:
-        """Raise ValueError if these are a Partition, for `what`, which takes none."""
-        if self.has_fields:
-            raise ValueError(
-                f"{what} takes whole fields, and x0 is a Partition, whose ranks must stay: leave {what} out; "
-                "checkpoints= and resume=True go on after a death"
-            )
-
     def check_not_split(self) -> None:
         """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
         if self.has_fields:

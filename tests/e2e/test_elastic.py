@@ -151,6 +151,69 @@ with mpishard.Mesh() as mesh:
     assert report.read_text() == "".join(f"{[True] * left}\n" for left in (4, 3, 2, 1)), output
 
 
+def test_groups_that_share_a_partition_go_on_with_the_same_bits(tmp_path):
+    """One rank is shot within an evaluation, and its group dropped; then one of another, whose place is taken."""
+    script = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+SIZE = 60
+weights, wanted = np.linspace(1, 40, SIZE), np.sin(np.arange(SIZE))
+deadly = {1: 4, 2: 8}  # iterations, by rank
+
+class Model:
+    def rebuild(self, mesh):
+        self.comm = mesh.tensor.comm.Dup()
+        self.numbers = np.random.default_rng(1).permutation(SIZE)[self.comm.rank :: self.comm.size]
+
+    def __call__(self, x, samples):
+        self.comm.barrier()
+        if self.iteration >= deadly.get(MPI.COMM_WORLD.rank, 99) and mesh.size > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        neighbours = self.comm.allgather(x.size)  # ranks wait for each other here, too
+        assert sum(neighbours) == SIZE
+        r, w = x - wanted[self.numbers], weights[self.numbers]
+        factor = float(len(samples) + samples.sum())
+        # Multiples of a power of 2 that are far below 2**53: their sums are exact.
+        value = np.rint(2.0**30 * factor * w * r**4).sum() * 2.0**-32
+        return float(value), factor * np.rint(2.0**30 * w * r**3) * 2.0**-30
+
+def minimized(mesh):
+    model = Model()
+    model.rebuild(mesh)
+    model.iteration = 0
+
+    def callback(intermediate_result):
+        model.iteration = intermediate_result.nit
+
+    numbers, first = model.numbers, model.comm
+    start = mpishard.Partition(np.zeros(numbers.size), mesh, ids=numbers)
+    found = mpishard.minimize(
+        model, start, callback=callback, mesh=mesh, samples=6, reduction="sum", bounds=(-0.5, 0.75),
+        inner_product=weights[numbers], options={"maxiter": 12, "gtol": 0, "ftol": 0},
+        elastic={"respawn": False, "rebuild": model.rebuild})
+    assert found.nit == 12 and (mesh.size == 1) == (model.comm is first)
+    whole = np.empty(SIZE)
+    for theirs, places in mesh.tensor.allgather_object((found.x, numbers)):
+        whole[places] = theirs
+    return whole.tobytes(), found.fun, found.nfev, found.message
+
+with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+    undisturbed = minimized(mesh)
+with mpishard.Mesh(tensor=2) as mesh:
+    same = mesh.world.allgather_object(minimized(mesh) == undisturbed)
+    if mesh.rank == 0:
+        with open(sys.argv[1], "a") as file:
+            print(same, file=file)
+"""
+    report = tmp_path / "report"
+    words = [*LAUNCH, "-n", "6", sys.executable, "-c", script, str(report)]
+    output, _ = faults.execute(words, 120, lambda: report.exists() and report.read_text().endswith("\n"))
+    assert report.exists() and report.read_text() == f"{[True] * 4}\n", output
+
+
 def test_least_squares_goes_on_with_the_same_bits(tmp_path):
     """A rank is shot within the residuals of an iteration, then one within a product with its Jacobian."""
     script = """

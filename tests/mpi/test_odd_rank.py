@@ -402,6 +402,8 @@ TABLE = [
         {"min_workers": 0},
         {"scaling": "linear"},
         {"respawn": False},
+        {"rebuild": print},
+        {"rebuild": 3},
         ({"optimizer": 3}, "rule"),
     ),
     *odd(

@@ -18,6 +18,7 @@ SIZE = 60
 NUMBERS = np.arange(SIZE)
 WANTED = np.sin(NUMBERS)
 STIFFNESS = np.linspace(1, 40, SIZE)
+EVERY = np.arange(6)  # samples
 
 
 def numbers_of(kind: str, rank: int, ranks: int, seed: int = 0) -> tuple[np.ndarray, dict]:
@@ -104,6 +105,96 @@ def test_groups_share_the_shots(comm, alone):
         misfit = Misfit(numbers, mesh)
         found = minimize(misfit, start, mesh=mesh, reduction="sum", **options(numbers), options={"maxiter": 30})
         assert np.array_equal(whole(comm, found.x, numbers), alone.x) and found.nfev == alone.nfev
+
+
+def pairs_or_all(comm):
+    """The ranks of a group: two if all ranks are in such pairs."""
+    return 2 if comm.size % 2 == 0 else comm.size
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("ids", {"samples": 6, "reduction": "sum"}),
+        ("boxes", {"samples": 6}),
+        pytest.param("ids", {}, marks=pytest.mark.full),
+    ],
+    ids=["parts of sums", "sums", "whole"],
+)
+def test_elastic_runs_have_the_bits_of_one_process(comm, alone, kind, way):
+    """The samples are the groups'; only one group works, and at its end the others have the result."""
+    with mpishard.Mesh(comm, tensor=pairs_or_all(comm)) as mesh:
+        numbers, how = numbers_of(kind, mesh.tensor.rank, mesh.tensor.size)
+        misfit, rebuilt = Misfit(numbers), []
+
+        def part(x, samples):
+            misfit.shots = samples.tolist()
+            return misfit(x)
+
+        def of_group(x, samples=EVERY):
+            value, gradient = part(x, samples)
+            return mesh.tensor.comm.allreduce(value), gradient
+
+        elastic = {"max_workers": 1, "rebuild": rebuilt.append}
+        start, points = Partition(np.zeros(numbers.shape), mesh, **how), []
+        given = {"mesh": mesh, "elastic": elastic, **options(numbers), "options": {"maxiter": 30}, **way}
+        found = minimize(part if "reduction" in way else of_group, start, callback=points.append, **given)
+        assert found.x.shape == found.jac.shape == numbers.shape
+        assert np.array_equal(whole(comm, found.x, numbers), alone.x)
+        assert np.array_equal(whole(comm, found.jac, numbers), alone.jac)
+        assert (found.nit, found.nfev, found.fun, found.status) == (alone.nit, alone.nfev, alone.fun, alone.status)
+        assert not points or np.array_equal(points[-1], found.x)
+        assert rebuilt == [mesh] * len(rebuilt) and bool(rebuilt) == (mesh.data.size > 1)
+
+
+def test_terms_of_elastic_runs_come_with_the_first_sample(comm):
+    given = {"bounds": (-0.5, 0.75), "options": {"maxiter": 10}}
+    term = mpishard.Tikhonov(weight=2.0, order=0)
+    expected = minimize(mpishard.regularized(Misfit(NUMBERS), term), np.zeros(SIZE), **given)
+    with mpishard.Mesh(comm, tensor=pairs_or_all(comm)) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, mesh.tensor.size)
+        misfit = Misfit(numbers)
+
+        def part(x, samples):
+            misfit.shots = samples.tolist()
+            return misfit(x)
+
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        term = mpishard.Tikhonov(weight=2.0, order=0, partition=start)
+        fun = mpishard.regularized(part, term, mesh=mesh, reduction="sum")
+        found = minimize(fun, start, mesh=mesh, samples=6, reduction="sum", elastic=True, **given)
+        assert np.allclose(whole(comm, found.x, numbers), expected.x, rtol=1e-12, atol=1e-13)
+        assert found.nfev == expected.nfev and found.fun == pytest.approx(expected.fun, rel=1e-13)
+
+
+def test_elastic_evaluations_of_one_rank_fail_and_are_tried_again(comm):
+    """What one rank of a group raises counts for all of it: as an infinite value, or as a call to try again."""
+    with mpishard.Mesh(comm, tensor=pairs_or_all(comm)) as mesh:
+        numbers, is_last = NUMBERS[mesh.tensor.rank :: mesh.tensor.size], comm.rank == comm.size - 1
+        misfit = Misfit(numbers)
+
+        def run(at_third_point, retries=0):
+            points, calls = {}, []
+
+            def fun(x, samples):
+                calls.append(points.setdefault(x.tobytes(), len(points)))
+                misfit.shots = samples.tolist()
+                if is_last and (len(calls) % 2 if retries else calls[-1] == 2):
+                    return at_third_point(x)
+                return misfit(x)
+
+            start = Partition(np.zeros(numbers.shape), mesh, ids=numbers)
+            given = {"mesh": mesh, "samples": 6, "reduction": "sum", "elastic": True}
+            return minimize(fun, start, **given, options={"maxiter": 5, "retries": retries})
+
+        def fails(x):
+            raise mpishard.EvaluationFailed("no convergence")
+
+        found, expected = run(fails), run(lambda x: (np.inf, np.zeros(x.shape)))
+        assert np.array_equal(found.x, expected.x) and found.nfev == expected.nfev > 5
+        assert "no convergence" in found.message and "no convergence" not in expected.message
+        again, free = run(fails, retries=1), run(misfit)
+        assert np.array_equal(again.x, free.x) and again.nfev == free.nfev < found.nfev
 
 
 @pytest.mark.parametrize("method", ["L-BFGS", "CG", "Newton-CG"])
@@ -218,10 +309,10 @@ class Blurred:
     The bits of a product with the adjoint do not depend on how shots are dealt out.
     """
 
-    def __init__(self, numbers, mesh=None, near=NEAR):
+    def __init__(self, numbers, mesh=None, near=NEAR, shots=SHOTS):
         self.numbers, self.near, self.data = numbers, near, np.tanh(near @ WANTED)
         self.comm = None if mesh is None else mesh.tensor.comm
-        self.shots = SHOTS if mesh is None else SHOTS[mesh.data.rank :: mesh.data.size]
+        self.shots = shots if mesh is None or shots is not SHOTS else SHOTS[mesh.data.rank :: mesh.data.size]
         self.size = numbers.size * len(self.shots)
 
     def everywhere(self, values):
@@ -281,6 +372,27 @@ def test_least_squares_have_the_bits_of_one_process(comm, fitted_alone, kind, se
         found = fitted(problem, Partition(np.zeros(numbers.shape), mesh, **how), mesh)
         assert is_that_of_one_process(comm, found, numbers, fitted_alone)
         assert found.fun.shape == (problem.size,) and found.jac.shape == (problem.size, numbers.size)
+
+
+@pytest.mark.full
+def test_elastic_least_squares_have_the_bits_of_one_process(comm, fitted_alone):
+    with mpishard.Mesh(comm, tensor=pairs_or_all(comm)) as mesh:
+        numbers, how = numbers_of("ids", mesh.tensor.rank, mesh.tensor.size)
+        of_shots = [Blurred(numbers, mesh, shots=(shot,)) for shot in SHOTS]
+
+        def rebuild(mesh):
+            for each in of_shots:
+                each.comm = mesh.tensor.comm
+
+        dealt_out = SimpleNamespace(
+            numbers=numbers,
+            residuals=lambda x, samples: of_shots[samples[0]].residuals(x),
+            jacobian=lambda x, samples: of_shots[samples[0]].jacobian(x),
+        )
+        start = Partition(np.zeros(numbers.shape), mesh, **how)
+        elastic = {"max_workers": 1, "rebuild": rebuild}
+        found = fitted(dealt_out, start, mesh, samples=len(SHOTS), elastic=elastic)
+        assert is_that_of_one_process(comm, found, numbers, fitted_alone)
 
 
 def test_groups_share_the_residuals(comm, fitted_alone):
@@ -624,15 +736,15 @@ def test_what_takes_no_partition_says_so(comm):
             ({"tr_solver": "exact"}, "Partition.*exact"),
             ({"method": "lm"}, "Partition.*'lm'"),
             ({"x_scale": "jac"}, "x_scale='jac'.*Partition"),
-            ({"elastic": True}, "elastic=.*Partition"),
+            ({"elastic": True}, "Partition.*samples=N"),
             ({"mesh": None}, "mesh=mesh"),
         ):
             with pytest.raises(ValueError, match=message):
                 mpishard.least_squares(*given, **{"jac": problem.jacobian, "mesh": mesh, **more})
         with pytest.raises(ValueError, match="jac='2-point'.*Partition"):
             mpishard.least_squares(*given, mesh=mesh)
-        with pytest.raises(ValueError, match="elastic=.*Partition"):
-            minimize(Misfit(numbers), start, mesh=mesh, elastic=True)
+        with pytest.raises(ValueError, match="reduction='sum'.*samples=N.*Partition"):
+            minimize(Misfit(numbers), start, mesh=mesh, elastic=True, reduction="sum")
         with pytest.raises(ValueError, match="mesh=mesh"):
             mpishard.augmented_lagrangian(lambda x: None, start, lambda x: None, lambda x, v: None)
 

@@ -129,6 +129,7 @@ def flat(*specs, **options):
         (lambda mesh: ElasticOptimizer(SGD(), mesh, failure_timeout="1"), "failure_timeout='1'"),
         (lambda mesh: ElasticOptimizer(SGD(), mesh, respawn="no"), "respawn='no'"),
         (lambda mesh: ElasticOptimizer(SGD(), mesh, scaling=[]), r"scaling=\[\]"),
+        (lambda mesh: ElasticOptimizer(SGD(), mesh, rebuild=3), "rebuild=3"),
         (lambda mesh: ElasticOptimizer(SGD(), {}), "Mesh .*got dict"),
         (lambda mesh: save_checkpoint("no", np.ones(3), DDPOptimizer(SGD(), mesh), facts=[]), r"facts=\[\]"),
         (lambda mesh: save_checkpoint("no", None, None), "save_checkpoint: optimizer=None"),
