@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         backward_in_time,
         check_adjoint,
         check_gradient,
+        covariance,
         l_curve,
         least_squares,
         map_runs,
@@ -123,6 +124,7 @@ __all__ = [
     "check_gradient",
     "constant",
     "cosine",
+    "covariance",
     "inverse_square_root",
     "l_curve",
     "least_squares",
@@ -155,8 +157,8 @@ _MODULES = {
     "elastic.optimizer": "ElasticOptimizer",
     "launch.signals": "Signals",
     "inverse": "EvaluationFailed OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov "
-    "augmented_lagrangian backward_in_time check_adjoint check_gradient l_curve least_squares map_runs minimize "
-    "regularized",
+    "augmented_lagrangian backward_in_time check_adjoint check_gradient covariance l_curve least_squares map_runs "
+    "minimize regularized",
     "layout.tensors": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG RieszMap TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion Muon ParameterGroup RMSprop SGD",

@@ -121,6 +121,19 @@ def solve(matrix: ExactGram, right: tuple[np.ndarray, np.ndarray]) -> tuple[np.n
     return found, math.fsum(each * each for each in square.tolist())
 
 
+def inverse_times(matrix: ExactGram, right: ExactGram) -> np.ndarray:
+    """The inverse of a positive definite matrix times another one; NaN if it is singular, up to rounding."""
+    high, low = matrix.high.copy(), matrix.low.copy()
+    _factor((high, low, _RANK * (1 + len(high) / 16) * high.diagonal()))
+    found = np.full_like(right.high, math.nan)
+    if high.diagonal().all():
+        for k in range(len(found.T)):
+            solution, errors = right.high[:, k].copy(), right.low[:, k].copy()
+            _substitute((high, low, solution, errors), (1,))
+            found[:, k] = solution + errors
+    return found
+
+
 def vector_product(vector: tuple[np.ndarray, np.ndarray], factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The elements, sums of two float64, times these factors."""
     return _product(vector, (factors, np.zeros(len(factors))))

@@ -6,9 +6,9 @@ Output: a result with the fields of SciPy, the same on any number of ranks.
 Read ``minimization`` first, with the loop, then ``reverse_communication``, the minimisation in it, ``mesh_run``, the
 ranks of a mesh, and ``functions``, with ``trees``, what users give; ``result`` is what they get, and the options by
 SciPy's names; ``finite_differences`` are for functions without a gradient.  Beside it: ``sum_of_squares`` and
-``residuals``, least squares; ``elastic_minimization``; ``multipliers``, constraints; ``ensemble`` and
-``parameter_choice``, many runs; ``regularization`` and ``time_steps``, parts of users' functions, and
-``gradient_check``, which tests these.
+``residuals``, least squares, and ``fit_covariance``, the errors of a fit; ``elastic_minimization``; ``multipliers``,
+constraints; ``ensemble`` and ``parameter_choice``, many runs; ``regularization`` and ``time_steps``, parts of users'
+functions, and ``gradient_check``, which tests these.
 
 A name's module is imported when it is first asked for: `minimize` and `least_squares` without a mesh do without MPI.
 """
@@ -19,6 +19,7 @@ from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
     from mpishard.inverse.ensemble import map_runs
+    from mpishard.inverse.fit_covariance import Covariance, covariance
     from mpishard.inverse.functions import EvaluationFailed
     from mpishard.inverse.gradient_check import AdjointCheck, GradientCheck, check_adjoint, check_gradient
     from mpishard.inverse.minimization import minimize
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdjointCheck",
+    "Covariance",
     "EvaluationFailed",
     "EvaluationRequest",
     "GradientCheck",
@@ -44,6 +46,7 @@ __all__ = [
     "backward_in_time",
     "check_adjoint",
     "check_gradient",
+    "covariance",
     "l_curve",
     "least_squares",
     "map_runs",
@@ -56,6 +59,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
         __name__,
         {
             "multipliers": "augmented_lagrangian",
+            "fit_covariance": "Covariance covariance",
             "ensemble": "map_runs",
             "functions": "EvaluationFailed",
             "gradient_check": "AdjointCheck GradientCheck check_adjoint check_gradient",

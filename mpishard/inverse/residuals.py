@@ -262,6 +262,27 @@ def sum_of_losses(loss: Loss, values: Array, functions: ResidualFunctions, world
     return exact.values(words.reshape(1, 2), [bound])[0]
 
 
+def exact_products(columns: Array, unknowns: int, world: Axis | OneRank) -> ExactGram:
+    """The products of columns with each other over the rows of all ranks, which have the same bits for any split.
+
+    Collective. The first `unknowns` columns are of a Jacobian. Raises ValueError on all ranks if one is not finite.
+    """
+    tops = abs(columns).max(axis=0, initial=0.0)
+    tops = world.all_reduce(np.where(np.isfinite(tops), tops, np.inf), op="max", label="dots")
+    wrong = np.flatnonzero(tops >= exact_gram.LARGEST)
+    if len(wrong):
+        column = int(wrong[0])
+        what = f"column {column} of the Jacobian" if column < unknowns else "the residuals"
+        raise ValueError(
+            f"{what} at an iterate has elements that are not finite, or larger than {exact_gram.LARGEST:.1g}; "
+            "scale them, or check jac with jac='3-point'"
+        )
+    exponents = exact_gram.exponents(tops)
+    words = exact_gram.gram_words(columns, exponents)
+    world.all_reduce(words.reshape(-1), label="dots")
+    return exact_gram.gram(words, exponents)
+
+
 class Rows:
     """The residuals of all ranks, each of which has its own rows: `Residuals` of a method for few unknowns."""
 
@@ -302,21 +323,9 @@ class Rows:
             columns = np.empty((len(self.f), x.size + 1))
             np.multiply(jacobian, roots[:, None], out=columns[:, :-1])
             columns[:, -1] = self.f * (of_gradient / roots)
-            tops = abs(columns).max(axis=0, initial=0.0)
-        tops = self.world.all_reduce(np.where(np.isfinite(tops), tops, np.inf), op="max", label="dots")
-        wrong = np.flatnonzero(tops >= exact_gram.LARGEST)
-        if len(wrong):
-            column = int(wrong[0])
-            what = f"column {column} of the Jacobian" if column < x.size else "the residuals"
-            raise ValueError(
-                f"{what} at an iterate has elements that are not finite, or larger than {exact_gram.LARGEST:.1g}; "
-                "scale them, or check jac with jac='3-point'"
-            )
+        products = exact_products(columns, x.size, self.world)
         self.accepted, self.jacobian = self.f, columns[:, :-1]
-        exponents = exact_gram.exponents(tops)
-        words = exact_gram.gram_words(columns, exponents)
-        self.world.all_reduce(words.reshape(-1), label="dots")
-        return exact_gram.gram(words, exponents)
+        return products
 
     def are_dense_at(self, x: Array) -> bool:
         """Return True if the Jacobian at the start is an array on all ranks.  Collective.

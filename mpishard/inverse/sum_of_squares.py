@@ -169,7 +169,8 @@ def least_squares(
         With ``x``; ``cost``, of all ranks; ``fun`` and ``jac``, the residuals and the Jacobian of this rank, for
         ``"exact"`` weighted by the loss as SciPy's, with `samples` left out; ``grad``, ``optimality``, ``active_mask``
         (of an array), ``nfev``, ``njev``, ``nit``, ``status``, ``message``, ``success``; for ``"cg"`` ``nhev``, the
-        number of products.  ``njev`` is ``nfev`` for ``"cg"``, which also needs the gradient of a trial.
+        number of products; ``loss`` and ``f_scale`` as given.  ``njev`` is ``nfev`` for ``"cg"``, which also needs the
+        gradient of a trial.  `covariance` says how sure x is.
 
     Raises
     ------
@@ -282,6 +283,7 @@ class _Settings:
     upper: np.ndarray
     method: str
     options: Options
+    loss: Any
     f_scale: float
     steps: np.ndarray | None
     verbose: int
@@ -333,7 +335,7 @@ class _Settings:
         steps = whole_elements("diff_step", diff_step, unknowns.option_specs, _FLOAT, missing=0)
         options = Options(ftol, xtol, gtol, max_nfev, scale)
         is_scaled = x_scale is not None
-        return cls(unknowns, start, lower, upper, method, options, f_scale, steps, verbose, bounds, is_scaled)
+        return cls(unknowns, start, lower, upper, method, options, loss, f_scale, steps, verbose, bounds, is_scaled)
 
     @property
     def cg_start(self) -> str:
@@ -551,6 +553,7 @@ class _ConjugateGradients:
             print(message, flush=True)
         result |= {"grad": found.jac, "optimality": progress.projected_norm, "nit": progress.iterations}
         result |= {"nfev": progress.evaluations, "njev": progress.evaluations, "nhev": progress.products}
+        result |= {"loss": settings.loss, "f_scale": settings.f_scale}
         return OptimizeResult(**result, status=status, success=status > 0, message=message)
 
 
@@ -597,6 +600,8 @@ def _run(settings: _Settings, rows: Rows, callback: Callback, files: LeastSquare
         nit=state.iterations,
         nfev=state.nfev,
         njev=state.njev,
+        loss=settings.loss,
+        f_scale=settings.f_scale,
         status=status,
         success=status > 0,
         message=message,

@@ -9,7 +9,7 @@ import pytest
 from residual_problems import Bundle, Curve, Diffusion
 
 import mpishard
-from mpishard import FlatParameters, ParameterSpec, least_squares
+from mpishard import FlatParameters, ParameterSpec, covariance, least_squares
 from mpishard.inverse.mesh_run import LeastSquaresFiles
 from mpishard.minimizers.least_squares import Options, State
 from mpishard.record import Run
@@ -63,6 +63,20 @@ def test_the_bits_of_one_process(mesh, same_on_all, case):
     assert all(np.array_equal(result[name], alone[name]) for name in SAME) and same_on_all(result.x)
     assert np.array_equal(result.fun, alone.fun[own]) and np.array_equal(result.jac, alone.jac[own])
     assert alone.nfev > 3
+
+
+@pytest.mark.parametrize("case", ["lm", "cauchy in bounds", "bundle"])
+def test_the_covariance_has_the_bits_of_one_process(mesh, same_on_all, case):
+    problem, given = CASES[case]
+    own = own_rows(mesh, len(problem.residuals(problem.start)))
+    alone = least_squares(problem.residuals, problem.start, problem.jacobian_rows, **given)
+    fit = least_squares(
+        lambda x: problem.residuals(x)[own], problem.start, lambda x: problem.jacobian_rows(x)[own], mesh=mesh, **given
+    )
+    expected, found = covariance(alone), covariance(fit, mesh=mesh)
+    assert np.array_equal(found, expected) and same_on_all(found.matrix)
+    assert (found.sigma, found.degrees_of_freedom) == (expected.sigma, expected.degrees_of_freedom)
+    assert 0 < found.standard_errors.max() < np.inf
 
 
 def test_differences_of_own_rows(mesh, same_on_all):

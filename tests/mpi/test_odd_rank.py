@@ -120,6 +120,9 @@ def minimize(at, **other):
     return mpishard.minimize(sphere, np.ones(4), mesh=at.mesh, **other)
 
 
+FIT = {"cost": 2.0, "fun": np.ones(4), "jac": np.arange(8.0).reshape(4, 2) % 3}
+
+
 def least_squares(at, **other):
     return mpishard.least_squares(residuals, np.zeros(3), mesh=at.mesh, **other)
 
@@ -269,6 +272,14 @@ TABLE = [
         {"record": 3},
     ),
     *odd(
+        "mpishard.covariance",
+        lambda at, x=(1.0, 2.0), **other: mpishard.covariance({**FIT, "x": np.array(x)}, mesh=at.mesh, **other),
+        {"absolute_sigma": True},
+        {"absolute_sigma": 3},
+        {"x": (1.0, 3.0)},
+        ({"x": (1.0, 2.0, 3.0)}, "3 unknowns"),
+    ),
+    *odd(
         "mpishard.augmented_lagrangian",
         augmented,
         {"method": "CG"},
@@ -328,7 +339,7 @@ TABLE = [
         lambda at, x=(1.0, 2.0), **other: mpishard.check_gradient(
             sphere, np.array(x), mesh=at.mesh, disp=False, **other
         ),
-        {"x": (1.0, 2.0, 3.0)},
+        ({"x": (1.0, 2.0, 3.0)}, "3 unknowns"),
         {"reduction": "sum"},
         {"seed": 3},
         {"steps": 3},
