@@ -1,0 +1,176 @@
+"""Fields that other packages have distributed: as starts, and back; each package is skipped where it is missing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import Partition, minimize
+
+PAGE = (Path(__file__).parents[2] / "docs/how-to/partition-clients.md").read_text("utf-8")
+TIGHT = {"gtol": 1e-9, "ftol": 0, "maxiter": 2000}
+
+
+@pytest.fixture
+def tensor_mesh(comm):
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("title, package", [("pylops-mpi", "pylops_mpi")])
+def test_what_the_page_shows_runs(title, package):
+    pytest.importorskip(package)
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    program = "\n".join(re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
+    exec(compile(program, title, "exec"), {"__name__": "__main__"})
+
+
+# Objects that have the attributes of those of the packages; the package is known by the module of their class.
+
+
+class Distributed:
+    """An array as those of pylops-mpi."""
+
+    def __init__(self, local, comm, whole, axis=0, partition="SCATTER"):
+        self.local_array, self.base_comm, self.global_shape, self.axis = local, comm, whole, axis
+        self.local_shape, self.rank = local.shape, comm.rank
+        self.partition = SimpleNamespace(name=partition)
+
+    @property
+    def local_shapes(self):
+        return self.base_comm.allgather(self.local_shape)
+
+
+Distributed.__module__ = "pylops_mpi.standin"
+
+
+def columns(comm, width=3):
+    """Columns of an array, more on later ranks; the first rank has none if there are others."""
+    counts = [width + rank if rank or comm.size == 1 else 0 for rank in range(comm.size)]
+    whole = np.arange(4.0 * sum(counts)).reshape(4, -1)
+    first = sum(counts[: comm.rank])
+    return whole[:, first : first + counts[comm.rank]], whole
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_field_is_a_partition_in_any_order_of_the_ranks(comm, tensor_mesh, order):
+    theirs = comm.Split(0, order * comm.rank)
+    own, whole = columns(theirs)
+    field = Distributed(own.copy(), theirs, whole.shape, axis=1)
+    start = Partition.of(field, tensor_mesh)
+    assert start.shape == whole.shape and start.field is field
+    found = minimize(
+        lambda x: (0.5 * ((x - own - 1) ** 2).sum(), x - own - 1), start, mesh=tensor_mesh, reduction="sum"
+    )
+    assert start.put(found.x) is field and np.allclose(field.local_array, own + 1)
+    other = Distributed(np.zeros_like(own), theirs, whole.shape, axis=1)
+    assert start.put(own, other) is other and np.array_equal(start.get(other), own)
+    assert np.allclose(field.local_array, own + 1)
+    start.get(other)[...] = 9
+    assert np.array_equal(other.local_array, own)
+    theirs.Free()
+
+
+def test_other_ranks_are_an_error_on_all(comm, tensor_mesh):
+    if comm.size == 1:
+        pytest.skip("there is no other rank")
+    half = comm.Split(comm.rank * 2 // comm.size)
+    own, whole = columns(half)
+    field = Distributed(own, half, whole.shape, axis=1)
+    with pytest.raises(ValueError, match=rf"tensor={comm.size}.*base_comm.*tensor={half.size}"):
+        Partition.of(field, tensor_mesh)
+    if comm.size % 2 == 0:
+        with mpishard.Mesh(comm, tensor=half.size) as mesh:
+            assert Partition.of(field, mesh).shape == whole.shape
+    half.Free()
+
+
+def no_field(comm):
+    return np.zeros(3)
+
+
+def copied(comm):
+    return Distributed(np.zeros(3), comm, (3,), partition="BROADCAST")
+
+
+def stacked(comm):
+    class Stacked:
+        distarrays = [1, 2]
+
+    Stacked.__module__ = "pylops_mpi.standin"
+    return Stacked()
+
+
+WRONG = {no_field: "ndarray.*local, mesh", copied: "BROADCAST.*local_array", stacked: "Stacked.*distarrays"}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda make: make.__name__)
+def test_what_one_rank_gives_wrong_is_an_error_on_all(comm, tensor_mesh, wrong):
+    own, whole = columns(comm)
+    last = comm.rank == comm.size - 1
+    field = wrong(comm) if last else Distributed(own, comm, whole.shape, axis=1)
+    with pytest.raises((TypeError, ValueError), match=WRONG[wrong]):
+        Partition.of(field, tensor_mesh)
+
+
+def test_other_numbers_of_values_are_refused(comm, tensor_mesh):
+    own, whole = columns(comm, width=3)
+    start = Partition.of(Distributed(own, comm, whole.shape, axis=1), tensor_mesh)
+    wide = Distributed(np.zeros((4, own.shape[1] + 1)), comm, (4, 99), axis=1)
+    with pytest.raises(ValueError, match=rf"{wide.local_array.size} values.*{own.size}"):
+        start.get(wide)
+    with pytest.raises(ValueError, match=rf"{own.size + 1} values.*{own.size}"):
+        start.put(np.zeros(own.size + 1))
+    with pytest.raises(TypeError, match="NoneType"):
+        Partition(own, tensor_mesh).put(own)
+
+
+# pylops-mpi.
+
+
+def deblurring(pylops, nz, nx):
+    """A blur along the second dimension of rows, as an operator of pylops."""
+    return pylops.signalprocessing.Convolve1D((nz, nx), h=np.exp(-(np.linspace(-2, 2, 5) ** 2)), offset=2, axis=1)
+
+
+def test_pylops_mpi_deblurs_as_scipy_does(comm, tensor_mesh):
+    pylops = pytest.importorskip("pylops")
+    pylops_mpi = pytest.importorskip("pylops_mpi")
+    optimize = pytest.importorskip("scipy.optimize")
+    nz, nx, damping = 12, 9, 1e-3
+    truth = (np.arange(nz)[:, None] + np.cos(np.arange(nx))).ravel() / nz
+    blur, slope = deblurring(pylops, nz, nx), pylops.FirstDerivative((nz, nx), axis=0)
+
+    def of_whole(x):
+        residual, rough = blur @ (x - truth), slope @ x
+        value = 0.5 * (residual @ residual + damping * rough @ rough)
+        return value, blur.H @ residual + damping * (slope.H @ rough)
+
+    bounds = [(0, 0.9)] * truth.size
+    expected = optimize.minimize(of_whole, np.zeros(truth.size), jac=True, bounds=bounds, options=TIGHT)
+
+    rows = pylops_mpi.DistributedArray((nz, nx), base_comm=comm).local_shape[0]
+    shapes = [(count * nx,) for count in comm.allgather(rows)]
+    blur_mpi = pylops_mpi.MPIBlockDiag([deblurring(pylops, rows, nx)], base_comm=comm)
+    slope_mpi = pylops_mpi.MPIFirstDerivative((nz, nx), base_comm=comm)
+    data = blur_mpi @ pylops_mpi.DistributedArray.to_dist(truth, base_comm=comm, local_shapes=shapes)
+    model = pylops_mpi.DistributedArray(truth.size, base_comm=comm, local_shapes=shapes)
+    model[:] = 0.0
+    start = Partition.of(model, tensor_mesh)
+
+    def misfit(x):
+        start.put(x)
+        residual, rough = blur_mpi @ model - data, slope_mpi @ model
+        gradient = blur_mpi.H @ residual + (slope_mpi.H @ rough) * damping
+        r, s = residual.local_array, rough.local_array
+        return 0.5 * (r @ r + damping * s @ s), start.get(gradient)
+
+    found = minimize(misfit, start, mesh=tensor_mesh, reduction="sum", bounds=(0, 0.9), options=TIGHT)
+    assert found.success and start.put(found.x) is model
+    assert abs(found.fun - expected.fun) < 1e-12 * max(1, expected.fun)
+    assert np.allclose(model.asarray(), expected.x, atol=1e-6)
