@@ -9,7 +9,7 @@ from typing import Any
 from mpishard.arguments import kind_of
 
 Array = Any
-_PACKAGES = ("pylops_mpi",)
+_PACKAGES = "pylops_mpi", "devito"
 
 
 class Adapter(ABC):

@@ -117,7 +117,8 @@ class Partition:
         Parameters
         ----------
         field : object
-            A ``pylops_mpi.DistributedArray``.  Ranks that share a field of the mesh share it, in any order.
+            A ``DistributedArray`` of pylops-mpi, or a ``Function`` of Devito.  Ranks that share a field of the mesh
+            share it, in any order.
         mesh : Mesh
             As for `Partition`.
         ids : array of int, optional

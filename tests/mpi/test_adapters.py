@@ -22,9 +22,19 @@ def tensor_mesh(comm):
         yield mesh
 
 
-@pytest.mark.parametrize("title, package", [("pylops-mpi", "pylops_mpi")])
-def test_what_the_page_shows_runs(title, package):
-    pytest.importorskip(package)
+@pytest.fixture
+def devito():
+    """The package, which cuts its grids."""
+    devito = pytest.importorskip("devito")
+    before = devito.configuration["mpi"], devito.configuration["log-level"]
+    devito.configuration["mpi"], devito.configuration["log-level"] = True, "ERROR"
+    yield devito
+    devito.configuration["mpi"], devito.configuration["log-level"] = before
+
+
+@pytest.mark.parametrize("title, package", [("pylops-mpi", "pylops_mpi"), ("Devito", "devito")])
+def test_what_the_page_shows_runs(title, package, request):
+    request.getfixturevalue(package) if package == "devito" else pytest.importorskip(package)
     (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     program = "\n".join(re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
     exec(compile(program, title, "exec"), {"__name__": "__main__"})
@@ -49,12 +59,57 @@ class Distributed:
 Distributed.__module__ = "pylops_mpi.standin"
 
 
+class GridFunction:
+    """A function as those of Devito: the domain within a halo of one element."""
+
+    def __init__(self, own, comm, whole, first):
+        self._all = np.full([extent + 2 for extent in own.shape], -1.0)
+        self.shape, self.shape_global = own.shape, whole
+        self.local_indices = [
+            slice(start, start + n) if n else slice(0, -1) for start, n in zip(first, own.shape, strict=True)
+        ]
+        self.grid = SimpleNamespace(distributor=SimpleNamespace(comm=comm))
+        self.data[...] = own
+
+    @property
+    def data(self):
+        return self._all[1:-1, 1:-1]
+
+    @property
+    def data_ro_domain(self):
+        return self.data
+
+
+GridFunction.__module__ = "devito.standin"
+
+
 def columns(comm, width=3):
     """Columns of an array, more on later ranks; the first rank has none if there are others."""
     counts = [width + rank if rank or comm.size == 1 else 0 for rank in range(comm.size)]
     whole = np.arange(4.0 * sum(counts)).reshape(4, -1)
     first = sum(counts[: comm.rank])
     return whole[:, first : first + counts[comm.rank]], whole
+
+
+def test_a_function_on_a_grid_keeps_its_halo(comm, tensor_mesh):
+    own, whole = columns(comm)
+    first = comm.exscan(own.shape[1]) or 0
+    field = GridFunction(own, comm, whole.shape, (0, first))
+    start = Partition.of(field, tensor_mesh)
+    assert start.shape == whole.shape and np.array_equal(start.local, own)
+    assert start.put(own + 1) is field and np.array_equal(start.get(field), own + 1)
+    assert field._all[0].max(initial=-1) == field._all[:, 0].max() == -1
+
+
+def test_a_grid_that_was_not_cut_is_an_error(comm, tensor_mesh):
+    from mpi4py import MPI
+
+    field = GridFunction(np.zeros((4, 3)), MPI.COMM_NULL, (4, 3), (0, 0))
+    if comm.size == 1:
+        assert Partition.of(field, tensor_mesh).shape == (4, 3)
+    else:
+        with pytest.raises(ValueError, match=rf"tensor={comm.size}.*DEVITO_MPI=1"):
+            Partition.of(field, tensor_mesh)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -174,3 +229,46 @@ def test_pylops_mpi_deblurs_as_scipy_does(comm, tensor_mesh):
     assert found.success and start.put(found.x) is model
     assert abs(found.fun - expected.fun) < 1e-12 * max(1, expected.fun)
     assert np.allclose(model.asarray(), expected.x, atol=1e-6)
+
+
+# Devito.
+
+
+def test_devito_inverts_as_scipy_does(comm, tensor_mesh, devito):
+    optimize = pytest.importorskip("scipy.optimize")
+    shape = 11, 8
+    i, j = np.meshgrid(*map(np.arange, shape), indexing="ij")
+    truth = np.exp(-((i - 5.0) ** 2 + (j - 3.0) ** 2) / 8)
+
+    def blurred(x):
+        """A tenth of the Laplacian by differences added, with zeros outside."""
+        wide = np.pad(x, 1)
+        near = wide[:-2, 1:-1] + wide[2:, 1:-1] + wide[1:-1, :-2] + wide[1:-1, 2:]
+        return x + 0.1 * (near - 4 * x)
+
+    def of_whole(x):
+        residual = blurred(x.reshape(shape) - truth)
+        return 0.5 * (residual**2).sum(), blurred(residual).ravel()
+
+    bounds = [(0, 0.7)] * truth.size
+    expected = optimize.minimize(of_whole, np.zeros(truth.size), jac=True, bounds=bounds, options=TIGHT)
+
+    grid = devito.Grid(shape, extent=(10.0, 7.0), comm=comm, dtype=np.float64)
+    model, out = (devito.Function(name=name, grid=grid, space_order=2) for name in ("m", "out"))
+    blur = devito.Operator(devito.Eq(out, model + 0.1 * model.laplace))
+    start = Partition.of(model, tensor_mesh)
+    own = tuple(slice(*pair) for pair in start.parts[comm.rank])
+    assert start.shape == shape and start.local.shape == model.shape
+
+    def of_box(x):
+        start.put(x - truth[own])
+        blur.apply()
+        residual = start.get(out)
+        start.put(residual)
+        blur.apply()
+        return 0.5 * (residual**2).sum(), start.get(out)
+
+    found = minimize(of_box, start, mesh=tensor_mesh, reduction="sum", bounds=(0, 0.7), options=TIGHT)
+    assert found.success and abs(found.fun - expected.fun) < 1e-12
+    assert np.allclose(found.x, expected.x.reshape(shape)[own], atol=1e-6)
+    assert start.put(found.x) is model and np.array_equal(np.asarray(model.data), found.x)
