@@ -117,8 +117,8 @@ class Partition:
         Parameters
         ----------
         field : object
-            A ``DistributedArray`` of pylops-mpi, or a ``Function`` of Devito.  Ranks that share a field of the mesh
-            share it, in any order.
+            A ``DistributedArray`` of pylops-mpi, a ``Function`` of Devito or DOLFINx, or a ``Vec`` of petsc4py.  Ranks
+            that share a field of the mesh share it, in any order.
         mesh : Mesh
             As for `Partition`.
         ids : array of int, optional
@@ -140,7 +140,10 @@ class Partition:
             _check_ranks(adapter, field, mesh)
         with raised_on_all(mesh.world):
             numbering = adapter.numbering(field) if ids is None else {"ids": ids}
-        found = cls(adapter.values(field), mesh, **numbering)
+        values = adapter.values(field)
+        if "box" in numbering:
+            values = values.reshape(box_shape(numbering["box"]))
+        found = cls(values, mesh, **numbering)
         found.field = field
         return found
 

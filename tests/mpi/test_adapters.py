@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,10 @@ def devito():
     devito.configuration["mpi"], devito.configuration["log-level"] = before
 
 
-@pytest.mark.parametrize("title, package", [("pylops-mpi", "pylops_mpi"), ("Devito", "devito")])
+@pytest.mark.parametrize(
+    "title, package",
+    [("pylops-mpi", "pylops_mpi"), ("Devito", "devito"), ("DOLFINx", "dolfinx"), ("PETSc", "petsc4py")],
+)
 def test_what_the_page_shows_runs(title, package, request):
     request.getfixturevalue(package) if package == "devito" else pytest.importorskip(package)
     (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
@@ -83,6 +87,35 @@ class GridFunction:
 GridFunction.__module__ = "devito.standin"
 
 
+class Vector:
+    """A vector as those of petsc4py, without ghosts and grid."""
+
+    def __init__(self, own, comm):
+        self._own, self.comm = own.copy(), SimpleNamespace(tompi4py=lambda: comm)
+
+    def getArray(self, readonly=False):
+        return self._own
+
+    def setArray(self, values):
+        self._own[...] = values
+
+    def getDM(self):
+        return None
+
+    def localForm(self):
+        return contextlib.nullcontext()
+
+    def getSize(self):
+        return self.comm.tompi4py().allreduce(self._own.size)
+
+    def getOwnershipRange(self):
+        stop = self.comm.tompi4py().scan(self._own.size)
+        return stop - self._own.size, stop
+
+
+Vector.__module__ = "petsc4py.standin"
+
+
 def columns(comm, width=3):
     """Columns of an array, more on later ranks; the first rank has none if there are others."""
     counts = [width + rank if rank or comm.size == 1 else 0 for rank in range(comm.size)]
@@ -110,6 +143,20 @@ def test_a_grid_that_was_not_cut_is_an_error(comm, tensor_mesh):
     else:
         with pytest.raises(ValueError, match=rf"tensor={comm.size}.*DEVITO_MPI=1"):
             Partition.of(field, tensor_mesh)
+
+
+def test_a_vector_may_be_numbered_by_the_application(comm, tensor_mesh):
+    own = np.arange(2.0 + comm.rank)
+    field = Vector(own, comm)
+    start = Partition.of(field, tensor_mesh)
+    assert start.parts[comm.rank] == (field.getOwnershipRange(),) and np.array_equal(start.local, own)
+    total, first = field.getSize(), field.getOwnershipRange()[0]
+    numbers = total - 1 - np.arange(first, first + own.size)
+    turned = Partition.of(field, tensor_mesh, ids=numbers)
+    whole = np.concatenate(comm.allgather(own))
+    assert np.array_equal(np.concatenate(comm.allgather(turned.owned)), whole[::-1])
+    turned.put(own + 1)
+    assert np.array_equal(start.get(field), own + 1)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -272,3 +319,131 @@ def test_devito_inverts_as_scipy_does(comm, tensor_mesh, devito):
     assert found.success and abs(found.fun - expected.fun) < 1e-12
     assert np.allclose(found.x, expected.x.reshape(shape)[own], atol=1e-6)
     assert start.put(found.x) is model and np.array_equal(np.asarray(model.data), found.x)
+
+
+# DOLFINx and PETSc.
+
+ELEMENTS = {
+    "nodes": ("Lagrange", 1),
+    "vectors": ("Lagrange", 1, (2,)),
+    "edges": ("Lagrange", 2),
+    "cells": ("DG", 0),
+    "in cells": ("DG", 1),
+}
+
+
+@pytest.fixture
+def dolfinx():
+    pytest.importorskip("dolfinx.fem", reason="DOLFINx is not installed")
+    return pytest.importorskip("dolfinx")
+
+
+def square(dolfinx, comm, cells=(5, 4)):
+    return dolfinx.mesh.create_unit_square(comm, *cells)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_numbers_of_dolfinx_do_not_depend_on_the_partition(comm, tensor_mesh, dolfinx, element):
+    from mpi4py import MPI
+
+    def function(comm):
+        space = dolfinx.fem.functionspace(square(dolfinx, comm), ELEMENTS[element])
+        found = dolfinx.fem.Function(space)
+        components = slice(2) if space.dofmap.bs == 2 else 0
+        found.interpolate(lambda x: np.stack([np.sin(3 * x[0]) + x[1], x[0] - x[1]])[components])
+        return found
+
+    with mpishard.Mesh(MPI.COMM_SELF) as alone:
+        expected = Partition.of(function(MPI.COMM_SELF), alone).owned
+    field = function(comm)
+    start = Partition.of(field, tensor_mesh)
+    assert np.allclose(np.concatenate(comm.allgather(start.owned)), expected, atol=1e-14)
+    before = field.x.array.copy()
+    field.x.array[:] = 0
+    assert start.put(start.local) is field
+    assert np.allclose(field.x.array, before, atol=1e-14)  # with ghosts, which were interpolated in other cells
+
+
+def test_elements_that_turn_need_numbers(comm, tensor_mesh, dolfinx):
+    domain = square(dolfinx, comm)
+    field = dolfinx.fem.Function(dolfinx.fem.functionspace(domain, ("Lagrange", 3)))
+    with pytest.raises(ValueError, match="P, triangle, 3.*ids="):
+        Partition.of(field, tensor_mesh)
+    own = field.x.index_map.local_range
+    assert Partition.of(field, tensor_mesh, ids=np.arange(*own)).local.size == own[1] - own[0]
+
+
+def elliptic(dolfinx, comm):
+    """A coefficient of an elliptic equation, and the function that gives this rank's value, and the gradient, at it."""
+    import ufl
+    from dolfinx.fem.petsc import LinearProblem
+
+    fem, domain = dolfinx.fem, square(dolfinx, comm)
+    space = fem.functionspace(domain, ("Lagrange", 1))
+    kappa, state, adjoint, data = (fem.Function(space) for _ in range(4))
+    u, v, dx, grad = ufl.TrialFunction(space), ufl.TestFunction(space), ufl.dx, ufl.grad
+    domain.topology.create_connectivity(1, 2)
+    edge = fem.locate_dofs_topological(space, 1, dolfinx.mesh.exterior_facet_indices(domain.topology))
+    known = {"bcs": [fem.dirichletbc(0.0, edge, space)]}
+    known["petsc_options"] = {"ksp_type": "cg", "pc_type": "jacobi", "ksp_rtol": 1e-13}
+    a = kappa * ufl.inner(grad(u), grad(v)) * dx
+    forward = LinearProblem(a, 10 * v * dx, u=state, petsc_options_prefix="forward_", **known)
+    backward = LinearProblem(a, (state - data) * v * dx, u=adjoint, petsc_options_prefix="backward_", **known)
+    value = fem.form(((state - data) ** 2 + 1e-3 * ufl.inner(grad(kappa), grad(kappa))) / 2 * dx)
+    slope = fem.form(-ufl.inner(grad(state), grad(adjoint)) * v * dx + 1e-3 * ufl.inner(grad(kappa), grad(v)) * dx)
+    kappa.interpolate(lambda x: 1 + (abs(x[0] - 0.5) < 0.25))
+    forward.solve()
+    data.x.array[:] = state.x.array
+    kappa.x.array[:] = 1.0
+
+    def value_and_gradient():
+        forward.solve()
+        backward.solve()
+        gradient = fem.assemble_vector(slope)
+        gradient.scatter_reverse(dolfinx.la.InsertMode.add)
+        return fem.assemble_scalar(value), gradient
+
+    return kappa, value_and_gradient
+
+
+def minimum_of_tao(comm, kappa, value_and_gradient, lower, upper):
+    """The least value that TAO's BLMVM finds, with the gradient of the mesh's own order."""
+    from petsc4py import PETSc
+
+    own = kappa.x.index_map.size_local
+    x, g, low, high = (PETSc.Vec().createMPI((own, None), comm=comm) for _ in range(4))
+    x.set(1.0), low.set(lower), high.set(upper)
+
+    def evaluate(tao, x, g):
+        kappa.x.array[:own] = x.getArray(readonly=True)
+        kappa.x.scatter_forward()
+        value, gradient = value_and_gradient()
+        g.setArray(gradient.array[:own])
+        return comm.allreduce(value)
+
+    tao = PETSc.TAO().create(comm)
+    tao.setType("blmvm")
+    tao.setObjectiveGradient(evaluate, g)
+    tao.setVariableBounds((low, high))
+    tao.setTolerances(gatol=1e-10, grtol=0, gttol=0)
+    tao.setMaximumIterations(500)
+    tao.solve(x)
+    return tao.getObjectiveValue(), x.getArray().copy()
+
+
+def test_a_coefficient_in_dolfinx_is_that_of_tao(comm, tensor_mesh, dolfinx):
+    pytest.importorskip("petsc4py")
+    kappa, value_and_gradient = elliptic(dolfinx, comm)
+    start = Partition.of(kappa, tensor_mesh)
+
+    def misfit(x):
+        start.put(x)
+        value, gradient = value_and_gradient()
+        return value, start.get(gradient)
+
+    summed = {"mesh": tensor_mesh, "reduction": "sum"}
+    assert mpishard.check_gradient(misfit, start, **summed, disp=False)
+    found = minimize(misfit, start, bounds=(0.9, 1.1), options={**TIGHT, "gtol": 1e-10}, **summed)
+    value, expected = minimum_of_tao(comm, kappa, value_and_gradient, 0.9, 1.1)
+    assert found.success and abs(found.fun - value) < 1e-12
+    assert np.allclose(found.x, expected, atol=1e-6)
