@@ -9,7 +9,7 @@ from typing import Any
 from mpishard.arguments import kind_of
 
 Array = Any
-_PACKAGES = "pylops_mpi", "devito", "dolfinx", "petsc4py"
+_PACKAGES = "pylops_mpi", "devito", "dolfinx", "petsc4py", "pyadjoint"
 
 
 class Adapter(ABC):

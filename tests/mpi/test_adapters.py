@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 import mpishard
+import mpishard.pyadjoint
 from mpishard import Partition, minimize
 
-PAGE = (Path(__file__).parents[2] / "docs/how-to/partition-clients.md").read_text("utf-8")
+PAGES = Path(__file__).parents[2] / "docs/how-to"
 TIGHT = {"gtol": 1e-9, "ftol": 0, "maxiter": 2000}
 
 
@@ -33,14 +35,24 @@ def devito():
     devito.configuration["mpi"], devito.configuration["log-level"] = before
 
 
-@pytest.mark.parametrize(
-    "title, package",
-    [("pylops-mpi", "pylops_mpi"), ("Devito", "devito"), ("DOLFINx", "dolfinx"), ("PETSc", "petsc4py")],
-)
-def test_what_the_page_shows_runs(title, package, request):
+SHOWN = {
+    "pylops_mpi": ("partition-clients", "pylops-mpi"),
+    "devito": ("partition-clients", "Devito"),
+    "dolfinx": ("partition-clients", "DOLFINx"),
+    "petsc4py": ("partition-clients", "PETSc"),
+    "dolfinx_adjoint": ("pyadjoint", "My controls are fields on many ranks"),
+}
+
+
+@pytest.mark.parametrize("package", SHOWN)
+def test_what_the_page_shows_runs(package, request, folder, monkeypatch):
+    importlib.import_module("h5py")  # before DOLFINx, behind whose HDF5 it does not load
     request.getfixturevalue(package) if package == "devito" else pytest.importorskip(package)
-    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    page, title = SHOWN[package]
+    text = (PAGES / f"{page}.md").read_text("utf-8")
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     program = "\n".join(re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
+    monkeypatch.chdir(folder)
     exec(compile(program, title, "exec"), {"__name__": "__main__"})
 
 
@@ -447,3 +459,137 @@ def test_a_coefficient_in_dolfinx_is_that_of_tao(comm, tensor_mesh, dolfinx):
     value, expected = minimum_of_tao(comm, kappa, value_and_gradient, 0.9, 1.1)
     assert found.success and abs(found.fun - value) < 1e-12
     assert np.allclose(found.x, expected, atol=1e-6)
+
+
+# pyadjoint.
+
+
+@pytest.fixture
+def pyadjoint():
+    found = pytest.importorskip("pyadjoint", reason="pyadjoint is not installed")
+    found.set_working_tape(found.Tape())
+    found.continue_annotation()
+    yield found
+    found.pause_annotation()
+
+
+def rosenbrock(pyadjoint):
+    x, y = pyadjoint.AdjFloat(-1.2), pyadjoint.AdjFloat(1.0)
+    value = 100.0 * (y - x**2) ** 2 + (1.0 - x) ** 2
+    return pyadjoint.ReducedFunctional(value, [pyadjoint.Control(x), pyadjoint.Control(y)])
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("method, bounds, expected", [
+    ("L-BFGS-B", (-2, 0.9), [0.9, 0.81]),
+    ("L-BFGS-B", ([None, 0], [0.9, None]), [0.9, 0.81]),
+    ("Newton-CG", None, [1, 1]),
+])  # fmt: skip
+def test_numbers_of_pyadjoint(mesh, pyadjoint, method, bounds, expected, on_mesh):
+    seen = []
+    found = mpishard.pyadjoint.minimize(
+        rosenbrock(pyadjoint), method, bounds, callback=seen.append, options={"gtol": 1e-8},
+        mesh=mesh if on_mesh else None,
+    )  # fmt: skip
+    assert all(isinstance(each, pyadjoint.AdjFloat) for each in [*found.x, *seen[-1]])
+    assert np.allclose(found.x, expected, atol=1e-4) and seen[-1] == found.x
+
+
+WRONG_ARGUMENTS = {
+    "bounds=int": {"bounds": 3},
+    "3 .* 2 controls": {"bounds": ([1, 2, 3], 4)},
+    "mesh=mesh": {"checkpoints": 3},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ARGUMENTS)
+def test_wrong_arguments_of_pyadjoint(pyadjoint, message):
+    with pytest.raises(ValueError, match=message):
+        mpishard.pyadjoint.minimize(rosenbrock(pyadjoint), **WRONG_ARGUMENTS[message])
+    with pytest.raises(TypeError, match="reduced=.*ReducedFunctional"):
+        mpishard.pyadjoint.minimize(len)
+
+
+class ByVector:
+    """A control that becomes a vector of PETSc, as those of Firedrake."""
+
+    def __init__(self, own, comm):
+        self.own, self.comm = own, comm
+
+    def _ad_to_petsc(self):
+        return Vector(self.own, self.comm)
+
+    def _ad_from_petsc(self, vector):
+        self.own = vector.getArray().copy()
+
+
+ByVector.__module__ = "pyadjoint.standin"
+
+
+def test_a_control_may_become_a_vector(comm, tensor_mesh):
+    own = np.arange(2.0 + comm.rank)
+    control = ByVector(own, comm)
+    start = Partition.of(control, tensor_mesh)
+    assert start.put(own + 1) is control and np.array_equal(control.own, own + 1)
+    with pytest.raises(TypeError, match="AdjFloat.*PETSc"):
+        Partition.of(type("AdjFloat", (), {"__module__": "pyadjoint.standin"})(), tensor_mesh)
+
+
+def recorded(comm, dolfinx, pyadjoint):
+    """A functional of the coefficient of an elliptic equation, which dolfinx-adjoint has recorded."""
+    import dolfinx_adjoint as adjoint
+    import ufl
+
+    pyadjoint.set_working_tape(pyadjoint.Tape())
+    fem, domain = dolfinx.fem, square(dolfinx, comm)
+    space = fem.functionspace(domain, ("Lagrange", 1))
+    kappa, state, zero = (adjoint.Function(space) for _ in range(3))
+    data = fem.Function(space)
+    data.interpolate(lambda x: 8 * x[0] * (1 - x[0]) * x[1] * (1 - x[1]) * (1 + x[0]))
+    u, v, dx, grad = ufl.TrialFunction(space), ufl.TestFunction(space), ufl.dx, ufl.grad
+    domain.topology.create_connectivity(1, 2)
+    edge = fem.locate_dofs_topological(space, 1, dolfinx.mesh.exterior_facet_indices(domain.topology))
+    solvers = dict.fromkeys(
+        ["petsc_options", "adjoint_petsc_options", "tlm_petsc_options"],
+        {"ksp_type": "cg", "pc_type": "jacobi", "ksp_rtol": 1e-13},
+    )
+    kappa.x.array[:] = 1.0
+    a = kappa * ufl.inner(grad(u), grad(v)) * dx
+    adjoint.LinearProblem(a, 10 * v * dx, u=state, bcs=[adjoint.dirichletbc(zero, edge)], **solvers).solve()
+    value = adjoint.assemble_scalar(((state - data) ** 2 + 1e-3 * ufl.inner(grad(kappa), grad(kappa))) / 2 * dx)
+    options = {"riesz_representation": "L2", "petsc_options": solvers["petsc_options"]}
+    return pyadjoint.ReducedFunctional(value, pyadjoint.Control(kappa, riesz_map=options))
+
+
+def test_a_functional_of_dolfinx_adjoint_has_scipys_minimum(comm, tensor_mesh, pyadjoint):
+    pytest.importorskip("h5py")  # before DOLFINx
+    dolfinx = pytest.importorskip("dolfinx")
+    pytest.importorskip("dolfinx_adjoint")
+    optimize = pytest.importorskip("scipy.optimize")
+    from mpi4py import MPI
+
+    alone = recorded(MPI.COMM_SELF, dolfinx, pyadjoint)
+    point = alone.controls[0].copy_data()
+
+    def of_whole(x):
+        point.x.array[:] = x
+        value = float(alone(point))
+        return value, alone.derivative(apply_riesz=False).x.array.copy()
+
+    bounds = [(0.9, 1.1)] * point.x.array.size
+    expected = optimize.minimize(of_whole, np.ones(len(bounds)), jac=True, bounds=bounds, options=TIGHT)
+    point.x.array[:] = expected.x
+    with mpishard.Mesh(MPI.COMM_SELF) as single:
+        wanted = Partition.of(point, single).owned
+
+    reduced = recorded(comm, dolfinx, pyadjoint)
+    lower = reduced.controls[0].copy_data()
+    lower.x.array[:] = 0.9
+    found = mpishard.pyadjoint.minimize(reduced, bounds=(lower, 1.1), options=TIGHT)
+    assert abs(found.fun - expected.fun) < 1e-10 and type(found.x) is type(lower)
+    assert np.allclose(np.concatenate(comm.allgather(Partition.of(found.x, tensor_mesh).owned)), wanted, atol=1e-5)
+
+    free = {"method": "L-BFGS", "options": {"gtol": 1e-7, "ftol": 0}}
+    plain = mpishard.pyadjoint.minimize(recorded(comm, dolfinx, pyadjoint), **free)
+    riesz = mpishard.pyadjoint.minimize(recorded(comm, dolfinx, pyadjoint), riesz=True, mesh=tensor_mesh, **free)
+    assert riesz.nit < plain.nit and abs(riesz.fun - plain.fun) < 1e-6

@@ -33,6 +33,7 @@ FLOORS = [
     {"training", "estimate"},
     {"elastic", "jax", "torch"},
     {"inverse"},
+    {"pyadjoint"},
     {"environment"},
     {"cli"},
     {"__main__"},
