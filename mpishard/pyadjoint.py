@@ -50,21 +50,25 @@ def minimize(
 ) -> OptimizeResult:
     """Minimise a reduced functional of pyadjoint, from the values of its controls on the tape.
 
-    Collective over the ranks that share the controls, none of which gets more than its part of them.  Numbers as
-    controls belong to each process alone.
+    Collective over the ranks that share the controls, none of which gets more than its part of them.  Controls that are
+    numbers are those of each process, unless there is a mesh.
 
     Parameters
     ----------
     reduced : pyadjoint.ReducedFunctional
         It has the same value on all ranks, as ``assemble_scalar`` of dolfinx-adjoint returns it.  Its controls are
         numbers, or fields that `mpishard.Partition.of` takes, or of types that pyadjoint turns into vectors of PETSc.
-    method, tol, options : object
+    method : str or Method
         As for `mpishard.minimize`.  Newton methods use ``reduced.hessian``.
     bounds : pair, optional
         ``(lower, upper)``: each None, a number for all elements, a field like the control, or a list of these with one
         for each control.
+    tol : float, optional
+        As for `mpishard.minimize`.
     callback : callable, optional
         As for `mpishard.minimize`; the point is of the kind of the controls.
+    options : dict, optional
+        As for `mpishard.minimize`.
     riesz : bool
         Precondition by the Riesz map of each control, as ``Control(m, riesz_map=...)`` names it.  Without bounds, for
         ``"L-BFGS"``, ``"CG"`` and the Newton methods.
